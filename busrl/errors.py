@@ -1,0 +1,252 @@
+"""Every exception of busrl, sorted by who caused it, so that a message can say who has to act.
+
+`UserError` is for the person at the keyboard, `PeerLost` for another process, `MachineError` for the host (disk,
+shared memory), `BugError` for us. The command line prints the first three as one message without a traceback.
+Knows nothing of the rest of busrl.
+
+- A message holds the value, the rule it broke, the remedy, and the place (file:line, key, process, slot).
+- Every class is in exactly one family; a class that a module raises is named here, so this page is the whole list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+class BusrlError(Exception):
+    """Base of all; `exit_code` is what the command line ends with."""
+
+    family: ClassVar[str] = "busrl"
+    exit_code: ClassVar[int] = 2
+
+
+# ---------------------------------------------------------------------------------------------- yours to fix
+
+
+class UserError(BusrlError):
+    """Something that was asked for can not be done as asked: a file, a key, a command line, a state of a run."""
+
+    family = "yours to fix"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding: where, what is there, the rule that it breaks, and what to do about it."""
+
+    place: str
+    value: str
+    rule: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.place}: {self.value}: {self.rule}" if self.value else f"{self.place}: {self.rule}"
+        return f"{text}; {self.remedy}" if self.remedy else text
+
+
+class TopologyError(UserError):
+    """A topology that can not be run; holds all of its problems, in the order of the file."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DataError(UserError):
+    """A prompt file that can not be used; the message starts with file:line."""
+
+
+class RewardNotLoaded(UserError):
+    """A reward function that can not be imported or called; the message holds the import path and the cause."""
+
+
+class ModelNotLoaded(UserError):
+    """A model folder that can not be loaded or trained; the message holds the path, the cause and the remedy."""
+
+
+class CheckpointNotUsable(UserError):
+    """A checkpoint that was asked for is missing, torn, or of another model; the message holds its path."""
+
+
+class RunInUse(UserError):
+    """Another living process holds the lock of this run directory; the message names its pid."""
+
+
+class NoSuchRun(UserError):
+    """A directory that is not a run directory, or one whose run has ended."""
+
+
+class BadEndpoint(UserError):
+    """A bus address that can not be used, or that would be open to others."""
+
+
+class InsecureDirectory(UserError):
+    """The socket directory belongs to somebody else; the message says whose and how to choose another."""
+
+
+class BrokerRunning(RunInUse):
+    """Another broker holds the lock of this bus; the message names its pid."""
+
+
+# --------------------------------------------------------------------------------------- another process is gone
+
+
+class PeerLost(BusrlError):
+    """A process that something waited for is gone or silent; the message names it, its state, and for how long."""
+
+    family = "another process"
+
+
+class BusNotReady(PeerLost):
+    """No round trip through the broker before the deadline; the message names the endpoint."""
+
+
+class BrokerStuck(PeerLost):
+    """The broker's proxy ended, or does not pass messages on."""
+
+
+class PeerTimeout(PeerLost):
+    """A peer is there but did not do what was waited for before the deadline."""
+
+
+class WeightsTimeout(PeerTimeout):
+    """A weight version did not arrive, or a member of a weight group did not join, before the deadline."""
+
+
+class ChildFailed(PeerLost):
+    """A child of `launch` died before it was ready more often than `limits.restart_attempts` allows."""
+
+
+# ------------------------------------------------------------------------------------------------- the machine
+
+
+class MachineError(BusrlError):
+    """The host can not give what the run needs; the message says how much was needed and how much there is."""
+
+    family = "the machine"
+
+
+class DiskFull(MachineError):
+    """No space for a file that must not be lost (fates, log, checkpoint)."""
+
+
+class SharedMemoryFull(MachineError):
+    """/dev/shm can not hold the ring or the weights."""
+
+
+class FileCorrupt(MachineError):
+    """A file of the run whose bytes do not match their own checksum; the message names file, offset and remedy."""
+
+
+class WriteFailed(MachineError):
+    """A write or sync that must not fail did, for another cause than a full disk; what was written is unknown."""
+
+
+# ------------------------------------------------------------------------------------------------------ the ring
+
+
+class RingError(BusrlError):
+    """Base of what the ring raises; every subclass is in one of the families as well."""
+
+
+class RingNotFound(RingError, UserError):
+    """No ring of that name; the run has ended, or it runs on another host."""
+
+
+class RingMismatch(RingError, UserError):
+    """The file is no ring, or one of another layout version, boot, uuid or size; never adopted."""
+
+
+class RingFull(RingError, MachineError):
+    """No entry is left in the process table (`ring.processes`)."""
+
+
+class SlotTooSmall(RingError, UserError):
+    """A payload does not fit its slot; `needed` and `free` are bytes, the message names the key that changes it."""
+
+    needed: int = 0
+    free: int = 0
+
+
+class RingExists(RingError, UserError):
+    """The name of a new ring is taken; attach to adopt the run, or clean it."""
+
+
+class ShmTooSmall(RingError, SharedMemoryFull):
+    """The ring does not fit into /dev/shm; `needed` and `free` are bytes."""
+
+    needed: int = 0
+    free: int = 0
+
+
+class NotOwner(RingError):
+    """A write into a slot that the caller does not own (any more); the claim must be looked at again."""
+
+    family = "busrl itself"
+
+
+class NoSuchTransition(RingError):
+    """A step that the state machine does not have; the message names both states."""
+
+    family = "busrl itself"
+
+
+class NoSuchTensor(RingError):
+    """A slot has no tensor of that name and segment that the reader may see."""
+
+    family = "busrl itself"
+
+
+class NotRegistered(RingError):
+    """A call that needs an entry in the process table, before `register`."""
+
+    family = "busrl itself"
+
+
+class RingClosed(RingError):
+    """A ring handle was used after it was closed, or in a forked child of the process that opened it."""
+
+    family = "busrl itself"
+
+
+class RingReadOnly(RingError):
+    """A write through a handle that was attached read-only."""
+
+    family = "busrl itself"
+
+
+class FateRefused(RingError):
+    """No fate table is bound, or the sample's fate forbids the step."""
+
+    family = "busrl itself"
+
+
+class LockTimeout(PeerTimeout):
+    """A role lock stayed with another process until the deadline; the message names its pid."""
+
+
+# ------------------------------------------------------------------------------------------------------ our bugs
+
+
+class BugError(BusrlError):
+    """A rule of busrl's own was broken; please report it with the traceback and the run directory."""
+
+    family = "busrl itself"
+    exit_code = 70
+
+
+class LedgerError(BugError):
+    """The ledger contradicts itself: a sample lost, or trained twice."""
+
+
+class ProtocolError(BugError):
+    """A message of our own that our own codec refuses. Foreign bytes never raise: they are counted and dropped."""
+
+
+class MessageTooLarge(ProtocolError):
+    """A message over the topology's limit was to be sent; the message names its topic and both sizes."""
+
+
+class BusClosed(BugError):
+    """A bus endpoint was used after it was closed, or in a child of the process that opened it."""

@@ -1,0 +1,102 @@
+"""The slot ring: every sample that is being worked on lives in a slot of shared memory, with a state and an owner.
+
+A typed face of the C++ core `busrl._ring` (its rules stand in `csrc/include/busrl`): rings, fate tables, role locks.
+Talks to shared memory and the run directory. Knows nothing of messages, models, groups or what the tensors mean.
+
+- A slot is changed only by whoever its control word names; the word from the claim is the key to every later call.
+- Every change of state is one compare-and-swap; a call that returns 0 or False lost it: look again.
+- Views are made in place and stay mapped after `close()`; what they show is settled only while the slot is held.
+"""
+
+from busrl._ring import (
+    HEADER_WORDS,
+    LAYOUT,
+    MAX_TENSORS,
+    NO_SEGMENT,
+    UID_NONE,
+    UID_VALIDATE,
+    Fates,
+    OfdLock,
+    Process,
+    Reaped,
+    Ring,
+    RingStats,
+    State,
+)
+from busrl.errors import (
+    DiskFull,
+    FateRefused,
+    LockTimeout,
+    NoSuchTensor,
+    NoSuchTransition,
+    NotOwner,
+    NotRegistered,
+    RingClosed,
+    RingError,
+    RingExists,
+    RingFull,
+    RingMismatch,
+    RingNotFound,
+    RingReadOnly,
+    ShmTooSmall,
+    SlotTooSmall,
+)
+
+WORKING = (State.RESERVED, State.GENERATING, State.REWARDING, State.TRAINING)
+
+
+def segments_of(word: int) -> int:
+    """How many segments of the slot are committed."""
+    return (word >> 36) & 0xFF
+
+
+def seq_of(word: int) -> int:
+    """The claim count of the slot: together with the slot it names one claim for ever."""
+    return word & ((1 << 36) - 1)
+
+
+def state_of(word: int) -> State:
+    return State(word >> 58)
+
+
+def owner_of(word: int) -> int:
+    """The process-table index of the owner; 0 where the state has none."""
+    return (word >> 44) & 0x3FFF if state_of(word) in WORKING else 0
+
+
+__all__ = [
+    "HEADER_WORDS",
+    "LAYOUT",
+    "MAX_TENSORS",
+    "NO_SEGMENT",
+    "UID_NONE",
+    "UID_VALIDATE",
+    "WORKING",
+    "DiskFull",
+    "FateRefused",
+    "Fates",
+    "LockTimeout",
+    "NoSuchTensor",
+    "NoSuchTransition",
+    "NotOwner",
+    "NotRegistered",
+    "OfdLock",
+    "Process",
+    "Reaped",
+    "Ring",
+    "RingClosed",
+    "RingError",
+    "RingExists",
+    "RingFull",
+    "RingMismatch",
+    "RingNotFound",
+    "RingReadOnly",
+    "RingStats",
+    "ShmTooSmall",
+    "SlotTooSmall",
+    "State",
+    "owner_of",
+    "segments_of",
+    "seq_of",
+    "state_of",
+]

@@ -1,0 +1,175 @@
+// Dispatch, and the two ways in which a sample ends: finished (trained, validated) or dropped for a reason.
+//
+//  * The fate is stored before the slot is freed; a process killed in between leaves what anybody can complete.
+//  * fate[uid] = D is the commit point of a dispatch: before it the dispatch never happened, after it a dead
+//    dispatcher's slot is rolled forward to QUEUED.
+#pragma once
+
+#include "busrl/fates.hpp"
+#include "busrl/slots.hpp"
+
+namespace busrl {
+
+struct Task {
+    uint64_t uid;
+    uint64_t group;
+    uint64_t admission;
+    uint64_t version;
+    uint64_t offer_until_ns;
+    const void* bytes;
+    uint64_t nbytes;
+    uint32_t cls;
+    uint32_t prompt_crc;
+    uint32_t max_new_tokens;
+    uint32_t step;
+    int32_t priority;
+    float temperature;
+    float top_p;
+    uint16_t member;
+    uint16_t group_size;
+    uint16_t offer_to;
+};
+
+namespace detail {
+inline void describe_task(Line& line, const Task& t) {
+    auto put = [](auto& field, auto value) { field.store(value, std::memory_order_release); };
+    put(line.group, t.group);
+    put(line.admission, t.admission);
+    put(line.version, t.version);
+    put(line.offer_until_ns, t.offer_until_ns);
+    put(line.reward, 0.0);
+    put(line.cls, t.cls);
+    put(line.reward_parts, 0u);
+    put(line.member, t.member);
+    put(line.group_size, t.group_size);
+    put(line.attempt, uint16_t{0});
+    put(line.offer_to, t.offer_to);
+    put(line.priority, t.priority);
+    put(line.prompt_tokens, 0u);
+    put(line.response_tokens, 0u);
+    put(line.max_new_tokens, t.max_new_tokens);
+    put(line.temperature, t.temperature);
+    put(line.top_p, t.top_p);
+    put(line.prompt_crc, t.prompt_crc);
+    put(line.finish, uint16_t{0});
+    put(line.alone_deaths, uint16_t{0});
+    put(line.step, t.step);
+    put(line.flags, 0u);
+}
+
+inline void write_task(const Segment& seg, uint32_t slot, uint64_t word, const Task& t) {
+    TensorEntry entry{};
+    std::memcpy(entry.name, "task", 4);
+    entry.segment = kNoSegment;
+    entry.code = kUint;
+    entry.bits = 8;
+    entry.ndim = 1;
+    entry.nbytes = entry.shape[0] = t.nbytes;
+    entry.flags = kTensorValid;
+    clear_all(seg.table(slot));
+    const uint32_t index = place_entry(seg, slot, word, entry);
+    if (t.nbytes != 0) std::memcpy(seg.payload(slot) + entry.offset, t.bytes, t.nbytes);
+    store_entry(seg.table(slot), index, entry);
+}
+}  // namespace detail
+
+// FREE -> RESERVED* -> QUEUED with the task inside. nullopt when no slot is FREE. `cursor` is a private hint.
+inline std::optional<Held> dispatch(const Segment& seg, uint32_t me, const FateBook& fates, const Task& task,
+                                    uint32_t& cursor) {
+    if (task.nbytes > seg.shape.slot_bytes)
+        throw Error(Fault::slot_too_small,
+                    "a task of " + std::to_string(task.nbytes) + " bytes does not fit a slot of " +
+                        std::to_string(seg.shape.slot_bytes) + "; raise ring.slot_bytes",
+                    task.nbytes, seg.shape.slot_bytes);
+    if (task.uid == kUidNone) throw Error(Fault::general, "uid 2**64-1 means no sample");
+    Fates& fate = fates.must(task.uid);
+    const uint64_t i = FateBook::index(task.uid);
+    fate.reserve(i + 1);  // a full disk is an error here, before anything is held
+    if (const uint8_t now = fate.get(i))
+        throw Error(Fault::fates, "uid " + std::to_string(task.uid) + " has the fate '" + std::string(1, char(now)) +
+                                      "' and cannot be dispatched again");
+    uint64_t mine = 0;
+    uint32_t slot = 0;
+    for (uint32_t k = 0; k < seg.shape.n_slots && mine == 0; ++k) {
+        slot = (cursor + k) % seg.shape.n_slots;
+        const uint64_t word = load_word(seg, slot);
+        if (state_of(word) == State::FREE) mine = move_slot(seg, slot, word, State::RESERVED, me);
+    }
+    if (mine == 0) return std::nullopt;
+    cursor = slot + 1;
+    Line& line = seg.line(slot);
+    crash_point("dispatch.claimed");
+    // [UID clear] release: between here and [UID write] there is no sample in this slot.
+    line.uid.store(kUidNone, std::memory_order_release);
+    crash_point("dispatch.reserved");
+    detail::describe_task(line, task);
+    detail::write_task(seg, slot, mine, task);
+    line.changed_ns.store(monotonic_ns(), std::memory_order_release);
+    crash_point("dispatch.written");
+    // The uid counts only together with the seq of this claim: a slot may still hold an earlier sample's uid whose
+    // fate is D because it was dispatched elsewhere.
+    line.last_commit_seq.store(seq_of(mine), std::memory_order_release);
+    // [UID write] release, pairs with [UID read] of the reaper: line and task are complete.
+    line.uid.store(task.uid, std::memory_order_release);
+    crash_point("dispatch.uid");
+    fate.store(i, kDispatched);
+    crash_point("dispatch.fate");
+    const uint64_t queued = move_slot(seg, slot, mine, State::QUEUED, 0);
+    crash_point("dispatch.queued");
+    seg.count(kDispatches);
+    return Held{slot, queued};
+}
+
+// TRAINING* -> FREE with fate T (or V): the step that holds the sample is on record.
+inline bool finish(const Segment& seg, uint32_t me, const FateBook& fates, uint32_t slot, uint64_t word, uint8_t code) {
+    check_slot(seg, slot);
+    if (load_word(seg, slot) != word || word == 0) return false;
+    if (state_of(word) != State::TRAINING)
+        throw Error(Fault::transition,
+                    std::string("a sample is finished from TRAINING, not from ") + name_of(state_of(word)));
+    check_owner(seg, me, slot, word);
+    const uint64_t uid = seg.line(slot).uid.load(std::memory_order_acquire);
+    fates.must(uid).store(FateBook::index(uid), code);
+    crash_point("finish.fate");
+    if (move_slot(seg, slot, word, State::FREE, 0) == 0) return false;
+    crash_point("finish.free");
+    seg.count(kFinished);
+    return true;
+}
+
+// DROPPED -> fate -> FREE. Anybody may do it, several at once: the store is idempotent and the CAS has one winner.
+inline bool complete_drop(const Segment& seg, const FateBook& fates, uint32_t slot, uint64_t word) {
+    const uint64_t uid = seg.line(slot).uid.load(std::memory_order_acquire);
+    if (load_word(seg, slot) != word) return false;  // the uid may already be another sample's
+    fates.must(uid).store(FateBook::index(uid), uint8_t(owner_of(word)));
+    crash_point("drop.fate");
+    return move_slot(seg, slot, word, State::FREE, 0) != 0;
+}
+
+// resting -> DROPPED(reason) -> FREE; an owner may drop what it holds. False if the slot is no longer at `word`.
+inline bool drop(const Segment& seg, uint32_t me, const FateBook& fates, uint32_t slot, uint64_t word, uint8_t reason) {
+    check_slot(seg, slot);
+    if (load_word(seg, slot) != word || word == 0) return false;
+    check_arrow(word, State::DROPPED);
+    if (is_working(state_of(word))) check_owner(seg, me, slot, word);
+    const uint64_t uid = seg.line(slot).uid.load(std::memory_order_acquire);
+    fates.must(uid);  // refuse before the slot is touched
+    const uint64_t dropped = move_slot(seg, slot, word, State::DROPPED, reason);
+    if (dropped == 0) return false;
+    seg.count(kDrops);
+    seg.header().drops[reason & 63].fetch_add(1, std::memory_order_relaxed);
+    crash_point("drop.cas");
+    complete_drop(seg, fates, slot, dropped);
+    return true;
+}
+
+inline uint32_t finish_drops(const Segment& seg, const FateBook& fates) {
+    uint32_t done = 0;
+    for (uint32_t i = 0; i < seg.shape.n_slots; ++i) {
+        const uint64_t word = load_word(seg, i);
+        if (state_of(word) == State::DROPPED && complete_drop(seg, fates, i, word)) ++done;
+    }
+    return done;
+}
+
+}  // namespace busrl

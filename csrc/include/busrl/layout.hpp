@@ -1,0 +1,214 @@
+// Every byte of the segment: header, wake lines, counters, process table, control lines, tensor tables, payloads.
+//
+//  * Little endian, offsets from the start of the segment, never a pointer.
+//  * A field that more than one process may touch is a lock-free atomic of its natural size.
+//  * Fields are stored with release and loaded with acquire, so others see them in the program's order.
+//  * The static_asserts are the specification: the numbers in the documentation are checked here.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "busrl/word.hpp"
+
+namespace busrl {
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the layout is little endian");
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free &&
+                  std::atomic<uint16_t>::is_always_lock_free && std::atomic<uint8_t>::is_always_lock_free,
+              "the ring needs lock-free atomics of 1 to 8 bytes");
+
+template <class T>
+using A = std::atomic<T>;
+using U64 = A<uint64_t>;
+
+constexpr uint64_t kMagic = 0x3147524C52535542;  // the bytes "BUSRLRG1"
+constexpr uint32_t kLayoutMajor = 1;
+constexpr uint32_t kLayoutMinor = 0;
+constexpr uint64_t kUidNone = ~uint64_t{0};
+constexpr uint64_t kUidValidate = uint64_t{1} << 62;  // set in the uid of a validation sample
+constexpr uint8_t kNoSegment = 255;                   // a tensor that belongs to no segment
+constexpr uint32_t kFlagAlone = 1u << 31;             // in Line::flags: the claimer holds nothing else
+
+// ---------------------------------------------------------------- header, 0x000
+struct HeaderFixed {  // written once by the creator, covered by crc32c, copied and checked by everybody else
+    uint64_t magic;
+    uint32_t layout_major;
+    uint32_t layout_minor;
+    uint64_t total_bytes;
+    uint8_t uuid[16];
+    uint8_t boot_id[16];
+    uint64_t pid_ns;
+    uint32_t n_slots;
+    uint32_t n_procs;
+    uint64_t proc_off;
+    uint64_t line_off;
+    uint64_t table_off;
+    uint64_t data_off;
+    uint64_t slot_stride;
+    uint64_t slot_bytes;
+};
+static_assert(sizeof(HeaderFixed) == 0x78);
+static_assert(offsetof(HeaderFixed, uuid) == 0x18 && offsetof(HeaderFixed, boot_id) == 0x28);
+static_assert(offsetof(HeaderFixed, pid_ns) == 0x38 && offsetof(HeaderFixed, n_slots) == 0x40);
+static_assert(offsetof(HeaderFixed, proc_off) == 0x48 && offsetof(HeaderFixed, line_off) == 0x50);
+static_assert(offsetof(HeaderFixed, table_off) == 0x58 && offsetof(HeaderFixed, data_off) == 0x60);
+static_assert(offsetof(HeaderFixed, slot_stride) == 0x68 && offsetof(HeaderFixed, slot_bytes) == 0x70);
+
+constexpr const char* kHeaderWords[] = {"version", "version_step", "next_admission", "unpublished_groups",
+                                        "hold",    "step",         "run_state",      "generation_pause"};
+constexpr uint32_t kHeaderWordCount = sizeof(kHeaderWords) / sizeof(kHeaderWords[0]);
+
+struct WakeLine {         // one per state, 128 bytes so that two states never share a pair of cache lines
+    A<uint32_t> seq;      // the futex word
+    A<uint32_t> waiters;  // a hint: 0 saves the wake-up call
+    U64 transitions;      // how many slots ever entered this state
+    uint8_t pad[112];
+};
+static_assert(sizeof(WakeLine) == 128 && offsetof(WakeLine, transitions) == 8);
+
+enum Counter : uint32_t { kClaims, kCommits, kReaps, kDrops, kFinished, kDispatches, kCounters };
+struct CounterLine {
+    U64 value;
+    uint8_t pad[56];
+};
+static_assert(sizeof(CounterLine) == 64);
+
+struct Header {
+    HeaderFixed fixed;
+    uint32_t crc32c;                // of `fixed`
+    A<uint32_t> ready;              // 0x07C: 1 once everything else is in place
+    U64 words[kHeaderWordCount];    // 0x080: named in kHeaderWords
+    uint8_t pad[0x100 - 0xC0];      // 0x0C0
+    WakeLine wake[16];              // 0x100: index = state
+    CounterLine counters[32];       // 0x900: index = Counter; for display, never for decisions
+    U64 drops[64];                  // 0x1100: index = reason & 63
+    uint8_t pad2[0x2000 - 0x1300];  // 0x1300
+};
+static_assert(sizeof(Header) == 0x2000 && offsetof(Header, crc32c) == 0x78 && offsetof(Header, ready) == 0x7C);
+static_assert(offsetof(Header, words) == 0x80 && offsetof(Header, wake) == 0x100);
+static_assert(offsetof(Header, counters) == 0x900 && offsetof(Header, drops) == 0x1100);
+static_assert(kStates <= 16 && kCounters <= 32);
+
+// ---------------------------------------------------------------- process table, proc_off
+// ident = pid:32 | epoch:24 | live:8. A free entry keeps its epoch, a registration raises it.
+constexpr uint64_t make_ident(uint32_t pid, uint32_t epoch, bool live) {
+    return uint64_t(pid) << 32 | uint64_t(epoch & 0xFFFFFF) << 8 | uint64_t(live);
+}
+constexpr uint32_t pid_of(uint64_t ident) {
+    return uint32_t(ident >> 32);
+}
+constexpr uint32_t epoch_of(uint64_t ident) {
+    return uint32_t(ident >> 8) & 0xFFFFFF;
+}
+constexpr bool is_live(uint64_t ident) {
+    return (ident & 0xFF) != 0;
+}
+
+template <size_t Words>
+using Text = A<uint64_t>[Words];  // zero-padded UTF-8, 8 bytes a word
+
+struct ProcEntry {
+    U64 ident;
+    U64 start_ticks;  // field 22 of /proc/<pid>/stat
+    U64 pid_ns;       // inode of /proc/self/ns/pid
+    U64 started_ns;
+    A<uint32_t> ready;
+    uint32_t pad0;
+    Text<2> role;   // 0x28
+    Text<5> label;  // 0x38
+    U64 progress;   // 0x60: grows while the process gets on
+    U64 progress_ns;
+    U64 activity_ns;
+    U64 deadline_ns;   // how long the declared activity may take; 0 = the usual limit
+    Text<4> activity;  // 0x80
+    U64 busy_ns;       // 0xA0
+    U64 idle_ns;
+    U64 tokens;
+    U64 samples;
+    U64 version;           // 0xC0: newest weight version in use
+    A<uint8_t> waits[16];  // 0xC8: threads of this process waiting, by state
+    uint8_t pad1[0x100 - 0xD8];
+};
+static_assert(sizeof(ProcEntry) == 256 && offsetof(ProcEntry, role) == 0x28 && offsetof(ProcEntry, label) == 0x38);
+static_assert(offsetof(ProcEntry, progress) == 0x60 && offsetof(ProcEntry, activity) == 0x80);
+static_assert(offsetof(ProcEntry, busy_ns) == 0xA0 && offsetof(ProcEntry, version) == 0xC0);
+static_assert(offsetof(ProcEntry, waits) == 0xC8);
+
+// ---------------------------------------------------------------- control lines, line_off
+// X(name, type, offset): the fields after the word. Set, decoded and documented from this one list.
+#define BUSRL_LINE_FIELDS(X)           \
+    X(uid, uint64_t, 0x08)             \
+    X(group, uint64_t, 0x10)           \
+    X(admission, uint64_t, 0x18)       \
+    X(version, uint64_t, 0x20)         \
+    X(last_commit_seq, uint64_t, 0x28) \
+    X(changed_ns, uint64_t, 0x30)      \
+    X(offer_until_ns, uint64_t, 0x38)  \
+    X(reward, double, 0x40)            \
+    X(cls, uint32_t, 0x48)             \
+    X(reward_parts, uint32_t, 0x4C)    \
+    X(member, uint16_t, 0x50)          \
+    X(group_size, uint16_t, 0x52)      \
+    X(attempt, uint16_t, 0x54)         \
+    X(offer_to, uint16_t, 0x56)        \
+    X(priority, int32_t, 0x58)         \
+    X(prompt_tokens, uint32_t, 0x5C)   \
+    X(response_tokens, uint32_t, 0x60) \
+    X(max_new_tokens, uint32_t, 0x64)  \
+    X(temperature, float, 0x68)        \
+    X(top_p, float, 0x6C)              \
+    X(prompt_crc, uint32_t, 0x70)      \
+    X(finish, uint16_t, 0x74)          \
+    X(alone_deaths, uint16_t, 0x76)    \
+    X(step, uint32_t, 0x78)            \
+    X(flags, uint32_t, 0x7C)
+
+struct alignas(128) Line {
+    U64 word;
+#define BUSRL_FIELD(name, type, offset) A<type> name;
+    BUSRL_LINE_FIELDS(BUSRL_FIELD)
+#undef BUSRL_FIELD
+};
+static_assert(sizeof(Line) == 128 && offsetof(Line, word) == 0);
+#define BUSRL_FIELD(name, type, offset) static_assert(offsetof(Line, name) == (offset));
+BUSRL_LINE_FIELDS(BUSRL_FIELD)
+#undef BUSRL_FIELD
+
+// ---------------------------------------------------------------- tensor tables, table_off
+constexpr uint32_t kTensors = 48;
+constexpr uint32_t kNameBytes = 32;
+constexpr uint32_t kMaxDims = 4;
+constexpr uint64_t kTensorAlign = 64;
+enum DtypeCode : uint8_t { kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4, kBool = 6 };  // the codes of DLPack
+constexpr uint32_t kTensorValid = 1, kTensorHasCrc = 2;
+
+struct TensorEntry {  // a private copy; in the segment it lies as 16 atomic words, see tensors.hpp
+    char name[kNameBytes];
+    uint8_t segment;
+    uint8_t code;
+    uint8_t bits;
+    uint8_t ndim;
+    uint32_t crc32c;
+    uint64_t offset;  // from the start of the slot's payload
+    uint64_t nbytes;
+    uint64_t shape[kMaxDims];
+    uint64_t capacity;  // bytes set aside, so that a later tensor of that name may take their place
+    uint64_t writer;    // the control word under which it was written
+    uint64_t reserved[2];
+    uint64_t flags;  // last: validity is published after everything else
+};
+static_assert(sizeof(TensorEntry) == 128 && offsetof(TensorEntry, segment) == 0x20);
+static_assert(offsetof(TensorEntry, offset) == 0x28 && offsetof(TensorEntry, shape) == 0x38);
+static_assert(offsetof(TensorEntry, capacity) == 0x58 && offsetof(TensorEntry, writer) == 0x60);
+static_assert(offsetof(TensorEntry, flags) == 0x78);
+
+struct alignas(128) TensorTable {
+    A<uint32_t> used;  // entries at and above this index are not looked at
+    uint8_t pad[124];
+    U64 entry[kTensors][sizeof(TensorEntry) / 8];
+};
+static_assert(sizeof(TensorTable) == 128 + kTensors * 128 && offsetof(TensorTable, entry) == 128);
+
+}  // namespace busrl

@@ -1,0 +1,164 @@
+// The tensor table of a slot: up to 48 named arrays, each of one segment or of none.
+//
+//  * Only the owner of the slot writes. A reader copies an entry, checks it, then uses it; nothing in shared memory
+//    is trusted, and a bad entry is an error about that slot alone.
+//  * An entry of segment k counts iff k < segs of the control word, or the reader owns the slot. The entry is written
+//    before the commit that raises segs, and is never touched again.
+//  * An entry of no segment (255) may be replaced by whoever owns the slot; it is invalid while that happens.
+//  * There is no allocator state: the end of the last valid entry is the end of the used bytes.
+#pragma once
+
+#include <optional>
+
+#include "busrl/segment.hpp"
+
+namespace busrl {
+
+inline TensorEntry load_entry(const TensorTable& table, uint32_t i) {
+    uint64_t word[sizeof(TensorEntry) / 8];
+    // Validity is read first: [TENSOR read] acquire, pairs with [TENSOR publish].
+    for (int w = int(std::size(word)) - 1; w >= 0; --w) word[w] = table.entry[i][w].load(std::memory_order_acquire);
+    TensorEntry entry;
+    std::memcpy(&entry, word, sizeof(entry));
+    return entry;
+}
+
+inline void invalidate_entry(TensorTable& table, uint32_t i) {
+    table.entry[i][offsetof(TensorEntry, flags) / 8].store(0, std::memory_order_release);
+}
+
+inline void store_entry(TensorTable& table, uint32_t i, const TensorEntry& entry) {
+    uint64_t word[sizeof(TensorEntry) / 8];
+    std::memcpy(word, &entry, sizeof(entry));
+    // [TENSOR publish] release; `flags` is the last word, so it becomes visible last.
+    for (size_t w = 0; w < std::size(word); ++w) table.entry[i][w].store(word[w], std::memory_order_release);
+    if (table.used.load(std::memory_order_relaxed) <= i) table.used.store(i + 1, std::memory_order_release);
+}
+
+inline uint32_t used_entries(const TensorTable& table) {
+    return std::min(table.used.load(std::memory_order_acquire), kTensors);
+}
+
+struct TensorName {
+    uint64_t word[kNameBytes / 8] = {};
+
+    explicit TensorName(const std::string& name) {
+        if (name.empty() || name.size() > kNameBytes)
+            throw Error(Fault::general, "a tensor name has 1 .. 32 bytes, got \"" + name + "\"");
+        std::memcpy(word, name.data(), name.size());
+    }
+};
+
+// The index of a valid entry, whatever its segment's standing.
+inline std::optional<uint32_t> find_entry(const TensorTable& table, const TensorName& name, uint8_t segment) {
+    const uint32_t used = used_entries(table);
+    for (uint32_t i = 0; i < used; ++i) {
+        const auto& e = table.entry[i];
+        if (e[0].load(std::memory_order_acquire) != name.word[0]) continue;
+        if ((e[4].load(std::memory_order_acquire) & 0xFF) != segment) continue;
+        if (!(e[15].load(std::memory_order_acquire) & kTensorValid)) continue;
+        bool same = true;
+        for (int w = 1; w < 4; ++w) same = same && e[w].load(std::memory_order_acquire) == name.word[w];
+        if (same) return i;
+    }
+    return std::nullopt;
+}
+
+inline bool known_dtype(const TensorEntry& e) {
+    switch (e.code) {
+        case kInt:
+        case kUint:
+            return e.bits == 8 || e.bits == 16 || e.bits == 32 || e.bits == 64;
+        case kFloat:
+            return e.bits == 16 || e.bits == 32 || e.bits == 64;
+        case kBfloat:
+            return e.bits == 16;
+        case kBool:
+            return e.bits == 8;
+        default:
+            return false;
+    }
+}
+
+// The rules that a copied entry must keep before its bytes are looked at.
+inline bool entry_is_sound(const TensorEntry& e, uint64_t slot_bytes) {
+    if (!known_dtype(e) || e.ndim > kMaxDims || e.offset % kTensorAlign != 0) return false;
+    if (e.offset > slot_bytes || e.nbytes > slot_bytes - e.offset) return false;
+    if (e.capacity < e.nbytes || e.capacity > slot_bytes - e.offset) return false;
+    unsigned __int128 bytes = e.bits / 8;
+    for (uint32_t d = 0; d < e.ndim; ++d) {
+        bytes *= e.shape[d];
+        if (bytes > slot_bytes) return false;
+    }
+    return uint64_t(bytes) == e.nbytes;
+}
+
+// For messages: a hostile name must not make them unreadable.
+inline std::string describe_name(const TensorEntry& e) {
+    std::string name(e.name, ::strnlen(e.name, kNameBytes));
+    for (char& c : name)
+        if (c < 0x20 || c > 0x7E) c = '?';
+    return name + (e.segment == kNoSegment ? "" : " of segment " + std::to_string(e.segment));
+}
+
+// Sets room aside and returns the entry to publish. `entry` brings name, segment, dtype, shape and nbytes.
+// The caller owns the slot. The index is where the entry belongs; it is invalid until store_entry.
+inline uint32_t place_entry(const Segment& seg, uint32_t slot, uint64_t word, TensorEntry& entry) {
+    TensorTable& table = seg.table(slot);
+    const TensorName name(std::string(entry.name, ::strnlen(entry.name, kNameBytes)));
+    const bool committed = entry.segment != kNoSegment && entry.segment < segs_of(word);
+    if (committed)
+        throw Error(Fault::not_owner, "slot " + std::to_string(slot) + ": " + describe_name(entry) +
+                                          " is committed, and a committed segment is never written again");
+    entry.writer = word;
+    if (auto old = find_entry(table, name, entry.segment)) {
+        const TensorEntry before = load_entry(table, *old);
+        invalidate_entry(table, *old);
+        if (entry_is_sound(before, seg.shape.slot_bytes) && before.capacity >= entry.nbytes) {
+            entry.offset = before.offset;
+            entry.capacity = before.capacity;
+            return *old;
+        }
+    }
+    const uint32_t used = used_entries(table);
+    uint32_t index = used;
+    uint64_t end = 0;
+    for (uint32_t i = 0; i < used; ++i) {
+        const TensorEntry e = load_entry(table, i);
+        if (!(e.flags & kTensorValid)) {
+            index = std::min(index, i);
+        } else if (entry_is_sound(e, seg.shape.slot_bytes)) {
+            end = std::max(end, align_up(e.offset + e.capacity, kTensorAlign));
+        }
+    }
+    if (index >= kTensors)
+        throw Error(Fault::slot_too_small, "slot " + std::to_string(slot) + " holds " + std::to_string(kTensors) +
+                                               " tensors already, no room for " + describe_name(entry));
+    if (end > seg.shape.slot_bytes || entry.nbytes > seg.shape.slot_bytes - end)
+        throw Error(Fault::slot_too_small,
+                    "slot " + std::to_string(slot) + ": " + describe_name(entry) + " needs " +
+                        std::to_string(entry.nbytes) + " bytes, " +
+                        std::to_string(seg.shape.slot_bytes - std::min(end, seg.shape.slot_bytes)) + " of " +
+                        std::to_string(seg.shape.slot_bytes) + " are left; raise ring.slot_bytes",
+                    entry.nbytes, seg.shape.slot_bytes - std::min(end, seg.shape.slot_bytes));
+    entry.offset = end;
+    entry.capacity = entry.nbytes;
+    return index;
+}
+
+// Forgets what was written of segments `from` and above: the leftovers of an owner that never committed.
+inline void clear_segments(TensorTable& table, uint32_t from) {
+    const uint32_t used = used_entries(table);
+    for (uint32_t i = 0; i < used; ++i) {
+        const uint32_t segment = uint32_t(table.entry[i][4].load(std::memory_order_acquire) & 0xFF);
+        if (segment != kNoSegment && segment >= from) invalidate_entry(table, i);
+    }
+}
+
+inline void clear_all(TensorTable& table) {
+    const uint32_t used = used_entries(table);
+    for (uint32_t i = 0; i < used; ++i) invalidate_entry(table, i);
+    table.used.store(0, std::memory_order_release);
+}
+
+}  // namespace busrl

@@ -1,0 +1,375 @@
+// The Python module busrl._ring: names and argument lists only; what they do is in csrc/include/busrl.
+#include "watch.hpp"
+
+namespace busrl::python {
+namespace {
+
+const char* class_of(Fault fault) {
+    switch (fault) {
+        case Fault::missing:
+            return "RingNotFound";
+        case Fault::exists:
+            return "RingExists";
+        case Fault::corrupt:
+        case Fault::layout:
+        case Fault::stale:
+            return "RingMismatch";
+        case Fault::shm_too_small:
+            return "ShmTooSmall";
+        case Fault::slot_too_small:
+            return "SlotTooSmall";
+        case Fault::not_owner:
+            return "NotOwner";
+        case Fault::transition:
+            return "NoSuchTransition";
+        case Fault::no_tensor:
+            return "NoSuchTensor";
+        case Fault::table_full:
+            return "RingFull";
+        case Fault::not_registered:
+            return "NotRegistered";
+        case Fault::closed:
+            return "RingClosed";
+        case Fault::fates:
+            return "FateRefused";
+        case Fault::disk_full:
+            return "DiskFull";
+        case Fault::lock_timeout:
+            return "LockTimeout";
+        case Fault::read_only:
+            return "RingReadOnly";
+        case Fault::no_file:
+        case Fault::general:
+            break;
+    }
+    return "RingError";
+}
+
+void raise(const Error& e) {
+    py::object type = e.fault == Fault::no_file ? py::module_::import("builtins").attr("FileNotFoundError")
+                                                : py::module_::import("busrl.errors").attr(class_of(e.fault));
+    py::object error = type(e.what());
+    if (e.needed != 0) {
+        error.attr("needed") = e.needed;
+        error.attr("free") = e.available;
+    }
+    PyErr_SetObject(type.ptr(), error.ptr());
+}
+
+State state_arg(uint32_t value) {
+    if (value >= kStates) throw Error(Fault::general, "there is no state " + std::to_string(value));
+    return State(value);
+}
+
+uint32_t word_index(const std::string& name) {
+    for (uint32_t i = 0; i < kHeaderWordCount; ++i)
+        if (name == kHeaderWords[i]) return i;
+    throw Error(Fault::general, "the ring header has no word \"" + name + "\"");
+}
+
+U64& header_word(const Segment& seg, const std::string& name) {
+    return seg.header().words[word_index(name)];
+}
+
+std::array<uint8_t, 16> uuid_arg(const py::bytes& uuid) {
+    const std::string text = uuid;
+    if (text.size() != 16) throw Error(Fault::general, "uuid has 16 bytes, got " + std::to_string(text.size()));
+    std::array<uint8_t, 16> out;
+    std::memcpy(out.data(), text.data(), 16);
+    return out;
+}
+
+py::object g_state;  // the enum; alive while the module is
+
+void bind_state(py::module_& m) {
+    py::list members;
+    for (uint32_t s = 0; s < kStates; ++s) members.append(py::make_tuple(name_of(State(s)), s));
+    g_state = py::module_::import("enum").attr("IntEnum")("State", members, py::arg("module") = "busrl._ring");
+    g_state.attr("__doc__") =
+        "State of a slot; a working state (*) has an owner.\n\n"
+        "FREE -> RESERVED* -> QUEUED -> GENERATING* -> GENERATED -> REWARDING* -> REWARDED -> TRAINING* -> FREE\n"
+        "GENERATING* -> QUEUED: one more committed segment, or back. REWARDING* -> GENERATED, TRAINING* -> REWARDED: "
+        "back.\n"
+        "any state but FREE and RESERVED* -> DROPPED -> FREE. Owner dead: RESERVED* -> QUEUED or FREE,\n"
+        "GENERATING* -> QUEUED, REWARDING* -> GENERATED, TRAINING* -> REWARDED.";
+    g_state.inc_ref();  // outlives static destruction, which runs after the interpreter is gone
+    m.attr("State") = g_state;
+}
+
+py::object dispatch_task(Handle& ring, const py::bytes& task, Task t, double offer_s) {
+    const Segment& seg = ring.writable();
+    t.bytes = PyBytes_AS_STRING(task.ptr());
+    t.nbytes = uint64_t(PyBytes_GET_SIZE(task.ptr()));
+    t.offer_until_ns = t.offer_to != 0 ? monotonic_ns() + uint64_t(std::max(0.0, offer_s) * 1e9) : 0;
+    const auto held = dispatch(seg, ring.me(), ring.fates, t, ring.cursor);
+    return held ? py::object(py::make_tuple(held->slot, held->word)) : py::none();
+}
+
+void bind_life(py::class_<Handle>& ring) {
+    ring.def_static(
+            "create",
+            [](const std::string& name, uint32_t slots, uint64_t slot_bytes, uint32_t processes,
+               const py::bytes& uuid) {
+                return std::make_unique<Handle>(Segment::create(name, {slots, processes, slot_bytes}, uuid_arg(uuid)));
+            },
+            py::arg("name"), py::kw_only(), py::arg("slots"), py::arg("slot_bytes"), py::arg("processes") = 64,
+            py::arg("uuid"))
+        .def_static(
+            "attach",
+            [](const std::string& name, bool read_only) {
+                return std::make_unique<Handle>(Segment::attach(name, read_only));
+            },
+            py::arg("name"), py::kw_only(), py::arg("read_only") = false)
+        .def_static("unlink", &Segment::unlink, py::arg("name"))
+        .def("register", &Handle::join, py::arg("role"), py::arg("label"))
+        .def("set_ready", [](const Handle& r) { r.entry().ready.store(1, std::memory_order_release); })
+        .def("close", &Handle::close)
+        .def_property_readonly("closed", &Handle::closed)
+        .def_property_readonly("index", &Handle::index)
+        .def_property_readonly("name", [](const Handle& r) { return r.live().path; })
+        .def_property_readonly(
+            "uuid", [](const Handle& r) { return py::bytes(reinterpret_cast<const char*>(r.live().shape.uuid), 16); })
+        .def_property_readonly("n_slots", [](const Handle& r) { return r.live().shape.n_slots; })
+        .def_property_readonly("slot_bytes", [](const Handle& r) { return r.live().shape.slot_bytes; })
+        .def_property_readonly("n_processes", [](const Handle& r) { return r.live().shape.n_procs; })
+        .def_property_readonly("read_only", [](const Handle& r) { return r.live().read_only; })
+        .def(
+            "bind_fates",
+            [](Handle& r, const py::object& train, const py::object& validate) {
+                r.live();
+                r.fates = {fates_of(train), fates_of(validate)};
+            },
+            py::arg("train"), py::arg("validate") = py::none());
+}
+
+void bind_slots(py::class_<Handle>& ring) {
+    ring.def(
+            "dispatch",
+            [](Handle& r, uint64_t uid, uint64_t group, uint64_t admission, uint16_t member, uint16_t group_size,
+               uint32_t cls, const py::bytes& task, uint32_t prompt_crc, int32_t priority, uint32_t max_new_tokens,
+               float temperature, float top_p, uint64_t version, uint32_t step, uint16_t offer_to, double offer_s) {
+                const Task t{uid,         group, admission,  version,        0,       nullptr,
+                             0,           cls,   prompt_crc, max_new_tokens, step,    priority,
+                             temperature, top_p, member,     group_size,     offer_to};
+                return dispatch_task(r, task, t, offer_s);
+            },
+            py::kw_only(), py::arg("uid"), py::arg("group"), py::arg("admission"), py::arg("member"),
+            py::arg("group_size"), py::arg("cls"), py::arg("task"), py::arg("prompt_crc"), py::arg("priority") = 0,
+            py::arg("max_new_tokens"), py::arg("temperature"), py::arg("top_p") = 1.0f, py::arg("version") = 0,
+            py::arg("step") = 0, py::arg("offer_to") = 0, py::arg("offer_s") = 0.0)
+        .def(
+            "claim",
+            [](const Handle& r, uint32_t slot, uint64_t word, uint32_t to) {
+                return claim(r.writable(), r.me(), slot, word, state_arg(to));
+            },
+            py::arg("slot"), py::arg("word"), py::arg("to"))
+        .def(
+            "take",
+            [](const Handle& r, uint32_t frm, uint32_t to, std::optional<uint32_t> cls, uint32_t limit,
+               uint32_t max_attempt) {
+                const Wanted want{state_arg(frm), state_arg(to), cls ? int64_t(*cls) : -1, limit, max_attempt};
+                py::list out;
+                for (const Held& held : take(r.writable(), r.me(), want))
+                    out.append(py::make_tuple(held.slot, held.word));
+                return out;
+            },
+            py::arg("frm"), py::arg("to"), py::kw_only(), py::arg("cls"), py::arg("limit"), py::arg("max_attempt") = 1)
+        .def(
+            "release",
+            [](const Handle& r, uint32_t slot, uint64_t word, uint32_t to) {
+                return release(r.writable(), r.me(), slot, word, state_arg(to));
+            },
+            py::arg("slot"), py::arg("word"), py::arg("to"))
+        .def(
+            "commit_segment",
+            [](const Handle& r, uint32_t slot, uint64_t word, bool done) {
+                return commit_segment(r.writable(), r.me(), slot, word, done);
+            },
+            py::arg("slot"), py::arg("word"), py::arg("done"))
+        .def(
+            "mark_alone",
+            [](const Handle& r, uint32_t slot, uint64_t word) { mark_alone(r.writable(), r.me(), slot, word); },
+            py::arg("slot"), py::arg("word"))
+        .def(
+            "finish",
+            [](const Handle& r, uint32_t slot, uint64_t word, const py::object& fate) {
+                return finish(r.writable(), r.me(), r.fates, slot, word, fate_code(fate));
+            },
+            py::arg("slot"), py::arg("word"), py::arg("fate"))
+        .def(
+            "drop",
+            [](const Handle& r, uint32_t slot, uint64_t word, const py::object& fate) {
+                return drop(r.writable(), r.index(), r.fates, slot, word, fate_code(fate));
+            },
+            py::arg("slot"), py::arg("word"), py::arg("fate"))
+        .def("finish_drops", [](const Handle& r) { return finish_drops(r.writable(), r.fates); })
+        .def("reap", [](const Handle& r) { return reap(r.writable(), r.fates, r.index()); });
+}
+
+void bind_data(py::class_<Handle>& ring) {
+    ring.def("lines", &lines)
+        .def("words", &words)
+        .def("line", &line, py::arg("slot"))
+        .def("set", &set_fields, py::arg("slot"), py::arg("word"))
+        .def("put", &put, py::arg("slot"), py::arg("word"), py::arg("name"), py::arg("array"),
+             py::arg("segment") = kNoSegment, py::kw_only(), py::arg("checksum") = false)
+        .def("alloc", &alloc, py::arg("slot"), py::arg("word"), py::arg("name"), py::arg("dtype"), py::arg("shape"),
+             py::arg("segment") = kNoSegment)
+        .def("get", &get, py::arg("slot"), py::arg("name"), py::arg("segment") = kNoSegment)
+        .def("tensors", &tensors, py::arg("slot"))
+        .def(
+            "clear_segments",
+            [](const Handle& r, uint32_t slot, uint64_t word, uint32_t from) {
+                const Segment& seg = r.writable();
+                check_owner(seg, r.me(), slot, word);
+                clear_segments(seg.table(slot), std::max(from, segs_of(word)));  // what is committed stays
+            },
+            py::arg("slot"), py::arg("word"), py::arg("from_segment"));
+}
+
+void bind_watch(py::class_<Handle>& ring) {
+    ring.def(
+            "transitions", [](const Handle& r, uint32_t s) { return transitions(r.live(), state_arg(s)); },
+            py::arg("state"))
+        .def(
+            "wait",
+            [](const Handle& r, uint32_t s, uint64_t seen, double timeout_s) {
+                const State state = state_arg(s);
+                const Segment& seg = r.live();
+                const py::object keep = r.mapping;  // close() in another thread must not unmap what we wait on
+                if (transitions(seg, state) == seen)
+                    wait_for(timeout_s, [&](uint64_t left) {
+                        nap(seg, state, seen, r.index(), left);
+                        return transitions(seg, state) != seen;
+                    });
+                return transitions(seg, state);
+            },
+            py::arg("state"), py::arg("seen"), py::arg("timeout_s"))
+        .def("processes", &processes)
+        .def(
+            "is_dead",
+            [](const Handle& r, uint32_t index) {
+                const Segment& seg = r.live();
+                if (index == 0 || index >= seg.shape.n_procs)
+                    throw Error(Fault::general, "there is no process entry " + std::to_string(index));
+                uint64_t ident;
+                if (index == r.index()) return false;
+                return !is_live(seg.proc(index).ident.load(std::memory_order_acquire)) ||
+                       proven_dead(seg, index, &ident);
+            },
+            py::arg("index"))
+        .def("stats", &stats)
+        .def("progress",
+             [](const Handle& r) {
+                 ProcEntry& e = r.entry();
+                 e.progress_ns.store(monotonic_ns(), std::memory_order_release);
+                 e.progress.fetch_add(1, std::memory_order_release);
+             })
+        .def(
+            "activity",
+            [](const Handle& r, const std::string& name, double deadline_s) {
+                ProcEntry& e = r.entry();
+                e.deadline_ns.store(uint64_t(std::max(0.0, std::min(deadline_s, 1e9)) * 1e9),
+                                    std::memory_order_release);
+                store_text(e.activity, name);
+                e.activity_ns.store(monotonic_ns(), std::memory_order_release);
+                e.progress.fetch_add(1, std::memory_order_release);  // to begin something is to get on
+            },
+            py::arg("name"), py::arg("deadline_s") = 0.0)
+        .def(
+            "add",
+            [](const Handle& r, uint64_t busy_ns, uint64_t idle_ns, uint64_t tokens, uint64_t samples) {
+                ProcEntry& e = r.entry();
+                e.busy_ns.fetch_add(busy_ns, std::memory_order_relaxed);
+                e.idle_ns.fetch_add(idle_ns, std::memory_order_relaxed);
+                e.tokens.fetch_add(tokens, std::memory_order_relaxed);
+                e.samples.fetch_add(samples, std::memory_order_relaxed);
+            },
+            py::kw_only(), py::arg("busy_ns") = 0, py::arg("idle_ns") = 0, py::arg("tokens") = 0,
+            py::arg("samples") = 0)
+        .def(
+            "set_version_seen",
+            [](const Handle& r, uint64_t v) { r.entry().version.store(v, std::memory_order_release); },
+            py::arg("version"))
+        .def(
+            "header",
+            [](const Handle& r, const std::string& name) {
+                return header_word(r.live(), name).load(std::memory_order_acquire);
+            },
+            py::arg("name"))
+        .def(
+            "set_header",
+            [](const Handle& r, const std::string& name, uint64_t v) {
+                header_word(r.writable(), name).store(v, std::memory_order_release);
+            },
+            py::arg("name"), py::arg("value"))
+        .def(
+            "cas_header",
+            [](const Handle& r, const std::string& name, uint64_t old, uint64_t v) {
+                return header_word(r.writable(), name)
+                    .compare_exchange_strong(old, v, std::memory_order_acq_rel, std::memory_order_acquire);
+            },
+            py::arg("name"), py::arg("old"), py::arg("new"));
+}
+
+}  // namespace
+
+py::object state_enum() {
+    return g_state;
+}
+
+py::str readable(const std::string& bytes) {
+    return py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(bytes.data(), py::ssize_t(bytes.size()), "replace"));
+}
+
+uint8_t fate_code(const py::object& code) {
+    if (py::isinstance<py::int_>(code)) return code.cast<uint8_t>();
+    const std::string text = code.cast<std::string>();
+    if (text.size() != 1) throw Error(Fault::general, "a fate is one ASCII character, got \"" + text + "\"");
+    return uint8_t(text[0]);
+}
+
+bool wait_for(double timeout_s, const std::function<bool(uint64_t)>& nap) {
+    const uint64_t end = monotonic_ns() + uint64_t(std::max(0.0, std::min(timeout_s, 1e6)) * 1e9);
+    for (uint64_t now = monotonic_ns(); now < end; now = monotonic_ns()) {
+        bool done;
+        {
+            py::gil_scoped_release release;
+            done = nap(end - now);
+        }
+        if (done) return true;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+    return false;
+}
+
+}  // namespace busrl::python
+
+PYBIND11_MODULE(_ring, m) {
+    using namespace busrl::python;
+    m.doc() = "The slot ring in shared memory, the fate tables and the role locks. See busrl.ring.";
+    py::register_exception_translator([](std::exception_ptr p) {
+        try {
+            if (p) std::rethrow_exception(p);
+        } catch (const busrl::Error& e) {
+            raise(e);
+        }
+    });
+    py::class_<Mapping>(m, "_Mapping");
+    bind_state(m);
+    bind_records(m);
+    bind_locks(m);
+    py::class_<Handle> ring(m, "Ring");
+    bind_life(ring);
+    bind_slots(ring);
+    bind_data(ring);
+    bind_watch(ring);
+    py::list names;
+    for (const char* name : busrl::kHeaderWords) names.append(name);
+    m.attr("HEADER_WORDS") = py::tuple(names);
+    m.attr("UID_NONE") = busrl::kUidNone;
+    m.attr("UID_VALIDATE") = busrl::kUidValidate;
+    m.attr("NO_SEGMENT") = busrl::kNoSegment;
+    m.attr("MAX_TENSORS") = busrl::kTensors;
+    m.attr("LAYOUT") = py::make_tuple(busrl::kLayoutMajor, busrl::kLayoutMinor);
+}
