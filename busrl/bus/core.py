@@ -1,0 +1,268 @@
+"""What the blocking and the asyncio endpoint share: two sockets, numbering, decoding, counting.
+
+Talks to the broker over one PUB and one SUB socket; knows nothing of waiting (its faces do that), of the ring, or of
+what a message means. Use one endpoint in one thread.
+
+**Where the bus may drop, and why that is safe.** A PUB socket drops while it is not connected, while the broker is
+away, and when its queue of `hwm` messages is full; the broker drops for a slow subscriber in the same way; a SUB socket
+that connects late never hears what came before. All of it is safe because messages are doorbells: the state lives in
+the ring's slots, whoever waits for a message also looks at the ring on a timer, and with every message lost a run only
+gets slower. Nothing is sent again; `msg_seq` lets the listener count what it missed.
+
+- `send` never blocks and never fails for want of a listener.
+- Nothing that arrives can raise: bytes that are no message are counted, reported once per sender and kind, dropped.
+- Only subscribed kinds are decoded. A ZeroMQ context belongs to one endpoint and is never used after a fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import zmq
+
+from busrl.bus.gaps import Gaps
+from busrl.bus.security import check_endpoint
+from busrl.bus.stats import EndpointStats
+from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
+from busrl.protocol import MAX_ACTIVITY, Fault, Heartbeat, Message, Ping, Pong, Rejected, codec, kind_of, name_of, topic
+
+DEFAULT_HWM: Final = 20_000
+DEFAULT_MAX_BYTES: Final = 1 << 20
+TRANSPORT_SLACK: Final = 4  # libzmq cuts the peer off at this multiple: below it the sender can still be named
+MAX_REPORTED: Final = 1024
+LINGER_MS: Final = 250
+PING_EVERY_S: Final = 0.05
+
+_log = logging.getLogger("busrl.bus")
+_alive: weakref.WeakSet[Core] = weakref.WeakSet()
+
+
+def configure(socket: zmq.Socket[bytes], hwm: int, max_bytes: int) -> None:
+    """The options that every socket of the bus has, the broker's included."""
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, hwm)
+    socket.setsockopt(zmq.RCVHWM, hwm)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes * TRANSPORT_SLACK)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
+
+
+class Core:
+    """Sockets and counters of one endpoint; see `Endpoint` and `AsyncEndpoint` for how to wait."""
+
+    def __init__(
+        self,
+        name: str,
+        frontend: str,
+        backend: str,
+        *,
+        subscribe: Sequence[str] = (),
+        hwm: int = DEFAULT_HWM,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        report: Callable[[str], None] = _log.warning,
+    ) -> None:
+        self.name, self._frontend, self._backend = name, frontend, backend
+        self._max_bytes, self._report = max_bytes, report
+        self._closed = ""
+        self._reported: set[tuple[str, Fault]] = set()
+        self._faults: Counter[Fault] = Counter()
+        self._sent_by: Counter[str] = Counter()
+        self._received_by: Counter[str] = Counter()
+        self._sent_bytes = self._received_bytes = 0
+        self._seqs: dict[str, int] = {}
+        self._topics: dict[tuple[type[Message], str], str] = {}
+        self._gaps = Gaps()
+        self._pending: deque[Message] = deque()
+        self._own_ping = topic(Ping, name)
+        self._token, self._echoed, self._ping_due = os.urandom(8).hex(), False, 0.0
+        heard: list[type[Message]] = [*map(kind_of, subscribe), Ping]
+        self._kinds = {name_of(kind).encode(): kind for kind in heard}
+        for endpoint in (frontend, backend):
+            check_endpoint(endpoint)
+        self._open(hwm, subscribe)
+        _alive.add(self)
+
+    def _open(self, hwm: int, subscribe: Sequence[str]) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._sub = self._context.socket(zmq.SUB)
+        for socket in (self._pub, self._sub):
+            configure(socket, hwm, self._max_bytes)
+        for one in subscribe:
+            self._sub.setsockopt(zmq.SUBSCRIBE, one.encode())
+        # Last: subscriptions travel in order, so an echo proves that the others have reached the broker as well.
+        self._sub.setsockopt(zmq.SUBSCRIBE, self._own_ping.encode())
+        self._pub.connect(self._frontend)
+        self._sub.connect(self._backend)
+
+    # sending
+
+    def post(self, message: Message, to: str = "") -> None:
+        """Fill the envelope and send; never blocks. The message belongs to the endpoint until this returns."""
+        if self._closed:
+            raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
+        kind = type(message)
+        target = self._topics.get((kind, to))
+        if target is None:
+            target = self._topics[kind, to] = topic(kind, to)
+        message.sender = self.name
+        message.time_ns = time.time_ns()
+        message.msg_seq = seq = self._seqs.get(target, 0) + 1
+        if isinstance(message, Heartbeat):
+            message.last_seqs = dict(self._seqs)
+        raw = codec.encode(message)
+        if len(raw) > self._max_bytes:
+            raise MessageTooLarge(
+                f"{target} from {self.name!r} has {len(raw)} bytes, the limit is {self._max_bytes}; put the data into "
+                "a slot, or raise bus.max_message_bytes in the topology"
+            )
+        self._pub.send(target.encode(), zmq.SNDMORE | zmq.NOBLOCK)
+        self._pub.send(raw, zmq.NOBLOCK)
+        self._seqs[target] = seq
+        self._sent_by[target] += 1
+        self._sent_bytes += len(raw)
+
+    def heartbeat(self, role: str, activity: str) -> None:
+        """Publish HEARTBEAT; it carries the last number of every topic, so that listeners see lost tails too."""
+        self.post(Heartbeat(role=role, activity=activity[:MAX_ACTIVITY]))
+
+    # receiving
+
+    def take(self) -> Message | None:
+        """The next message that is already here, or None."""
+        if self._pending:
+            return self._pending.popleft()
+        return self._take_new()
+
+    def drain(self, limit: int = 4096) -> list[Message]:
+        """All messages that are already here (at most `limit`, so that a flood can not hold the caller)."""
+        taken: list[Message] = []
+        while len(taken) < limit and (message := self.take()) is not None:
+            taken.append(message)
+        return taken
+
+    def _take_new(self) -> Message | None:
+        while True:
+            if self._closed:
+                raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
+            try:
+                frames = self._sub.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            message = self._accept(frames)
+            if message is not None:
+                return message
+
+    def _accept(self, frames: list[bytes]) -> Message | None:
+        """One multipart to a message for the caller; None for what is dropped or answered here."""
+        target, raw = frames[0], frames[-1]
+        self._received_bytes += len(raw)
+        kind = self._kinds.get(target.partition(b"/")[0])
+        try:
+            if kind is None or len(frames) != 2:
+                raise Rejected(Fault.MALFORMED, codec.sender_in(raw), f"{len(frames)} frames on topic {target[:80]!r}")
+            message = codec.decode(kind, raw, self._max_bytes)
+        except Rejected as rejected:
+            self._drop(rejected)
+            return None
+        self._received_by[name_of(kind)] += 1
+        self._gaps.seen(target, message)
+        if isinstance(message, Heartbeat):
+            self._gaps.tail(message)
+        if isinstance(message, Ping):
+            self._answer(message)
+            return None
+        return message
+
+    def _answer(self, ping: Ping) -> None:
+        """PING is served here: one's own echo proves readiness, another's is answered."""
+        if ping.sender != self.name:
+            try:
+                self.post(Pong(token=ping.token), to=ping.sender)
+            except ValueError:  # a sender whose name can not stand in a topic gets no answer
+                self._drop(Rejected(Fault.MALFORMED, ping.sender, "its name can not be an address"))
+        elif ping.token == self._token:
+            self._echoed = True
+
+    def _drop(self, rejected: Rejected) -> None:
+        self._faults[rejected.fault] += 1
+        key = (rejected.sender, rejected.fault)
+        if key in self._reported or len(self._reported) >= MAX_REPORTED:
+            return
+        self._reported.add(key)
+        self._report(f"bus endpoint {self.name!r} dropped a message: {rejected}; further ones are only counted")
+
+    # readiness
+
+    def knock(self, now: float) -> bool:
+        """Whether a round trip through the broker came back; sends a ping where one is due, keeps what else arrives."""
+        if now >= self._ping_due and not self._echoed:
+            self._ping_due = now + PING_EVERY_S
+            self.post(Ping(token=self._token), to=self.name)
+        while not self._echoed and (message := self._take_new()) is not None:
+            self._pending.append(message)
+        return self._echoed
+
+    def forget_echo(self) -> None:
+        """Begin a new round trip: an echo of an earlier ping does not count for it."""
+        self._token, self._echoed, self._ping_due = os.urandom(8).hex(), False, 0.0
+
+    def not_ready(self, timeout_s: float) -> BusNotReady:
+        """The error of a round trip that did not come back."""
+        return BusNotReady(
+            f"bus endpoint {self.name!r}: no round trip through the broker within {timeout_s:g} s (publishes to "
+            f"{self._frontend}, listens on {self._backend}); is the process `bus` running? its log says why not"
+        )
+
+    # the rest
+
+    def fileno(self) -> int:
+        """Readable when something may have arrived. Edge-triggered: `drain` until empty before waiting on it."""
+        return int(self._sub.getsockopt(zmq.FD))
+
+    def stats(self) -> EndpointStats:
+        """A frozen copy of the counters."""
+        return EndpointStats(
+            name=self.name,
+            sent=sum(self._sent_by.values()),
+            sent_bytes=self._sent_bytes,
+            received=sum(self._received_by.values()),
+            received_bytes=self._received_bytes,
+            missed=self._gaps.missed,
+            repeated=self._gaps.repeated,
+            malformed=self._faults[Fault.MALFORMED],
+            unknown_types=self._faults[Fault.UNKNOWN_TYPE],
+            wrong_version=self._faults[Fault.WRONG_VERSION],
+            oversize=self._faults[Fault.OVERSIZE],
+            sent_by=dict(self._sent_by),
+            received_by=dict(self._received_by),
+            missed_by=dict(self._gaps.missed_by),
+        )
+
+    def shut(self) -> None:
+        """Close both sockets; what is still queued gets `LINGER_MS` to leave. Idempotent."""
+        if self._closed:
+            return
+        self._closed = "it was closed"
+        self._pub.close()
+        self._sub.close()
+        self._context.term()
+
+    def _orphan(self) -> None:
+        self._closed = "it was opened before a fork; open a new one in the child"
+
+
+def _after_fork() -> None:
+    for core in _alive:
+        core._orphan()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,54 @@
+"""The blocking face of the bus for processes that wait in a loop of their own.
+
+Talks to the broker through `Core`, whose docstring says where messages may be dropped and why that is safe. Knows
+nothing of asyncio; `aio.py` is the other face.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+import zmq
+
+from busrl.bus.core import PING_EVERY_S, Core
+from busrl.protocol import Message
+
+
+class Endpoint(Core):
+    """A process's connection to the bus: `send`, `recv`, `drain`, `ready`. One thread, one process."""
+
+    def send(self, message: Message, to: str = "") -> None:
+        """Publish to everybody, or to process `to`; never blocks."""
+        self.post(message, to)
+
+    def recv(self, timeout_s: float) -> Message | None:
+        """The next message, or None when `timeout_s` has passed without one."""
+        deadline = time.monotonic() + timeout_s
+        while (message := self.take()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._sub.poll(max(1, int(left * 1000)), zmq.POLLIN)
+        return message
+
+    def ready(self, timeout_s: float) -> None:
+        """Return when a ping of our own came back through the broker; BusNotReady after `timeout_s`."""
+        self.forget_echo()
+        deadline = time.monotonic() + timeout_s
+        while not self.knock(now := time.monotonic()):
+            if now >= deadline:
+                raise self.not_ready(timeout_s)
+            self._sub.poll(int(PING_EVERY_S * 1000), zmq.POLLIN)
+
+    def close(self) -> None:
+        """Close; idempotent. What was sent last gets a moment to leave."""
+        self.shut()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

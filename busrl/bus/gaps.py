@@ -1,0 +1,53 @@
+"""Counts, per sender and topic, how many messages a listener did not see.
+
+Pure: fed with envelopes, knows nothing of sockets or time. The counts are for people and for statistics; nobody asks
+for a message again, because the ring holds what it announced.
+
+- The first message seen of a (sender, topic) is the base line: what came before it was not this listener's to hear.
+- A number that is not larger than the last one is a repetition, or a new life of the sender if it was sent later.
+- Memory is bounded: beyond `capacity` pairs, further ones are not followed.
+"""
+
+from __future__ import annotations
+
+from busrl.protocol import Heartbeat, Message
+
+
+class Gaps:
+    """`seen` for every message; `missed`, `repeated` and `missed_by` are the result."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self.missed = 0
+        self.repeated = 0
+        self.missed_by: dict[tuple[str, str], int] = {}
+        self._capacity = capacity
+        self._last: dict[tuple[str, bytes], tuple[int, int]] = {}
+
+    def seen(self, topic: bytes, message: Message) -> None:
+        """One message arrived."""
+        key, seq = (message.sender, topic), message.msg_seq
+        last = self._last.get(key)
+        if last is None:
+            if len(self._last) >= self._capacity:
+                return
+        elif seq > last[0]:
+            if seq != last[0] + 1:
+                self._miss(key, seq - last[0] - 1)
+        elif message.time_ns <= last[1]:
+            self.repeated += 1
+            return
+        self._last[key] = (seq, message.time_ns)
+
+    def tail(self, heartbeat: Heartbeat) -> None:
+        """A heartbeat names the last number of each topic: whatever lies between was lost at the end."""
+        for topic, seq in heartbeat.last_seqs.items():
+            key = (heartbeat.sender, topic.encode(errors="replace"))
+            last = self._last.get(key)
+            if last is not None and seq > last[0]:
+                self._miss(key, seq - last[0])
+                self._last[key] = (seq, heartbeat.time_ns)
+
+    def _miss(self, key: tuple[str, bytes], count: int) -> None:
+        self.missed += count
+        named = (key[0], key[1].decode(errors="replace"))
+        self.missed_by[named] = self.missed_by.get(named, 0) + count

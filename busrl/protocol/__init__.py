@@ -1,0 +1,69 @@
+"""The wire: messages, their bytes, their topics and the protocol's number.
+
+Imports msgspec and nothing else of busrl, so that any tool can read a recorded message.
+"""
+
+from busrl.protocol.codec import Fault, Rejected, decode, encode
+from busrl.protocol.messages import (
+    ALL,
+    BY_NAME,
+    MAX_ACTIVITY,
+    DataGenerated,
+    Error,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LearnerStateUpdate,
+    Message,
+    Metrics,
+    NewTask,
+    Ping,
+    Pong,
+    RewardComputed,
+    SchedulerState,
+    Stop,
+    TaskRequest,
+    ValidationDone,
+    ValidationStarted,
+    WeightsGroup,
+    WeightsJoin,
+    WeightsPublished,
+    name_of,
+)
+from busrl.protocol.topics import address, kind_of, topic
+from busrl.protocol.version import VERSION
+
+__all__ = [
+    "ALL",
+    "BY_NAME",
+    "MAX_ACTIVITY",
+    "VERSION",
+    "DataGenerated",
+    "Error",
+    "Fault",
+    "Goodbye",
+    "Heartbeat",
+    "Hello",
+    "LearnerStateUpdate",
+    "Message",
+    "Metrics",
+    "NewTask",
+    "Ping",
+    "Pong",
+    "Rejected",
+    "RewardComputed",
+    "SchedulerState",
+    "Stop",
+    "TaskRequest",
+    "ValidationDone",
+    "ValidationStarted",
+    "WeightsGroup",
+    "WeightsJoin",
+    "WeightsPublished",
+    "address",
+    "decode",
+    "encode",
+    "kind_of",
+    "name_of",
+    "topic",
+]

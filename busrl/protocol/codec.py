@@ -1,0 +1,96 @@
+"""Messages to msgpack bytes and back, and a verdict on bytes that are no message.
+
+Talks to msgspec only; knows nothing of sockets or counters. One encoder and one decoder per message kind are made once
+and reused, since making them costs more than using them.
+
+- `decode` never raises anything but `Rejected`, whatever the bytes are: garbage, cut, nested 100,000 deep, mistyped.
+- Unknown fields are ignored; an unknown `type` is told apart from damage, since it may come from a newer program.
+"""
+
+from __future__ import annotations
+
+import enum
+from functools import cache
+from typing import Final
+
+import msgspec
+
+from busrl.protocol.messages import MAX_NAME, Message, name_of
+from busrl.protocol.version import VERSION
+
+
+class Fault(enum.Enum):
+    """Why bytes were dropped; the value is the word in reports and statistics."""
+
+    MALFORMED = "malformed"
+    UNKNOWN_TYPE = "unknown type"
+    WRONG_VERSION = "wrong version"
+    OVERSIZE = "oversize"
+
+
+class Rejected(Exception):
+    """Bytes that are no message of the expected kind: which fault, who sent them as far as can be read, and why."""
+
+    def __init__(self, fault: Fault, sender: str, detail: str) -> None:
+        super().__init__(f"{fault.value} from {sender or 'an unknown sender'}: {detail}")
+        self.fault = fault
+        self.sender = sender
+        self.detail = detail
+
+
+class _Envelope(msgspec.Struct):
+    """What can be read of a message whose kind is not known."""
+
+    type: str = ""
+    v: int = VERSION
+    sender: str = ""
+
+
+_BAD: Final = (ValueError, RecursionError, MemoryError)  # every msgspec error is a ValueError
+_encode: Final = msgspec.msgpack.Encoder().encode
+_envelope: Final = msgspec.msgpack.Decoder(_Envelope)
+
+
+@cache
+def decoder(kind: type[Message]) -> msgspec.msgpack.Decoder[Message]:
+    """The one decoder of a message kind in this process."""
+    return msgspec.msgpack.Decoder(kind)
+
+
+def encode(message: Message) -> bytes:
+    """The msgpack map of a message."""
+    return _encode(message)
+
+
+def decode(kind: type[Message], raw: bytes, max_bytes: int) -> Message:
+    """The message of this kind in `raw`; `Rejected` says what is wrong with bytes that hold none."""
+    if len(raw) > max_bytes:
+        raise Rejected(Fault.OVERSIZE, sender_in(raw), f"{len(raw)} bytes, the limit is {max_bytes}")
+    try:
+        message = decoder(kind).decode(raw)
+    except _BAD as error:
+        raise _explain(kind, raw, error) from None
+    if message.v != VERSION:
+        raise Rejected(Fault.WRONG_VERSION, message.sender, f"protocol {message.v}, this program speaks {VERSION}")
+    return message
+
+
+def sender_in(raw: bytes) -> str:
+    """The sender that the bytes claim, cut to a name's length, or "" if none can be read."""
+    try:
+        return _envelope.decode(raw).sender[:MAX_NAME]
+    except _BAD:
+        return ""
+
+
+def _explain(kind: type[Message], raw: bytes, error: BaseException) -> Rejected:
+    try:
+        seen = _envelope.decode(raw)
+    except _BAD:
+        return Rejected(Fault.MALFORMED, "", str(error))
+    sender = seen.sender[:MAX_NAME]
+    if seen.v != VERSION:
+        return Rejected(Fault.WRONG_VERSION, sender, f"protocol {seen.v}, this program speaks {VERSION}")
+    if seen.type != name_of(kind):
+        return Rejected(Fault.UNKNOWN_TYPE, sender, f"{seen.type[:MAX_NAME]!r} where {name_of(kind)} was expected")
+    return Rejected(Fault.MALFORMED, sender, str(error))

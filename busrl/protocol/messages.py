@@ -1,0 +1,275 @@
+"""Every message of the bus, grouped by direction: one flat msgpack map each, with its name in field `type`.
+
+Talks to nothing; the codec turns these into bytes and `topics.py` says where they are sent. Knows nothing of sockets
+or of the ring. A foreign-language author needs this file, `topics.py` and the golden vectors in the tests.
+
+- A message is a doorbell: it says "look at the ring". Losing, doubling, delaying or reordering any of them makes a
+  run slower, never wrong; so no field here is the only copy of anything of value.
+- Messages about a slot carry `seq` and `uid` too: a late duplicate may name a slot that has a new trajectory by then.
+- `count` is how many slots a coalesced doorbell stands for (the named one is the first of them).
+- The envelope (`v`, `sender`, `msg_seq`, `time_ns`) is filled by the endpoint that sends. `msg_seq` counts from 1
+  per sender and topic, so that a listener can tell how many it missed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
+
+from busrl.protocol.version import VERSION
+
+MAX_NAME = 64
+MAX_TEXT = 16_384
+MAX_MAP = 4_096
+MAX_ACTIVITY = 256
+
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Count = Annotated[int, Meta(ge=0)]
+Numbers = Annotated[dict[str, float], Meta(max_length=MAX_MAP)]
+
+
+class Message(Struct, tag_field="type", kw_only=True, omit_defaults=False):
+    """The envelope that every message carries; never sent by itself. The order of a map's keys means nothing."""
+
+    v: int = VERSION
+    sender: Name = ""
+    msg_seq: Count = 0
+    time_ns: Count = 0
+
+
+# actor -> scheduler
+
+
+class TaskRequest(Message, tag="TASK_REQUEST"):
+    """This worker has room for `capacity` more tasks."""
+
+    worker_id: Name
+    capacity: Count = 1
+
+
+# scheduler -> actor
+
+
+class NewTask(Message, tag="NEW_TASK"):
+    """Slots are QUEUED and offered to this worker. `prompt` is filled for workers that can not map the ring."""
+
+    worker_id: Name
+    slot_id: Count
+    seq: Count
+    uid: Count
+    prompt: str = ""
+    count: Count = 1
+
+
+# rollout -> reward, scheduler
+
+
+class DataGenerated(Message, tag="DATA_GENERATED"):
+    """Slots hold a finished segment or answer; `status` is "generated", "segment" or "aborted"."""
+
+    slot_id: Count
+    seq: Count
+    uid: Count
+    version: Count = 0
+    status: Name = "generated"
+    count: Count = 1
+
+
+# reward -> learner
+
+
+class RewardComputed(Message, tag="REWARD_COMPUTED"):
+    """Slots are REWARDED; `reward` is that of the named slot."""
+
+    slot_id: Count
+    seq: Count
+    uid: Count
+    reward: float = 0.0
+    count: Count = 1
+
+
+# learner -> everybody
+
+
+class LearnerStateUpdate(Message, tag="LEARNER_STATE_UPDATE"):
+    """The learner took a step: what the scheduler reacts to and a person watches."""
+
+    entropy: float = 0.0
+    version: Count = 0
+    step: Count = 0
+    groups: Count = 0
+    reward: float = 0.0
+    tokens: Count = 0
+    samples: Count = 0
+    age_mean: float = 0.0
+    metrics: Numbers = field(default_factory=dict)
+
+
+# learner -> inference
+
+
+class WeightsPublished(Message, tag="WEIGHTS_PUBLISHED"):
+    """Weights `version`, made at `step`, can be fetched by `transport`."""
+
+    version: Count
+    step: Count
+    transport: Name = "shm"
+    nbytes: Count = 0
+
+
+class WeightsGroup(Message, tag="WEIGHTS_GROUP"):
+    """Epoch `epoch` of the broadcast group: who is in it, and the store address where its members meet."""
+
+    epoch: Count
+    store: Text
+    members: Annotated[list[Name], Meta(max_length=MAX_MAP)] = field(default_factory=list)
+
+
+# actor -> learner
+
+
+class WeightsJoin(Message, tag="WEIGHTS_JOIN"):
+    """This worker wants to be a member of the weight group; `epoch` is the newest that it knows."""
+
+    worker_id: Name
+    epoch: Count = 0
+
+
+# validator -> everybody
+
+
+class ValidationStarted(Message, tag="VALIDATION_STARTED"):
+    """Round `round` asks `samples` answers of the pinned `version`."""
+
+    round: Count
+    version: Count
+    samples: Count
+
+
+class ValidationDone(Message, tag="VALIDATION_DONE"):
+    """Round `round` ended; `mixed` says that more than one version answered."""
+
+    round: Count
+    version: Count
+    samples: Count
+    mean: float = 0.0
+    mixed: bool = False
+
+
+# scheduler -> everybody
+
+
+class SchedulerState(Message, tag="SCHEDULER_STATE"):
+    """What the scheduler sees: counts are of groups, `queued` and `free` of slots; `waiting` says for what it waits."""
+
+    draws: Count = 0
+    admitted: Count = 0
+    open_groups: Count = 0
+    queued: Count = 0
+    free: Count = 0
+    credit: Count = 0
+    waiting: Text = ""
+    values: Numbers = field(default_factory=dict)
+
+
+# everybody -> everybody: presence, errors, metrics
+
+
+class Hello(Message, tag="HELLO"):
+    """A process is on the bus; `index` is its entry in the ring's process table (0 = it does not map the ring)."""
+
+    role: Name
+    pid: Count = 0
+    host: Annotated[str, Meta(max_length=255)] = ""
+    index: Count = 0
+
+
+class Heartbeat(Message, tag="HEARTBEAT"):
+    """Still here, doing `activity`. `last_seqs` (topic -> last msg_seq) shows the loss of a topic's newest messages."""
+
+    role: Name = ""
+    activity: Annotated[str, Meta(max_length=MAX_ACTIVITY)] = ""
+    last_seqs: Annotated[dict[str, Count], Meta(max_length=MAX_MAP)] = field(default_factory=dict)
+
+
+class Goodbye(Message, tag="GOODBYE"):
+    """An orderly leave."""
+
+    reason: Text = ""
+
+
+class Error(Message, tag="ERROR"):
+    """Something went wrong in the sender; `severity` is "warning", "error" or "critical"."""
+
+    severity: Name
+    where: Text = ""
+    text: Text = ""
+    traceback: Text = ""
+
+    def __post_init__(self) -> None:
+        """Cut what is too long for a receiver: the head of a text says most, and the tail of a traceback."""
+        self.where, self.text = self.where[:MAX_TEXT], self.text[:MAX_TEXT]
+        self.traceback = self.traceback[-MAX_TEXT:]
+
+
+class Metrics(Message, tag="METRICS"):
+    """Named numbers of one process."""
+
+    role: Name = ""
+    values: Numbers = field(default_factory=dict)
+
+
+class Ping(Message, tag="PING"):
+    """Addressed to one endpoint, which answers PONG with the same token. Readiness is a PING to oneself."""
+
+    token: Name
+
+
+class Pong(Message, tag="PONG"):
+    """The answer to a PING."""
+
+    token: Name
+
+
+# launch -> everybody
+
+
+class Stop(Message, tag="STOP"):
+    """The run ends: finish what is in hand within `drain_s` seconds and exit."""
+
+    reason: Text = ""
+    drain_s: float = 0.0
+
+
+ALL: tuple[type[Message], ...] = (
+    TaskRequest,
+    NewTask,
+    DataGenerated,
+    RewardComputed,
+    LearnerStateUpdate,
+    WeightsPublished,
+    WeightsGroup,
+    WeightsJoin,
+    ValidationStarted,
+    ValidationDone,
+    SchedulerState,
+    Hello,
+    Heartbeat,
+    Goodbye,
+    Error,
+    Metrics,
+    Ping,
+    Pong,
+    Stop,
+)
+
+
+def name_of(kind: type[Message]) -> str:
+    """The wire name of a message class: `name_of(NewTask) == "NEW_TASK"`."""
+    tag: Any = kind.__struct_config__.tag
+    return str(tag)
+
+
+BY_NAME: dict[str, type[Message]] = {name_of(kind): kind for kind in ALL}

@@ -1,0 +1,107 @@
+"""Bytes that are no message: counted, reported once per sender and kind, dropped; the next good one still arrives."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.protocol import ALL, Fault, Rejected, codec, topic
+from busrl.protocol import messages as m
+
+PATIENCE_S = 30.0
+HEARD = topic(m.Goodbye)
+pack = msgspec.msgpack.encode
+ENVELOPE = {"type": "GOODBYE", "v": 1, "sender": "stranger", "msg_seq": 1, "time_ns": 1, "reason": ""}
+DEEP = b"\x82\xa4type\xa7GOODBYE\xa1x" + b"\x91" * 100_000 + b"\xc0"
+BAD = [
+    (b"", "malformed"),
+    (b"\xc1", "malformed"),
+    (b"\xdf\xff\xff\xff\xff", "malformed"),
+    (pack([1, 2, 3]), "malformed"),
+    (pack(ENVELOPE)[:-3], "malformed"),
+    (pack({**ENVELOPE, "reason": 5}), "malformed"),
+    (b"\x82\xa4type\xa7GOODBYE\xa6reason\xa1\xff", "malformed"),
+    (DEEP, "malformed"),
+    (pack({**ENVELOPE, "type": "FROM_TOMORROW"}), "unknown_types"),
+    (pack({**ENVELOPE, "v": 99}), "wrong_version"),
+    (pack({**ENVELOPE, "reason": "y" * (1 << 20)}), "oversize"),
+]
+
+
+@pytest.fixture
+def stranger(broker):
+    """A bare PUB socket: a program that does not use our endpoint."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PUB)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(broker.frontend)
+    yield socket
+    context.destroy(linger=0)
+
+
+def hear_good(listener, stranger) -> m.Goodbye:
+    """Send good messages until one comes through (the stranger's connection may be young)."""
+    while True:
+        stranger.send_multipart([HEARD.encode(), pack({**ENVELOPE, "reason": "good"})])
+        if (got := listener.recv(0.05)) is not None:
+            return got
+
+
+@pytest.mark.parametrize(("raw", "counter"), BAD, ids=[f"{name}-{len(raw)}" for raw, name in BAD])
+def test_bytes_that_are_no_message_are_counted_and_dropped(endpoint, stranger, raw, counter):
+    said: list[str] = []
+    listener = endpoint("learner", HEARD, report=said.append)
+    hear_good(listener, stranger)
+    for _ in range(3):
+        stranger.send_multipart([HEARD.encode(), raw])
+    assert hear_good(listener, stranger).reason == "good"
+    stats = listener.stats()
+    assert getattr(stats, counter) == 3 and stats.dropped == 3
+    assert len(said) == 1 and "learner" in said[0]
+
+
+def test_a_multipart_of_another_length_is_counted_as_malformed(endpoint, stranger):
+    listener = endpoint("learner", HEARD, report=lambda _: None)
+    hear_good(listener, stranger)
+    stranger.send_multipart([HEARD.encode()])
+    stranger.send_multipart([HEARD.encode(), pack(ENVELOPE), b"more"])
+    hear_good(listener, stranger)
+    assert listener.stats().malformed == 2
+
+
+def test_each_sender_is_reported_once_and_named(endpoint, stranger):
+    said: list[str] = []
+    listener = endpoint("learner", HEARD, report=said.append)
+    hear_good(listener, stranger)
+    for sender in ("one", "two", "one", "two"):
+        stranger.send_multipart([HEARD.encode(), pack({**ENVELOPE, "sender": sender, "reason": 1})])
+    hear_good(listener, stranger)
+    assert len(said) == 2 and "from one" in said[0] and "from two" in said[1] and "$.reason" in said[0]
+
+
+def test_a_sender_far_over_the_limit_is_cut_off_and_may_come_back(endpoint, stranger):
+    listener = endpoint("learner", HEARD, report=lambda _: None)
+    hear_good(listener, stranger)
+    stranger.send_multipart([HEARD.encode(), b"x" * (8 << 20)])
+    assert hear_good(listener, stranger).reason == "good"
+
+
+@given(st.binary(max_size=200))
+def test_decoding_any_bytes_gives_a_message_or_a_rejection(raw):
+    for kind in ALL:
+        try:
+            assert isinstance(codec.decode(kind, raw, 1 << 20), kind)
+        except Rejected as rejected:
+            assert isinstance(rejected.fault, Fault)
+
+
+@given(st.recursive(st.none() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.floats(), st.lists, max_leaves=8))
+def test_decoding_a_map_with_any_value_in_a_field_gives_a_message_or_a_rejection(value):
+    for field in ("v", "sender", "msg_seq", "time_ns", "reason", "not_a_field"):
+        try:
+            codec.decode(m.Goodbye, pack({**ENVELOPE, field: value}), 1 << 20)
+        except Rejected as rejected:
+            assert rejected.fault in (Fault.MALFORMED, Fault.WRONG_VERSION)
