@@ -1,0 +1,94 @@
+"""`busrl audit`: what became of every sample of a run, recomputed from its files and its ring's raw bytes alone.
+
+Reads a run that is going on, one that ended, or one that was killed, and changes nothing. It has its own readers for
+every file and its own arithmetic for uids and prompts; it shares no counter and, but for the fate codes, no code with
+the run.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from busrl.ledger import fates
+from busrl.ledger.audit import rules
+from busrl.ledger.audit.report import AuditReport, Counts, Finding, render
+from busrl.ledger.audit.snapshot import Snapshot, take
+
+__all__ = ["AuditReport", "Counts", "Finding", "audit", "render"]
+
+SECOND_OPINIONS = 2
+
+
+def audit(run_dir: str | os.PathLike[str], *, prompts: str | os.PathLike[str] | None = None) -> AuditReport:
+    """Audit one run directory. `prompts` names the prompt file if the topology does not (`tiny:...`).
+
+    `NoSuchRun` if it is no run directory. A run that is going on is looked at again before anything is held against it.
+    """
+    root = Path(run_dir).resolve()
+    report = _report(root, take(root, Path(prompts) if prompts else None))
+    for _ in range(SECOND_OPINIONS):
+        if report.state != "running" or not report.errors:
+            break
+        report = _report(root, take(root, Path(prompts) if prompts else None))
+    return report
+
+
+def _report(root: Path, snapshot: Snapshot) -> AuditReport:
+    history = rules.history_of(snapshot)
+    where = rules.dispatched(snapshot, history)
+    findings = (
+        *snapshot.problems,
+        *rules.check_lost(snapshot, where),
+        *rules.check_history(snapshot, history),
+        *rules.check_trained(snapshot, history, where),
+        *rules.check_payloads(snapshot),
+        *rules.check_groups(snapshot, history),
+        *rules.check_rerolls(snapshot),
+        *rules.check_codes(snapshot),
+        *rules.check_claims(snapshot),
+        *rules.check_slots(snapshot),
+        *rules.check_train_log(snapshot, history),
+    )
+    histogram = fates.histogram(snapshot.last)
+    validation = fates.histogram(snapshot.validate_last)
+    return AuditReport(
+        run_dir=str(root),
+        state=snapshot.state,
+        counts=_counts(snapshot, history, where, findings),
+        histogram=histogram,
+        validation=validation,
+        rules=_part(histogram, fates.RULES),
+        accidents=_part(histogram, fates.ACCIDENTS),
+        findings=findings,
+    )
+
+
+def _part(histogram: dict[str, int], codes: frozenset[int]) -> dict[str, int]:
+    names = {fates.name_of(code) for code in codes}
+    return {name: count for name, count in histogram.items() if name in names}
+
+
+def _counts(
+    snapshot: Snapshot, history: rules.History, where: rules.Dispatched, findings: tuple[Finding, ...]
+) -> Counts:
+    def of(kind: str) -> int:
+        return sum(finding.count for finding in findings if finding.kind == kind)
+
+    steps = [step.step for step in snapshot.log]
+    return Counts(
+        dispatched=sum(fates.histogram(snapshot.last).values()),
+        trained=int(history.uids.size),
+        in_flight=int(where.in_slot.size),
+        open=int(where.in_open.size),
+        lost=int(where.lost.size),
+        trained_twice=of("trained_twice"),
+        unsettled=int(where.unsettled.size),
+        rolled_back=of("rolled_back"),
+        unsaved=of("unsaved"),
+        put_back=snapshot.put_back,
+        step=max([history.saved_step, 0, *steps]),
+        checkpoint_step=history.saved_step,
+        log_records=len(steps),
+        groups=len(set(rules.draws_of(history.uids, snapshot.terms.group_size).tolist())),
+    )

@@ -1,0 +1,57 @@
+"""Which prompt a draw selects, worked out again from the prompt file, the seed and the shuffle switch.
+
+Talks to one JSONL file. Knows nothing of the stream that the run itself reads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Prompts:
+    """Lines of the prompt file in the order of a run."""
+
+    def __init__(self, path: Path, seed: int, shuffle: bool) -> None:
+        self.seed, self.shuffle = seed, shuffle
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._crc: dict[int, int] = {}
+        self._path = path
+        offset = 0
+        with path.open("rb") as file:
+            for line in file:
+                self._starts.append(offset)
+                offset += len(line)
+                self._ends.append(offset - line.endswith(b"\n"))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def crcs(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The crc32 of the line that each draw selects."""
+        distinct, back = np.unique(draws, return_inverse=True)
+        return np.array(self._item_crcs(self._items(distinct)), np.int64)[back]
+
+    def _items(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Line numbers of ascending draws, epoch by epoch."""
+        epochs, items = np.divmod(draws, len(self))
+        if self.shuffle and draws.size:
+            starts = np.append(0, np.flatnonzero(np.diff(epochs)) + 1)
+            for start, end in zip(starts, [*starts[1:], draws.size]):
+                generator = np.random.Generator(np.random.PCG64([self.seed, int(epochs[start])]))
+                items[start:end] = generator.permutation(len(self))[items[start:end]]
+        return items
+
+    def _item_crcs(self, items: npt.NDArray[np.int64]) -> list[int]:
+        with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return [self._item_crc(data, int(item)) for item in items]
+
+    def _item_crc(self, data: mmap.mmap, item: int) -> int:
+        if item not in self._crc:
+            self._crc[item] = zlib.crc32(data[self._starts[item] : self._ends[item]])
+        return self._crc[item]

@@ -1,0 +1,322 @@
+"""The files of a run, each read from its bytes by readers that share nothing with the code that wrote them.
+
+Talks to one run directory, read-only, also while the run goes on. Knows nothing of the rules; what it can not read it
+reports as findings and goes on with what it can.
+
+- A file that vanishes between listing and reading was removed by the run, and counts as not there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.ledger.audit.report import Finding, error, note
+
+Uids = npt.NDArray[np.uint64]
+BLOCK = 4 << 20
+CHECKPOINT_LOOKS = 10
+WAL_HEAD = struct.Struct("<8sII")
+WAL_FRAME = struct.Struct("<4sII")
+TRAINED_HEAD = struct.Struct("<8sIIQQ")
+OPEN_HEAD = struct.Struct("<8sIIII")
+FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+
+
+class LoggedSample(msgspec.Struct):
+    """What the audit needs of a sample in a log record."""
+
+    uid: int
+    group: int
+    member: int
+    attempt: int
+    prompt_crc: int
+    token_ids: bytes
+    logprobs: bytes
+    versions: bytes
+
+
+class LoggedStep(msgspec.Struct):
+    """One record of the write-ahead log."""
+
+    step: int
+    version: int
+    samples: list[LoggedSample]
+
+
+class TrainStep(msgspec.Struct):
+    """One line of train.jsonl, and where in the file it ends."""
+
+    step: int
+    samples: list[tuple[int, int, int]]  # uid, attempt, crc
+    end: int = 0
+
+
+class DrawsLine(msgspec.Struct):
+    """One line of draws.log."""
+
+    uids: list[int]
+
+
+class CheckpointMeta(msgspec.Struct):
+    """meta.json of a checkpoint."""
+
+    step: int
+    samples: int
+    seed: int | None = None
+    uids: str = "trained.bin"
+
+
+@dataclass
+class Checkpoint:
+    """One checkpoint that could be read."""
+
+    path: Path
+    meta: CheckpointMeta
+    uids: Uids  # ascending
+
+
+@dataclass
+class Findings:
+    """Where readers put what they could not read."""
+
+    items: list[Finding] = field(default_factory=list)
+
+    def add(self, finding: Finding) -> None:
+        self.items.append(finding)
+
+
+def read_bytes(path: Path) -> bytes | None:
+    """The file's bytes, None if it is not there."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if the file is not there or is none."""
+    data = read_bytes(path)
+    try:
+        value = msgspec.json.decode(data or b"{}")
+    except msgspec.DecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def is_locked(path: Path) -> bool:
+    """Whether any process holds an OFD lock on the file (asked for, not taken)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        question = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        return bool(FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))[0] != fcntl.F_UNLCK)
+    finally:
+        os.close(fd)
+
+
+def read_fates(path: Path) -> npt.NDArray[np.uint8]:
+    """One byte per uid up to the last that is not 0; empty without a file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return np.zeros(0, np.uint8)
+    try:
+        blocks = [np.frombuffer(block, np.uint8) for block in _blocks(fd)]
+    finally:
+        os.close(fd)
+    while blocks and not blocks[-1].any():
+        blocks.pop()
+    if not blocks:
+        return np.zeros(0, np.uint8)
+    codes = np.concatenate(blocks)
+    return codes[: int(np.flatnonzero(codes)[-1]) + 1]
+
+
+def _blocks(fd: int) -> Iterator[bytes]:
+    """The file up to the end of its last data, in blocks (the tail of the table is usually a hole)."""
+    size, offset = os.fstat(fd).st_size, 0
+    while offset < size:
+        if _no_more_data(fd, offset):
+            return
+        block = os.pread(fd, BLOCK, offset)
+        if not block:
+            return
+        yield block
+        offset += len(block)
+
+
+def _no_more_data(fd: int, offset: int) -> bool:
+    try:
+        os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError:  # ENXIO: only a hole follows; a file system without holes never says so
+        return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------------ write-ahead log
+
+
+def read_log(directory: Path, found: Findings) -> list[LoggedStep]:
+    """All whole records in the order of the segments; damage and a torn end become findings."""
+    paths = sorted(directory.glob("*.wal"), key=lambda path: path.name)
+    steps: list[LoggedStep] = []
+    for path in paths:
+        data = read_bytes(path)
+        if data is not None:
+            steps += _read_segment(path, data, path == paths[-1], found)
+    return steps
+
+
+def _read_segment(path: Path, data: bytes, newest: bool, found: Findings) -> Iterator[LoggedStep]:
+    if newest and len(data) < WAL_HEAD.size:
+        return
+    magic, layout, crc = WAL_HEAD.unpack_from(data) if len(data) >= WAL_HEAD.size else (b"", 0, 0)
+    if (magic, layout, crc) != (b"BUSRLWAL", 1, zlib.crc32(data[:12])):
+        found.add(error("log_damaged", [path.name], "a log segment does not begin as one"))
+        return
+    offset = WAL_HEAD.size
+    while offset < len(data):
+        payload = _frame(data, offset)
+        if payload is None:
+            offset = _skip_damage(path, data, offset, newest, found)
+            continue
+        offset += WAL_FRAME.size + len(payload)
+        try:
+            yield msgspec.msgpack.decode(payload, type=LoggedStep)
+        except msgspec.DecodeError as exc:
+            found.add(error("log_damaged", [path.name], f"a record with a good checksum can not be decoded: {exc}"))
+
+
+def _frame(data: bytes, offset: int) -> bytes | None:
+    """The payload of the whole record that begins at `offset`."""
+    if offset + WAL_FRAME.size > len(data):
+        return None
+    mark, length, crc = WAL_FRAME.unpack_from(data, offset)
+    payload = data[offset + WAL_FRAME.size : offset + WAL_FRAME.size + length]
+    good = mark == b"WREC" and len(payload) == length and zlib.crc32(data[offset + 4 : offset + 8] + payload) == crc
+    return payload if good else None
+
+
+def _skip_damage(path: Path, data: bytes, offset: int, newest: bool, found: Findings) -> int:
+    """The offset of the next whole record, or the end."""
+    following = offset
+    while (following := data.find(b"WREC", following + 1)) >= 0 and _frame(data, following) is None:
+        pass
+    place = f"{path.name}+{offset}"
+    if following >= 0 or not newest:
+        found.add(error("log_damaged", [place], "a log record does not match its checksum, and records follow it"))
+    else:
+        torn = f"{len(data) - offset} bytes of half a record end the log: its writer was killed, or writes it now"
+        found.add(note("torn_tail", [place], torn))
+    return following if following >= 0 else len(data)
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+def read_checkpoints(directory: Path, found: Findings) -> list[Checkpoint]:
+    """All checkpoints that can be read, oldest step first. Read again if a newer one came meanwhile, since the run may
+    then have removed the one that was being read."""
+    for _ in range(CHECKPOINT_LOOKS):
+        attempt, paths = Findings(), _checkpoint_paths(directory)
+        result = [_read_checkpoint(path, path == paths[-1], attempt) for path in paths]
+        if paths[-1:] == _checkpoint_paths(directory)[-1:]:
+            break
+    found.items += attempt.items
+    return [checkpoint for checkpoint in result if checkpoint is not None]
+
+
+def _checkpoint_paths(directory: Path) -> list[Path]:
+    matches = [(re.fullmatch(r"global_step_(\d+)", path.name), path) for path in directory.glob("*")]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
+
+
+def _read_checkpoint(path: Path, newest: bool, found: Findings) -> Checkpoint | None:
+    try:
+        meta = msgspec.json.decode((path / "meta.json").read_bytes(), type=CheckpointMeta)
+        uids = unpack_trained((path / meta.uids).read_bytes())
+    except (OSError, ValueError, zlib.error, struct.error) as exc:
+        if newest:
+            found.add(error("checkpoint_damaged", [path.name], f"the newest checkpoint can not be read: {exc}"))
+        elif not isinstance(exc, FileNotFoundError):  # older ones are removed file by file
+            found.add(note("old_checkpoint_damaged", [path.name], f"an older checkpoint can not be read: {exc}"))
+        return None
+    if meta.samples != uids.size:
+        text = f"meta.json says {meta.samples} samples, {meta.uids} holds {uids.size}"
+        found.add(error("checkpoint_damaged", [path.name], text))
+    return Checkpoint(path, meta, uids)
+
+
+def unpack_trained(data: bytes) -> Uids:
+    """The uids of a trained.bin; ValueError if its bytes are not what was written."""
+    magic, layout, crc, count, size = TRAINED_HEAD.unpack_from(data)
+    body = data[TRAINED_HEAD.size :]
+    if (magic, layout) != (b"BUSRLTRD", 1) or zlib.crc32(body) != crc:
+        raise ValueError("the trained set does not match its checksum")
+    bitmap = zlib.decompress(body)
+    uids = np.flatnonzero(np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")).astype(np.uint64)
+    if (len(bitmap), uids.size) != (size, count):
+        raise ValueError(f"the trained set holds {uids.size} uids, its head says {count}")
+    return uids
+
+
+# ------------------------------------------------------------------------------------------------- smaller files
+
+
+def read_open(path: Path, found: Findings) -> Uids | None:
+    """The uids in open.bin; None if there is none."""
+    data = read_bytes(path)
+    if data is None:
+        return None
+    body = data[OPEN_HEAD.size :]
+    magic, layout, count, crc, _ = OPEN_HEAD.unpack_from(data) if len(data) >= OPEN_HEAD.size else (b"", 0, 0, 0, 0)
+    if (magic, layout, crc) != (b"BUSRLOPN", 1, zlib.crc32(body)) or len(body) != 16 * count:
+        found.add(error("open_damaged", [path.name], "open.bin does not match its checksum; nothing in it is believed"))
+        return np.zeros(0, np.uint64)
+    return np.array(
+        np.frombuffer(body, np.dtype([("uid", "<u8"), ("state", "<u4"), ("slot", "<u4")]))["uid"], np.uint64
+    )
+
+
+def read_train_log(path: Path, found: Findings) -> list[TrainStep]:
+    """The whole lines of train.jsonl in order."""
+    data, steps, offset = read_bytes(path) or b"", [], 0
+    decoder = msgspec.json.Decoder(TrainStep)
+    for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+        offset += len(line)
+        try:
+            step = decoder.decode(line)
+        except msgspec.DecodeError as exc:
+            found.add(
+                error("train_log_disagrees", [f"byte {offset - len(line)}"], f"a line is not what it must be: {exc}")
+            )
+            continue
+        step.end = offset
+        steps.append(step)
+    return steps
+
+
+def read_put_backs(path: Path) -> int:
+    """How many samples draws.log put back, each time counted."""
+    data = read_bytes(path) or b""
+    total = 0
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        try:
+            total += len(msgspec.json.decode(line, type=DrawsLine).uids)
+        except msgspec.DecodeError:
+            continue
+    return total

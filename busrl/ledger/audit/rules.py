@@ -1,0 +1,351 @@
+"""The promises of the ledger, each worked out from one snapshot: what is lost, trained twice, swapped, out of step.
+
+Pure: talks to nothing. Knows nothing of how the snapshot was read; see `snapshot` for why its order accuses nobody.
+
+- History is the newest checkpoint and the records with a later step; older records must be within the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.ledger import fates
+from busrl.ledger.audit.readers import LoggedSample, LoggedStep, TrainStep, Uids
+from busrl.ledger.audit.report import Finding, error, note
+from busrl.ledger.audit.ring import DROPPED, FREE, RESERVED, REWARDED, STATE_NAMES, TRAINING, UID_NONE, Slots
+from busrl.ledger.audit.snapshot import Codes, Snapshot
+
+VALIDATE = np.uint64(1 << 62)
+D, T, V = int(fates.Fate.DISPATCHED), int(fates.Fate.TRAINED), int(fates.Fate.VALIDATED)
+NO_UIDS: Uids = np.zeros(0, np.uint64)
+
+
+@dataclass
+class History:
+    """What was trained: `uids` (ascending) is the surviving history; `logged` and `steps` run in parallel."""
+
+    saved: Uids  # of the newest checkpoint, ascending
+    saved_step: int
+    logged: Uids
+    steps: npt.NDArray[np.int64]
+    uids: Uids
+
+
+def history_of(snapshot: Snapshot) -> History:
+    newest = snapshot.checkpoints[-1] if snapshot.checkpoints else None
+    saved = newest.uids if newest else NO_UIDS
+    logged = np.array([sample.uid for step in snapshot.log for sample in step.samples], np.uint64)
+    steps = np.repeat([step.step for step in snapshot.log], [len(step.samples) for step in snapshot.log])
+    uids = distinct(np.concatenate([saved, logged]))
+    return History(saved, newest.meta.step if newest else -1, logged, steps.astype(np.int64), uids)
+
+
+def codes_at(codes: Codes, uids: Uids) -> Codes:
+    """The fate of each uid; 0 beyond the table's end."""
+    result = np.zeros(uids.size, np.uint8)
+    inside = uids < np.uint64(codes.size)
+    result[inside] = codes[uids[inside].astype(np.int64)]
+    return result
+
+
+def with_code(codes: Codes, code: int) -> Uids:
+    return np.flatnonzero(codes == code).astype(np.uint64)
+
+
+def distinct(values: Uids) -> Uids:
+    """Each value once, ascending (sorting beats numpy's hashing of uids several times over)."""
+    ordered = np.sort(values)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if ordered.size else ordered
+
+
+def minus(values: Uids, others: Uids) -> Uids:
+    """The distinct values that are not among the others."""
+    return np.setdiff1d(distinct(values), distinct(others), assume_unique=True)
+
+
+def draws_of(uids: Uids, group_size: int) -> npt.NDArray[np.int64]:
+    return np.asarray(uids // np.uint64(2 * group_size), np.int64)
+
+
+# ---------------------------------------------------------------------------------------- lost, and where the rest is
+
+
+@dataclass
+class Dispatched:
+    """Samples that are D in the last look, by where they are."""
+
+    in_slot: Uids
+    in_open: Uids
+    lost: Uids
+    unsettled: Uids  # in the history, and still D in a slot or in open.bin: T is stored next
+
+
+def dispatched(snapshot: Snapshot, history: History) -> Dispatched:
+    seen = snapshot.slots.seen if snapshot.slots is not None else NO_UIDS
+    put = snapshot.open if snapshot.open is not None else NO_UIDS
+    train = with_code(snapshot.last, D)
+    validate = with_code(snapshot.validate_last, D) | VALIDATE
+    now = np.concatenate([train, validate])
+    before = np.concatenate([codes_at(snapshot.first, train), codes_at(snapshot.validate_first, validate ^ VALIDATE)])
+    in_slot, in_open, known = np.isin(now, seen), np.isin(now, put), np.isin(now, history.uids)
+    lost = ~in_slot & ~in_open & ~known & (before == D)
+    # D only in the last look and in no slot then: dispatched after the ring was read, so it stands in one now.
+    fresh = ~in_slot & ~in_open & ~known & (before != D)
+    unsettled = now[known & (in_slot | in_open)]
+    return Dispatched(now[(in_slot | fresh) & ~known], now[in_open & ~in_slot & ~known], now[lost], unsettled)
+
+
+def check_lost(snapshot: Snapshot, where: Dispatched) -> Iterator[Finding]:
+    if where.lost.size:
+        remedy = {
+            "gone": "; there is neither a ring nor an open.bin, and the next start generates them again",
+            "finished": " and not in open.bin",
+        }.get(snapshot.state, "")
+        yield error("lost", where.lost, f"dispatched, without an end, and in no slot{remedy}")
+    if snapshot.slots is not None and snapshot.open is not None:
+        yield note("open_and_ring", ["open.bin"], "an open.bin beside a ring: a start or an end is under way", 1)
+
+
+# ----------------------------------------------------------------------------------------- history against the fates
+
+
+def check_history(snapshot: Snapshot, history: History) -> Iterator[Finding]:
+    uids, counts = np.unique(history.logged, return_counts=True)
+    later = distinct(history.logged[history.steps > history.saved_step])
+    twice = np.union1d(uids[counts > 1], np.intersect1d(later, history.saved, assume_unique=True))
+    if twice.size:
+        yield error("trained_twice", twice, "in two places of checkpoint plus log")
+    dropped = minus(history.logged[history.steps <= history.saved_step], history.saved)
+    if dropped.size:
+        text = f"in a log record up to step {history.saved_step}, but not in the checkpoint of that step"
+        yield error("checkpoint_incomplete", dropped, text)
+    for older, newer in pairwise(snapshot.checkpoints):
+        gone = minus(older.uids, newer.uids)
+        if gone.size:
+            yield error("checkpoint_incomplete", gone, f"in {older.path.name}, but no longer in {newer.path.name}")
+    steps = [step.step for step in snapshot.log]
+    backward = [after for before, after in pairwise(steps) if after <= before]
+    if backward:
+        yield error("log_order", backward, "steps of the log that do not come after the step before them")
+
+
+def check_trained(snapshot: Snapshot, history: History, where: Dispatched) -> Iterator[Finding]:
+    codes = codes_at(snapshot.last, history.uids)
+    wrong = history.uids[(codes != T) & ~np.isin(history.uids, where.unsettled)]
+    if wrong.size:
+        yield error("logged_not_trained", wrong, "in checkpoint or log, but its fate is not T and no slot holds it")
+    missing = minus(with_code(snapshot.first, T), history.uids)
+    if missing.size and snapshot.terms.wal != "off":
+        hint = " (with wal = async a power cut can do this)" if snapshot.terms.wal == "async" else ""
+        yield error("trained_unlogged", missing, f"fate T, but in no checkpoint and no log{hint}")
+    elif missing.size:
+        unsaved = unsaved_of(snapshot, missing, history)
+        rolled_back = minus(missing, unsaved)
+        if unsaved.size:
+            yield note(
+                "unsaved", unsaved, "trained since the newest checkpoint; wal = off, so a death of the learner loses it"
+            )
+        if rolled_back.size:
+            yield note("rolled_back", rolled_back, "trained, then lost with its learner: wal = off was chosen")
+
+
+def unsaved_of(snapshot: Snapshot, missing: Uids, history: History) -> Uids:
+    """With wal = off: what a living learner has trained since its checkpoint, by its train log."""
+    if not snapshot.running:
+        return NO_UIDS
+    lines = [line for line in surviving(snapshot.train_log) if line.step > history.saved_step]
+    return np.intersect1d(missing, np.array([uid for line in lines for uid, _, _ in line.samples], np.uint64))
+
+
+def check_payloads(snapshot: Snapshot) -> Iterator[Finding]:
+    broken = [sample.uid for step in snapshot.log for sample in step.samples if not _whole(sample)]
+    if broken:
+        yield error("bad_payload", broken, "log-probs or versions do not match the tokens, or a log-prob is none")
+
+
+def _whole(sample: LoggedSample) -> bool:
+    if not len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) or len(sample.logprobs) % 4:
+        return False
+    logprobs = np.frombuffer(sample.logprobs, "<f4")
+    return bool(np.isfinite(logprobs).all() and (logprobs <= 1e-3).all())
+
+
+# --------------------------------------------------------------------------------------------------- groups, re-rolls
+
+
+def check_groups(snapshot: Snapshot, history: History) -> Iterator[Finding]:
+    size = snapshot.terms.group_size
+    draws, counts = np.unique(draws_of(history.uids, size), return_counts=True)
+    small = draws[counts < snapshot.terms.g_min]
+    if small.size:
+        yield error("group_too_small", small, f"groups trained with fewer than g_min = {snapshot.terms.g_min} members")
+    pairs = np.unique(np.stack([draws_of(history.logged, size), history.steps], axis=1), axis=0)
+    groups, steps = np.unique(pairs[:, 0], return_counts=True)
+    if (steps > 1).any():
+        yield error("group_split", groups[steps > 1], "groups trained in more than one step")
+
+
+def check_rerolls(snapshot: Snapshot) -> Iterator[Finding]:
+    size = snapshot.terms.group_size
+    uids = np.flatnonzero(snapshot.first).astype(np.uint64)
+    again = uids[(uids // np.uint64(size)) % np.uint64(2) == 1]
+    parents = codes_at(snapshot.last, again - np.uint64(size))
+    wrong = again[~np.isin(parents, list(fates.ACCIDENTS))]
+    if wrong.size:
+        yield error("reroll_without_accident", wrong, "a second try whose first try did not end by accident")
+
+
+def check_codes(snapshot: Snapshot) -> Iterator[Finding]:
+    known = {*fates.NAMES}
+    tables = (("fates.bin", snapshot.last, known - {V}), ("fates.validate.bin", snapshot.validate_last, known - {T}))
+    for name, codes, allowed in tables:
+        wrong = np.flatnonzero(~np.isin(codes, list(allowed)))
+        if wrong.size:
+            yield error("wrong_fate_code", wrong, f"bytes in {name} that are no fate there")
+
+
+# -------------------------------------------------------------------------------------------------- who is who: swaps
+
+
+@dataclass
+class Claims:
+    """What some file says of samples; parallel arrays. `group` and `member` are absent from the train log."""
+
+    uid: Uids
+    crc: npt.NDArray[np.int64]
+    group: npt.NDArray[np.int64] | None = None
+    member: npt.NDArray[np.int64] | None = None
+
+
+def log_claims(log: list[LoggedStep]) -> Claims:
+    samples = [sample for step in log for sample in step.samples]
+    return Claims(
+        np.array([sample.uid for sample in samples], np.uint64),
+        np.array([sample.prompt_crc for sample in samples], np.int64),
+        np.array([sample.group for sample in samples], np.int64),
+        np.array([sample.member for sample in samples], np.int64),
+    )
+
+
+def train_log_claims(lines: list[TrainStep]) -> Claims:
+    entries = [entry for line in lines for entry in line.samples]
+    return Claims(
+        np.array([uid for uid, _, _ in entries], np.uint64), np.array([crc for _, _, crc in entries], np.int64)
+    )
+
+
+def slot_claims(slots: Slots) -> Claims:
+    """Training samples at rest or at work; a RESERVED slot is still being written."""
+    lines = slots.lines[held(slots)]
+    lines = lines[(lines["uid"] & VALIDATE) == 0]
+    return Claims(
+        np.array(lines["uid"], np.uint64),
+        lines["prompt_crc"].astype(np.int64),
+        lines["group"].astype(np.int64),
+        lines["member"].astype(np.int64),
+    )
+
+
+def held(slots: Slots) -> npt.NDArray[np.bool_]:
+    """Slots whose line can be believed: read whole, and past RESERVED."""
+    state = slots.state
+    return np.asarray(slots.stable & (state != FREE) & (state != RESERVED) & (slots.lines["uid"] != UID_NONE))
+
+
+def check_claims(snapshot: Snapshot) -> Iterator[Finding]:
+    places = {"log": log_claims(snapshot.log), "train.jsonl": train_log_claims(snapshot.train_log)}
+    if snapshot.slots is not None:
+        places["ring"] = slot_claims(snapshot.slots)
+    for place, claims in places.items():
+        yield from _check_place(snapshot, place, claims)
+
+
+def _check_place(snapshot: Snapshot, place: str, claims: Claims) -> Iterator[Finding]:
+    size = snapshot.terms.group_size
+    draws = draws_of(claims.uid, size)
+    if claims.group is not None and claims.member is not None:
+        members = (claims.uid % np.uint64(size)).astype(np.int64)
+        wrong = claims.uid[(claims.group != draws) | (claims.member != members)]
+        if wrong.size:
+            yield error("wrong_group", wrong, f"the {place} gives a group or member that is not the one of the uid")
+    if snapshot.prompts is not None and draws.size:
+        swapped = claims.uid[claims.crc != snapshot.prompts.crcs(draws)]
+        if swapped.size:
+            yield error(
+                "swapped_prompt", np.unique(swapped), f"the prompt in the {place} is not the one that the draw selects"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------- the slots
+
+
+def check_slots(snapshot: Snapshot) -> Iterator[Finding]:
+    slots = snapshot.slots
+    if slots is None:
+        return
+    mine = held(slots)
+    uids, state = slots.lines["uid"][mine], slots.state[mine]
+    is_validate = (uids & VALIDATE) != 0
+    codes = np.where(is_validate, codes_at(snapshot.validate_first, uids ^ VALIDATE), codes_at(snapshot.first, uids))
+    ended = np.isin(codes, list(fates.TERMINAL))
+    settled = np.isin(codes, [T, V]) & np.isin(state, [REWARDED, TRAINING])  # T is stored before the slot is freed
+    dropped = (state == DROPPED) & ((codes == slots.reason[mine]) | (codes == T))
+    wrong = ended & ~settled & ~dropped
+    if wrong.any():
+        names = ", ".join(sorted({STATE_NAMES[int(index)] for index in state[wrong] if index < len(STATE_NAMES)}))
+        yield error("terminal_in_slot", uids[wrong], f"has ended, but a slot still holds it ({names})")
+    never = (codes == 0) & (codes_after(snapshot, uids) == 0)
+    if never.any():
+        yield error("slot_without_fate", uids[never], "stands in a slot, but was never dispatched by its fate")
+    odd = is_validate != ((slots.lines["cls"][mine] & 1) == 1)
+    odd |= ~is_validate & (slots.lines["group_size"][mine] != snapshot.terms.group_size)
+    if odd.any():
+        yield error("wrong_class", uids[odd], "class or group size of the slot is not the one of the uid")
+    unique, counts = np.unique(uids[slots.still[mine]], return_counts=True)
+    if (counts > 1).any():
+        yield error("uid_in_two_slots", unique[counts > 1], "stands in two slots at once")
+
+
+def codes_after(snapshot: Snapshot, uids: Uids) -> Codes:
+    is_validate = (uids & VALIDATE) != 0
+    return np.where(is_validate, codes_at(snapshot.validate_last, uids ^ VALIDATE), codes_at(snapshot.last, uids))
+
+
+# ------------------------------------------------------------------------------------------------------ the train log
+
+
+def surviving(lines: list[TrainStep]) -> list[TrainStep]:
+    """The lines that stand: a line takes the place of all earlier lines with its step or a later one."""
+    standing: list[TrainStep] = []
+    for line in lines:
+        while standing and standing[-1].step >= line.step:
+            standing.pop()
+        standing.append(line)
+    return standing
+
+
+def check_train_log(snapshot: Snapshot, history: History) -> Iterator[Finding]:
+    known = surviving([line for line in snapshot.train_log if line.end <= snapshot.train_log_known])
+    if snapshot.terms.wal == "off":
+        known = [line for line in known if line.step <= history.saved_step]
+    listed = np.array([uid for line in known for uid, _, _ in line.samples], np.uint64)
+    extra = minus(listed, history.uids)
+    if extra.size:
+        yield error("train_log_disagrees", extra, "in train.jsonl, but in no checkpoint and no log")
+    everything = np.array([uid for line in surviving(snapshot.train_log) for uid, _, _ in line.samples], np.uint64)
+    silent = minus(history.saved, everything)
+    if silent.size:
+        yield error("train_log_disagrees", silent, "in the checkpoint, but not in train.jsonl")
+    lines = {line.step: line.samples for line in surviving(snapshot.train_log)}
+    differ = [step.step for step in snapshot.log if step.step in lines and _entries(step) != sorted(lines[step.step])]
+    if differ:
+        yield error("train_log_disagrees", differ, "steps whose uid, attempt or crc differ between train.jsonl and log")
+
+
+def _entries(step: LoggedStep) -> list[tuple[int, int, int]]:
+    return sorted((sample.uid, sample.attempt, sample.prompt_crc) for sample in step.samples)

@@ -1,0 +1,52 @@
+"""The train log, `train.jsonl`: one line per optimiser step, for people and for the audit.
+
+Written by the learner after a step; talks to one file. Knows nothing of the write-ahead log's bytes, of the ring or
+of tensors.
+
+- A line with step s takes the place of all earlier lines with a step >= s: that is how a replay after a restart, or a
+  return to a checkpoint with `wal = "off"`, shows. Nothing in the file is ever changed.
+- `crc` is the crc32 of the prompt line, so the file proves which prompt each uid was trained on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import msgspec
+
+from busrl.ledger.files import LineFile
+from busrl.ledger.wal import Record, SampleRecord
+
+
+class TrainLine(msgspec.Struct, kw_only=True):
+    """One step; each sample is [uid, attempt, crc]."""
+
+    step: int
+    version: int
+    cause: str
+    samples: list[tuple[int, int, int]]
+
+
+class TrainLog:
+    """Appends to `train.jsonl`; half a line of a killed predecessor is cut at opening."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._lines = LineFile(path)
+
+    def append(self, record: Record) -> None:
+        """The line of a record that was trained, also when it was replayed."""
+        self.append_step(record.step, record.version, record.cause, record.samples)
+
+    def append_step(self, step: int, version: int, cause: str, samples: Iterable[SampleRecord]) -> None:
+        """The line of a step that has no record."""
+        entries = [(sample.uid, sample.attempt, sample.prompt_crc) for sample in samples]
+        line = TrainLine(step=step, version=version, cause=cause, samples=entries)
+        self._lines.append(msgspec.json.encode(line))
+
+    def flush(self) -> None:
+        """Make all lines durable: before a checkpoint, so that its samples have their lines after a power cut too."""
+        self._lines.flush()
+
+    def close(self) -> None:
+        self._lines.close()

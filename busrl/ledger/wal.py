@@ -1,0 +1,333 @@
+"""The learner's write-ahead log: one record per step, whose append is the moment at which its samples are trained.
+
+Talks to the files of one directory; the learner holds `learner.lock`, so there is one writer. Knows nothing of the
+ring, of tensors or of the optimiser.
+
+- A record is in the log whole or not at all: `append` returns after it is written (and durable, with `sync`), and
+  raises after it is taken back. A disk that fills up leaves the log as it was.
+- Steps grow strictly; records are read in that order. Nothing is ever changed in place.
+- Half a record at the very end is what a killed writer leaves: it is cut at opening. Damage anywhere else is refused.
+- Old segments go only after a checkpoint, oldest first, so what remains always joins on to it.
+
+A segment `<number>.wal`, little endian: "BUSRLWAL", u32 layout 1, u32 crc32 of those 12 bytes; then records: "WREC",
+u32 length, u32 crc32 of the length's 4 bytes and the payload, payload (msgpack map of `Record`).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.errors import FileCorrupt, LedgerError, WriteFailed
+from busrl.ledger.files import sync_dir, write_all, write_error
+
+MAGIC = b"BUSRLWAL"
+LAYOUT = 1
+MARK = b"WREC"
+SEGMENT_BYTES = 64 << 20
+_LENGTH = struct.Struct("<I")
+_FRAME = struct.Struct("<4sII")
+_START = MAGIC + _LENGTH.pack(LAYOUT)
+HEAD = _START + _LENGTH.pack(zlib.crc32(_START))
+
+
+class SampleRecord(msgspec.Struct, kw_only=True):
+    """One trained trajectory: enough to train it again, without the ring. Arrays are little-endian bytes."""
+
+    uid: int
+    group: int
+    admission: int
+    member: int
+    attempt: int
+    prompt_crc: int
+    reward: float
+    temperature: float
+    version: int
+    step: int
+    finish: int
+    prompt_ids: bytes  # int32
+    token_ids: bytes  # int32
+    logprobs: bytes  # float32, one per token
+    versions: bytes  # uint32, one per token
+
+    def prompt_array(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.prompt_ids, "<i4")
+
+    def token_array(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.token_ids, "<i4")
+
+    def logprob_array(self) -> npt.NDArray[np.float32]:
+        return np.frombuffer(self.logprobs, "<f4")
+
+    def version_array(self) -> npt.NDArray[np.uint32]:
+        return np.frombuffer(self.versions, "<u4")
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """One step: `version` is the highest version published so far, `groups` the groups in the order trained."""
+
+    step: int
+    version: int
+    cause: str
+    groups: list[int]
+    samples: list[SampleRecord]
+
+
+class _Brief(msgspec.Struct):
+    """What opening needs of a record."""
+
+    step: int
+    version: int
+
+
+@dataclass
+class _Segment:
+    path: Path
+    last_step: int  # of its records; -1 with none
+    size: int
+
+
+@dataclass(frozen=True)
+class WalStats:
+    """What the log holds now: segments, bytes, newest step, highest version, and what opening cut off."""
+
+    segments: int
+    nbytes: int
+    last_step: int
+    last_version: int
+    cut_bytes: int
+
+
+def frames(data: bytes) -> Iterator[tuple[memoryview, int]]:
+    """Each whole record's payload and the offset after it, until the first that is not whole."""
+    view, at = memoryview(data), len(HEAD)
+    while (end := _frame_end(view, at)) > 0:
+        yield view[at + _FRAME.size : end], end
+        at = end
+
+
+def _frame_end(view: memoryview, at: int) -> int:
+    """The end of the whole record at `at`; 0 if there is none."""
+    if at + _FRAME.size > len(view):
+        return 0
+    mark, length, crc = _FRAME.unpack_from(view, at)
+    end = int(at + _FRAME.size + length)
+    if mark != MARK or end > len(view):
+        return 0
+    return end if zlib.crc32(view[at + _FRAME.size : end], zlib.crc32(view[at + 4 : at + 8])) == crc else 0
+
+
+def _later_record(data: bytes, at: int) -> int:
+    """Where a whole record begins after `at`; 0 if nowhere."""
+    while (at := data.find(MARK, at + 1)) > 0:
+        if _frame_end(memoryview(data), at):
+            return at
+    return 0
+
+
+class Wal:
+    """The log in `directory`, opened for appending.
+
+    `sync=True` makes every record durable before `append` returns; without it a record survives the death of every
+    process, but not a power cut.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, sync: bool = True, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
+        self.directory = Path(directory)
+        self.sync = sync
+        self.segment_bytes = segment_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._segments: list[_Segment] = []
+        self._last_step = -1
+        self._last_version = -1
+        self._cut_bytes = 0
+        self._number = 0
+        self._fd = -1
+        self._broken = ""
+        if not self.directory.exists():
+            self.directory.mkdir(parents=True)
+            sync_dir(self.directory.parent)
+        self._open()
+
+    @property
+    def last_step(self) -> int:
+        """Newest step that was ever seen here; -1 if none."""
+        return self._last_step
+
+    @property
+    def last_version(self) -> int:
+        """Highest version of any record seen here; -1 if none."""
+        return self._last_version
+
+    def stats(self) -> WalStats:
+        nbytes = sum(segment.size for segment in self._segments)
+        return WalStats(len(self._segments), nbytes, self._last_step, self._last_version, self._cut_bytes)
+
+    def append(self, record: Record) -> None:
+        """Commit a record: once this returns its samples are trained; if it raises they are not."""
+        self._refuse(record)
+        payload = self._encoder.encode(record)
+        length = _LENGTH.pack(len(payload))
+        head = MARK + length + _LENGTH.pack(zlib.crc32(payload, zlib.crc32(length)))
+        segment = self._segment_for(len(head) + len(payload))
+        segment.size = self._commit(segment, [head, payload])
+        segment.last_step = self._last_step = record.step
+        self._last_version = max(self._last_version, record.version)
+
+    def records(self, after: int = -1) -> Iterator[Record]:
+        """The records with a step above `after`, in order."""
+        decoder = msgspec.msgpack.Decoder(Record)
+        for segment in list(self._segments):
+            if segment.last_step <= after:
+                continue
+            for payload, _ in frames(segment.path.read_bytes()):
+                record = decoder.decode(payload)
+                if record.step > after:
+                    yield record
+
+    def drop_before(self, step: int) -> int:
+        """Remove the segments that hold only records with a step below `step`; how many. After a checkpoint of step n,
+        call it with n + 1."""
+        dropped = 0
+        while self._segments and self._segments[0].last_step < step:
+            if len(self._segments) == 1:
+                self._close_segment()
+            self._segments[0].path.unlink(missing_ok=True)
+            del self._segments[0]
+            dropped += 1
+        if dropped:
+            sync_dir(self.directory)
+        return dropped
+
+    def flush(self) -> None:
+        """Make everything appended so far durable (for `sync=False`)."""
+        if self._fd >= 0:
+            os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        self._close_segment()
+
+    def __enter__(self) -> Wal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------ appending
+
+    def _refuse(self, record: Record) -> None:
+        if self._broken:
+            raise WriteFailed(f"{self.directory}: {self._broken}; restart the learner, which reads what is there")
+        if record.step <= self._last_step:
+            raise LedgerError(
+                f"{self.directory}: a record of step {record.step} after step {self._last_step}: steps must grow"
+            )
+
+    def _segment_for(self, nbytes: int) -> _Segment:
+        """The open segment, or a new one if there is none or it is full."""
+        if self._fd < 0 or self._full(self._segments[-1], nbytes):
+            self._begin_segment()
+        return self._segments[-1]
+
+    def _full(self, segment: _Segment, nbytes: int) -> bool:
+        return segment.last_step >= 0 and segment.size + nbytes > self.segment_bytes
+
+    def _begin_segment(self) -> None:
+        path = self.directory / f"{self._number + 1:08d}.wal"
+        fd = -1
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            write_all(fd, [HEAD], 0)
+            if self.sync:
+                os.fsync(fd)
+                sync_dir(self.directory)
+        except OSError as exc:
+            if fd >= 0:
+                os.close(fd)
+                path.unlink(missing_ok=True)
+            raise write_error(path, len(HEAD), exc) from exc
+        self._close_segment()
+        self._fd, self._number = fd, self._number + 1
+        self._segments.append(_Segment(path, -1, len(HEAD)))
+
+    def _commit(self, segment: _Segment, parts: list[bytes]) -> int:
+        try:
+            end = write_all(self._fd, parts, segment.size)
+            if self.sync:
+                os.fdatasync(self._fd)
+        except OSError as exc:
+            self._take_back(segment)
+            raise write_error(segment.path, sum(map(len, parts)), exc) from exc
+        return end
+
+    def _take_back(self, segment: _Segment) -> None:
+        """Remove a record that could not be written whole. If even that fails nobody knows what a restart will read,
+        so nothing more is appended."""
+        try:
+            os.ftruncate(self._fd, segment.size)
+        except OSError as exc:
+            self._broken = f"a record that failed could not be removed either ({exc.strerror})"
+
+    def _close_segment(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    # -------------------------------------------------------------------------------------------------- opening
+
+    def _open(self) -> None:
+        paths = sorted(path for path in self.directory.glob("*.wal") if path.stem.isdigit())
+        for path in paths:
+            self._number = max(self._number, int(path.stem))
+            self._read_segment(path, newest=path == paths[-1])
+        if self._segments and self._segments[-1].size < self.segment_bytes:
+            self._fd = os.open(self._segments[-1].path, os.O_RDWR | os.O_CLOEXEC)
+
+    def _read_segment(self, path: Path, *, newest: bool) -> None:
+        data = path.read_bytes()
+        if newest and len(data) < len(HEAD):  # killed while it began the segment
+            path.unlink()
+            self._cut_bytes += len(data)
+            return
+        if data[: len(HEAD)] != HEAD:
+            raise FileCorrupt(f"{path}: does not begin with {MAGIC!r}, layout {LAYOUT}; it is not a log of this busrl")
+        segment = _Segment(path, -1, len(HEAD))
+        for payload, end in frames(data):
+            self._note(segment, payload, end)
+        if segment.size < len(data):
+            self._cut(segment, data, newest=newest)
+        self._segments.append(segment)
+
+    def _note(self, segment: _Segment, payload: memoryview, end: int) -> None:
+        brief = msgspec.msgpack.decode(payload, type=_Brief)
+        if brief.step <= self._last_step:
+            raise FileCorrupt(f"{segment.path}: step {brief.step} after step {self._last_step}: steps must grow")
+        segment.last_step = self._last_step = brief.step
+        segment.size = end
+        self._last_version = max(self._last_version, brief.version)
+
+    def _cut(self, segment: _Segment, data: bytes, *, newest: bool) -> None:
+        """Cut half a record off the newest segment; anything else is damage."""
+        later = _later_record(data, segment.size)
+        if not newest or later:
+            raise FileCorrupt(
+                f"{segment.path}: the record at byte {segment.size} is damaged, and records follow it"
+                f"{f' at byte {later}' if later else ''}; they were trained, so the log must be repaired, not cut"
+            )
+        fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.ftruncate(fd, segment.size)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self._cut_bytes += len(data) - segment.size

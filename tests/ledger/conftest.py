@@ -1,0 +1,183 @@
+"""Builds run directories by hand: fates, log, checkpoints, train log, open.bin, prompts and a ring of raw bytes."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from busrl.ledger.audit import AuditReport, audit
+from busrl.ledger.openbin import OpenSlot, write_open
+from busrl.ledger.trained import TrainedSet
+from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.wal import Record, SampleRecord, Wal
+
+LINE_OFF = 0x4000
+NAMES = ["FREE", "RESERVED", "QUEUED", "GENERATING", "GENERATED", "REWARDING", "REWARDED", "TRAINING", "DROPPED"]
+STATES = {name: number for number, name in enumerate(NAMES)}
+VALIDATE = 1 << 62
+
+
+class FakeRun:
+    """A run directory under construction. Every writer can be told to lie."""
+
+    def __init__(
+        self, root: Path, *, group_size: int = 4, wal: str = "sync", slots: int = 16, prompts: int = 7
+    ) -> None:
+        self.root, self.size, self.wal_mode, self.slots = root, group_size, wal, slots
+        self.seed, self.uuid = 3, bytes(range(16))
+        self.fates: dict[int, str] = {}
+        self.validate_fates: dict[int, str] = {}
+        self.lines = [json.dumps({"prompt": f"item {i}", "answer": str(i)}).encode() for i in range(prompts)]
+        self.history: list[int] = []
+        self.ring: bytearray | None = None
+        root.mkdir(exist_ok=True)
+        (root / "train_prompts.jsonl").write_bytes(b"\n".join(self.lines) + b"\n")
+        self.topology()
+
+    def topology(self) -> None:
+        content = {
+            "run": {"name": "fake", "seed": self.seed},
+            "data": {"train": str(self.root / "train_prompts.jsonl"), "shuffle": True},
+            "groups": {"size": self.size},
+            "learner": {"wal": self.wal_mode},
+        }
+        (self.root / "topology.json").write_text(json.dumps(content))
+        (self.root / "run.json").write_text(json.dumps({"ring": str(self.root / "ring.bin"), "uuid": self.uuid.hex()}))
+
+    # ------------------------------------------------------------------------------------------------ who is who
+
+    def uid(self, draw: int, member: int, again: int = 0) -> int:
+        return (draw * 2 + again) * self.size + member
+
+    def group(self, draw: int) -> list[int]:
+        return [self.uid(draw, member) for member in range(self.size)]
+
+    def crc(self, uid: int) -> int:
+        epoch, place = divmod(uid // self.size // 2, len(self.lines))
+        order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self.lines))
+        return zlib.crc32(self.lines[int(order[place])])
+
+    def sample(self, uid: int, tokens: int = 3, **lies: object) -> SampleRecord:
+        fields: dict[str, object] = {
+            "uid": uid, "group": uid // self.size // 2, "admission": 0, "member": uid % self.size, "attempt": 0,
+            "prompt_crc": self.crc(uid), "reward": 1.0, "temperature": 1.0, "version": 1, "step": 1, "finish": 1,
+            "prompt_ids": np.arange(4, dtype="<i4").tobytes(), "token_ids": np.arange(tokens, dtype="<i4").tobytes(),
+            "logprobs": np.full(tokens, -0.5, "<f4").tobytes(), "versions": np.ones(tokens, "<u4").tobytes(),
+        }  # fmt: skip
+        return SampleRecord(**{**fields, **lies})  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------------------------------------- the files
+
+    def record(self, step: int, uids: Iterable[int], lies: dict[int, dict[str, object]] | None = None) -> Record:
+        samples = [self.sample(uid, **(lies or {}).get(uid, {})) for uid in uids]
+        groups = sorted({sample.group for sample in samples})
+        return Record(step=step, version=step, cause="count", groups=groups, samples=samples)
+
+    def step(self, step: int, uids: Iterable[int], *, lies: dict[int, dict[str, object]] | None = None,
+             fate: str = "T", log: bool = True, line: bool = True) -> Record:  # fmt: skip
+        """One training step as the learner leaves it; each part of it can be left out."""
+        record = self.record(step, uids, lies)
+        if log:
+            with Wal(self.root / "wal", sync=False) as wal:
+                wal.append(record)
+        for sample in record.samples:
+            self.fates[sample.uid] = fate
+        if line:
+            train_log = TrainLog(self.root / "train.jsonl")
+            train_log.append(record)
+            train_log.close()
+        self.history += [sample.uid for sample in record.samples]
+        return record
+
+    def checkpoint(self, step: int, uids: Iterable[int] | None = None, *, samples: int | None = None) -> Path:
+        path = self.root / "checkpoints" / f"global_step_{step}"
+        path.mkdir(parents=True)
+        trained = TrainedSet(self.history if uids is None else uids)
+        trained.save(path / "trained.bin")
+        count = len(trained) if samples is None else samples
+        meta = {"step": step, "version": step, "groups": 0, "samples": count, "seed": self.seed, "uids": "trained.bin"}
+        (path / "meta.json").write_text(json.dumps(meta))
+        return path
+
+    def open(self, *uids: int, state: str = "QUEUED") -> None:
+        write_open(self.root / "open.bin", [OpenSlot(uid, STATES[state], slot) for slot, uid in enumerate(uids)])
+
+    def slot(self, slot: int, uid: int, state: str = "QUEUED", *, seq: int = 5, owner: int = 0, **lies: int) -> None:
+        """One control line; the ring exists from the first call on."""
+        if self.ring is None:
+            self.empty_ring()
+        assert self.ring is not None
+        index, check = uid & ~VALIDATE, uid >= VALIDATE
+        line = {"group": index // self.size // 2, "member": index % self.size, "size": self.size, "claim": seq}
+        line.update({"crc": 0 if check else self.crc(uid), "cls": int(check), **lies})
+        at = LINE_OFF + slot * 128
+        struct.pack_into("<QQQ", self.ring, at, STATES[state] << 58 | owner << 44 | seq, uid, line["group"])
+        struct.pack_into("<Q", self.ring, at + 0x28, line["claim"])
+        struct.pack_into("<I", self.ring, at + 0x48, line["cls"])
+        struct.pack_into("<HH", self.ring, at + 0x50, line["member"], line["size"])
+        struct.pack_into("<I", self.ring, at + 0x70, line["crc"])
+
+    def empty_ring(self) -> None:
+        self.ring = bytearray(LINE_OFF + self.slots * 128)
+        struct.pack_into("<8sIIQ", self.ring, 0, b"BUSRLRG1", 1, 0, len(self.ring))
+        self.ring[0x18:0x28] = self.uuid
+        struct.pack_into("<II", self.ring, 0x40, self.slots, 64)
+        struct.pack_into("<Q", self.ring, 0x50, LINE_OFF)
+        for slot in range(self.slots):
+            struct.pack_into("<QQ", self.ring, LINE_OFF + slot * 128, 0, (1 << 64) - 1)
+
+    def dispatch(self, *uids: int) -> None:
+        """These are D, in slots that hold them."""
+        taken = sum(fate == "D" for fate in self.fates.values())
+        for slot, uid in enumerate(uids, taken):
+            self.fates[uid] = "D"
+            self.slot(slot, uid)
+
+    def save(self) -> None:
+        for name, fates in (("fates.bin", self.fates), ("fates.validate.bin", self.validate_fates)):
+            table = bytearray(max(fates, default=0) + 1)
+            for uid, fate in fates.items():
+                table[uid] = ord(fate)
+            (self.root / name).write_bytes(bytes(table).ljust(1 << 16, b"\0"))
+        if self.ring is not None:
+            (self.root / "ring.bin").write_bytes(self.ring)
+
+    def audit(self) -> AuditReport:
+        self.save()
+        return audit(self.root)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    """A run with groups of 4 and nothing in it."""
+    return FakeRun(tmp_path / "run")
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., FakeRun]:
+    """Runs with other settings."""
+    return lambda **settings: FakeRun(tmp_path / "run", **settings)
+
+
+@pytest.fixture
+def trained(run: FakeRun) -> FakeRun:
+    """A clean run that ended: steps 1 and 2 in a checkpoint, 3 in the log, a re-roll, reasons, open samples."""
+    run.step(1, run.group(0) + run.group(1))
+    run.step(2, run.group(2))
+    run.checkpoint(2)
+    Wal(run.root / "wal", sync=False).drop_before(3)
+    survivors = [*run.group(4)[:3], run.uid(4, 3, again=1)]
+    run.step(3, survivors + run.group(3))
+    run.fates[run.uid(4, 3)] = "P"
+    run.fates.update(dict.fromkeys(run.group(5), "f"))
+    run.fates.update(dict.fromkeys(run.group(6), "o"))
+    run.fates.update(dict.fromkeys(run.group(8), "D"))
+    run.validate_fates.update({0: "V", 1: "V", 2: "D"})
+    run.open(*run.group(8), VALIDATE | 2)
+    return run

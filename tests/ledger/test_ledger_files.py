@@ -1,0 +1,154 @@
+"""The smaller files of the ledger: fate codes, trained set, open.bin, draws.log, train.jsonl, whole files, lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from busrl.errors import DiskFull, FileCorrupt, LedgerError
+from busrl.ledger import fates
+from busrl.ledger.drawslog import DrawsLog, read_draws
+from busrl.ledger.fates import Fate
+from busrl.ledger.files import LineFile, write_whole
+from busrl.ledger.openbin import OpenSlot, read_open, remove_open, write_open
+from busrl.ledger.trained import UID_LIMIT, TrainedSet
+from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.wal import Record
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """No file may grow beyond this: what a full disk looks like to a writer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_every_fate_has_a_name_and_is_one_of_open_trained_rule_or_accident() -> None:
+    assert set(fates.NAMES) == set(Fate)
+    for fate in Fate:
+        kinds = [fates.is_rule(fate), fates.is_accident(fate), fate in (Fate.TRAINED, Fate.VALIDATED)]
+        assert sum(kinds) == (0 if fate in (Fate.NONE, Fate.DISPATCHED) else 1)
+        assert fates.is_terminal(fate) == any(kinds)
+        assert fates.code_of(fate.char) == fate
+    assert fates.is_rule("f") and fates.is_accident("P") and not fates.is_accident("")
+
+
+def test_a_histogram_names_unknown_codes_and_leaves_out_none() -> None:
+    codes = np.frombuffer(b"\0\0DTTf\x05", np.uint8)
+    assert fates.histogram(codes) == {"dispatched": 1, "trained": 2, "flat group": 1, "unknown code 5": 1}
+
+
+def test_a_trained_set_refuses_uids_that_are_no_training_uids() -> None:
+    trained = TrainedSet([5])
+    for uid in (-1, UID_LIMIT, 1 << 62):
+        with pytest.raises(LedgerError, match=str(uid)):
+            trained.add([uid])
+        assert uid not in trained
+    assert (repr(trained), list(trained)) == ("TrainedSet(1 uids)", [5])
+
+
+def test_a_trained_set_of_a_million_uids_is_small_on_disk(tmp_path: Path) -> None:
+    trained = TrainedSet(uid for uid in range(2_000_000) if uid // 8 % 2 == 0)
+    trained.save(tmp_path / "trained.bin")
+    assert (tmp_path / "trained.bin").stat().st_size < 20_000
+    assert len(TrainedSet.load(tmp_path / "trained.bin")) == 1_000_000
+
+
+def test_a_trained_set_that_does_not_fit_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "trained.bin"
+    TrainedSet([1, 2]).save(path)
+    with largest_file(8), pytest.raises(DiskFull, match=r"trained\.bin"):
+        TrainedSet([3]).save(path)
+    assert TrainedSet.load(path) == TrainedSet([1, 2])
+    assert [file.name for file in tmp_path.iterdir()] == ["trained.bin"]
+
+
+def test_open_bin_comes_back_also_when_nothing_was_open(tmp_path: Path) -> None:
+    path = tmp_path / "open.bin"
+    assert read_open(path) is None
+    write_open(path, [])
+    assert read_open(path) == []
+    slots = [OpenSlot(7, 2, 0), OpenSlot(1 << 62, 6, 3)]
+    write_open(path, slots)
+    assert read_open(path) == slots
+    remove_open(path)
+    assert read_open(path) is None
+
+
+@pytest.mark.parametrize("at", [0, 9, 12, 16, 24, 30])
+def test_a_damaged_open_bin_is_refused(tmp_path: Path, at: int) -> None:
+    path = tmp_path / "open.bin"
+    write_open(path, [OpenSlot(7, 2, 0)])
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FileCorrupt, match=r"open\.bin"):
+        read_open(path)
+
+
+def test_put_backs_are_kept_and_half_a_line_was_never_acted_upon(tmp_path: Path) -> None:
+    path = tmp_path / "draws.log"
+    assert read_draws(path) == []
+    log = DrawsLog(path)
+    log.put_back([9, 4], "no slot")
+    log.put_back([], "nothing")
+    log.close()
+    with path.open("ab") as file:
+        file.write(b'{"time_ns": 1, "why": "ki')
+    assert [(entry.uids, entry.why) for entry in read_draws(path)] == [([4, 9], "no slot")]
+    log = DrawsLog(path)
+    log.put_back([5], "again")
+    log.close()
+    assert [entry.uids for entry in read_draws(path)] == [[4, 9], [5]]
+
+
+def test_a_line_of_the_train_log_names_uid_attempt_and_prompt(tmp_path: Path, run) -> None:
+    log = TrainLog(tmp_path / "train.jsonl")
+    log.append(Record(step=3, version=4, cause="count", groups=[0], samples=[run.sample(1, prompt_crc=77)]))
+    log.append_step(4, 5, "drain", [run.sample(2, attempt=1, prompt_crc=78)])
+    log.flush()
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert lines[0] == {"step": 3, "version": 4, "cause": "count", "samples": [[1, 0, 77]]}
+    assert lines[1]["samples"] == [[2, 1, 78]]
+
+
+@pytest.mark.parametrize("rest", [b"", b"half", b"x" * 200_000])
+def test_half_a_line_of_a_killed_writer_is_cut_before_the_next_line(tmp_path: Path, rest: bytes) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\n" + rest)
+    lines = LineFile(path)
+    lines.append(b"two")
+    lines.close()
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
+    lines = LineFile(tmp_path / "lines", sync=True)
+    lines.append(b"one")
+    with largest_file(6), pytest.raises(DiskFull):
+        lines.append(b"a longer one")
+    lines.append(b"two")
+    lines.close()
+    assert (tmp_path / "lines").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_whole_file_is_private_and_replaced_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+    reader = path.open("rb")
+    write_whole(path, b"new")
+    assert (reader.read(), path.read_bytes()) == (b"old", b"new")
+    reader.close()
+    assert os.stat(path).st_mode & 0o777 == 0o600
