@@ -1,0 +1,224 @@
+"""Arguments and dispatch of the command `busrl`.
+
+Builds one parser per verb, runs the verb, turns errors into exit codes. Knows nothing of what the verbs do: the
+functions here only hand the arguments on, and import what they need when they are called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from busrl.errors import BugError, BusrlError, TopologyError
+
+EPILOG = """\
+A first run:     busrl launch configs/quickstart.toml
+Look before:     busrl check my.toml --set learner.lr=1e-4
+From outside:    busrl status            busrl stop runs/NAME
+Afterwards:      busrl audit runs/NAME
+"""
+Verb = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code is 0, the verb's own, or that of the error's family."""
+    options = parser().parse_args(arguments)
+    verb: Verb = options.verb_function
+    try:
+        code = verb(options)
+        sys.stdout.flush()
+        return code
+    except BusrlError as error:
+        return _tell(error)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `busrl check x | head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _tell(error: BusrlError) -> int:
+    if isinstance(error, BugError):
+        traceback.print_exception(error)
+        print("busrl: this is a bug of busrl; please report it with the lines above", file=sys.stderr)
+    elif isinstance(error, TopologyError) and len(error.problems) > 1:
+        print(f"busrl: {len(error.problems)} problems\n{error}", file=sys.stderr)
+    else:
+        print(f"busrl: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+# --------------------------------------------------------------------------------------------------------- parsers
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="busrl",
+        description="Asynchronous reinforcement-learning post-training of language models, as processes on a bus.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True)
+    _add_launch(verbs)
+    _add_check(verbs)
+    _add_status(verbs)
+    _add_stop(verbs)
+    _add_audit(verbs)
+    _add_ring(verbs)
+    _verb(verbs, "version", version, "print the version of busrl and of what it uses")
+    return top
+
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _verb(verbs: Verbs, name: str, function: Verb, text: str, more: str = "") -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = verbs.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip(), allow_abbrev=False
+    )
+    made.set_defaults(verb_function=function)
+    return made
+
+
+def _add_topology(made: argparse.ArgumentParser) -> None:
+    made.add_argument("topology", type=Path, metavar="TOPOLOGY", help="topology file (.toml)")
+    made.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="change one key, e.g. learner.trigger.n_min=16 or process.rollout.count=2; may be repeated",
+    )  # fmt: skip
+
+
+def _add_launch(verbs: Verbs) -> None:
+    more = "Starting again in the same run directory continues that run: nothing is lost, nothing is trained twice."
+    made = _verb(verbs, "launch", launch, "start every process of a run, watch them, end with a summary", more)
+    _add_topology(made)
+    made.add_argument("--run-dir", type=Path, metavar="DIR", help="directory of the run (default: runs/NAME-TIME)")
+    made.add_argument("--dry-run", action="store_true", help="explain what would be started, and start nothing")
+    made.add_argument(
+        "--resume", default="auto", metavar="auto|never|PATH",
+        help="auto: go on from what the run directory holds (default); never: refuse if it holds a run; "
+        "PATH: go on in this run directory",
+    )  # fmt: skip
+
+
+def _add_check(verbs: Verbs) -> None:
+    text = "explain a topology: processes, sums, sizes, prompts, model; or everything that is wrong with it"
+    _add_topology(_verb(verbs, "check", check, text))
+
+
+def _add_status(verbs: Verbs) -> None:
+    made = _verb(verbs, "status", status, "show what a run is doing now, changing nothing")
+    made.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="default: the newest below runs/")
+
+
+def _add_stop(verbs: Verbs) -> None:
+    more = "What is in flight stays in the ledger, and a later `busrl launch` in the same directory continues."
+    made = _verb(verbs, "stop", stop, "end a run in order and wait until it has ended", more)
+    made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    made.add_argument("--wait", type=float, default=120.0, metavar="S", help="give up after this long (default 120)")
+
+
+def _add_audit(verbs: Verbs) -> None:
+    more = "Exit code 0 if every promise holds, 1 if not. It works on a run that goes on, has ended, or was killed."
+    made = _verb(verbs, "audit", audit, "recompute the fate of every sample from the files of a run", more)
+    made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_ring(verbs: Verbs) -> None:
+    text = "look at or remove shared-memory rings of this user"
+    made: argparse.ArgumentParser = verbs.add_parser("ring", help=text, description=text, allow_abbrev=False)
+    inner = made.add_subparsers(title="verbs", metavar="VERB", required=True)
+    _verb(inner, "list", ring_list, "list the rings in /dev/shm and who uses them")
+    made = _verb(inner, "inspect", ring_inspect, "show a ring's slots by state and its processes")
+    made.add_argument("ring", metavar="RING", help="name as `busrl ring list` shows it, or a run directory")
+    more = "A later start of that run generates again what was in its slots."
+    made = _verb(inner, "clean", ring_clean, "remove the shared memory of a run that is over", more)
+    made.add_argument("ring", metavar="RING", help="name as `busrl ring list` shows it, a run directory, or `all`")
+    made.add_argument("--force", action="store_true", help="also while processes use it, or if it can not be read")
+
+
+# ----------------------------------------------------------------------------------------------------------- verbs
+
+
+def launch(options: argparse.Namespace) -> int:
+    from busrl.topology import load
+
+    topology = load(options.topology, options.overrides)
+    if options.dry_run:
+        from busrl.topology.check import dry_run
+
+        print(dry_run(topology), end="")
+        return 0
+    from busrl.cli.start import start
+
+    return start(topology, options.run_dir, options.resume)
+
+
+def check(options: argparse.Namespace) -> int:
+    from busrl.topology import load
+    from busrl.topology.check import report, require_memory
+
+    topology = load(options.topology, options.overrides)
+    print(report(topology), end="", flush=True)
+    require_memory(topology)
+    return 0
+
+
+def status(options: argparse.Namespace) -> int:
+    from busrl.launch.status import status as show
+
+    print(show(options.run_dir))
+    return 0
+
+
+def stop(options: argparse.Namespace) -> int:
+    from busrl.cli.stop import stop as end
+
+    return end(options.run_dir, options.wait)
+
+
+def audit(options: argparse.Namespace) -> int:
+    from busrl.cli.audit import audit as look
+
+    return look(options.run_dir, options.json)
+
+
+def ring_list(options: argparse.Namespace) -> int:
+    from busrl.cli.rings import show_all
+
+    return show_all()
+
+
+def ring_inspect(options: argparse.Namespace) -> int:
+    from busrl.cli.rings import inspect
+
+    return inspect(options.ring)
+
+
+def ring_clean(options: argparse.Namespace) -> int:
+    from busrl.cli.rings import clean
+
+    return clean(options.ring, options.force)
+
+
+def version(options: argparse.Namespace) -> int:
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    import busrl
+
+    print(f"busrl {busrl.__version__}, Python {sys.version.split()[0]}")
+    for package in ("numpy", "pyzmq", "msgspec", "torch", "transformers"):
+        try:
+            print(f"{package} {version_of(package)}")
+        except PackageNotFoundError:
+            print(f"{package} is not installed")
+    return 0

@@ -1,0 +1,145 @@
+"""`busrl ring list | inspect | clean`: the shared memory that runs of this user have, or left behind.
+
+Maps rings read-only and asks the ring for proof of life. Removes files only in `clean`. Knows nothing of runs beyond
+the names that `paths` gives.
+
+- `clean` refuses while a registered process lives: what it wrote would be lost without anybody noticing.
+- A ring that can not be read may be in use by another version of busrl, so it takes --force too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from busrl.errors import RunInUse, UserError
+from busrl.paths import SHM, RunPaths
+from busrl.ring import Ring, RingError, State
+
+SUFFIX = ".ring"
+
+
+def show_all() -> int:
+    """One line per ring of this user."""
+    names = ring_names()
+    if not names:
+        print(f"no rings of user {os.getuid()} in {SHM}")
+    for name in names:
+        print(f"{name}  {(SHM / name).stat().st_size / (1 << 20):8.1f} MiB  {_describe(name)}")
+    return 0
+
+
+def inspect(target: str) -> int:
+    """Slots by state, header words, and processes of one ring."""
+    name = ring_name(target)
+    ring = Ring.attach(name, read_only=True)
+    try:
+        print(f"{name}: {ring.n_slots} slots of {ring.slot_bytes} bytes, uuid {bytes(ring.uuid).hex()}")
+        words = ("step", "version", "version_step", "next_admission", "unpublished_groups", "hold", "run_state")
+        print("  " + ", ".join(f"{word} {ring.header(word)}" for word in words))
+        print("  slots: " + ", ".join(f"{count} {state}" for state, count in states(ring).items()))
+        print("\n".join(render_processes(processes(ring))) or "  no processes")
+    finally:
+        ring.close()
+    return 0
+
+
+def clean(target: str, force: bool) -> int:
+    """Remove the ring, the weights and the sockets of a run; with `all`, of every run that nobody uses."""
+    if target != "all":
+        name = ring_name(target)
+        living = users(name)
+        if living and not force:
+            raise RunInUse(f"{name}: {living}; stop the run first (`busrl stop RUN_DIR`), or use --force")
+        remove(name)
+        return 0
+    for name in ring_names():
+        living = "" if force else users(name)
+        if living:
+            print(f"{name}: kept, {living}")
+        else:
+            remove(name)
+    return 0
+
+
+def ring_names() -> list[str]:
+    """Rings of this user in /dev/shm."""
+    return sorted(path.name for path in SHM.glob(f"busrl.{os.getuid()}.*{SUFFIX}"))
+
+
+def ring_name(target: str) -> str:
+    """The ring that a name or a run directory means; UserError if there is none."""
+    name = target if target in ring_names() or not Path(target).is_dir() else RunPaths.of(target).ring_name
+    if "/" in name or not (SHM / name).is_file() or not name.endswith(SUFFIX):
+        raise UserError(f"{target}: there is no ring of that name or run directory; see `busrl ring list`")
+    return name
+
+
+def users(name: str) -> str:
+    """Who keeps a ring from being removed, in words; empty if nobody does."""
+    try:
+        ring = Ring.attach(name, read_only=True)
+    except RingError as error:
+        return f"it can not be read ({error}), so another version of busrl may use it"
+    try:
+        living = [f"{row['label']} (pid {row['pid']})" for row in processes(ring) if row["alive"]]
+    finally:
+        ring.close()
+    return f"in use by {', '.join(living)}" if living else ""
+
+
+def remove(name: str) -> None:
+    """Unlink what a run has outside its directory."""
+    key = name.removesuffix(SUFFIX)
+    for path in (SHM / name, SHM / f"{key}.weights"):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+    sockets = RunPaths(Path("/")).runtime_dir.parent / key.rpartition(".")[2]
+    shutil.rmtree(sockets, ignore_errors=True)
+    print(f"{name}: removed")
+
+
+def states(ring: Ring) -> dict[str, int]:
+    """Slots by state, empty states left out."""
+    counts: dict[int, int] = {}
+    for state in map(int, ring.lines()["state"]):
+        counts[state] = counts.get(state, 0) + 1
+    return {State(state).name: counts[state] for state in sorted(counts)}
+
+
+def processes(ring: Ring) -> list[dict[str, Any]]:
+    """Registered processes as plain data; `busy` is the share of their time spent working."""
+    rows = []
+    for process in ring.processes():
+        total = process.busy_ns + process.idle_ns
+        rows.append(
+            {
+                "label": process.label, "role": process.role, "pid": process.pid, "activity": process.activity,
+                "alive": not ring.is_dead(process.index), "state": process.state,
+                "busy": process.busy_ns / total if total else 0.0,
+                "samples": process.samples, "tokens": process.tokens, "version": process.version,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def render_processes(rows: list[dict[str, Any]]) -> list[str]:
+    """The table of processes."""
+    if not rows:
+        return []
+    lines = [f"  {'process':<14}{'pid':>8}  {'state':<10}{'busy':>6}  {'samples':>9}  {'version':>7}  activity"]
+    for row in rows:
+        state = row["state"] if row["alive"] else "dead"
+        lines.append(
+            f"  {row['label']:<14}{row['pid']:>8}  {state:<10}{row['busy']:>6.0%}  {row['samples']:>9,}  "
+            f"{row['version']:>7}  {row['activity']}"
+        )
+    return lines
+
+
+def _describe(name: str) -> str:
+    living = users(name)
+    return living or "nobody uses it: `busrl launch` in its run directory continues, `busrl ring clean` removes it"

@@ -1,0 +1,197 @@
+"""`busrl check` and `busrl launch --dry-run`: a topology explained on one page, before anything is started.
+
+Prints the processes, the derived sums with their formulas, sizes against what /dev/shm has, the prompt files, the model
+folder, and what deserves a warning. Uses `load` for everything that can be wrong. Starts and changes nothing.
+
+- What is printed is what `launch` would use: the same Topology, the same derived values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from busrl import quickstart
+from busrl.errors import SharedMemoryFull
+from busrl.topology import files, machine
+from busrl.topology.rules import count
+from busrl.topology.schema import TINY, ProcessName, Topology
+
+SECTIONS_OF = {
+    "bus": ("bus",),
+    "keeper": ("ring", "limits"),
+    "scheduler": ("run", "data", "groups", "generation", "scheduler", "weights"),
+    "learner": ("run", "model", "groups", "generation", "learner", "weights"),
+    "rollout": ("run", "model", "data", "generation", "weights"),
+    "reward": ("reward", "data"),
+    "validator": ("run", "data", "generation", "validation"),
+}
+
+
+def report(topology: Topology) -> str:
+    """The page."""
+    parts = (_head, _processes, _sums, _sizes, _data, _model, _warnings)
+    return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part(topology)))) + "\n"
+
+
+def require_memory(topology: Topology) -> None:
+    """A SharedMemoryFull with the sum, if /dev/shm can not hold this run."""
+    needed, free = sum(size for _, size in shared_memory(topology)), machine.shm_free()
+    if needed > free:
+        text = " + ".join(f"{name} {_mib(size)}" for name, size in shared_memory(topology))
+        raise SharedMemoryFull(
+            f"{machine.SHM} has {_mib(free)} free, the run needs {text} = {_mib(needed)}: enlarge it (mount -o remount,"
+            f"size=... {machine.SHM}; docker run --shm-size), `busrl ring clean` old runs, or lower ring.slots"
+        )
+
+
+def shared_memory(topology: Topology) -> list[tuple[str, int]]:
+    """Files of the run in /dev/shm and their sizes; the weights are two buffers, left out while unknown."""
+    found = [("ring", topology.derived.ring_bytes)]
+    parameters = _facts(topology).parameters
+    if topology.weights.transport == "shm" and parameters:
+        found.append(("weights", 2 * parameters * machine.BYTES_OF[topology.model.dtype]))
+    return found
+
+
+def process_configs(topology: Topology) -> list[dict[str, Any]]:
+    """One resolved configuration per process: what it is started as, and the settings that it reads."""
+    settings = topology.to_dict()
+    found = []
+    for process in topology.processes():
+        used = {name: settings[name] for name in SECTIONS_OF[process.role]}
+        derived = {name: value for name, value in settings["derived"].items() if name not in ("explain", "warnings")}
+        found.append(
+            {
+                "process": process.name,
+                "command": command(process),
+                "env": {"OMP_NUM_THREADS": str(process.spec.threads), **process.spec.env},
+                "settings": {**used, "derived": derived},
+            }
+        )
+    return found
+
+
+def dry_run(topology: Topology) -> str:
+    """The page, and one JSON object per process, a line each."""
+    lines = [json.dumps(config, ensure_ascii=False) for config in process_configs(topology)]
+    return report(topology) + "\nresolved, one line per process\n" + "\n".join(lines) + "\n"
+
+
+def command(process: ProcessName) -> list[str]:
+    """How a process is started, RUN_DIR standing for the run directory."""
+    return list(process.spec.command) or ["python", "-m", "busrl.roles", "RUN_DIR", process.name]
+
+
+# ------------------------------------------------------------------------------------------------------- sections
+
+
+def _head(t: Topology) -> Iterator[str]:
+    yield f"{t.source}: ok"
+    for override in t.overrides:
+        yield f"  --set {override}"
+    bound = f" (at most {t.weights.max_staleness} steps old)" if t.weights.mode == "batch-async" else ""
+    yield (
+        f"run {t.run.name}: {t.run.max_steps} steps of {t.learner.trigger.n_min} groups x {t.groups.size} samples, "
+        f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
+    )
+
+
+def _processes(t: Topology) -> Iterator[str]:
+    yield f"{'process':<12} {'engine':<8} {'threads':>7}  command"
+    for process in t.processes():
+        engine = process.spec.engine if process.role == "rollout" else "-"
+        yield f"{process.name:<12} {engine:<8} {process.spec.threads:>7}  {' '.join(command(process))}"
+    outside = [entry.role for entry in t.process if entry.count == 0]
+    if outside:
+        yield f"expected to join from outside, or not at all: {', '.join(outside)}"
+
+
+def _sums(t: Topology) -> Iterator[str]:
+    yield "groups and slots"
+    for line in t.derived.explain:
+        yield f"  {line}"
+    rounds = t.derived.val_samples
+    yield f"  validation: {rounds} samples a round, {t.derived.val_reserve} slots" if rounds else "  validation: none"
+
+
+def _sizes(t: Topology) -> Iterator[str]:
+    yield f"shared memory ({machine.SHM} has {_mib(machine.shm_free())} free)"
+    for name, size in shared_memory(t):
+        yield f"  {name}: {_mib(size)}"
+    if len(shared_memory(t)) == 1 and t.weights.transport == "shm":
+        yield "  weights: twice the size of the model, known when it is loaded"
+
+
+def _data(t: Topology) -> Iterator[str]:
+    yield "prompts"
+    yield f"  train: {t.data.train}, {t.derived.train_prompts} prompts"
+    if t.validates:
+        path = t.data.validation or f"{t.data.train} (that of training)"
+        yield f"  validation: {path}, {t.derived.validation_prompts} prompts"
+    yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
+    yield f"  {_tokens(t)}"
+
+
+def _tokens(t: Topology) -> str:
+    limit = t.generation.max_prompt_tokens
+    if t.data.train.startswith(TINY) or t.model.path.startswith(TINY):
+        return f"tokens: not counted for tiny tasks; longer than {limit} would be set aside"
+    if t.data.template != "none":
+        return f"tokens: not counted (template = {t.data.template}); longer than {limit} is set aside"
+    found = machine.too_long(Path(t.data.train), t.data.prompt_key, Path(t.model.path), limit)
+    if found is None:
+        return "tokens: not counted, which needs the package tokenizers and a tokenizer.json"
+    if not found.count:
+        return f"tokens: every prompt has at most {limit} (generation.max_prompt_tokens)"
+    return (
+        f"tokens: {found.count} prompts have more than generation.max_prompt_tokens = {limit} and will be set aside; "
+        f"the longest is {t.data.train}:{found.line} with {found.tokens}"
+    )
+
+
+def _model(t: Topology) -> Iterator[str]:
+    yield "model"
+    if t.model.path.startswith(TINY):
+        made = quickstart.paths(t.model.path)
+        yield f"  {t.model.path}: " + (f"made, {made.model}" if made else "made on first use")
+    else:
+        yield f"  {t.model.path}"
+    facts = _facts(t)
+    if facts.kind:
+        size = f"{facts.parameters / 1e6:.2f} M parameters" if facts.parameters else "size unknown"
+        yield f"  {facts.kind}: {facts.layers} layers, width {facts.hidden}, vocabulary {facts.vocabulary}, {size}"
+        yield f"  {t.model.dtype}, takes {facts.context or 'an unknown number of'} tokens"
+
+
+def _facts(t: Topology) -> machine.ModelFacts:
+    folder = Path(t.model.path)
+    if t.model.path.startswith(TINY):
+        made = quickstart.paths(t.model.path)
+        if made is None:
+            return machine.ModelFacts("", 0, 0, 0, 0, 0)
+        folder = made.model
+    config = machine.read_config(folder)
+    return machine.model_facts(folder, files.context_of(config))
+
+
+def _warnings(t: Topology) -> Iterator[str]:
+    found = list(t.derived.warnings)
+    threads = sum(entry.threads * entry.count for entry in t.process if entry.role in ("rollout", "learner"))
+    if threads > machine.cores():
+        text = f"rollouts and learner have {threads} threads for {machine.cores()} cores; lower threads or count"
+        found.append(f"[[process]]: {text}")
+    if t.data.train not in ("", t.data.validation) and t.derived.train_prompts < t.learner.trigger.n_min:
+        found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
+    if count(t, "rollout") == 0:
+        found.append("[[process]]: no rollout is started here; the run waits until one joins")
+    if found:
+        yield "warnings"
+        for text in found:
+            yield f"  {text}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,196 @@
+"""The files that a topology names: the model folder, the prompt files, the reward function.
+
+Looks at them without torch: sizes, JSON, line by line. A reward is imported in a subprocess with a deadline, since
+importing runs foreign code. Findings come back as problems; nothing is changed.
+
+- Every broken prompt line has its own file:line; a missing file is reported at the key that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from busrl import quickstart
+from busrl.errors import DataError, Problem
+from busrl.topology.rules import FUNCTION
+from busrl.topology.schema import TINY, Topology
+
+REWARD_DEADLINE_S = 60.0
+TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
+DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
+TINY_TOKEN_BYTES = 16
+
+_LOAD_REWARD = "import sys; from busrl.rewards.base import load; load(sys.argv[1])"
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What the files say: lines and longest line per prompt file, longest token, context length (0 = unknown)."""
+
+    train_prompts: int = 0
+    validation_prompts: int = 0
+    task_bytes: int = TINY_LINE_BYTES
+    token_bytes: int = DEFAULT_TOKEN_BYTES
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class KeyProblem:
+    """A problem of the file that `key` names; `place` is empty if it is the key itself that is to blame."""
+
+    key: str
+    problem: Problem
+
+
+def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
+    """Look at every file; keys in `skip` have a problem of their own already."""
+    found: list[KeyProblem] = []
+    counts: dict[str, tuple[int, int]] = {}
+    for key, path in (("data.train", topology.data.train), ("data.validation", topology.data.validation)):
+        if path and key not in skip:
+            counts[key] = prompts(topology, key, path, found)
+    token_bytes, context = (DEFAULT_TOKEN_BYTES, 0) if "model.path" in skip else model(topology, found)
+    asked = topology.reward.kind == "python" and FUNCTION.fullmatch(topology.reward.function)
+    if asked and not skip & {"reward.function", "reward.kind"}:
+        reward(topology.reward.function, found)
+    lines, longest = counts.get("data.train", (0, TINY_LINE_BYTES))
+    validation_lines, validation_longest = counts.get("data.validation", (lines, longest))
+    looked = Looked(lines, validation_lines, max(longest, validation_longest), token_bytes, context)
+    return looked, found
+
+
+def tiny(key: str, path: str, found: list[KeyProblem]) -> None:
+    """`tiny:` names have to be known ones."""
+    if not quickstart.known(path):
+        rule = f"expected a path, or one of {', '.join(quickstart.RECIPES)}"
+        found.append(KeyProblem(key, Problem("", "", rule, "these are the quickstart's own tasks")))
+
+
+def tiny_prompts(key: str, path: str) -> int:
+    """Prompts that a tiny task has, made or not: a run's sizes must not depend on whether it is the first one."""
+    recipe = quickstart.RECIPES.get(path)
+    if recipe is None:
+        return 0
+    return recipe.train_prompts if key == "data.train" else recipe.validation_prompts
+
+
+def prompts(topology: Topology, key: str, path: str, found: list[KeyProblem]) -> tuple[int, int]:
+    """Lines and bytes of the longest line of a prompt file."""
+    if path.startswith(TINY):
+        tiny(key, path, found)
+        return tiny_prompts(key, path), TINY_LINE_BYTES
+    from busrl.data.check import scan  # brings NumPy, which only launch and check need
+
+    answer = answer_key(topology) if topology.reward.kind == "exact_match" else ""
+    try:
+        result = scan(path, topology.data.prompt_key, answer)
+    except DataError as error:
+        rule, _, remedy = str(error).removeprefix(f"{path}: ").rpartition(": ")
+        found.append(KeyProblem(key, Problem("", "", rule, remedy)))
+        return 0, TINY_LINE_BYTES
+    found.extend(KeyProblem(key, problem) for problem in result.problems)
+    if result.broken > len(result.problems):
+        rest = result.broken - len(result.problems)
+        found.append(KeyProblem(key, Problem(path, "", f"and {rest} more broken lines", "correct those above first")))
+    return result.count, result.longest_line
+
+
+def longest_line(path: str) -> tuple[int, int]:
+    """Number, from 1, and bytes of the longest line of a file."""
+    with open(path, "rb") as file:
+        sizes = ((len(line.removesuffix(b"\n")), number) for number, line in enumerate(file, 1))
+        size, number = max(sizes, default=(0, 0))
+    return number, size
+
+
+def answer_key(topology: Topology) -> str:
+    """The key of the right answer that the reward uses."""
+    return topology.reward.answer_key or topology.data.answer_key
+
+
+def model(topology: Topology, found: list[KeyProblem]) -> tuple[int, int]:
+    """Longest token in bytes and context length of a model folder."""
+    path = topology.model.path
+    if path.startswith(TINY):
+        tiny("model.path", path, found)
+        return TINY_TOKEN_BYTES, 0
+    folder = Path(path)
+    problem = _missing(folder)
+    if problem:
+        found.append(KeyProblem("model.path", problem))
+        return DEFAULT_TOKEN_BYTES, 0
+    config = _json(folder / "config.json")
+    if not isinstance(config, dict):
+        broken = Problem(str(folder / "config.json"), "", "not a JSON object", "copy it again")
+        found.append(KeyProblem("model.path", broken))
+        return DEFAULT_TOKEN_BYTES, 0
+    return token_bytes(folder), context_of(config)
+
+
+def _missing(folder: Path) -> Problem | None:
+    if not folder.is_dir():
+        remedy = "give a folder with config.json, a tokenizer and weights; a model of the hub is downloaded first"
+        return Problem("", "", "no such folder", remedy)
+    if not (folder / "config.json").is_file():
+        return Problem("", "", "no config.json in this folder", "give a Hugging Face model folder")
+    if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin")):
+        return Problem("", "", "no weights (*.safetensors) in this folder", "the download may not have finished")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
+        return Problem("", "", "no tokenizer (tokenizer.json) in this folder", "save the tokenizer beside the model")
+    return None
+
+
+def context_of(config: dict[str, Any]) -> int:
+    """The longest sequence that a model takes, 0 if its config does not say."""
+    nested = config.get("text_config")
+    for part in (config, nested if isinstance(nested, dict) else {}):
+        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+            value = part.get(name)
+            if isinstance(value, int) and value > 0:
+                return value
+    return 0
+
+
+def token_bytes(folder: Path) -> int:
+    """Bytes of the longest token of tokenizer.json (at least 4), a safe guess where it cannot be read."""
+    data = _json(folder / "tokenizer.json")
+    section = data.get("model") if isinstance(data, dict) else None
+    vocabulary = section.get("vocab") if isinstance(section, dict) else None
+    if isinstance(vocabulary, list):  # unigram models: pairs of piece and score
+        vocabulary = [item[0] for item in vocabulary if isinstance(item, list) and item]
+    if not vocabulary or not isinstance(vocabulary, (dict, list)):
+        return DEFAULT_TOKEN_BYTES
+    added = data.get("added_tokens") if isinstance(data, dict) else None
+    extra = [str(item.get("content", "")) for item in added or [] if isinstance(item, dict)]
+    return max(4, max(len(str(token).encode()) for token in [*vocabulary, *extra]))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def reward(function: str, found: list[KeyProblem]) -> None:
+    """Import the reward function where it can do no harm."""
+    command = [sys.executable, "-c", _LOAD_REWARD, function]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=REWARD_DEADLINE_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        rule = f"importing it took longer than {REWARD_DEADLINE_S:g} s"
+        found.append(KeyProblem("reward.function", Problem("", "", rule, "move slow work into the function")))
+        return
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        named = f"busrl.errors.RewardNotLoaded: reward.function = {function!r}: "
+        rule = f"can not be used: {last.removeprefix(named)}"
+        remedy = "a module has to be importable from the current directory, a file is relative to the topology"
+        found.append(KeyProblem("reward.function", Problem("", "", rule, remedy)))

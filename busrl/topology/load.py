@@ -1,0 +1,110 @@
+"""`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
+
+Reads (`source`), types (`reader`), looks at files (`files`), computes (`resolve`) and compares keys (`rules`).
+Nothing is created or changed. Used by `busrl launch` and `busrl check`.
+
+- All problems of a file come in one TopologyError, in the order of the file.
+- A key with a wrong value is reported once, for that; rules that depend on it are not looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from busrl.errors import Problem, TopologyError
+from busrl.topology import files, rules
+from busrl.topology.reader import Reader, show
+from busrl.topology.resolve import resolve
+from busrl.topology.schema import TINY, Derived, Topology
+from busrl.topology.source import KeyPath, Source, read
+
+UNRESOLVED = Derived(
+    B=0, W=0, n_lo=0, n_floor=0, g_min=0, horizon=0, slots=0, train_slots=0, val_reserve=0, slot_bytes=0,
+    task_bytes=0, train_prompts=0, validation_prompts=0, ring_bytes=0, val_samples=0,
+)  # fmt: skip
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
+    """The checked topology; a TopologyError with every problem otherwise."""
+    source = read(Path(path), overrides)
+    reader = Reader(source)
+    draft = _draft(reader, source, overrides)
+    problems, bad = reader.problems, reader.bad
+    looked, broken = files.look(draft, bad)
+    problems.extend(_placed(source, draft, item) for item in broken)
+    bad |= {item.key for item in broken}
+    resolved = resolve(draft, looked)
+    found = [f for f in (*rules.findings(draft), *resolved.findings) if not _depends((*f.keys, *f.depends), bad)]
+    problems.extend(_problem(source, draft, finding) for finding in found if not finding.warning)
+    problems.extend(_too_long(draft, resolved.findings))
+    if problems:
+        raise TopologyError(sorted(problems, key=source.order))
+    warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
+    return dataclasses.replace(draft, derived=dataclasses.replace(resolved.derived, warnings=warnings))
+
+
+def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology:
+    """The typed settings, with what is empty by default filled in from other keys."""
+    sections: dict[str, Any] = reader.sections()
+    draft = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
+    function = _function_path(draft.reward.function, source)
+    reward = dataclasses.replace(draft.reward, answer_key=files.answer_key(draft), function=function)
+    return dataclasses.replace(draft, reward=reward)
+
+
+def _function_path(function: str, source: Source) -> str:
+    """file.py:name with the file made absolute, as other paths are; package.module:name as it stands."""
+    file, colon, name = function.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        return function
+    typed_here = source.raw_text(("reward", "function")) is not None
+    return os.path.normpath((Path.cwd() if typed_here else source.folder) / Path(file).expanduser()) + f":{name}"
+
+
+def _depends(keys: Iterable[str], bad: set[str]) -> bool:
+    """Whether a rule looks at a key that is wrong, or at the processes while one of them is."""
+    wrong = bad | {name.partition(".")[0] for name in bad if name.startswith("process")}
+    return any(key in wrong for key in keys)
+
+
+def _problem(source: Source, draft: Topology, finding: rules.Finding) -> Problem:
+    return Problem(_place(source, finding.keys), finding.shown(draft), finding.rule, finding.remedy)
+
+
+def _placed(source: Source, draft: Topology, item: files.KeyProblem) -> Problem:
+    """A problem of a file as it stands; one of the key that names the file gets the key's place and value."""
+    if item.problem.place:
+        return item.problem
+    value = f"{item.key} = {show(rules.lookup(draft, item.key))}"
+    return dataclasses.replace(item.problem, place=source.place(_path(item.key)), value=value)
+
+
+def _place(source: Source, keys: Sequence[str]) -> str:
+    """The first of the keys that is written down; a default stands nowhere."""
+    for key in keys:
+        if _path(key) in source.lines or _path(key) in source.overridden:
+            return source.place(_path(key))
+    return source.place(_path(keys[0]))
+
+
+def _path(key: str) -> KeyPath:
+    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
+
+
+def _too_long(draft: Topology, found: Iterable[rules.Finding]) -> list[Problem]:
+    """An explicit slot that is too small for a prompt alone: name the line as well."""
+    given = draft.ring.slot_bytes
+    if not isinstance(given, int) or not any("ring.slot_bytes" in finding.keys for finding in found):
+        return []
+    problems = []
+    for path in dict.fromkeys((draft.data.train, draft.data.validation)):
+        if path and not path.startswith(TINY) and os.path.isfile(path):
+            number, size = files.longest_line(path)
+            if size > given:
+                rule = f"longer than its slot: ring.slot_bytes = {given}"
+                problems.append(Problem(f"{path}:{number}", f"{size} bytes", rule, "shorten it or enlarge the slot"))
+    return problems

@@ -1,0 +1,127 @@
+"""What `busrl check` can tell about this machine and about files in depth: shared memory, cores, weights, tokens.
+
+Reads file headers and asks the operating system; loads neither torch nor a model. Token counts need the `tokenizers`
+package and are left out without it. Knows nothing of how a report looks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHM = "/dev/shm"
+TOKENISED_AT_MOST = 5000  # prompts; the longest by bytes are looked at first
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model folder says about itself; `parameters` is 0 where the weights are no safetensors."""
+
+    kind: str
+    hidden: int
+    layers: int
+    vocabulary: int
+    context: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class TooLong:
+    """Prompts above generation.max_prompt_tokens: how many, and the longest with its line."""
+
+    count: int
+    looked_at: int
+    line: int
+    tokens: int
+
+
+def shm_free() -> int:
+    """Free bytes of /dev/shm, 0 where there is none."""
+    try:
+        return shutil.disk_usage(SHM).free
+    except OSError:
+        return 0
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def model_facts(folder: Path, context: int) -> ModelFacts:
+    """Read config.json and the headers of the weights."""
+    config = read_config(folder)
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    kinds = config.get("architectures") or [config.get("model_type", "unknown")]
+    return ModelFacts(
+        kind=str(kinds[0]),
+        hidden=_whole(text, "hidden_size", "n_embd", "d_model"),
+        layers=_whole(text, "num_hidden_layers", "n_layer", "num_layers"),
+        vocabulary=_whole(text, "vocab_size"),
+        context=context,
+        parameters=sum(_parameters(path) for path in sorted(folder.glob("*.safetensors"))),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder, empty where it can not be read."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _whole(config: Any, *names: str) -> int:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+
+
+def _parameters(path: Path) -> int:
+    """Elements of all tensors of a safetensors file: its header is a length of 8 bytes and a JSON map."""
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length)) if length <= 100 << 20 else {}
+    except (OSError, ValueError, struct.error):
+        return 0
+    return sum(_elements(entry) for name, entry in header.items() if name != "__metadata__")
+
+
+def _elements(entry: Any) -> int:
+    total = 1
+    for size in entry.get("shape", []) if isinstance(entry, dict) else [0]:
+        total *= size
+    return total
+
+
+def too_long(prompts: Path, key: str, folder: Path, limit: int) -> TooLong | None:
+    """Prompts with more than `limit` tokens, None if it can not be told. A prompt of n bytes has at most n tokens."""
+    tokenizer = _tokenizer(folder)
+    if tokenizer is None:
+        return None
+    texts = []
+    with open(prompts, "rb") as file:
+        for number, line in enumerate(file, 1):
+            text = str(json.loads(line)[key])
+            if len(text.encode()) > limit:
+                texts.append((len(text), number, text))
+    texts.sort(reverse=True)
+    texts = texts[:TOKENISED_AT_MOST]
+    counts = [len(encoding.ids) for encoding in tokenizer.encode_batch([text for _, _, text in texts])] if texts else []
+    longest, where = max(((n, number) for n, (_, number, _) in zip(counts, texts)), default=(0, 0))
+    return TooLong(sum(n > limit for n in counts), len(texts), where, longest)
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # no such package, or a tokenizer of another kind: then nothing is counted
+        return None

@@ -1,0 +1,151 @@
+"""The values that follow from several keys: groups in flight, slots, bytes of a slot, and the sums as text.
+
+Uses the formulas of `scheduling.limits` and the sizes of the ring's layout. Pure: what the files say is passed in.
+
+- Explicit values are checked against the same sums that `auto` uses, and a refusal shows the sum.
+- slots = G x B + the validation reserve: a dispatched sample always finds its slot free in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from busrl.scheduling import limits
+from busrl.topology.files import Looked
+from busrl.topology.rules import Finding, count, wants_rounds
+from busrl.topology.schema import Derived, Topology
+
+SLOTS_FROM = (
+    "weights.mode", "weights.max_staleness", "learner.trigger.n_min", "groups.size", "generation.max_batch", "process"
+)  # fmt: skip
+BYTES_FROM = (
+    "data.train", "data.validation", "model.path", "generation.max_new_tokens", "generation.max_prompt_tokens"
+)  # fmt: skip
+ALIGN = 64  # every tensor begins at a multiple of this
+TENSORS = 12  # task, prompt_ids, reward_parts, twice tokens, logprobs, versions and text, and one to spare
+PER_TOKEN = 12  # id, log-probability, version: 4 bytes each
+REWARD_BYTES = 256
+TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of the longest token only up to here
+LINE_BYTES, TABLE_BYTES, PROCESS_BYTES = 128, 128 + 48 * 128, 512  # per slot, per slot, per process-table entry
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The derived values, and what is wrong with explicit ones."""
+
+    derived: Derived
+    findings: tuple[Finding, ...]
+
+
+def resolve(topology: Topology, looked: Looked) -> Resolved:
+    """Everything that is computed from more than one key."""
+    found: list[Finding] = []
+    bounds = _limits(topology, found)
+    rounds = count(topology, "validator") > 0 and wants_rounds(topology)
+    val_samples = topology.validation.samples if rounds else 0
+    val_reserve = min(val_samples, in_flight(topology))
+    slots, slots_text = _slots(topology, bounds, val_reserve, found)
+    slot_bytes, bytes_text = _slot_bytes(topology, looked, found)
+    found.extend(_sums(topology, bounds, slots, looked))
+    derived = Derived(
+        B=bounds.B, W=bounds.W, n_lo=bounds.n_lo,
+        n_floor=bounds.n_floor, g_min=bounds.g_min,
+        horizon=topology.scheduler.horizon or 2 * bounds.n_min,
+        slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,
+        slot_bytes=slot_bytes, task_bytes=looked.task_bytes,
+        train_prompts=looked.train_prompts, validation_prompts=looked.validation_prompts if rounds else 0,
+        ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
+        explain=(*bounds.explain(), slots_text, bytes_text),
+    )  # fmt: skip
+    return Resolved(derived, tuple(found))
+
+
+def in_flight(topology: Topology) -> int:
+    """Sequences that all rollout processes generate at once; those that join from outside count as one."""
+    return topology.generation.max_batch * max(1, count(topology, "rollout"))
+
+
+def _limits(topology: Topology, found: list[Finding]) -> limits.Limits:
+    n_min, stale, size = topology.learner.trigger.n_min, topology.weights.max_staleness, topology.groups.size
+    bounds = limits.derive(topology.weights.mode, n_min, stale, size, n_floor=topology.learner.trigger.n_floor)
+    keys = ("weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
+    found.extend(Finding(keys, text, "") for text in bounds.problems())
+    found.extend(Finding(keys, text, "", warning=True) for text in bounds.warnings())
+    return bounds
+
+
+def _slots(topology: Topology, bounds: limits.Limits, reserve: int, found: list[Finding]) -> tuple[int, str]:
+    needed = bounds.train_slots + reserve
+    text = f"G x B + validation reserve = {bounds.group_size} x {bounds.B} + {reserve} = {needed}"
+    given = topology.ring.slots
+    if not isinstance(given, int):
+        return needed, f"ring.slots = {text}"
+    if given < needed:
+        rule = f"fewer than the groups in flight need: {text}"
+        found.append(Finding(("ring.slots",), rule, f'set it to {needed} or more, or "auto"', depends=SLOTS_FROM))
+    return given, f"ring.slots = {given} (auto: {text})"
+
+
+def slot_parts(topology: Topology, looked: Looked) -> list[tuple[str, int]]:
+    """What lies in one slot, in bytes, before alignment."""
+    tokens = topology.generation.max_new_tokens
+    text = min(looked.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR))
+    return [
+        ("longest line", looked.task_bytes),
+        ("prompt ids", 4 * topology.generation.max_prompt_tokens),
+        (f"{tokens} tokens x {PER_TOKEN}", PER_TOKEN * tokens),
+        ("text", text),
+        ("as much again for what a dead worker left", PER_TOKEN * tokens + text),
+        ("reward parts", REWARD_BYTES),
+        ("alignment", ALIGN * TENSORS),
+    ]
+
+
+def _slot_bytes(topology: Topology, looked: Looked, found: list[Finding]) -> tuple[int, str]:
+    parts = slot_parts(topology, looked)
+    needed = _up(sum(size for _, size in parts), 256)
+    text = " + ".join(f"{size} ({name})" for name, size in parts) + f" = {needed} after rounding up to 256"
+    given = topology.ring.slot_bytes
+    if not isinstance(given, int):
+        return needed, f"ring.slot_bytes = {text}"
+    if given < needed:
+        rule = f"smaller than the longest sample: {text}"
+        found.append(Finding(("ring.slot_bytes",), rule, f'set it to {needed} or more, or "auto"', depends=BYTES_FROM))
+    return given, f"ring.slot_bytes = {given} (auto: {text})"
+
+
+def _sums(topology: Topology, bounds: limits.Limits, slots: int, looked: Looked) -> Iterator[Finding]:
+    generation, every = topology.generation, topology.learner.publish_every
+    if every * bounds.n_min > bounds.B:
+        rule = f"credit returns when a step is published: {every} x n_min = {every * bounds.n_min} > B = {bounds.B}"
+        yield Finding(("learner.publish_every", "learner.trigger.n_min", "weights.mode"), rule, _publish_remedy(bounds))
+    longest = generation.max_prompt_tokens + generation.max_new_tokens
+    if looked.context and longest > looked.context:
+        rule = f"prompt and completion have {longest} tokens, the model takes {looked.context}"
+        keys = ("generation.max_new_tokens", "generation.max_prompt_tokens")
+        yield Finding(keys, rule, "lower one of them", depends=("model.path",))
+    room = topology.bus.max_message_bytes - 1024
+    if looked.task_bytes > room:
+        rule = f"the longest prompt line ({looked.task_bytes} bytes) and 1024 bytes of fields do not fit"
+        remedy = f"set it to {looked.task_bytes + 1024} or more"
+        yield Finding(("bus.max_message_bytes",), rule, remedy, depends=BYTES_FROM)
+    if in_flight(topology) > slots:
+        rule = f"the engines have {in_flight(topology)} rows for {slots} slots, so some rows stay empty"
+        yield Finding(("generation.max_batch",), rule, f"{slots} in all are enough", warning=True, depends=SLOTS_FROM)
+
+
+def _publish_remedy(bounds: limits.Limits) -> str:
+    most = bounds.B // bounds.n_min
+    return f"publish_every <= {most}" + (", or a higher weights.max_staleness" if bounds.mode == "batch-async" else "")
+
+
+def ring_bytes(slots: int, slot_bytes: int, processes: int) -> int:
+    """Size of the ring's file: header, process table, and per slot its line, its tensor table and its payload."""
+    per_slot = LINE_BYTES + TABLE_BYTES + _up(slot_bytes, 256)
+    return _up(2 * PAGE + processes * PROCESS_BYTES + slots * per_slot, PAGE) + 3 * PAGE
+
+
+def _up(value: int, to: int) -> int:
+    return -(-value // to) * to

@@ -1,0 +1,191 @@
+"""Rules between keys: combinations that can not be run, and ones that deserve a warning.
+
+One small function per subject, each yielding findings; `load.py` turns them into messages with places. Pure: looks at
+a topology's settings only, never at files or the machine.
+
+- A finding names every key it depends on, so that none is reported for a key whose own value is wrong already.
+- Refused is what trains something else than was asked for, or can never make progress; the rest warns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from busrl.topology.reader import show
+from busrl.topology.schema import IMPLIED_ROLES, SINGLE_ROLES, Process, Topology
+
+RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with some keys together; the message stands at the first of them."""
+
+    keys: tuple[str, ...]
+    rule: str
+    remedy: str
+    warning: bool = False
+    value: str = ""
+    depends: tuple[str, ...] = ()  # further keys that the finding was computed from
+
+    def shown(self, topology: Topology) -> str:
+        """The keys with their values, unless the finding brings its own text."""
+        return self.value or ", ".join(f"{key} = {show(lookup(topology, key))}" for key in self.keys)
+
+
+Check = Callable[[Topology], Iterator[Finding]]
+
+
+def lookup(topology: Topology, key: str) -> object:
+    """The value of a dotted key; `process.0.count` counts entries."""
+    value: object = topology
+    for part in key.split("."):
+        value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
+    return value
+
+
+def findings(topology: Topology) -> list[Finding]:
+    """All findings, in the order of the subjects below."""
+    return [finding for check in CHECKS for finding in check(topology)]
+
+
+def _loss(t: Topology) -> Iterator[Finding]:
+    learner = t.learner
+    stale = t.weights.mode != "sync"
+    if learner.loss == "decoupled" and learner.updates_per_batch == 1 and (stale or learner.forced_age):
+        keys = ("learner.loss", "weights.mode", "learner.updates_per_batch")
+        rule = "with one update per batch the proximal policy is the current one: the clip cannot act on stale samples"
+        remedy = 'use loss = "ppo_clip", mode = "sync", or updates_per_batch > 1'
+        yield Finding(keys, rule, remedy, warning=bool(learner.forced_age))
+    if t.generation.top_p < 1:
+        rule = "the learner does not know which tokens top_p cut, so it cannot train on what was sampled"
+        yield Finding(("generation.top_p",), rule, "set it to 1.0")
+    if learner.updates_per_batch > learner.trigger.n_min:
+        rule = "mini-batches are whole groups, so a step of n_min groups has at most n_min updates"
+        yield Finding(("learner.updates_per_batch", "learner.trigger.n_min"), rule, "lower updates_per_batch")
+    longest = t.generation.max_prompt_tokens + t.generation.max_new_tokens
+    if learner.micro_batch_tokens < longest:
+        rule = f"the longest sample has {longest} tokens; each that exceeds the budget is a micro-batch of its own"
+        yield Finding(("learner.micro_batch_tokens",), rule, f"set it to {longest} or more", warning=True)
+
+
+def _trigger(t: Topology) -> Iterator[Finding]:
+    trigger = t.learner.trigger
+    timed = math.isfinite(trigger.t_max)
+    if timed and t.weights.mode == "sync":
+        rule = "a synchronous round ends when all its groups have ended, not by time"
+        yield Finding(("learner.trigger.t_max", "weights.mode"), rule, 't_max = inf, or mode = "batch-async"')
+    if timed and t.learner.deterministic:
+        rule = "a step that fires by time depends on the load of the machine"
+        yield Finding(("learner.trigger.t_max", "learner.deterministic"), rule, "t_max = inf, or deterministic = false")
+    if trigger.n_floor > trigger.n_min:
+        rule = "n_floor <= n_min: the floor is what a step by time may make do with"
+        yield Finding(("learner.trigger.n_floor", "learner.trigger.n_min"), rule, "lower n_floor, or 0 for automatic")
+    if trigger.n_floor and not timed:
+        rule = "it is used by t_max only, which is inf"
+        yield Finding(("learner.trigger.n_floor",), rule, "remove it, or set t_max in milliseconds", warning=True)
+
+
+def _weights(t: Topology) -> Iterator[Finding]:
+    weights, learner = t.weights, t.learner
+    if learner.deterministic and weights.mode != "sync":
+        rule = "when weights reach an engine depends on the machine, so two runs agree only in their order of training"
+        yield Finding(("learner.deterministic", "weights.mode"), rule, 'mode = "sync" for equal runs', warning=True)
+    if learner.forced_age:
+        yield from _forced_age(t)
+    if weights.over_age == "drop" and weights.mode != "batch-async":
+        rule = "there is no staleness bound in this mode, so nothing is ever over age"
+        yield Finding(("weights.over_age", "weights.mode"), rule, "remove it", warning=True)
+    if learner.wal == "off":
+        rule = f"a crash rolls back up to checkpoint_every = {learner.checkpoint_every} steps (0 = all)"
+        yield Finding(("learner.wal",), rule, 'wal = "async" costs almost nothing', warning=True)
+
+
+def _forced_age(t: Topology) -> Iterator[Finding]:
+    if t.weights.mode != "sync":
+        rule = "weights can be published an exact number of steps late only in synchronous rounds"
+        yield Finding(("learner.forced_age", "weights.mode"), rule, 'mode = "sync", or forced_age = 0')
+    else:
+        rule = f"an experiment: every batch is made by weights {t.learner.forced_age} steps old"
+        yield Finding(("learner.forced_age",), rule, "0 for real training", warning=True)
+
+
+FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")
+
+
+def _reward(t: Topology) -> Iterator[Finding]:
+    reward = t.reward
+    if reward.kind == "python" and not FUNCTION.fullmatch(reward.function):
+        rule = 'kind = "python" needs a function as package.module:name or file.py:name'
+        yield Finding(("reward.function", "reward.kind"), rule, 'for example function = "rewards.py:score"')
+    if reward.kind == "exact_match" and reward.function:
+        rule = "exact_match calls no function"
+        yield Finding(("reward.function", "reward.kind"), rule, 'set kind = "python", or remove function')
+    if reward.extract:
+        try:
+            re.compile(reward.extract)
+        except re.error as error:
+            yield Finding(("reward.extract",), f"not a regular expression: {error}", "quote it as '...' in TOML")
+        if reward.kind == "python":
+            rule = "only exact_match extracts an answer"
+            yield Finding(("reward.extract", "reward.kind"), rule, "remove it", warning=True)
+
+
+def _run(t: Topology) -> Iterator[Finding]:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", t.run.name):
+        rule = "a run's name is 1 to 64 letters, digits, dots, dashes or underscores: it names a directory"
+        yield Finding(("run.name",), rule, 'for example "sort-lr3e-4"')
+
+
+def _validation(t: Topology) -> Iterator[Finding]:
+    has_process = count(t, "validator") > 0
+    if t.validation.every and not has_process:
+        rule = "validation rounds are asked for, but no process runs them"
+        yield Finding(("validation.every",), rule, 'add [[process]] with role = "validator", or set every = 0')
+    elif t.data.validation and not has_process:
+        rule = 'nobody validates: there is no [[process]] with role = "validator"'
+        yield Finding(("data.validation",), rule, "add one, or remove the file", warning=True)
+    if has_process and not t.data.validation:
+        yield Finding(("data.validation",), "validation uses the training prompts", "give it its own", warning=True)
+    if has_process and not wants_rounds(t):
+        rule = "the validator has nothing to do: no round before, during or after the run"
+        yield Finding(("validation.at_end", "validation.every", "run.validate_before"), rule, "set one", warning=True)
+
+
+def _processes(t: Topology) -> Iterator[Finding]:
+    for role in ("rollout", "reward", "learner"):
+        if all(entry.role != role for entry in t.process):
+            rule = f"no {role}: a run needs one"
+            remedy = f'add [[process]] with role = "{role}" (count = 0 if it joins from outside)'
+            yield Finding(("process",), rule, remedy, value="[[process]]")
+    for index, entry in enumerate(t.process):
+        yield from _entry(t, index, entry)
+    total = sum(entry.count for entry in t.process) + len(IMPLIED_ROLES) + RESERVE_PROCESSES
+    if total > t.ring.processes:
+        rule = f"{total} entries are needed: the processes, {len(IMPLIED_ROLES)} implied, {RESERVE_PROCESSES} spare"
+        yield Finding(("ring.processes",), rule, f"set it to {total} or more")
+
+
+def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
+    if entry.role in SINGLE_ROLES and sum(e.count for e in t.process[: index + 1] if e.role == entry.role) > 1:
+        rule = f"one {entry.role} per run: it works alone under a lock"
+        yield Finding((f"process.{index}.count", f"process.{index}.role"), rule, "set count = 1 and remove the others")
+    if entry.command and entry.role not in ("rollout", "reward"):
+        rule = f"a {entry.role} is busrl's own; only rollout and reward may be another program"
+        yield Finding((f"process.{index}.command", f"process.{index}.role"), rule, "remove command")
+
+
+def count(t: Topology, role: str) -> int:
+    """How many processes of a role are started."""
+    return sum(entry.count for entry in t.process if entry.role == role)
+
+
+def wants_rounds(t: Topology) -> bool:
+    """Whether any validation round is due in the run."""
+    return t.run.validate_before or t.validation.every > 0 or t.validation.at_end
+
+
+CHECKS: tuple[Check, ...] = (_run, _loss, _trigger, _weights, _reward, _validation, _processes)

@@ -1,0 +1,308 @@
+"""The frozen dataclasses of a topology: one class per table of the file, attribute names are the keys.
+
+Made by `load` (from TOML, checked) or by `Topology.from_json` (from the run directory, already checked). Every role
+reads its settings from here. Knows nothing of files, rules between keys, torch or NumPy.
+
+- Frozen: what `launch` checked is what every process sees.
+- `Derived` holds everything computed from more than one key, so that no two processes can compute it differently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from busrl.topology.keys import REQUIRED, describe, key
+
+TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
+SPAWNED_ROLES = ("rollout", "reward", "learner", "validator")  # what [[process]] may name
+IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
+SINGLE_ROLES = ("learner", "validator")
+
+
+@dataclass(frozen=True)
+class Run:
+    """[run]: the experiment as a whole."""
+
+    name: str = key("run", "name of the run, also the start of its directory's name")
+    seed: int = key(0, "seed of the data order, of sampling and of the training", low=0, high=2**31 - 1)
+    max_steps: int = key(200, "the run ends after this many optimiser steps", low=1)
+    validate_before: bool = key(True, "one validation round before the first step")
+
+
+@dataclass(frozen=True)
+class Model:
+    """[model]: what is trained."""
+
+    path: str = key(REQUIRED, "a Hugging Face model folder, or the quickstart's own model tiny:sort", path=True)
+    dtype: str = key("float32", "number type of the weights", choices=("float32", "bfloat16"))
+
+
+@dataclass(frozen=True)
+class Data:
+    """[data]: prompts, one JSON object per line."""
+
+    train: str = key(REQUIRED, "JSONL file of training prompts, or tiny:sort", path=True)
+    validation: str = key("", "JSONL file of validation prompts, or tiny:sort; empty: those of training", path=True)
+    prompt_key: str = key("prompt", "the key of a line that holds the prompt")
+    answer_key: str = key("answer", "the key of a line that holds the right answer")
+    shuffle: bool = key(True, "draw the lines of each epoch in an order given by run.seed")
+    template: str = key("none", "the prompt as it stands, or as a user turn of the model's chat template",
+                        choices=("none", "chat"))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Groups:
+    """[groups]: samples per prompt."""
+
+    size: int = key(8, "samples per prompt, G; their rewards are compared with each other", low=2, high=1024)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """[generation]: sampling of training trajectories."""
+
+    max_new_tokens: int = key(64, "a completion is cut after this many tokens", low=1, high=1 << 20)
+    temperature: float = key(1.0, "sampling temperature of training tasks", low=0, open_low=True, high=10)
+    top_p: float = key(1.0, "nucleus sampling; training needs 1.0", low=0, open_low=True, high=1)
+    max_batch: int = key(128, "sequences that one rollout process generates at the same time", low=1, high=65536)
+    max_prompt_tokens: int = key(64, "a longer prompt is set aside (fate l)", low=1, high=1 << 20)
+
+
+@dataclass(frozen=True)
+class Bus:
+    """[bus]: the doorbell."""
+
+    endpoint: str = key("ipc", "where the broker binds; sockets in the run's 0700 directory", choices=("ipc",))
+    hwm: int = key(20000, "messages queued per socket before libzmq drops (slower, never wrong)", low=1, high=10**7)
+    max_message_bytes: int = key(1 << 20, "a larger message is refused by its receiver", low=4096, high=1 << 30)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """[ring]: the shared-memory ledger."""
+
+    slots: int | str = key("auto", "slots; auto = groups.size x admitted groups + the validation reserve",
+                           words=("auto",), low=1, high=1 << 20)  # fmt: skip
+    slot_bytes: int | str = key("auto", "payload bytes per slot; auto = from the longest prompt and completion",
+                                words=("auto",), low=256, high=1 << 30)  # fmt: skip
+    processes: int = key(64, "entries of the process table; restarts re-use theirs", low=8, high=4096)
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """[scheduler]: which prompt next."""
+
+    policy: str = key("fifo", "order of dispatch: as drawn, or shortest predicted answer first",
+                      choices=("fifo", "sjf"))  # fmt: skip
+    predictor: str = key("rules", "who predicts the length of an answer", choices=("rules",))
+    horizon: int = key(0, "a policy reorders only within this many drawn groups; 0 = 2 x n_min", low=0, high=1 << 20)
+    aging: float = key(0.5, "how much waiting raises a prompt's rank, so that nothing starves", low=0, high=1000)
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """[learner.trigger]: when an optimiser step fires; counts are in groups."""
+
+    n_min: int = key(32, "fire when this many groups are ready", low=1, high=65536)
+    t_max: float = key(math.inf, "fire after this many milliseconds if n_floor groups are ready; inf = never",
+                       words=("inf",), low=0, open_low=True, finite=False)  # fmt: skip
+    n_floor: int = key(0, "fewest groups that t_max may fire with; 0 = max(4, n_min / 4)", low=0, high=65536)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """[learner]: loss, optimiser, log and checkpoints."""
+
+    loss: str = key("ppo_clip", "objective per token", choices=("ppo_clip", "decoupled"))
+    advantage: str = key("group_std", "(R - mean) / std of the group, or R - mean", choices=("group_std", "group_mean"))
+    aggregation: str = key("token-mean", "what the sum of the loss is divided by", choices=("token-mean",))
+    lr: float = key(3e-4, "learning rate for steps of n_min groups; scaled by sqrt(groups / n_min)",
+                    low=0, open_low=True, high=10)  # fmt: skip
+    betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, high=1, open_high=True)
+    weight_decay: float = key(0.0, "AdamW weight decay", low=0, high=10)
+    eps: float = key(1e-8, "AdamW epsilon", low=0, open_low=True, high=1)
+    clip_low: float = key(0.2, "the ratio is clipped below at 1 - clip_low", low=0, high=1)
+    clip_high: float = key(0.28, "the ratio is clipped above at 1 + clip_high", low=0, high=100)
+    dual_clip: float = key(3.0, "bound on the loss of tokens with negative advantage", low=1, open_low=True, high=1000)
+    tis_cap: float = key(2.0, "cap of the importance weight (loss = decoupled)", low=0, open_low=True, high=1000)
+    max_grad_norm: float = key(1.0, "the gradient is clipped to this norm", low=0, open_low=True, high=1e6)
+    warmup_groups: int = key(0, "groups over which lr rises from 0", low=0)
+    micro_batch_tokens: int = key(4096, "padded tokens per forward and backward", low=1, high=1 << 26)
+    micro_batch_min_samples: int = key(16, "start a micro-batch when this many samples are ready", low=1, high=65536)
+    updates_per_batch: int = key(1, "optimiser updates per step, each on a mini-batch of whole groups", low=1, high=64)
+    publish_every: int = key(1, "publish the weights every so many steps", low=1, high=1024)
+    checkpoint_every: int = key(50, "write a checkpoint every so many steps; 0 = only at the end", low=0)
+    keep_last: int = key(2, "checkpoints kept", low=1, high=10000)
+    wal: str = key("sync", "write-ahead log: fsync before training, without fsync, or none",
+                   choices=("sync", "async", "off"))  # fmt: skip
+    deterministic: bool = key(False, "claim at firing and train in (group, member) order")
+    forced_age: int = key(0, "experiments only: publish the weights this many steps late", low=0, high=1024)
+    trigger: Trigger = field(default_factory=Trigger)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """[weights]: from the learner to the engines."""
+
+    transport: str = key("shm", "how weights travel", choices=("shm", "broadcast"))
+    mode: str = key("batch-async", "how far generation may run ahead of training",
+                    choices=("sync", "batch-async", "fully-async"))  # fmt: skip
+    max_staleness: int = key(2, "batch-async: steps that a trained sample may be old, S", low=0, high=1024)
+    over_age: str = key("wait", "a group above max_staleness: hold admission until it is trained, or drop it",
+                        choices=("wait", "drop"))  # fmt: skip
+    timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", low=0, open_low=True)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """[reward]: what an answer is worth."""
+
+    kind: str = key("exact_match", "compare with the answer, or call a Python function",
+                    choices=("exact_match", "python"))  # fmt: skip
+    function: str = key("", "kind = python: package.module:function or file.py:function")
+    extract: str = key("", "exact_match: regular expression; its last match (group 1, or what follows) is the answer")
+    answer_key: str = key("", "key of the right answer; empty = data.answer_key")
+    timeout_s: float = key(10.0, "a single call that takes longer is killed, the sample ends as H",
+                           low=0, open_low=True)  # fmt: skip
+    workers: int = key(1, "child processes that call the function, per reward process", low=1, high=256)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """[validation]: measuring without training; on when there is a process of role validator."""
+
+    every: int = key(0, "a round every so many steps; 0 = never during the run", low=0)
+    samples: int = key(512, "samples per round; a shorter file is gone through again", low=1, high=1 << 24)
+    mode: str = key("hold", "pin the version during a round, or let it move and label the metric mixed",
+                    choices=("hold", "free"))  # fmt: skip
+    temperature: float = key(1.0, "0 = greedy", low=0, high=10)
+    at_end: bool = key(True, "one round after the last step")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """[limits]: how long anything may take before it is named."""
+
+    ready_s: float = key(120.0, "a child must be ready after this time", low=0, open_low=True)
+    progress_s: float = key(30.0, "a process without progress for this long is killed and restarted",
+                            low=0, open_low=True)  # fmt: skip
+    stop_s: float = key(10.0, "a stopping process is killed after this time", low=0, open_low=True)
+    restart_attempts: int = key(5, "deaths before ready, in a row, until the run gives up", low=0, high=1000)
+
+
+@dataclass(frozen=True)
+class Process:
+    """[[process]]: `count` processes of one role. The bus, keeper and scheduler are implied, one each."""
+
+    role: str = key(REQUIRED, "what the process does", choices=SPAWNED_ROLES)
+    count: int = key(1, "how many; 0 = none is started, they join from outside", low=0, high=1024)
+    engine: str = key("torch", "rollout: what generates", choices=("torch",))
+    threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
+    command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language)")
+    env: dict[str, str] = field(default_factory=dict, metadata=describe("environment variables added for it"))
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What follows from several keys together; `explain` holds the sums as text. Counts B and W are in groups."""
+
+    B: int  # admitted groups that may be unfinished
+    W: int  # admission indices that the learner looks at
+    n_lo: int  # smallest count threshold
+    n_floor: int  # fewest groups that a step by time may have
+    g_min: int  # survivors that a group needs to be trained
+    horizon: int  # drawn groups among which the policy may reorder
+    slots: int  # slots of the ring: train_slots + val_reserve
+    train_slots: int
+    val_reserve: int  # slots that only validation may take
+    slot_bytes: int  # payload bytes per slot
+    task_bytes: int  # longest JSONL line
+    train_prompts: int  # lines of data.train
+    validation_prompts: int  # lines of the file that validation uses, 0 if there is no validation
+    ring_bytes: int  # size of the shared-memory file
+    val_samples: int  # samples of one validation round, 0 = validation is off
+    explain: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProcessName:
+    """One process to start: its name ("rollout/0", "learner"), role, index, and the entry it comes from."""
+
+    name: str
+    role: str
+    index: int
+    spec: Process
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A checked topology. `source` is the file it was read from, `overrides` the --set arguments."""
+
+    run: Run
+    model: Model
+    data: Data
+    groups: Groups
+    generation: Generation
+    bus: Bus
+    ring: Ring
+    scheduler: Scheduler
+    learner: Learner
+    weights: Weights
+    reward: Reward
+    validation: Validation
+    limits: Limits
+    process: tuple[Process, ...]
+    derived: Derived
+    source: str = ""
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def validates(self) -> bool:
+        """Whether any validation round takes place."""
+        return self.derived.val_samples > 0
+
+    def processes(self) -> list[ProcessName]:
+        """Every process of the run in starting order; several entries of one role are numbered through."""
+        names = [ProcessName(role, role, 0, Process(role)) for role in IMPLIED_ROLES]
+        for role in ("learner", "reward", "rollout", "validator"):
+            specs = [spec for spec in self.process if spec.role == role for _ in range(spec.count)]
+            for index, spec in enumerate(specs):
+                names.append(ProcessName(role if role in SINGLE_ROLES else f"{role}/{index}", role, index, spec))
+        return names
+
+    def process_named(self, name: str) -> ProcessName:
+        """The process called `name`; a KeyError that lists the names otherwise."""
+        for process in self.processes():
+            if process.name == name:
+                return process
+        raise KeyError(f"no process {name!r} in {self.source}; there are {[p.name for p in self.processes()]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, infinity as the word "inf"."""
+        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
+
+    def to_json(self) -> str:
+        """The text of topology.json; `from_json` gives an equal object back."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Topology:
+        """Read a topology.json. It was checked when it was written: only its shape is looked at here."""
+        from busrl.topology.plain import build
+
+        return build(Topology, json.loads(text), "topology.json")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    return value

@@ -1,0 +1,137 @@
+"""What a wrong key costs its author: one message with place, value, rule and remedy, all of them at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from busrl.errors import TopologyError
+from busrl.topology import Topology, load
+
+Refused = Callable[..., list[str]]
+Loaded = Callable[..., Topology]
+LINES = 10  # of the text in conftest that the cases are appended to
+
+CASES = [
+    ("[run]\nmax_steps = true", 'run.max_steps = true: expected a whole number >= 1; the default is 200', 2),
+    ('[run]\nseed = "7"', 'run.seed = "7": expected a whole number >= 0 and <= 2147483647; the default is 0', 2),
+    ("[run]\nseed = 1.0", "run.seed = 1.0: expected a whole number", 2),
+    ("[run]\nvalidate_before = 1", "run.validate_before = 1: expected true or false; the default is true", 2),
+    ("[groups]\nsize = 1", "groups.size = 1: expected a whole number >= 2", 2),
+    ('[learner]\nlr = "fast"', 'learner.lr = "fast": expected a number > 0 and <= 10; the default is 0.0003', 2),
+    ("[learner]\nlr = nan", "learner.lr = NaN: expected a number > 0", 2),
+    ("[learner]\nlr = inf", "learner.lr = inf: expected a number > 0", 2),
+    ("[learner]\nbetas = [0.9]", "learner.betas = [0.9]: expected a list of two numbers", 2),
+    ("[learner]\n\nlrr = 1", "lrr: unknown key in [learner]; did you mean lr?", 3),
+    ("[learner]\nmax_staleness = 1", "max_staleness: unknown key in [learner]; it belongs to [weights]", 2),
+    ('[learner]\nloss = "ppoclip"', 'expected one of "ppo_clip", "decoupled"; did you mean "ppo_clip"?', 2),
+    ('[scheduler]\npolicy = "x"', 'scheduler.policy = "x": expected one of "fifo", "sjf"; the default is "fifo"', 2),
+    ("[lerner]\nlr = 1", "lerner: unknown section; did you mean learner?", 1),
+    ("[learner.triger]\nn_min = 1", "triger: unknown key in [learner]; did you mean trigger?", 1),
+    ('[ring]\nslots = "aut"', 'ring.slots = "aut": expected a whole number >= 1 and <= 1048576 or "auto"', 2),
+    ("[learner]\ntrigger = 3", "learner.trigger = 3: is a table, not a value; write [learner.trigger]", 2),
+    ("[[process]]\nrole = 'rollot'", 'process.3.role = "rollot": expected one of "rollout"', 2),
+    ("[[process]]\nrole = 'reward'\ncommand = 'node x'", "expected a list of strings; for example", 3),
+    ("[[process]]\nrole = 'reward'\nenv = { A = 1 }", "expected a table of strings; for example", 3),
+    ("[[process]]\ncount = 2", "process.3.role is missing; add role = ... to [[process]]: what the process does", 1),
+]
+
+
+@pytest.mark.parametrize(("text", "message", "line"), CASES, ids=[case[1][:40] for case in CASES])
+def test_a_wrong_key_is_named_with_its_line_its_rule_and_a_remedy(
+    refused: Refused, text: str, message: str, line: int
+) -> None:
+    (found,) = refused(text)
+    assert found.startswith(f"t.toml:{LINES + line}: ")
+    assert message in found
+
+
+def test_all_problems_of_a_file_come_together_in_its_order(refused: Refused) -> None:
+    found = refused("[run]\nseed = -1\nmax_steps = 0\n[ring]\nslotz = 3\n", "learner.lr=abc")
+    places = [message.split(": ")[0] for message in found]
+    assert places == [f"t.toml:{LINES + 2}", f"t.toml:{LINES + 3}", f"t.toml:{LINES + 5}", "--set learner.lr"]
+
+
+def test_a_text_that_is_no_toml_is_refused_with_its_line(refused: Refused) -> None:
+    (found,) = refused("[run]\nname = quickstart\n")
+    assert found.startswith(f"t.toml:{LINES + 2}: name = quickstart: not TOML: ")
+
+
+def test_a_key_that_stands_twice_is_refused_with_its_line(refused: Refused) -> None:
+    (found,) = refused("[run]\nseed = 1\nseed = 2\n")
+    assert found.startswith(f"t.toml:{LINES + 3}: seed = 2: not TOML: ")
+
+
+def test_a_file_that_is_not_there_suggests_a_near_name(here: Path) -> None:
+    (here / "sort.toml").write_text("")
+    with pytest.raises(TopologyError, match=r"sot\.toml: no such file; did you mean .*/sort\.toml\?"):
+        load(here / "sot.toml")
+
+
+def test_required_keys_are_asked_for_by_name(refused: Refused) -> None:
+    found = refused(base="[[process]]\nrole = 'rollout'\n[[process]]\nrole = 'learner'\n[[process]]\nrole='reward'\n")
+    told = [message.split(";")[0] for message in found]
+    assert told == ["t.toml: model.path is missing", "t.toml: data.train is missing"]
+
+
+def test_a_run_without_a_learner_is_refused(refused: Refused) -> None:
+    base = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n[[process]]\nrole = "rollout"\n'
+    found = refused(base=base)
+    assert [message.split(";")[0] for message in found] == [
+        "t.toml:5: [[process]]: no reward: a run needs one",
+        "t.toml:5: [[process]]: no learner: a run needs one",
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- --set
+
+
+def test_an_override_takes_toml_values_and_bare_words(loaded: Loaded) -> None:
+    topology = loaded(
+        "", "run.name=a-b", "learner.lr=1e-5", "learner.betas=[0.8, 0.9]", 'scheduler.policy="sjf"',
+        "learner.trigger.n_min=16", "learner.trigger.t_max=inf", "run.validate_before=false", "run.name=7",
+    )  # fmt: skip
+    assert topology.run.name == "7"  # a string needs no quotes, even where it looks like a number
+    assert topology.learner.lr == 1e-5 and topology.learner.betas == (0.8, 0.9)
+    assert topology.scheduler.policy == "sjf" and topology.learner.trigger.n_min == 16
+    assert math.isinf(topology.learner.trigger.t_max) and not topology.run.validate_before
+
+
+def test_an_override_of_a_process_goes_by_its_role_and_may_declare_it(loaded: Loaded) -> None:
+    topology = loaded("", "process.rollout.count=3", "process.validator.threads=2", "process.rollout.env.A=b")
+    assert [p.name for p in topology.processes() if p.role in ("rollout", "validator")] == [
+        "rollout/0", "rollout/1", "rollout/2", "validator",
+    ]  # fmt: skip
+    assert topology.process_named("rollout/1").spec.env == {"A": "b"}
+    assert topology.process_named("validator").spec.threads == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.lrr=1", "--set learner.lrr: lrr: unknown key in [learner]; did you mean lr?"),
+        ("lr=1", "--set lr=1: an override is section.key=value"),
+        ("learner.lr", "--set learner.lr: an override is section.key=value"),
+        ("process.rewrd.count=2", 'process.3.role = "rewrd": expected one of "rollout"'),
+        ("process.rollout=2", "--set process.rollout: names a whole process, not one of its keys"),
+        ("learner.lr.x=2", "--set learner.lr.x: learner.lr = {"),
+        ("groups.size=8.0", "--set groups.size: groups.size = 8.0: expected a whole number"),
+    ],
+)
+def test_a_wrong_override_is_named_as_it_was_typed(refused: Refused, override: str, message: str) -> None:
+    (found,) = refused("", override)
+    assert message in found and found.startswith("--set ")
+
+
+def test_a_path_is_relative_to_the_file_and_an_override_to_where_it_is_typed(
+    here: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "other").mkdir()
+    (here / "other" / "p.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
+    monkeypatch.chdir(here / "other")
+    topology = loaded("", "data.train=p.jsonl")
+    assert topology.model.path == str(here / "model")
+    assert topology.data.train == str(here / "other" / "p.jsonl")

@@ -1,0 +1,129 @@
+"""Derived values, and combinations that are refused or warned about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from busrl.topology import Topology
+
+Loaded = Callable[..., Topology]
+Refused = Callable[..., list[str]]
+
+
+def test_the_limits_are_those_of_the_worked_example(loaded: Loaded) -> None:
+    derived = loaded().derived
+    assert (derived.B, derived.W, derived.n_lo, derived.g_min, derived.n_floor) == (75, 22, 32, 6, 8)
+    assert derived.train_slots == derived.slots == 600 and derived.val_reserve == 0
+    assert derived.horizon == 64
+
+
+def test_sync_admits_one_round_and_fully_async_has_no_bound(loaded: Loaded) -> None:
+    sync = loaded('[weights]\nmode = "sync"\n').derived
+    assert (sync.B, sync.W) == (32, 32)
+    free = loaded('[weights]\nmode = "fully-async"\n').derived
+    assert (free.B, free.W) == (128, 38)
+
+
+def test_validation_gets_slots_of_its_own(loaded: Loaded) -> None:
+    topology = loaded("[validation]\nsamples = 50\n", "process.validator.count=1")
+    assert topology.validates and topology.derived.val_samples == 50
+    assert topology.derived.val_reserve == 50 and topology.derived.slots == 650
+    many = loaded("[validation]\nsamples = 5000\n", "process.validator.count=1", "process.rollout.count=2").derived
+    assert many.val_reserve == 256  # no more than the engines run at once
+    off = loaded("[validation]\nsamples = 50\n", "process.validator.count=0")
+    assert not off.validates and off.derived.val_reserve == 0
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(n_min=st.integers(1, 300), stale=st.integers(0, 9), size=st.integers(2, 64))
+def test_every_accepted_run_keeps_the_bound_and_can_fire(loaded: Loaded, n_min: int, stale: int, size: int) -> None:
+    text = f"[learner.trigger]\nn_min = {n_min}\n[weights]\nmax_staleness = {stale}\n[groups]\nsize = {size}\n"
+    derived = loaded(text).derived
+    bound = (stale + 1) * n_min + 1
+    assert bound >= derived.B + derived.W
+    assert n_min <= derived.B and derived.W >= 1
+    assert derived.slots >= size * derived.B
+    assert 2 <= derived.g_min <= size and 1 <= derived.n_floor <= n_min
+
+
+def test_too_few_slots_show_the_sum_and_an_accepted_number(loaded: Loaded, refused: Refused) -> None:
+    (found,) = refused("[ring]\nslots = 599\n")
+    assert found == (
+        "t.toml:12: ring.slots = 599: fewer than the groups in flight need: "
+        'G x B + validation reserve = 8 x 75 + 0 = 600; set it to 600 or more, or "auto"'
+    )
+    assert loaded("[ring]\nslots = 700\n").derived.slots == 700
+
+
+REFUSED = [
+    ('[learner]\nloss = "decoupled"', "the clip cannot act on stale samples", 12),
+    ("[generation]\ntop_p = 0.9", "does not know which tokens top_p cut", 12),
+    ('[learner.trigger]\nt_max = 500\n[weights]\nmode = "sync"', "ends when all its groups have ended", 12),
+    ("[learner]\ndeterministic = true\n[learner.trigger]\nt_max = 5", "depends on the load of the machine", 14),
+    ("[learner.trigger]\nn_floor = 33\nt_max = 5", "n_floor <= n_min", 12),
+    ("[learner]\nforced_age = 2", "only in synchronous rounds", 12),
+    ("[learner]\nupdates_per_batch = 40", "at most n_min updates", 12),
+    ("[learner]\npublish_every = 3", "3 x n_min = 96 > B = 75; publish_every <= 2", 12),
+    ('[learner]\npublish_every = 2\n[weights]\nmode = "sync"', "2 x n_min = 64 > B = 32; publish_every <= 1", 12),
+    ('[reward]\nkind = "python"', "needs a function as package.module:name or file.py:name", 12),
+    ('[reward]\nfunction = "a:b"', "exact_match calls no function", 12),
+    ('[reward]\nextract = "("', "not a regular expression", 12),
+    ('[run]\nname = "../x"', "it names a directory", 12),
+    ("[validation]\nevery = 5", "no process runs them", 12),
+    ('[[process]]\nrole = "learner"', "one learner per run", 12),
+    ('[[process]]\nrole = "validator"\ncount = 2', "one validator per run", 13),
+    ('[[process]]\nrole = "validator"\ncommand = ["x"]', "only rollout and reward may be another program", 13),
+    ("[ring]\nprocesses = 8", "11 entries are needed", 12),
+    ("[bus]\nmax_message_bytes = 4096\n", "do not fit; set it to", 12),
+]
+
+
+@pytest.mark.parametrize(("text", "message", "line"), REFUSED, ids=[case[1][:30] for case in REFUSED])
+def test_an_impossible_combination_is_refused_with_a_reason(
+    loaded: Loaded, refused: Refused, here: Path, text: str, message: str, line: int
+) -> None:
+    if "max_message_bytes" in text:
+        (here / "train.jsonl").write_text('{"prompt": "' + "x" * 4000 + '", "answer": "y"}\n')
+    (found,) = refused(text + "\n")
+    assert found.startswith(f"t.toml:{line}: ") and message in found
+
+
+NO_ROUNDS = '[[process]]\nrole = "validator"\n[run]\nvalidate_before = false\n[validation]\nat_end = false'
+WARNED = [
+    ('[learner]\nforced_age = 2\nloss = "decoupled"\n[weights]\nmode = "sync"', "the clip cannot act", 2),
+    ("[learner]\nmicro_batch_tokens = 100", "the longest sample has 128 tokens", 1),
+    ("[learner]\ndeterministic = true", "depends on the machine", 1),
+    ('[learner]\nwal = "off"', "a crash rolls back", 1),
+    ("[learner.trigger]\nn_floor = 3", "used by t_max only", 1),
+    ('[weights]\nmode = "fully-async"\nover_age = "drop"', "nothing is ever over age", 2),
+    ("[generation]\nmax_batch = 700", "so some rows stay empty", 1),
+    ('[[process]]\nrole = "validator"', "validation uses the training prompts", 1),
+    (NO_ROUNDS, "nothing to do", 2),
+    ("[weights]\nmax_staleness = 0", "one slow group holds up nearly everything", 1),
+]
+
+
+@pytest.mark.parametrize(("text", "message", "count"), WARNED, ids=[case[1][:30] for case in WARNED])
+def test_a_doubtful_combination_is_warned_about(loaded: Loaded, text: str, message: str, count: int) -> None:
+    warnings = loaded(text + "\n").derived.warnings
+    assert len(warnings) == count and any(message in warning for warning in warnings)
+
+
+def test_decoupled_is_allowed_where_its_clip_can_act(loaded: Loaded) -> None:
+    assert not loaded('[learner]\nloss = "decoupled"\nupdates_per_batch = 2\n').derived.warnings
+    assert not loaded('[learner]\nloss = "decoupled"\n[weights]\nmode = "sync"\n').derived.warnings
+
+
+def test_a_rule_is_not_reported_for_a_key_that_is_wrong_itself(refused: Refused) -> None:
+    (found,) = refused('[weights]\nmode = "synchronous"\n[learner]\nforced_age = 2\n')
+    assert 'weights.mode = "synchronous"' in found
+
+
+def test_roles_that_join_from_outside_are_declared_with_count_zero(loaded: Loaded) -> None:
+    topology = loaded("", "process.rollout.count=0")
+    assert [process.role for process in topology.processes()] == ["bus", "keeper", "scheduler", "learner", "reward"]
