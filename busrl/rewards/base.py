@@ -1,0 +1,129 @@
+"""What a reward function is, how one is found by name, and what its result must be.
+
+    def judge(record: dict, completion: str, token_ids: list[int]) -> float | dict[str, float]: ...
+
+`record` is the whole JSONL line of the prompt. Talks to the import system only. Knows nothing of processes.
+
+- A result is a finite number, or a map of named finite numbers whose (weighted) sum is the reward. Everything else is
+  malformed, NaN and infinity included.
+- A function that can not be had is a `RewardNotLoaded` that holds the import path and the cause, before any sample.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+from busrl.errors import RewardNotLoaded
+from busrl.rewards.exact_match import ExactMatch
+
+RewardFunction = Callable[[dict[str, Any], str, list[int]], Any]
+
+
+class MalformedReward(ValueError):
+    """A result that is no finite number; the sample ends with fate M."""
+
+
+class RewardSettings(Protocol):
+    """The part of [reward] that says which function judges."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def function(self) -> str: ...
+    @property
+    def extract(self) -> str: ...
+    @property
+    def answer_key(self) -> str: ...
+
+
+def build(settings: RewardSettings, base_dir: str | Path = ".") -> RewardFunction:
+    """The function that [reward] describes. Paths of files are relative to `base_dir`."""
+    if settings.kind == "exact_match":
+        return ExactMatch(settings.extract, settings.answer_key or "answer")
+    if settings.kind == "python":
+        return load(settings.function, base_dir)
+    raise RewardNotLoaded(f"reward.kind = {settings.kind!r}: must be exact_match or python")
+
+
+def load(target: str, base_dir: str | Path = ".") -> RewardFunction:
+    """Import `package.module:function` or `path/to/file.py:function`."""
+    where, separator, name = target.rpartition(":")
+    if not separator or not where or not name:
+        raise RewardNotLoaded(
+            f"reward.function = {target!r}: must be package.module:function or file.py:function; write both parts"
+        )
+    base = str(Path(base_dir).resolve())
+    if base not in sys.path:
+        sys.path.insert(0, base)  # so that a module beside the topology, and what it imports, are found
+    module = _import_file(target, Path(base, where)) if where.endswith(".py") else _import_module(target, where)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+            raise RewardNotLoaded(f"reward.function = {target!r}: {where} has no {name!r}; it has {', '.join(names)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise RewardNotLoaded(f"reward.function = {target!r}: {name} is a {type(found).__name__}, not a function")
+    return cast(RewardFunction, found)
+
+
+def settle(result: Any, weights: Mapping[str, float] | None = None) -> tuple[float, dict[str, float]]:
+    """The reward and its parts from what a function returned; a part without a weight counts once."""
+    if not isinstance(result, Mapping):
+        return _number(result, "the reward"), {}
+    parts = {str(name): _number(value, f"reward part {name!r}") for name, value in result.items()}
+    if not parts:
+        raise MalformedReward("the reward is an empty map: return a number or at least one part")
+    total = sum(value * (weights or {}).get(name, 1.0) for name, value in parts.items())
+    return _number(total, "the sum of the reward's parts"), parts
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, (str, bytes)) or value is None:
+        raise MalformedReward(f"{what} is {value!r}: must be a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as problem:
+        raise MalformedReward(f"{what} is a {type(value).__name__}: must be a number ({problem})") from None
+    if not math.isfinite(number):
+        raise MalformedReward(f"{what} is {number}: must be finite")
+    return number
+
+
+def _import_module(target: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except BaseException as problem:
+        raise RewardNotLoaded(_cause(target, problem)) from problem
+
+
+def _import_file(target: str, path: Path) -> ModuleType:
+    name = f"busrl_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise RewardNotLoaded(f"reward.function = {target!r}: there is no file {os.fspath(path)}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as problem:
+        raise RewardNotLoaded(_cause(target, problem)) from problem
+    return module
+
+
+def _cause(target: str, problem: BaseException) -> str:
+    trace, place = problem.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith("<frozen") and file != __file__:
+            place = f" at {file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"reward.function = {target!r}: importing it raised {type(problem).__name__}: {problem}{place}"

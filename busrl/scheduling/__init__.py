@@ -1,0 +1,56 @@
+"""Decisions: what to dispatch, what to train, what is too old. Plain classes, the same in a live and a simulated run.
+
+Imports nothing of busrl but itself, and only NumPy beside the standard library: no sockets, no files, no clocks. Time,
+ring lines and fates are handed in.
+
+scheduler role: GroupScanner -> GroupView -> Admission.room -> Policy.next ; GroupView.todo
+learner role:   GroupScanner -> GroupView -> LearnerPlan.decide -> SetAside | Claim | Fire | Wait
+"""
+
+from busrl.scheduling.credit import Admission, Room, kept_back, may_open_group, reserve_room
+from busrl.scheduling.groups import NOT_STARTED, UNKNOWN, GroupScanner, GroupView, Todo, slot_priority, uid_of
+from busrl.scheduling.limits import Limits, derive
+from busrl.scheduling.plan import Action, Claim, Fire, LearnerPlan, SetAside, Wait
+from busrl.scheduling.policy import Fifo, LearnerState, Policy, Sjf, make_policy
+from busrl.scheduling.predictors import Candidate, Predictor, RulesPredictor, kendall_tau, make_predictor
+from busrl.scheduling.staleness import Staleness, Verdict, age
+from busrl.scheduling.trigger import Cause, Moment, Trigger
+
+__all__ = [
+    "NOT_STARTED",
+    "UNKNOWN",
+    "Action",
+    "Admission",
+    "Candidate",
+    "Cause",
+    "Claim",
+    "Fifo",
+    "Fire",
+    "GroupScanner",
+    "GroupView",
+    "LearnerPlan",
+    "LearnerState",
+    "Limits",
+    "Moment",
+    "Policy",
+    "Predictor",
+    "Room",
+    "RulesPredictor",
+    "SetAside",
+    "Sjf",
+    "Staleness",
+    "Todo",
+    "Trigger",
+    "Verdict",
+    "Wait",
+    "age",
+    "derive",
+    "kendall_tau",
+    "kept_back",
+    "make_policy",
+    "make_predictor",
+    "may_open_group",
+    "reserve_room",
+    "slot_priority",
+    "uid_of",
+]

@@ -1,0 +1,92 @@
+"""How many new groups may be opened now, and which rule says no.
+
+Talks to nothing: it is given a view of the groups, the free slots and a few header words. Knows nothing of prompts,
+policies or workers.
+
+- Group credit: a group is opened only when the free slots of its class cover the members still due of all open groups
+  and one whole group more; a member of an open group may always be dispatched. Without it the ring fills up with groups
+  that can never be completed.
+- In flight = unfinished groups + groups trained but not yet published; at most B of them. A learner counts its groups
+  as unpublished *before* it frees their slots, so they are never missing from both counts.
+- sync: round r is made of the admission indices [r x n_min, (r + 1) x n_min). It begins when nothing is in flight and
+  is never refilled.
+- Nothing here is remembered from one call to the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from busrl.scheduling.groups import NOT_STARTED, GroupView
+from busrl.scheduling.limits import Limits
+
+
+@dataclass(frozen=True)
+class Room:
+    """Groups that may be opened now. With none, `reason` names the rule and `group` the draw that all wait for."""
+
+    groups: int
+    reason: str = ""  # slots | in_flight | round | staleness
+    group: int | None = None
+
+
+def may_open_group(free: int, to_dispatch_of_open: int, group_size: int, reserve: int = 0) -> bool:
+    """The group credit: `free` slots, `reserve` of them kept for other classes."""
+    return free - reserve >= to_dispatch_of_open + group_size
+
+
+def kept_back(reserve: int, in_use: int) -> int:
+    """Free slots that belong to another class: its reserve less what it already holds."""
+    return max(0, reserve - in_use)
+
+
+def reserve_room(free: int, reserve: int, in_use: int) -> int:
+    """Slots that a class with a reserve may still take; it never takes more than its reserve."""
+    return max(0, min(free, reserve - in_use))
+
+
+class Admission:
+    """Admits groups under the limits. Stateless: the same arguments give the same answer after any restart."""
+
+    def __init__(self, limits: Limits, over_age: str = "wait") -> None:
+        if over_age not in ("wait", "drop"):
+            raise ValueError(f"over_age = {over_age!r}: must be wait or drop")
+        self.limits, self.over_age = limits, over_age
+
+    def room(
+        self, view: GroupView, *, unpublished: int, next_admission: int, step: int, free: int, reserve: int = 0
+    ) -> Room:
+        """Groups that may be opened now.
+
+        `free`: FREE slots; `reserve`: those of them kept for other classes (`kept_back`); `next_admission`: the index
+        that the next group gets; `step`: the learner's finished steps; `unpublished`: groups trained, not published.
+        """
+        due = int(view.due.sum())
+        blocker = view.oldest_unresolved()
+        old = self._too_old(view, step)
+        if old is not None:
+            return Room(0, "staleness", old)
+        groups, reason = self._by_count(len(view) + unpublished, next_admission)
+        if groups <= 0:
+            return Room(0, reason, blocker)
+        by_slots = (free - reserve - due) // self.limits.group_size
+        return Room(min(groups, by_slots)) if by_slots > 0 else Room(0, "slots", blocker)
+
+    def _by_count(self, in_flight: int, next_admission: int) -> tuple[int, str]:
+        if not self.limits.sync:
+            return self.limits.B - in_flight, "in_flight"
+        position = next_admission % self.limits.n_min
+        if position == 0 and in_flight:
+            return 0, "round"
+        return self.limits.n_min - position, "round"
+
+    def _too_old(self, view: GroupView, step: int) -> int | None:
+        """Under `wait`: a group that is already above max_staleness; nothing is admitted until it is trained."""
+        bound = self.limits.max_staleness
+        if bound is None or self.over_age != "wait" or not len(view):
+            return None
+        oldest = int(np.argmin(view.oldest_step))
+        began = int(view.oldest_step[oldest])
+        return int(view.draws[oldest]) if began != NOT_STARTED and step - began > bound else None

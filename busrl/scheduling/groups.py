@@ -1,0 +1,284 @@
+"""What every open group is up to: derived from the ring's lines and the fate bytes, each time anew.
+
+Talks to nothing: it is given two arrays. A group is a draw of the loader; its members' uids are
+`(draw x 2 + try) x G + member`, try 1 being the one re-roll of a member that ended by accident. Knows nothing of
+policies, triggers or how the arrays came about.
+
+- Everything is recomputed from ring and fates. What a scanner keeps (low and high water, admission indices of groups
+  whose lines are all gone) are hints: losing them costs time or order, never a sample.
+- Take the lines *before* the fates are read (`scan` reads them when called): then a group can look busier than it is,
+  never finished when it is not.
+- A group is resolved when no member is running and none is due; usable with at least g_min survivors and no member
+  that was ended by a rule; finished when it is resolved and holds no slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.scheduling.limits import least_survivors
+
+Lines = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+
+FREE, RESERVED, QUEUED, GENERATING, REWARDED, TRAINING = 0, 1, 2, 3, 6, 7  # slot states of the ring
+FIELDS = ("state", "segs", "uid", "admission", "step", "reward")  # of a line, beside its class
+CLS_TRAIN = 0
+VALIDATE_BIT = 1 << 62
+NOT_STARTED = np.iinfo(np.int64).max  # oldest_step of a group of which nothing has been generated yet
+UNKNOWN = -1  # admission index of a group that holds no slot and was never seen with one
+LOOKAHEAD = 4096  # draws looked at past the last one known, at the start
+
+NONE, DISPATCHED = 0, ord("D")
+ACCIDENTS = b"PRHMX"
+_IS_ACCIDENT = np.zeros(256, np.bool_)
+_IS_ACCIDENT[list(ACCIDENTS)] = True
+_CLOSES = np.ones(256, np.bool_)  # trained, or set aside by a rule: the group takes no new member
+_CLOSES[[NONE, DISPATCHED, *ACCIDENTS]] = False
+
+
+class Todo(NamedTuple):
+    """A member of an open group that is still to be dispatched; `attempt` 1 is its re-roll."""
+
+    uid: int
+    draw: int
+    attempt: int
+    member: int
+    admission: int  # UNKNOWN: the group takes a new index
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """The open groups (opened, not finished) at one instant, in the order of their draws; one array entry per group."""
+
+    group_size: int
+    draws: Ints
+    admission: Ints
+    due: Ints  # members still to be dispatched, re-rolls included
+    running: Ints  # members dispatched and not yet rewarded
+    survivors: Ints  # members with a reward, still in their slots
+    training: Ints  # of these, in a learner's hands
+    oldest_step: Ints  # learner step of the oldest version that any of its tokens can have, or NOT_STARTED
+    resolved: Bools
+    usable: Bools
+    closed_by: Bytes  # fate of a member that ended the group (trained, or set aside by a rule), 0 if there is none
+    todo: tuple[Todo, ...]
+    free_slots: int
+    _cells: _Cells
+    _keep: Ints  # our groups among those of the cells
+    _unopened: Ints
+    _high: int
+
+    @cached_property
+    def flat(self) -> Bools:
+        """All survivors have the same reward. (Computed when asked for: only a learner wants to know.)"""
+        return self._cells.flat()[self._keep]
+
+    @cached_property
+    def _slots(self) -> npt.NDArray[np.int32]:
+        """[group, try, member] -> slot of a survivor, or -1."""
+        return self._cells.survivor_slots()[self._keep]
+
+    def __len__(self) -> int:
+        """Open groups, which is what B limits (together with the groups not yet published)."""
+        return len(self.draws)
+
+    def index(self, draw: int) -> int:
+        """Position of a draw in the arrays; KeyError if it is not open."""
+        i = int(np.searchsorted(self.draws, draw))
+        if i == len(self.draws) or self.draws[i] != draw:
+            raise KeyError(f"group {draw} is not open")
+        return i
+
+    def slots_of(self, draw: int) -> list[int]:
+        """Slots of the survivors of an open group, in the order of its members."""
+        both = self._slots[self.index(draw)]
+        per_member = both.max(axis=0)  # a member survives by its first try or by its re-roll, never by both
+        return [int(slot) for slot in per_member if slot >= 0]
+
+    def oldest_unresolved(self) -> int | None:
+        """The draw admitted first among those not resolved: the group that everybody may be waiting for."""
+        waiting = np.flatnonzero(~self.resolved & (self.admission != UNKNOWN))
+        if not len(waiting):
+            return None
+        return int(self.draws[waiting[np.argmin(self.admission[waiting])]])
+
+    def unopened(self, count: int) -> list[int]:
+        """The next `count` draws of the loader that have no fate yet, in order."""
+        found = self._unopened[:count].tolist()
+        return [*found, *range(self._high, self._high + count - len(found))]
+
+
+class GroupScanner:
+    """Makes views of one class of one ring. `fates` is the live byte array of all samples, indexed by uid."""
+
+    def __init__(self, fates: Bytes, group_size: int, *, cls: int = CLS_TRAIN, horizon: int = 64) -> None:
+        self.fates = fates.view(np.ndarray)  # a memmap would make every slice slow
+        self.group_size, self.cls = group_size, cls
+        self.g_min = least_survivors(group_size)
+        self._width = 2 * group_size
+        self._low = self._high = 0
+        self._look = max(1, horizon)
+        self._admissions: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
+        self._raise_high(max(LOOKAHEAD, horizon))
+
+    def scan(self, lines: Lines) -> GroupView:
+        """The view that follows from a copy of the ring's lines and from the fates as they are now."""
+        state = lines["state"]
+        free_slots = len(lines) - int(np.count_nonzero(state))
+        # A RESERVED line may still show its last tenant; what counts of it, the fate, is read from the fates.
+        picked = np.flatnonzero((state > RESERVED) & (lines["cls"] == self.cls) & (lines["uid"] < VALIDATE_BIT))
+        # Field by field: indexing whole structured lines costs as much as all the rest together.
+        own = {name: lines[name][picked] for name in FIELDS}
+        uids = own["uid"].astype(np.int64)
+        self._cover(uids)
+        return self._view(_Cells(self, picked, own, uids), free_slots)
+
+    def _cover(self, uids: Ints) -> None:
+        """Make [low, high) hold every draw that has a line or a fate."""
+        if len(uids):
+            self._low = min(self._low, int(uids.min()) // self._width)
+            self._high = max(self._high, int(uids.max()) // self._width + 1)
+        self._raise_high(self._look)
+
+    def _raise_high(self, look: int) -> None:
+        while True:
+            # A copy: other processes store fates while this one looks.
+            ahead = self.fates[self._high * self._width : (self._high + look) * self._width].copy()
+            used = np.flatnonzero(ahead)
+            if not len(used):
+                return
+            self._high += int(used[-1]) // self._width + 1
+
+    def _view(self, c: _Cells, free_slots: int) -> GroupView:
+        low, high = self._low, self._high
+        done = c.opened & c.finished
+        keep = np.flatnonzero(c.opened & ~c.finished)
+        draws = low + keep
+        admission = self._admission_of(draws, c.admission[keep])
+        view = GroupView(
+            group_size=self.group_size,
+            draws=draws,
+            admission=admission,
+            due=c.due.sum((1, 2))[keep],
+            running=c.running.sum(1)[keep],
+            survivors=c.survivors[keep],
+            training=c.training[keep],
+            oldest_step=c.oldest_step[keep],
+            resolved=c.resolved[keep],
+            usable=c.usable(self.g_min)[keep],
+            closed_by=c.closed_by[keep],
+            todo=self._todo(c.due[keep], draws, admission),
+            free_slots=free_slots,
+            _cells=c,
+            _keep=keep,
+            _unopened=low + np.flatnonzero(~c.opened),
+            _high=high,
+        )
+        self._low = low + (int(np.argmin(done)) if not done.all() else len(done))
+        return view
+
+    def _admission_of(self, draws: Ints, seen: Ints) -> Ints:
+        """Indices read from lines; for a group without lines the one it was last seen with."""
+        if UNKNOWN not in seen:
+            self._admissions = draws, seen
+            return seen
+        before = dict(zip(*(a.tolist() for a in self._admissions)))
+        filled = [a if a != UNKNOWN else before.get(d, UNKNOWN) for d, a in zip(draws.tolist(), seen.tolist())]
+        self._admissions = draws, np.array(filled, np.int64)
+        return self._admissions[1]
+
+    def _todo(self, due: Bools, draws: Ints, admission: Ints) -> tuple[Todo, ...]:
+        """Members to dispatch, groups in admission order (new ones last)."""
+        found = [
+            Todo(int((draws[g] * 2 + t) * self.group_size + m), int(draws[g]), int(t), int(m), int(admission[g]))
+            for g, t, m in zip(*np.nonzero(due))
+        ]
+        return tuple(sorted(found, key=lambda t: (t.admission == UNKNOWN, t.admission, t.uid)))
+
+
+class _Cells:
+    """One cell per (group, try, member) of the window [low, high), and what follows for each group."""
+
+    def __init__(self, scanner: GroupScanner, picked: Ints, own: dict[str, npt.NDArray[Any]], uids: Ints) -> None:
+        size, low, high = scanner.group_size, scanner._low, scanner._high
+        shape = (high - low, 2, size)
+        self.at = uids - low * 2 * size
+        self.shape, self.own, self.picked = shape, own, picked
+        fates = np.zeros(shape, np.uint8)
+        known = scanner.fates[low * 2 * size : high * 2 * size]
+        fates.reshape(-1)[: len(known)] = known
+        state = self._spread(own["state"], 0, np.uint8)
+        rerolled = _IS_ACCIDENT[fates[:, 0]]
+        self.fate = np.where(rerolled, fates[:, 1], fates[:, 0])
+        now = np.where(rerolled, state[:, 1], state[:, 0])
+        dispatched = self.fate == DISPATCHED
+        self.rewarded = dispatched & ((now == REWARDED) | (now == TRAINING))
+        self.running = dispatched & ~self.rewarded
+        self.closed_by: Bytes = np.where(_CLOSES[self.fate], self.fate, 0).max(1, initial=0)
+        closed = self.closed_by != NONE
+        live = (state != FREE).any((1, 2))
+        self.opened = (fates != NONE).any((1, 2)) | live
+        wanted = (self.fate == NONE) & (self.opened & ~closed)[:, None]
+        self.due = np.stack((wanted & ~rerolled, wanted & rerolled), 1)
+        self.resolved = self.opened & ~self.running.any(1) & ~wanted.any(1)
+        self.finished = self.resolved & ~live
+        self.survivors = self.rewarded.sum(1)
+        self.training = (self.rewarded & (now == TRAINING)).sum(1)
+        self.closed, self.rerolled = closed, rerolled
+        self._per_group()
+
+    def _spread(self, values: npt.NDArray[Any], fill: float, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A value per line, laid out by (group, try, member)."""
+        out = np.full(self.shape, fill, dtype)
+        out.reshape(-1)[self.at] = values
+        return out
+
+    def _per_group(self) -> None:
+        """Smallest admission index over a group's lines, and smallest step over those with tokens."""
+        groups = self.at // (2 * self.shape[2])
+        state, segs = self.own["state"], self.own["segs"]
+        self.admission = np.full(self.shape[0], NOT_STARTED, np.int64)
+        np.minimum.at(self.admission, groups, self.own["admission"].astype(np.int64))
+        self.admission[self.admission == NOT_STARTED] = UNKNOWN
+        begun = ((state >= GENERATING) & (state <= TRAINING)) | ((state == QUEUED) & (segs > 0))
+        self.oldest_step = np.full(self.shape[0], NOT_STARTED, np.int64)
+        np.minimum.at(self.oldest_step, groups[begun], self.own["step"][begun].astype(np.int64))
+
+    def usable(self, g_min: int) -> Bools:
+        enough: Bools = self.resolved & ~self.closed & (self.survivors >= g_min)
+        return enough
+
+    def flat(self) -> Bools:
+        both = self._spread(self.own["reward"], 0.0, np.float64)
+        reward = np.where(self.rerolled, both[:, 1], both[:, 0])
+        most = np.where(self.rewarded, reward, -np.inf).max(1)
+        least = np.where(self.rewarded, reward, np.inf).min(1)
+        same: Bools = (self.survivors > 0) & (most == least)
+        return same
+
+    def survivor_slots(self) -> npt.NDArray[np.int32]:
+        slots = self._spread(self.picked, -1, np.int32)
+        slots[:, 0][~self.rewarded | self.rerolled] = -1
+        slots[:, 1][~self.rewarded | ~self.rerolled] = -1
+        return slots
+
+
+def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:
+    """The uid of a training sample."""
+    return (draw * 2 + attempt) * group_size + member
+
+
+def slot_priority(admission: int) -> int:
+    """Priority number of a group's slots, larger first: groups admitted earlier first, re-rolls with their group.
+
+    At most 0, so that a class with positive priorities (validation) goes before training.
+    """
+    return -(admission % (1 << 31))

@@ -1,0 +1,173 @@
+"""How many groups may be in flight (B) and how far the learner looks ahead (W): the sums behind a staleness bound.
+
+Talks to nothing: arithmetic on four numbers of the topology. Knows nothing of slots' contents, clocks or the ring.
+
+- batch-async: B + W <= (max_staleness + 1) x n_lo + 1. A group is trained after at most B - 1 older and W - 1 younger
+  ones, and every step takes at least n_lo of them, so its age is at most (B + W - 2) // n_lo <= max_staleness.
+- The bound holds only if a group's credit returns when its step is *published*; returned when taken, one step more is
+  reachable.
+- B and W never change during a run, also when a controller moves the threshold n_min between n_lo and n_hi.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MODES = ("sync", "batch-async", "fully-async")
+WINDOW_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Derived numbers of a run, counted in groups. `max_age` is None where nothing bounds it (fully-async)."""
+
+    mode: str
+    n_min: int
+    n_lo: int
+    n_hi: int
+    n_floor: int
+    max_staleness: int | None
+    group_size: int
+    g_min: int
+    B: int
+    W: int
+
+    @property
+    def sync(self) -> bool:
+        return self.mode == "sync"
+
+    @property
+    def max_age(self) -> int | None:
+        """Steps that a group may be old when it is trained, by the sums above."""
+        if self.sync:
+            return 0
+        return None if self.max_staleness is None else oldest_age(self.B, self.W, self.n_lo)
+
+    @property
+    def max_publish_every(self) -> int:
+        """Steps that may share one publication; with more, unpublished groups alone would stop admission."""
+        return 1 if self.sync else max(1, self.B // max(1, self.n_hi))
+
+    @property
+    def train_slots(self) -> int:
+        """Slots that B groups need; a re-roll takes the slot that its parent left."""
+        return self.B * self.group_size
+
+    def explain(self) -> list[str]:
+        """The sums, one line each, for `busrl check`."""
+        lines = [_explain_mode(self)]
+        lines.append(f"train slots = B x groups.size = {self.B} x {self.group_size} = {self.train_slots}")
+        lines.append(f"a group of {self.group_size} trains with at least g_min = {self.g_min} survivors")
+        if not self.sync:
+            lines.append(f"a step by time (t_max) needs at least n_floor = {self.n_floor} groups")
+        return lines
+
+    def problems(self) -> list[str]:
+        """Rules that these numbers break; a run must not start with any."""
+        found = []
+        if self.n_min < 1 or self.group_size < 2:
+            found.append(f"n_min = {self.n_min}, groups.size = {self.group_size}: must be >= 1 and >= 2")
+        if not self.n_lo <= self.n_min <= self.n_hi <= self.B:
+            found.append(f"n_lo <= n_min <= n_hi <= B does not hold: {self.n_lo}, {self.n_min}, {self.n_hi}, {self.B}")
+        if self.W < 1:
+            need = least_staleness(self.n_lo, self.n_hi)
+            found.append(
+                f"no window is left for thresholds {self.n_lo} to {self.n_hi} with max_staleness = "
+                f"{self.max_staleness}: W = {self.W} must be >= 1; set weights.max_staleness >= {need}"
+            )
+        return found
+
+    def warnings(self) -> list[str]:
+        """What works but will disappoint."""
+        found = []
+        if not self.sync and 1 <= self.W < self.B // 8:
+            found.append(
+                f"W = {self.W} of B = {self.B}: one slow group holds up nearly everything behind it; raise "
+                f"weights.max_staleness to {least_staleness(self.n_lo, self.n_hi)} or more"
+            )
+        if self.mode == "fully-async":
+            found.append("fully-async: nothing bounds the age of a sample; watch age_max and the clip fraction")
+        return found
+
+
+def derive(
+    mode: str,
+    n_min: int,
+    max_staleness: int,
+    group_size: int,
+    n_lo: int | None = None,
+    n_hi: int | None = None,
+    n_floor: int = 0,
+) -> Limits:
+    """The limits of a run. `n_lo`, `n_hi`: thresholds that a controller may choose (default: n_min, it does not act).
+
+    Never raises for numbers that do not fit together: `problems()` says what is wrong with the result.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
+    low, high = n_min if n_lo is None else n_lo, n_min if n_hi is None else n_hi
+    if mode == "sync":
+        low = high = admitted = window = n_min
+    elif mode == "fully-async":
+        admitted = 4 * n_min
+        window = window_of(admitted)
+    else:
+        total = (max_staleness + 1) * low + 1
+        admitted = max(high, _largest_admitted(total))
+        window = total - admitted
+    return Limits(
+        mode=mode,
+        n_min=n_min,
+        n_lo=low,
+        n_hi=high,
+        n_floor=n_floor or min(n_min, max(4, n_min // 4)),
+        max_staleness={"sync": 0, "fully-async": None}.get(mode, max_staleness),
+        group_size=group_size,
+        g_min=least_survivors(group_size),
+        B=admitted,
+        W=window,
+    )
+
+
+def window_of(admitted: int, share: float = WINDOW_SHARE) -> int:
+    """Window that goes with `admitted` groups: floor(share x B), at least 1 (which is strict order)."""
+    return max(1, math.floor(share * admitted + 1e-9))
+
+
+def oldest_age(admitted: int, window: int, n_lo: int) -> int:
+    """The largest age, in steps, that a group can reach under the window."""
+    return (admitted + window - 2) // n_lo
+
+
+def least_survivors(group_size: int) -> int:
+    """g_min: members that must have survived for a group to be trained."""
+    return max(2, math.ceil(0.75 * group_size))
+
+
+def least_staleness(n_lo: int, n_hi: int) -> int:
+    """The smallest max_staleness that leaves thresholds n_lo to n_hi a window of a quarter of B."""
+    return math.ceil((n_hi + max(1, n_hi // 4) - 1) / n_lo) - 1
+
+
+def _largest_admitted(total: int) -> int:
+    """The largest B with B + floor(0.3 B) <= total."""
+    admitted = max(1, math.floor(total / (1 + WINDOW_SHARE)))
+    while admitted + 1 + window_of(admitted + 1) <= total:
+        admitted += 1
+    while admitted > 1 and admitted + window_of(admitted) > total:
+        admitted -= 1
+    return admitted
+
+
+def _explain_mode(limits: Limits) -> str:
+    n, admitted, window = limits.n_lo, limits.B, limits.W
+    if limits.sync:
+        return f"sync: B = W = n_min = {admitted}; a round is trained and published before the next is admitted (age 0)"
+    if limits.max_staleness is None:
+        return f"fully-async: B = 4 x n_min = {admitted}, W = floor(0.3 B) = {window}; no bound on age"
+    bound = (limits.max_staleness + 1) * n + 1
+    return (
+        f"batch-async: B + W = {admitted} + {window} = {admitted + window} <= (max_staleness + 1) x n_lo + 1 = "
+        f"({limits.max_staleness} + 1) x {n} + 1 = {bound}; age at most (B + W - 2) // n_lo = {limits.max_age}"
+    )

@@ -1,0 +1,84 @@
+"""Reward functions: exact match, loading by name, and what counts as a result."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from busrl.errors import RewardNotLoaded
+from busrl.rewards import ExactMatch, MalformedReward, load, settle
+
+
+@pytest.mark.parametrize(
+    ("extract", "completion", "answer", "reward"),
+    [
+        ("", " 1 2 3\n", "1 2 3", 1.0),
+        ("", "1 2 4", "1 2 3", 0.0),
+        ("Answer:", "think. Answer: 7 no. Answer: 8 ", " 8", 1.0),
+        ("Answer:", "8", "8", 0.0),
+        (r"\|*", "|||123", "123", 1.0),
+        (r"\|*", "123", "123", 1.0),
+        (r"=([0-9 ]*)<end>", "..=1<end>=2 3<end>", "2 3", 1.0),
+        (r"####\s*(\S+)?", "####", "", 1.0),
+    ],
+)
+def test_exact_match_compares_the_text_that_extract_finds(
+    extract: str, completion: str, answer: str, reward: float
+) -> None:
+    assert ExactMatch(extract, "a")({"a": answer}, completion, []) == reward
+
+
+def test_a_bad_expression_is_refused_before_any_sample() -> None:
+    with pytest.raises(RewardNotLoaded, match=r"reward.extract = '\(': not a regular expression"):
+        ExactMatch("(")
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_function_is_found_in_a_file_and_in_a_module_beside_it(tmp_path: Path) -> None:
+    write(tmp_path / "busrl_s_pkg/__init__.py", "")
+    write(tmp_path / "busrl_s_pkg/judge.py", "class A:\n    @staticmethod\n    def f(r, c, t): return len(c)\n")
+    write(tmp_path / "judge.py", "from busrl_s_pkg.judge import A\ndef f(r, c, t): return A.f(r, c, t) + 1\n")
+    assert load("judge.py:f", tmp_path)({}, "abc", []) == 4
+    assert load("busrl_s_pkg.judge:A.f", tmp_path)({}, "abc", []) == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("judge.py", ["must be package.module:function or file.py:function"]),
+        ("gone.py:f", ["there is no file", "gone.py"]),
+        ("judge.py:g", ["has no 'g'", "it has f"]),
+        ("judge.py:x", ["x is a int, not a function"]),
+        ("broken.py:f", ["importing it raised ZeroDivisionError", "broken.py:2"]),
+        ("leaves.py:f", ["importing it raised SystemExit"]),
+        ("busrl_s_no_such:f", ["importing it raised ModuleNotFoundError"]),
+    ],
+)
+def test_a_function_that_can_not_be_had_says_why(tmp_path: Path, target: str, words: list[str]) -> None:
+    write(tmp_path / "judge.py", "x = 1\ndef f(r, c, t): return 0\n")
+    write(tmp_path / "broken.py", "def f(r, c, t): return 0\n1 / 0\n")
+    write(tmp_path / "leaves.py", "import sys\nsys.exit(3)\n")
+    with pytest.raises(RewardNotLoaded) as caught:
+        load(target, tmp_path)
+    assert f"reward.function = {target!r}" in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_map_is_summed_with_its_weights() -> None:
+    assert settle({"right": 1, "short": np.float32(0.5)}) == (1.5, {"right": 1.0, "short": 0.5})
+    assert settle({"right": 1.0, "short": 0.5}, {"short": -2.0})[0] == 0.0
+    assert settle(True) == (1.0, {})
+
+
+@pytest.mark.parametrize("bad", [None, "1", math.nan, math.inf, [], {}, {"a": "x"}, {"a": math.nan}, 1j, 10**400])
+def test_everything_but_finite_numbers_is_malformed(bad: Any) -> None:
+    with pytest.raises(MalformedReward):
+        settle(bad)

@@ -1,0 +1,274 @@
+"""The pool answers every item once, whatever the user's function does to its process. Real children throughout."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.errors import RewardNotLoaded
+from busrl.rewards import Item, Outcome, RewardPool
+from busrl.rewards.frames import Request, Setup, Splitter, frame
+from busrl.rewards.lane import Lane
+
+JUDGE = """
+import os, signal, sys, time
+def judge(record, completion, token_ids):
+    print("noise on stdout", completion)
+    os.write(1, b"noise on descriptor 1")
+    word, _, rest = completion.partition(" ")
+    if word == "raise": raise ValueError("no such luck")
+    if word == "exit": sys.exit(1)
+    if word == "read": return len(sys.stdin.read())
+    if word == "nan": return float("nan")
+    if word == "die": os._exit(7)
+    if word == "segv": os.kill(os.getpid(), signal.SIGSEGV)
+    if word == "hang":
+        while True: time.sleep(60)
+    if word == "once" and not os.path.exists(rest):
+        open(rest, "w").close()
+        os._exit(1)
+    if word == "orphan":
+        import subprocess
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        with open(rest + ".new", "w") as file: file.write(str(child.pid))
+        os.rename(rest + ".new", rest)
+        while True: time.sleep(60)
+    return {"n": len(token_ids), "extra": record.get("extra", 0)}
+"""
+
+
+@dataclass
+class Settings:
+    kind: str = "python"
+    function: str = "judge.py:judge"
+    extract: str = ""
+    answer_key: str = "answer"
+    timeout_s: float = 60.0
+    workers: int = 1
+
+
+MakePool = Callable[..., RewardPool]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakePool]:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    pools = []
+
+    def build(**settings: object) -> RewardPool:
+        pools.append(RewardPool(Settings(**settings), base_dir=tmp_path))  # type: ignore[arg-type]
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        pool.close()
+
+
+def item(key: int, completion: str = "", line: bytes = b"{}", tokens: int = 3) -> Item:
+    return Item(key, line, completion, list(range(tokens)))
+
+
+def judge_all(pool: RewardPool, items: list[Item]) -> dict[int, Outcome]:
+    """All outcomes by key; the test's own watchdog ends a pool that never answers."""
+    pool.submit(items)
+    found: dict[int, Outcome] = {}
+    while len(found) < len(items):
+        for outcome in pool.poll(10.0):
+            assert outcome.key not in found
+            found[outcome.key] = outcome
+    assert len(pool) == 0 and pool.poll(10.0) == []
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_item_comes_back_once_with_its_value(make: MakePool, workers: int) -> None:
+    pool = make(workers=workers)
+    items = [item(key, line=b'{"extra": 0.5}', tokens=key % 40) for key in range(2000)]
+    found = judge_all(pool, items)
+    assert all(found[k].value == k % 40 + 0.5 and found[k].error is None for k in range(2000))
+    assert found[9].parts == {"n": 9.0, "extra": 0.5}
+    assert (pool.stats().judged, pool.stats().pending, pool.stats().restarts) == (2000, 0, 0)
+
+
+def test_large_items_pass_through_pipes_that_are_full_on_both_sides(make: MakePool) -> None:
+    found = judge_all(make(), [item(key, "x" * 100_000, tokens=5000) for key in range(60)])
+    assert [found[k].value for k in range(60)] == [5000.0] * 60
+
+
+@pytest.mark.parametrize("word", ["raise", "exit"])
+def test_a_function_that_raises_costs_only_its_own_sample(make: MakePool, word: str) -> None:
+    pool = make()
+    found = judge_all(pool, [item(k, word if k == 3 else "") for k in range(8)])
+    assert [k for k in found if found[k].error] == [3]
+    assert found[3].error == "raised" and "judge.py" in found[3].text
+    assert pool.stats().restarts == 0
+
+
+def test_results_that_are_no_numbers_and_lines_that_are_no_json_are_malformed(make: MakePool) -> None:
+    found = judge_all(make(), [item(0, "nan"), item(1, line=b"{broken"), item(2)])
+    assert [found[k].error for k in range(3)] == ["malformed", "malformed", None]
+    assert "must be finite" in found[0].text
+
+
+def test_user_code_reads_an_empty_stdin_and_its_prints_do_not_break_the_wire(make: MakePool) -> None:
+    assert judge_all(make(), [item(0, "read")])[0].value == 0.0
+
+
+@pytest.mark.parametrize("word", ["die", "segv"])
+def test_a_sample_that_kills_its_process_twice_is_raised_and_the_others_are_judged(make: MakePool, word: str) -> None:
+    pool = make()
+    found = judge_all(pool, [item(k, word if k in (0, 5) else "") for k in range(10)])
+    assert sorted(k for k in found if found[k].error) == [0, 5]
+    assert found[5].error == "raised" and "twice" in found[5].text
+    assert pool.stats().restarts == 4
+
+
+def test_a_sample_that_was_only_there_when_its_process_died_is_judged_again(make: MakePool, tmp_path: Path) -> None:
+    pool = make()
+    found = judge_all(pool, [item(0), item(1, f"once {tmp_path}/flag"), item(2)])
+    assert [found[k].error for k in range(3)] == [None] * 3
+    assert pool.stats().restarts == 1
+
+
+def test_a_sample_over_its_deadline_is_hung_and_the_others_are_judged(make: MakePool) -> None:
+    pool = make(timeout_s=1.5, workers=2)
+    found = judge_all(pool, [item(k, "hang" if k in (0, 30) else "") for k in range(40)])
+    assert sorted(k for k in found if found[k].error) == [0, 30]
+    assert all(found[k].error == "hung" and "1.5 s" in found[k].text for k in (0, 30))
+
+
+def test_a_killed_child_is_replaced_and_nothing_is_lost(make: MakePool) -> None:
+    pool = make()
+    assert pool.wait_ready(60)
+    for round_number in range(3):
+        os.kill(pool.pids()[0], signal.SIGKILL)
+        found = judge_all(pool, [item(k) for k in range(round_number, round_number + 50)])
+        assert all(outcome.error is None for outcome in found.values())
+
+
+def test_the_descriptor_of_a_pool_becomes_readable_and_stays_the_same_over_restarts(make: MakePool) -> None:
+    pool = make()
+    fd = pool.fileno()
+    judge_all(pool, [item(0, "die")])
+    pool.submit([item(1)])
+    outcomes: list[Outcome] = []
+    while not outcomes:
+        assert select.select([fd], [], [], 60)[0]
+        outcomes = pool.poll(0)
+    assert outcomes[0].key == 1 and pool.fileno() == fd
+
+
+def test_a_function_that_can_not_be_imported_ends_the_pool_with_the_cause(make: MakePool, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("import busrl_s_no_such_module\n")
+    pool = make(function="bad.py:f")
+    with pytest.raises(RewardNotLoaded, match=r"ModuleNotFoundError.*bad\.py:1"):
+        pool.wait_ready(60)
+
+
+def test_a_module_that_crashes_on_import_ends_the_pool_after_a_few_tries(make: MakePool, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("import os\nos._exit(9)\n")
+    pool = make(function="bad.py:f")
+    with pytest.raises(RewardNotLoaded, match="exit status 9"):
+        pool.wait_ready(60)
+
+
+LaneAt = Callable[[float], Lane]
+
+
+@pytest.fixture
+def lane(tmp_path: Path) -> Iterator[LaneAt]:
+    """A lane with a clock of the test's own, and a ready child."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    poller = select.epoll()
+    lanes = []
+
+    def build(now: float) -> Lane:
+        setup = Setup("python", "judge.py:judge", "", "", str(tmp_path), {})
+        lanes.append(Lane(setup, poller, 5.0, 120.0, (), now))
+        while not lanes[-1].serving:
+            assert poller.poll(60)
+            assert lanes[-1].collect(now, 0.0) == []
+        return lanes[-1]
+
+    yield build
+    for made in lanes:
+        made.close()
+    poller.close()
+
+
+def test_only_time_with_the_item_and_under_our_eyes_counts_against_it(lane: LaneAt) -> None:
+    judged = lane(0.0)
+    judged.submit([Request(1, b"{}", "hang", [])], now=1000.0)  # long idle before
+    assert judged.collect(1001.0, at_most_s=60.0) == []
+    assert judged.collect(2000.0, at_most_s=1.0) == []  # we were stopped for long: one second counts
+    assert judged.remaining_s() == 3.0
+    assert [(a.seq, a.error) for a in judged.collect(2003.0, at_most_s=60.0)] == [(1, "hung")]
+
+
+def test_killing_a_hung_child_takes_what_the_user_code_started(lane: LaneAt, tmp_path: Path) -> None:
+    hung, path = lane(0.0), tmp_path / "grandchild"
+    hung.submit([Request(1, b"{}", f"orphan {path}", [])], now=0.0)
+    with select.epoll() as nothing:
+        while not path.exists():
+            nothing.poll(0.01)
+    assert [a.error for a in hung.collect(5.0, at_most_s=60.0)] == ["hung"]
+    assert gone(int(path.read_text()))
+
+
+def gone(pid: int, timeout_ms: int = 30_000) -> bool:
+    """Whether a process that is not our child has ended, or does within the timeout."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        return bool(poller.poll(timeout_ms))
+    finally:
+        os.close(fd)
+
+
+OWNER = """
+import sys
+sys.path.insert(0, {root!r})
+from types import SimpleNamespace
+from busrl.rewards import Item, RewardPool
+s = SimpleNamespace(kind="python", function="judge.py:judge", extract="", answer_key="", timeout_s=600, workers=1)
+pool = RewardPool(s, base_dir={base!r})
+pool.wait_ready(60)
+pool.submit([Item(0, b"{{}}", "hang", [])])
+print(pool.pids()[0], flush=True)
+pool.poll(600)
+"""
+
+
+def test_a_hanging_child_dies_with_its_parent(make: MakePool, tmp_path: Path) -> None:
+    script = OWNER.format(root=str(Path(__file__).resolve().parents[2]), base=str(tmp_path))
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    child = int(owner.stdout.readline())
+    owner.kill()
+    owner.wait(60)
+    owner.stdout.close()
+    assert gone(child)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=12), st.integers(1, 17))
+def test_frames_survive_any_cut_of_the_stream(bodies: list[bytes], cut: int) -> None:
+    encoder = msgspec.msgpack.Encoder()
+    data = b"".join(frame(encoder, body) for body in bodies)
+    splitter = Splitter()
+    found = [body for at in range(0, len(data), cut) for body in splitter.feed(data[at : at + cut])]
+    assert [msgspec.msgpack.decode(body) for body in found] == bodies

@@ -1,0 +1,240 @@
+"""A closed loop in memory: the real scheduling classes around a pretended ring, with deaths, accidents and re-rolls.
+
+It keeps the ledger's rules (fates before slots are freed, unpublished counted before slots are freed) and nothing else;
+every decision is the package's own.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from busrl.scheduling import (
+    UNKNOWN,
+    Admission,
+    Candidate,
+    Cause,
+    Claim,
+    Fire,
+    GroupScanner,
+    GroupView,
+    LearnerPlan,
+    SetAside,
+    Staleness,
+    Trigger,
+    derive,
+    make_policy,
+    uid_of,
+)
+
+FREE, QUEUED, GENERATING, REWARDED, TRAINING = 0, 2, 3, 6, 7
+LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),
+                 ("reward", "f8")])  # fmt: skip
+DRAWS = 4096
+
+
+@dataclass
+class Table:
+    """Ring lines and fates, and the few operations on them that tests need."""
+
+    group_size: int
+    slots: int
+    lines: np.ndarray = field(init=False)
+    fates: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lines = np.zeros(self.slots, LINE)
+        self.fates = np.zeros(DRAWS * 2 * self.group_size, np.uint8)
+
+    @property
+    def free(self) -> int:
+        return int(np.count_nonzero(self.lines["state"] == FREE))
+
+    def put(self, draw: int, member: int, *, attempt: int = 0, state: int = QUEUED, admission: int | None = None,
+            step: int = 0, reward: float = 0.0, segs: int = 0, cls: int = 0) -> int:  # fmt: skip
+        """Dispatch a member into the first free slot, already in `state`."""
+        slot = int(np.argmin(self.lines["state"] != FREE))
+        assert self.lines["state"][slot] == FREE, "the ring is full"
+        uid = uid_of(draw, attempt, member, self.group_size)
+        self.fates[uid] = ord("D")
+        self.lines[slot] = (state, segs, cls, uid, draw if admission is None else admission, step, reward)
+        return slot
+
+    def put_group(self, draw: int, rewards: list[float], **line: int) -> list[int]:
+        return [self.put(draw, m, state=REWARDED, reward=r, **line) for m, r in enumerate(rewards)]
+
+    def end(self, slot: int, fate: str) -> None:
+        """Store a fate, then free the slot."""
+        self.fates[int(self.lines["uid"][slot])] = ord(fate)
+        self.lines["state"][slot] = FREE
+
+    def view(self) -> GroupView:
+        return GroupScanner(self.fates, self.group_size).scan(self.lines.copy())
+
+
+class ClosedLoop:
+    """Scheduler, workers and one learner around a Table. Each `tick` does a few random things that are possible."""
+
+    def __init__(self, seed: int, *, mode: str = "batch-async", n_min: int = 4, staleness: int = 2, group_size: int = 4,
+                 over_age: str = "wait", streaming: bool = True, policy: str = "fifo", t_max_s: float = float("inf"),
+                 accidents: float = 0.05, flats: float = 0.2, deaths: float = 0.02, lag: float = 0.0,
+                 publish_every: int = 1, slots: int = 0, checked: bool = True) -> None:  # fmt: skip
+        self.random = random.Random(seed)
+        self.limits = derive(mode, n_min, staleness, group_size)
+        assert not self.limits.problems()
+        self.table = Table(group_size, slots or self.limits.train_slots)
+        self.admission = Admission(self.limits, over_age)
+        self.policy_name, self.accidents, self.flats, self.deaths, self.lag = policy, accidents, flats, deaths, lag
+        self.horizon = 2 * n_min
+        self.trigger = Trigger(n_min, 0, t_max_s, sync=self.limits.sync)
+        staleness_rule = Staleness(self.limits.max_staleness if checked else None, over_age)
+        self.plan = LearnerPlan(self.limits, self.trigger, staleness_rule, streaming=streaming)
+        self.publish_every = publish_every
+        self.next_admission = self.step = self.published = self.unpublished = 0
+        self.claimed: list[int] = []
+        self.trained: list[int] = []
+        self.ages: list[int] = []
+        self.fired: list[tuple[str, int]] = []
+        self.opened: list[int] = []
+        self.now = 0.0
+        self.start_scheduler()
+        self.start_learner()
+
+    def start_scheduler(self) -> None:
+        self.scanner = GroupScanner(self.table.fates, self.table.group_size, horizon=self.horizon)
+        self.policy = make_policy(self.policy_name, self.horizon)
+
+    def start_learner(self) -> None:
+        """A new learner: what the old one had claimed is rewarded again."""
+        training = self.table.lines["state"] == TRAINING
+        self.table.lines["state"][training] = REWARDED
+        self.claimed = []
+        self.learner_scanner = GroupScanner(self.table.fates, self.table.group_size, horizon=self.horizon)
+
+    # -- one thing at a time --------------------------------------------------------------------------------------
+
+    def tick(self, straggler: int | None = None) -> bool:
+        """Scheduler and learner look, then some samples move. False if nothing at all could happen: a deadlock."""
+        self.now += 1.0
+        moved = self.schedule() | self.learn()
+        for _ in range(self.random.choice((1, 1, 4, 16))):
+            moved |= self.work(straggler)
+        if self.random.random() < self.deaths:
+            self.start_scheduler()
+        if self.random.random() < self.deaths:
+            self.start_learner()
+        return moved
+
+    def schedule(self) -> bool:
+        view = self.scanner.scan(self.table.lines.copy())
+        moved = False
+        for todo in view.todo:
+            if not self.table.free:
+                break
+            admission = self.take_admission() if todo.admission == UNKNOWN else todo.admission
+            self.table.put(todo.draw, todo.member, attempt=todo.attempt, admission=admission, step=self.published)
+            moved = True
+        return moved or self.open_groups(view)
+
+    def open_groups(self, view: GroupView) -> bool:
+        room = self.admission.room(view, unpublished=self.unpublished, next_admission=self.next_admission,
+                                   step=self.step, free=self.table.free)  # fmt: skip
+        missing = self.policy.missing(view.unopened(self.horizon + room.groups))
+        self.policy.offer([Candidate(d, "x" * (d * 7919 % 97), 64) for d in missing])
+        for _ in range(room.groups):
+            candidate = self.policy.next()
+            assert candidate is not None
+            admission = self.take_admission()
+            self.opened.append(candidate.draw)
+            for member in range(self.table.group_size):
+                self.table.put(candidate.draw, member, admission=admission, step=self.published)
+                if self.random.random() < self.deaths / 8:
+                    self.start_scheduler()  # killed in the middle of a group: a successor finishes it
+                    return True
+        return room.groups > 0
+
+    def take_admission(self) -> int:
+        self.next_admission += 1
+        return self.next_admission - 1
+
+    def work(self, straggler: int | None = None) -> bool:
+        """Begin, end, lose or break one random sample, never one of the group `straggler`."""
+        lines = self.table.lines
+        busy = np.flatnonzero((lines["state"] == QUEUED) | (lines["state"] == GENERATING))
+        if straggler is not None:
+            busy = busy[lines["uid"][busy] // (2 * self.table.group_size) != straggler]
+        if not len(busy):
+            return False
+        slot = int(self.random.choice(busy.tolist()))
+        if lines["state"][slot] == QUEUED:
+            late = self.random.random() < self.lag
+            lines["state"][slot], lines["step"][slot] = GENERATING, max(0, self.published - late)
+        elif self.random.random() < self.deaths:
+            lines["state"][slot] = QUEUED
+        elif self.random.random() < self.accidents:
+            self.table.end(slot, self.random.choice("PRHMX"))
+        else:
+            lines["state"][slot] = REWARDED
+            draw = int(lines["uid"][slot]) // (2 * self.table.group_size)
+            flat = random.Random(draw).random() < self.flats
+            lines["reward"][slot] = 1.0 if flat else self.random.random()
+        return True
+
+    def learn(self) -> bool:
+        """Carry out what the plan says. Publishes every `publish_every` steps, or when nothing is on its way."""
+        view = self.learner_scanner.scan(self.table.lines.copy())
+        actions = self.plan.decide(view, self.claimed, step=self.step, now=self.now,
+                                   next_admission=self.next_admission)  # fmt: skip
+        for action in actions:
+            if isinstance(action, SetAside):
+                for slot in view.slots_of(action.draw):
+                    self.table.end(slot, action.fate)
+            elif isinstance(action, Claim):
+                self.claim(view, action)
+            elif isinstance(action, Fire):
+                self.fire(view, action)
+            elif action.group is None and self.unpublished:
+                self.publish()
+                return True
+        return len(actions) > 1 or isinstance(actions[-1], Fire)
+
+    def claim(self, view: GroupView, action: Claim) -> None:
+        for draw in action.draws:
+            assert draw not in self.claimed
+            slots = view.slots_of(draw)
+            assert len(slots) >= self.limits.g_min
+            assert all(self.table.lines["state"][slot] == REWARDED for slot in slots)
+            self.table.lines["state"][slots] = TRAINING
+            self.claimed.append(draw)
+
+    def fire(self, view: GroupView, action: Fire) -> None:
+        assert sorted(action.draws) == sorted(self.claimed)
+        for draw in action.draws:
+            assert draw not in self.trained, "trained twice"
+            self.trained.append(draw)
+            self.ages.append(self.step - int(view.oldest_step[view.index(draw)]))
+        self.unpublished += len(action.draws)
+        for slot in np.flatnonzero(self.table.lines["state"] == TRAINING):
+            self.table.end(int(slot), "T")
+        self.claimed = []
+        self.step += 1
+        self.fired.append((Cause(action.cause).value, len(action.draws)))
+        self.trigger.step_ended(self.now)
+        if self.step % self.publish_every == 0:
+            self.publish()
+
+    def publish(self) -> None:
+        self.published, self.unpublished = self.step, 0
+
+
+@pytest.fixture(scope="session")
+def table() -> type[Table]:
+    return Table
+
+
+@pytest.fixture(scope="session")
+def closed_loop() -> type[ClosedLoop]:
+    return ClosedLoop

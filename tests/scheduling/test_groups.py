@@ -1,0 +1,186 @@
+"""Groups as they follow from lines and fates: members, re-rolls, resolved, usable, finished."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from busrl.scheduling import NOT_STARTED, UNKNOWN, GroupScanner, uid_of
+from busrl.scheduling.limits import least_survivors
+
+FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = range(9)
+G = 4
+
+
+@pytest.fixture
+def ring(table: Any) -> Any:
+    return table(G, 40)
+
+
+def test_a_complete_group_is_resolved_usable_and_lists_its_slots_by_member(ring: Any) -> None:
+    slots = [ring.put(3, member, state=REWARDED, reward=member, step=7) for member in (2, 0, 3, 1)]
+    view = ring.view()
+    assert (view.draws.tolist(), view.resolved.tolist(), view.usable.tolist()) == ([3], [True], [True])
+    assert view.slots_of(3) == [slots[1], slots[3], slots[0], slots[2]]
+    assert (view.oldest_step[0], view.flat[0], view.free_slots, len(view)) == (7, False, 36, 1)
+    with pytest.raises(KeyError, match="group 2 is not open"):
+        view.slots_of(2)
+
+
+@pytest.mark.parametrize("state", [QUEUED, GENERATING, GENERATED, REWARDING, DROPPED])
+def test_one_member_on_its_way_keeps_a_group_unresolved(ring: Any, state: int) -> None:
+    ring.put_group(0, [1.0, 0.0, 1.0])
+    ring.put(0, 3, state=state)
+    view = ring.view()
+    assert not view.resolved[0] and view.running[0] == 1 and view.oldest_unresolved() == 0
+
+
+def test_members_that_were_never_dispatched_are_due_under_the_groups_admission_index(ring: Any) -> None:
+    ring.put(5, 1, admission=9)
+    assert [(t.uid, t.draw, t.attempt, t.member, t.admission) for t in ring.view().todo] == [
+        (uid_of(5, 0, member, G), 5, 0, member, 9) for member in (0, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize("fate", "PRHMX")
+def test_an_accident_is_rerolled_once_and_the_reroll_takes_the_members_place(ring: Any, fate: str) -> None:
+    slots = ring.put_group(2, [0.0, 1.0, 0.5, 0.25], admission=8)
+    ring.end(slots[1], fate)
+    view = ring.view()
+    assert [(t.uid, t.attempt, t.member, t.admission) for t in view.todo] == [(uid_of(2, 1, 1, G), 1, 1, 8)]
+    assert not view.resolved[0]
+    again = ring.put(2, 1, attempt=1, state=REWARDED, admission=8)
+    view = ring.view()
+    assert view.usable[0] and view.slots_of(2) == [slots[0], again, slots[2], slots[3]]
+    ring.end(again, fate)
+    view = ring.view()
+    assert view.resolved[0] and view.usable[0] and not view.todo and view.survivors[0] == 3
+
+
+def test_below_g_min_survivors_a_resolved_group_is_not_usable(ring: Any) -> None:
+    ring.put_group(0, [1.0, 0.0])
+    for member in (2, 3):
+        for attempt in (0, 1):
+            ring.end(ring.put(0, member, attempt=attempt), "R")
+    view = ring.view()
+    assert view.resolved[0] and not view.usable[0] and view.survivors[0] == 2
+
+
+@pytest.mark.parametrize("fate", "foielT")
+def test_a_group_that_a_rule_or_training_has_begun_to_end_takes_no_new_member(ring: Any, fate: str) -> None:
+    slots = ring.put_group(0, [1.0, 0.0, 0.5])
+    ring.end(slots[0], fate)
+    ring.end(slots[1], "R")
+    view = ring.view()
+    assert view.resolved[0] and not view.usable[0] and not view.todo
+    assert chr(view.closed_by[0]) == fate
+
+
+def test_a_finished_group_leaves_the_view_and_a_group_whose_lines_are_gone_keeps_its_index(ring: Any) -> None:
+    scanner = GroupScanner(ring.fates, G)
+    slots = ring.put_group(0, [1.0, 0.0, 0.5, 0.1], admission=4)
+    lost = [ring.put(1, member, admission=5) for member in range(G)]
+    scanner.scan(ring.lines.copy())
+    for slot in slots:
+        ring.end(slot, "T")
+    for slot in lost:
+        ring.end(slot, "P")
+    view = scanner.scan(ring.lines.copy())
+    assert view.draws.tolist() == [1] and {t.admission for t in view.todo} == {5}
+    assert {t.admission for t in ring.view().todo} == {UNKNOWN}  # a new scheduler never saw its lines
+
+
+def test_only_members_that_have_begun_have_an_age(ring: Any) -> None:
+    ring.put(0, 0, step=1)
+    assert ring.view().oldest_step[0] == NOT_STARTED
+    ring.put(0, 1, state=GENERATING, step=6)
+    ring.put(0, 2, state=QUEUED, segs=1, step=4)
+    assert ring.view().oldest_step[0] == 4
+
+
+def test_other_classes_and_validation_uids_are_no_groups(ring: Any) -> None:
+    ring.put(0, 0, cls=1)
+    ring.fates[:] = 0
+    slot = ring.put(1, 0)
+    ring.lines["uid"][slot] |= np.uint64(1 << 62)
+    ring.fates[:] = 0
+    view = ring.view()
+    assert len(view) == 0 and view.unopened(3) == [0, 1, 2] and view.free_slots == 38
+
+
+def test_a_slot_that_is_being_reserved_does_not_bring_back_its_last_tenant(ring: Any) -> None:
+    for slot in ring.put_group(0, [0.0, 1.0, 0.5, 0.5]):
+        ring.end(slot, "T")
+    ring.lines["state"][0] = RESERVED
+    view = ring.view()
+    assert (len(view), view.free_slots) == (0, 39)
+    ring.lines["uid"][0] = uid_of(1, 0, 0, G)
+    ring.fates[uid_of(1, 0, 0, G)] = ord("D")
+    view = ring.view()
+    assert (view.draws.tolist(), view.running.tolist(), view.due.tolist()) == ([1], [1], [3])
+
+
+def test_unopened_draws_come_in_order_with_the_holes_that_a_policy_left(ring: Any) -> None:
+    for draw in (1, 4):
+        ring.put(draw, 0)
+    assert ring.view().unopened(5) == [0, 2, 3, 5, 6]
+
+
+def test_a_new_scanner_finds_its_place_behind_many_finished_groups(ring: Any) -> None:
+    ring.fates.reshape(-1, 2, G)[:3000, 0] = ord("T")
+    ring.put(3001, 0)
+    view = ring.view()
+    assert view.draws.tolist() == [3001] and view.unopened(2) == [3000, 3002]
+
+
+MEMBER = st.sampled_from(
+    ["", "queued", "rewarded", "training", *"TRPfi", *["R+" + x for x in ("", "queued", "rewarded", *"TRf")]]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups=st.lists(st.lists(MEMBER, min_size=G, max_size=G), min_size=1, max_size=6))
+def test_the_view_agrees_with_a_plain_reading_of_the_rules(table: Any, groups: list[list[str]]) -> None:
+    ring = table(G, 60)
+    states = {"queued": QUEUED, "rewarded": REWARDED, "training": TRAINING}
+
+    def place(draw: int, member: int, attempt: int, what: str) -> None:
+        if what in states:
+            ring.put(draw, member, attempt=attempt, state=states[what])
+        elif what:
+            ring.end(ring.put(draw, member, attempt=attempt), what)
+
+    want = {}
+    for draw, members in enumerate(groups):
+        last = []
+        for member, what in enumerate(members):
+            first, plus, second = what.partition("+")
+            place(draw, member, 0, first)
+            place(draw, member, 1, second if plus else "")
+            last.append((second if plus or first in ("R", "P") else first, bool(plus) or first in ("R", "P")))
+        want[draw] = expected(members, last)
+    view = ring.view()
+    assert view.draws.tolist() == [draw for draw, found in want.items() if found]
+    for i, draw in enumerate(view.draws.tolist()):
+        due, running, survivors, resolved, usable = want[draw]  # type: ignore[misc]
+        assert sorted(t.member for t in view.todo if t.draw == draw) == due
+        assert (view.due[i], view.running[i], view.survivors[i]) == (len(due), running, survivors)
+        assert (view.resolved[i], view.usable[i], len(view.slots_of(draw))) == (resolved, usable, survivors)
+
+
+def expected(members: list[str], last: list[tuple[str, bool]]) -> tuple[list[int], int, int, bool, bool] | None:
+    """What the ledger's rules say of one group, member by member; None if it is not open."""
+    if not any(members):
+        return None
+    now = [what for what, _ in last]
+    closed = any(what in ("T", "f", "i") for what in now)
+    due = [] if closed else [m for m, what in enumerate(now) if what == ""]
+    running, survivors = now.count("queued"), now.count("rewarded") + now.count("training")
+    resolved = not due and not running
+    if resolved and not survivors:
+        return None
+    return due, running, survivors, resolved, resolved and not closed and survivors >= least_survivors(G)

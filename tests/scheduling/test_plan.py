@@ -1,0 +1,184 @@
+"""The learner's decisions: set aside, claim, fire or wait, one case at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from busrl.scheduling import (
+    NOT_STARTED,
+    Cause,
+    Claim,
+    Fire,
+    LearnerPlan,
+    Moment,
+    SetAside,
+    Staleness,
+    Trigger,
+    Verdict,
+    Wait,
+    age,
+    derive,
+)
+from busrl.scheduling.window import look
+
+G = 4
+GOOD, FLAT = [0.0, 1.0, 0.5, 0.5], [1.0] * 4
+GENERATING, TRAINING = 3, 7
+
+
+@pytest.fixture
+def ring(table: Any) -> Any:
+    return table(G, 200)
+
+
+def plan(n_min: int = 2, *, mode: str = "batch-async", streaming: bool = True, over_age: str = "wait",
+         t_max_s: float = math.inf, staleness: int = 2) -> LearnerPlan:  # fmt: skip
+    limits = derive(mode, n_min, staleness, G)
+    trigger = Trigger(n_min, 1, t_max_s, sync=limits.sync)
+    return LearnerPlan(limits, trigger, Staleness(limits.max_staleness, over_age), streaming=streaming)
+
+
+def decide(it: LearnerPlan, ring: Any, claimed: tuple[int, ...] = (), **more: Any) -> list[Any]:
+    return it.decide(ring.view(), claimed, **{"step": 0, "now": 0.0, **more})
+
+
+def test_flat_and_incomplete_groups_are_set_aside_and_the_window_moves_past_them(ring: Any) -> None:
+    ring.put_group(0, FLAT)
+    ring.put_group(1, [0.0, 1.0])
+    for member in (2, 3):
+        for attempt in (0, 1):
+            ring.end(ring.put(1, member, attempt=attempt), "H")
+    ring.put_group(2, GOOD)
+    assert decide(plan(), ring) == [SetAside(0, "f"), SetAside(1, "i"), Claim((2,)), Wait("groups", ready=1)]
+
+
+def test_a_group_that_a_killed_learner_had_begun_to_set_aside_keeps_its_reason(ring: Any) -> None:
+    ring.end(ring.put_group(0, GOOD)[0], "o")
+    assert decide(plan(), ring)[0] == SetAside(0, "o")
+
+
+def test_streaming_claims_what_is_ready_and_fires_at_the_count(ring: Any) -> None:
+    for draw in range(3):
+        ring.put_group(draw, GOOD)
+    assert decide(plan(4), ring) == [Claim((0, 1, 2)), Wait("groups", ready=3)]
+    assert decide(plan(2), ring) == [Claim((0, 1)), Fire(Cause.COUNT, (0, 1))]
+    assert decide(plan(3), ring, claimed=(2,)) == [Claim((0, 1)), Fire(Cause.COUNT, (2, 0, 1))]
+    assert decide(plan(3), ring, claimed=(2, 0, 1)) == [Fire(Cause.COUNT, (2, 0, 1))]
+
+
+def test_without_streaming_everything_is_claimed_at_firing_in_the_order_of_draws(ring: Any) -> None:
+    for draw, admission in ((7, 0), (3, 1), (5, 2)):
+        ring.put_group(draw, GOOD, admission=admission)
+    assert decide(plan(4, streaming=False), ring) == [Wait("groups", ready=3)]
+    assert decide(plan(3, streaming=False), ring) == [Claim((3, 5, 7)), Fire(Cause.COUNT, (3, 5, 7))]
+
+
+def test_a_ready_group_beyond_the_window_waits_for_the_group_that_blocks_it(ring: Any) -> None:
+    it = plan(4)  # B = 10, W = 3
+    ring.put(0, 0, state=GENERATING)
+    for draw in (1, 2, 3, 4, 5):
+        ring.put_group(draw, GOOD)
+    assert decide(it, ring) == [Claim((1, 2)), Wait("window", 0, 0, 3)]
+
+
+def test_a_group_in_the_hands_of_a_dead_learner_is_neither_ready_nor_passed_over(ring: Any) -> None:
+    ring.put_group(0, GOOD)
+    ring.lines["state"][0] = TRAINING
+    assert decide(plan(1), ring) == [Wait("groups", 0, 0, 0)]
+
+
+def test_time_fires_with_the_floor_and_never_without_arrivals(ring: Any) -> None:
+    it = plan(4, t_max_s=0.5)
+    it.trigger.step_ended(10.0)
+    assert it.trigger.deadline_s(10.2) == pytest.approx(0.3)
+    assert decide(it, ring, now=99.0) == [Wait("admission")]
+    ring.put_group(0, GOOD)
+    assert decide(it, ring, now=10.4)[-1] == Wait("groups", ready=1)
+    assert decide(it, ring, now=10.5) == [Claim((0,)), Fire(Cause.TIME, (0,))]
+
+
+@pytest.mark.parametrize("over_age", ["wait", "drop"])
+def test_time_never_leaves_a_group_above_the_bound(ring: Any, over_age: str) -> None:
+    it = plan(4, t_max_s=0.5, over_age=over_age)
+    it.trigger.step_ended(0.0)
+    ring.put(0, 0, state=GENERATING, step=1)
+    ring.put_group(1, GOOD, step=3)
+    assert decide(it, ring, step=3, now=9.0)[-1].reason == "groups"
+    assert decide(it, ring, step=2, now=9.0)[-1] == Fire(Cause.TIME, (1,))
+
+
+def test_under_wait_a_full_step_waits_for_the_group_that_it_would_leave_too_old(ring: Any) -> None:
+    ring.put(0, 0, state=GENERATING, step=1)
+    for draw in (1, 2):
+        ring.put_group(draw, GOOD, step=3)
+    waits, drops = plan(1), plan(1, over_age="drop")
+    assert decide(waits, ring, claimed=(1,), step=3) == [Wait("staleness", 0, 0, 1)]
+    assert decide(drops, ring, claimed=(1,), step=3) == [Fire(Cause.COUNT, (1,))]
+
+
+def test_a_group_that_would_be_too_old_after_the_step_is_taken_beyond_n_min(ring: Any) -> None:
+    for draw, step in ((0, 3), (1, 1)):
+        ring.put_group(draw, GOOD, step=step)
+    assert decide(plan(1), ring, step=3) == [Claim((0, 1)), Fire(Cause.COUNT, (0, 1))]
+
+
+def test_under_drop_a_group_above_the_bound_is_set_aside(ring: Any) -> None:
+    ring.put_group(0, GOOD, step=1)
+    assert decide(plan(over_age="drop"), ring, step=3)[0] == Claim((0,))
+    assert decide(plan(over_age="drop"), ring, step=4)[0] == SetAside(0, "o")
+    assert decide(plan(), ring, step=4)[0] == Claim((0,))
+
+
+def test_a_sync_round_fires_when_all_of_it_has_ended_with_what_is_usable(ring: Any) -> None:
+    it = plan(3, mode="sync", streaming=False)
+    ring.put_group(2, GOOD, admission=0)
+    ring.put_group(0, FLAT, admission=1)
+    assert decide(it, ring, next_admission=2)[-1].reason == "round"
+    running = ring.put(1, 0, state=GENERATING, admission=2)
+    assert decide(it, ring, next_admission=3)[-1] == Wait("round", 1, 2, 1)
+    ring.end(running, "e")
+    assert decide(it, ring, next_admission=3)[-2:] == [Claim((2,)), Fire(Cause.ROUND, (2,))]
+
+
+def test_a_sync_round_without_a_usable_group_makes_no_step(ring: Any) -> None:
+    for draw in range(2):
+        ring.put_group(draw, FLAT)
+    actions = decide(plan(2, mode="sync"), ring, next_admission=2)
+    assert actions == [SetAside(0, "f"), SetAside(1, "f"), Wait("admission")]
+
+
+def test_at_the_end_the_rest_is_trained_once_nothing_is_on_its_way(ring: Any) -> None:
+    ring.put_group(0, GOOD)
+    running = ring.put(1, 0, state=GENERATING)
+    assert decide(plan(4), ring, draining=True)[-1] == Wait("groups", 1, 1, 1)
+    ring.end(running, "e")
+    assert decide(plan(4), ring, draining=True)[-1] == Fire(Cause.DRAIN, (0,))
+
+
+def test_window_choice_is_by_admission_and_names_the_anchor() -> None:
+    admission = np.array([14, 10, 13, 11, 12])
+    ready = np.array([True, True, True, False, True])
+    found = look(admission, ready, width=3, limit=10)
+    assert admission[found.chosen].tolist() == [10, 12, 13] and admission[found.anchor] == 11 and found.waiting == 1
+    assert admission[look(admission, ready, 3, 2).chosen].tolist() == [10, 12]
+    assert look(admission, ready, 1, 10).chosen.tolist() == [1]
+    empty = look(np.empty(0, np.int64), np.empty(0, np.bool_), 3, 5)
+    assert (len(empty.chosen), empty.anchor, empty.waiting) == (0, None, 0)
+
+
+def test_age_counts_steps_and_a_group_that_has_not_begun_has_none() -> None:
+    assert (age(3, 5), age(5, 5), age(NOT_STARTED, 5)) == (2, 0, 0)
+    assert [Staleness(2, how).verdict(3) for how in ("wait", "drop")] == [Verdict.WAIT, Verdict.DROP]
+    assert Staleness(2).verdict(2) is Staleness(None).verdict(99) is Verdict.OK
+
+
+def test_the_trigger_never_fires_on_nothing_and_refuses_nonsense() -> None:
+    trigger = Trigger(1, t_max_s=1.0)
+    assert trigger.n_floor == 1
+    assert trigger.cause(Moment(groups=0, now=1e9, draining=True, round_full=True)) is None
+    with pytest.raises(ValueError, match="n_min = 0"):
+        Trigger(0)
