@@ -1,0 +1,52 @@
+"""Advantages of the samples of one group from their rewards, and the question whether a group teaches anything.
+
+Talks to nobody; the learner calls it once per group. Knows nothing of tokens: a sample has one advantage for all of them.
+
+- An advantage depends on the rewards of its own group alone, so groups can be trained as they become ready.
+- A flat group (all rewards equal, or every advantage 0) is found here and never reaches a denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+EPS = 1e-6  # added to the standard deviation: a published convention, not only a guard against division by 0
+
+
+def group_std(rewards: Sequence[float]) -> Tensor:
+    """(R - mean) / (std + 1e-6), with n - 1 under the root; in float64, one value per sample."""
+    centred = group_mean(rewards)
+    return centred / (_spread(torch.tensor(list(rewards), dtype=torch.float64)) + EPS)
+
+
+def group_mean(rewards: Sequence[float]) -> Tensor:
+    """R - mean, in float64: leaves the scale of the rewards in the gradient."""
+    if len(rewards) < 2:
+        raise ValueError(f"a group of {len(rewards)} has no advantage: its rewards are compared with each other; needs 2")
+    values = torch.tensor(list(rewards), dtype=torch.float64)
+    return values - values.mean()
+
+
+def _spread(values: Tensor) -> Tensor:
+    return values.std(correction=1)
+
+
+ADVANTAGES: dict[str, Callable[[Sequence[float]], Tensor]] = {"group_std": group_std, "group_mean": group_mean}
+
+
+def is_flat(rewards: Sequence[float]) -> bool:
+    """True if the group carries no signal. Compared exactly: rounding in the mean must not turn equal rewards into one."""
+    return len(rewards) < 2 or all(reward == rewards[0] for reward in rewards)
+
+
+def advantages(kind: str, rewards: Sequence[float]) -> list[float]:
+    """The advantages of one group by the name of their rule; all exactly 0.0 for a flat group."""
+    if kind not in ADVANTAGES:
+        raise ValueError(f"advantage {kind!r} is not known; choose one of {', '.join(sorted(ADVANTAGES))}")
+    if is_flat(rewards):
+        return [0.0] * len(rewards)
+    values: list[float] = ADVANTAGES[kind](rewards).tolist()
+    return values

@@ -1,0 +1,61 @@
+"""What a step says about itself: how far the weights are from those that sampled, what was clipped, how random it still is.
+
+The trainer adds one row of sums per micro-batch and reads it once per step. Knows nothing of models or samples.
+
+- Only sums are kept, so the numbers of a step are exact over all of its tokens, however they were cut.
+- Nothing is read back from the device before the step ends: a read per micro-batch would stall it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import losses
+
+FIELDS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "clip_low", "clip_high", "dual", "entropy", "loss",
+          "current", "current_abs")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """Means over the trained tokens of a step; the ratio is to the recorded behaviour log-probabilities, never truncated."""
+
+    log_ratio_mean: float  # log(theta / mu)
+    k3: float  # mean of r - 1 - log r, which estimates KL(mu || theta)
+    ess: float  # (sum r)^2 / (N sum r^2), in [1/N, 1]
+    clip_low: float  # share with A < 0 and r < 1 - clip_low
+    clip_high: float  # share with A > 0 and r > 1 + clip_high
+    dual_clip: float  # share with A < 0 and r > dual_clip
+    entropy: float  # nats, full softmax at the sampling temperature
+    loss: float  # weighted sum of the loss, before the division
+    mismatch: float  # mean |log ratio| of the tokens sampled with exactly these weights; 0 if there are none
+
+
+def sums(tokens: losses.Tokens, weighted_loss: Tensor, entropy: Tensor, current: Tensor | None,
+         settings: losses.LossSettings) -> Tensor:  # fmt: skip
+    """One row in the order of FIELDS. `current` marks tokens sampled with the very weights that are being trained."""
+    difference = losses.log_ratio(tokens.logp.detach(), tokens.behaviour, tokens.mask)
+    keep = torch.ones_like(difference) if tokens.mask is None else tokens.mask.to(difference)
+    ratio = difference.exp()
+    low, high = losses.clip_bounds(settings)
+    falling, rising = tokens.advantage < 0, tokens.advantage > 0
+    same = torch.zeros_like(keep) if current is None else current.to(keep) * keep
+    rows = (keep, difference, ratio - 1 - difference, ratio, ratio * ratio, falling & (ratio < low), rising & (ratio > high),
+            falling & (ratio > settings.dual_clip), losses.masked(entropy, tokens.mask), weighted_loss.detach(), same,
+            same * difference.abs())  # fmt: skip
+    return torch.stack([(row * keep).sum(dtype=torch.float64) for row in rows])
+
+
+def finish(total: Tensor) -> Diagnostics:
+    """The means from the sum of all rows; reads the device once. All 0 if there was no token."""
+    value = dict(zip(FIELDS, total.tolist(), strict=True))
+    count = max(value["tokens"], 1.0)
+    weights = value["weight_squared"] * count
+    return Diagnostics(
+        log_ratio_mean=value["log_ratio"] / count, k3=value["k3"] / count,
+        ess=value["weight"] ** 2 / weights if weights else 0.0, clip_low=value["clip_low"] / count,
+        clip_high=value["clip_high"] / count, dual_clip=value["dual"] / count, entropy=value["entropy"] / count,
+        loss=value["loss"], mismatch=value["current_abs"] / max(value["current"], 1.0))  # fmt: skip

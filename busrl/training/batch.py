@@ -1,0 +1,185 @@
+"""Samples, their cut into micro-batches, and the flat tensors of the tokens that are trained.
+
+The trainer hands samples in; `forward` turns the same samples into the model's inputs. Knows nothing of models and losses.
+
+- Trained are exactly the generated tokens: the prompt never, the end token always, and a length cut has no end token.
+- The flat order is sample by sample, token by token; `forward` returns its logits in that order, one row per trained token.
+- The logits of position t predict token t + 1; this shift is in `predicting_positions` and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One finished trajectory; the arrays are not copied and must stay unchanged until the step."""
+
+    uid: int
+    group: int
+    member: int
+    prompt_ids: NDArray[np.int32]
+    token_ids: NDArray[np.int32]  # what was generated, the end token included
+    logprobs: NDArray[np.float32]  # of each generated token, under the distribution it was sampled from
+    versions: NDArray[np.uint32]  # the weights that sampled each token; for accounting
+    reward: float = 0.0
+    temperature: float = 1.0
+    finish: int = 1  # 1 end token, 2 length cut
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def fault(self, vocabulary: int) -> str | None:
+        """Why this sample must not be trained, or None."""
+        if len(self.prompt_ids) < 1 or len(self.token_ids) < 1:
+            return f"{len(self.prompt_ids)} prompt and {len(self.token_ids)} generated tokens: at least one of each is needed"
+        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+            return f"{len(self.token_ids)} tokens, {len(self.logprobs)} log-probabilities, {len(self.versions)} versions"
+        bad = self.logprobs[~(np.isfinite(self.logprobs) & (self.logprobs <= 0))]
+        if len(bad):
+            return f"a log-probability is above 0 or not a finite number: {bad[:1].tolist()}"
+        low = min(int(self.prompt_ids.min()), int(self.token_ids.min()))
+        high = max(int(self.prompt_ids.max()), int(self.token_ids.max()))
+        if low < 0 or high >= vocabulary:
+            return f"token {low if low < 0 else high} is outside of the vocabulary of {vocabulary}"
+        return None if self.temperature > 0 else f"temperature {self.temperature}: training needs one above 0"
+
+
+def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[list[int]]:
+    """Micro-batches as lists of indices, each sorted by length, so that little is padded; padded size at most `budget`.
+
+    `together` is for a forward that computes a shared prompt once and pads nothing: the members of a group stay in one place,
+    and the budget is in real tokens. A single sample above the budget is a micro-batch of its own.
+    """
+    lengths = [sample.length for sample in samples]
+    by_length = [(lengths[i], s.group, s.member) for i, s in enumerate(samples)]
+    if not together:
+        return list(_filled(sorted(range(len(samples)), key=by_length.__getitem__), lengths, budget))
+    by_group = sorted(range(len(samples)), key=lambda i: (samples[i].group, samples[i].member))
+    parts = _filled_exactly(by_group, lengths, budget)
+    return [sorted(part, key=by_length.__getitem__) for part in parts]
+
+
+def _filled(order: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    current: list[int] = []
+    for index in order:  # ascending: the next is the widest
+        if current and lengths[index] * (len(current) + 1) > budget:
+            yield current
+            current = []
+        current.append(index)
+    if current:
+        yield current
+
+
+def _filled_exactly(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Parts of about equal size: a small last part would cost as many calls as a full one."""
+    total = sum(lengths)
+    target = total / max(1, -(-total // budget))
+    parts: list[list[int]] = [[]]
+    filled = 0
+    for index in order:
+        size = sum(lengths[i] for i in parts[-1]) if parts[-1] else 0
+        if parts[-1] and (size + lengths[index] > budget or filled >= target * len(parts)):
+            parts.append([])
+        parts[-1].append(index)
+        filled += lengths[index]
+    return [part for part in parts if part]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A right-padded rectangle of whole samples. Causal attention never looks right, so the padding needs no mask."""
+
+    ids: Tensor  # [samples, longest], 0 in the padding
+    rows: Tensor  # of each trained token: its sample,
+    columns: Tensor  # and the position that predicts it
+
+    def to(self, device: torch.device) -> Padded:
+        return Padded(self.ids.to(device), self.rows.to(device), self.columns.to(device))
+
+
+def pad(samples: Sequence[Sample]) -> Padded:
+    """The rectangle and, per trained token, the place of its logits."""
+    prompts, responses = lengths_of(samples)
+    lengths = prompts + responses
+    ids = np.zeros((len(samples), int(lengths.max())), np.int64)
+    pieces = [part for sample in samples for part in (sample.prompt_ids, sample.token_ids)]
+    ids[np.arange(ids.shape[1]) < lengths[:, None]] = np.concatenate(pieces)
+    rows, columns = predicting_positions(prompts, responses)
+    return Padded(torch.from_numpy(ids), torch.from_numpy(rows), torch.from_numpy(columns))
+
+
+def lengths_of(samples: Sequence[Sample]) -> tuple[Ints, Ints]:
+    """Prompt and response lengths."""
+    prompts = np.fromiter((len(sample.prompt_ids) for sample in samples), np.int64, len(samples))
+    return prompts, np.fromiter((len(sample.token_ids) for sample in samples), np.int64, len(samples))
+
+
+def predicting_positions(prompts: Ints, responses: Ints) -> tuple[Ints, Ints]:
+    """Row and column whose logits predict each trained token: from the last prompt token to the last but one of all."""
+    rows = np.repeat(np.arange(len(prompts)), responses)
+    first = np.cumsum(responses) - responses
+    return rows, np.arange(len(rows)) - np.repeat(first, responses) + prompts[rows] - 1
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The trained tokens of a micro-batch, one entry per token; `samples` rows where a value belongs to a whole sample."""
+
+    targets: Tensor
+    behaviour: Tensor
+    versions: NDArray[np.uint32]
+    rows: Tensor  # the sample of each token
+    lengths: Tensor  # trained tokens of each sample
+    temperature: Tensor | None  # per token; None if all are 1
+    uids: list[int] = field(default_factory=list)
+
+    def per_token(self, per_sample: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """A value of each sample, repeated for its tokens."""
+        return torch.tensor(list(per_sample), dtype=dtype, device=self.rows.device)[self.rows]
+
+    def to(self, device: torch.device) -> Flat:
+        temperature = None if self.temperature is None else self.temperature.to(device)
+        return replace(self, targets=self.targets.to(device), behaviour=self.behaviour.to(device), rows=self.rows.to(device),
+                       lengths=self.lengths.to(device), temperature=temperature)  # fmt: skip
+
+
+def spread(advantages: Sequence[float]) -> Sequence[float]:
+    """The advantage of each sample of a micro-batch, in its order: all tokens of a sample share its own."""
+    return advantages
+
+
+def flatten(samples: Sequence[Sample], padded: Padded, dtype: torch.dtype) -> Flat:
+    """What the loss needs of the tokens at the predicted positions; a prompt token has log-probability 0."""
+    behaviour, versions = _at_positions(samples, padded)
+    temperatures = torch.tensor([sample.temperature for sample in samples], dtype=dtype)
+    return Flat(
+        targets=padded.ids[padded.rows, padded.columns + 1], behaviour=torch.from_numpy(behaviour).to(dtype), versions=versions,
+        rows=padded.rows, lengths=torch.bincount(padded.rows, minlength=len(samples)),
+        temperature=None if bool((temperatures == 1).all()) else temperatures[padded.rows],
+        uids=[sample.uid for sample in samples])  # fmt: skip
+
+
+def _at_positions(samples: Sequence[Sample], padded: Padded) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+    prompts, responses = lengths_of(samples)
+    own_rows, own_columns = _generated_positions(prompts, responses)
+    logprobs, versions = np.zeros(padded.ids.shape, np.float32), np.zeros(padded.ids.shape, np.uint32)
+    logprobs[own_rows, own_columns] = np.concatenate([sample.logprobs for sample in samples])
+    versions[own_rows, own_columns] = np.concatenate([sample.versions for sample in samples])
+    rows, tokens = padded.rows.numpy(), padded.columns.numpy() + 1
+    return logprobs[rows, tokens], versions[rows, tokens]
+
+
+def _generated_positions(prompts: Ints, responses: Ints) -> tuple[Ints, Ints]:
+    rows = np.repeat(np.arange(len(prompts)), responses)
+    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(responses) - responses, responses) + prompts[rows]

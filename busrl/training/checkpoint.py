@@ -1,0 +1,163 @@
+"""Checkpoints: `checkpoints/global_step_<n>/` with the model as a Hugging Face folder, the optimiser, random state and meta.
+
+Written and read by the learner. Talks to the file system and to the model's own save function; knows nothing of ledgers: the
+learner adds its files (the trained set) through `extras`.
+
+- A checkpoint is there whole or not at all (`durable`); `files.json` lists every file with size and CRC-32, and one that does
+  not match is torn: it is skipped with a warning and never removed, an older one is used.
+- The newest `keep_last` whole ones are kept; older ones go only after the new one is on disk.
+- Nothing in it is a pickle that could run code: tensors are read with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from busrl.errors import CheckpointNotUsable
+
+from . import durable
+
+log = logging.getLogger(__name__)
+
+META, OPTIMIZER, RANDOM, FILES, MODEL = "meta.json", "optimizer.pt", "random.json", "files.json", "model"
+OS_ERROR = re.compile(r"os error (\d+)")
+NAME = re.compile(r"global_step_(\d+)")
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")  # weights of the source folder: the trained ones replace them
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    path: Path
+    step: int
+    meta: dict[str, Any]
+
+    @property
+    def model(self) -> Path:
+        """The Hugging Face folder of the weights, to be given to `model.load`."""
+        return self.path / MODEL
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """For `Trainer.load_optimizer_state`."""
+        state: dict[str, Any] = torch.load(self.path / OPTIMIZER, map_location="cpu", weights_only=True)
+        return state
+
+    def restore_random(self) -> None:
+        """Puts torch's generator where it was."""
+        saved = json.loads((self.path / RANDOM).read_text())
+        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(saved["torch"])), dtype=torch.uint8))
+
+
+def save(root: Path, step: int, *, model: Any, optimizer_state: Mapping[str, Any], meta: Mapping[str, Any],
+         source: Path | None = None, extras: Callable[[Path], None] | None = None, keep_last: int = 2) -> Checkpoint:  # fmt: skip
+    """Writes checkpoint `step` under `root` and removes old ones. `source`: the folder the model came from, for its tokenizer.
+
+    `extras(directory)` writes the caller's own files. DiskFull leaves what was there before as it was.
+    """
+    final = root / f"global_step_{step}"
+    with durable.whole_directory(final) as directory:
+        _export(model, directory / MODEL, source)
+        buffer = io.BytesIO()
+        torch.save(dict(optimizer_state), buffer)
+        (directory / OPTIMIZER).write_bytes(buffer.getbuffer())
+        state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+        (directory / RANDOM).write_text(json.dumps({"torch": state}))
+        (directory / META).write_text(json.dumps({**meta, "step": step}, indent=1))
+        if extras is not None:
+            extras(directory)
+        (directory / FILES).write_text(json.dumps(_listing(directory), indent=1))
+    _prune(root, keep_last)
+    return Checkpoint(final, step, {**meta, "step": step})
+
+
+def _export(model: Any, folder: Path, source: Path | None) -> None:
+    try:
+        model.save_pretrained(str(folder))
+    except Exception as error:
+        # The weights are written by a library whose errors are no OSError but quote the number of one.
+        number = OS_ERROR.search(str(error))
+        if number is None or isinstance(error, OSError):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+    if source is None:
+        return
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(NOT_COPIED) and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+
+
+def _listing(directory: Path) -> dict[str, list[int]]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES)
+    return {str(path.relative_to(directory)): [path.stat().st_size, _crc(path)] for path in files}
+
+
+def _crc(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _prune(root: Path, keep_last: int) -> None:
+    for path in _by_step(root)[keep_last:]:
+        durable.remove(path)
+
+
+def _by_step(root: Path) -> list[Path]:
+    """Directories with a checkpoint's name, newest first."""
+    found = [path for path in root.glob("global_step_*") if path.is_dir() and NAME.fullmatch(path.name)]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.rsplit("_", 1)[1])
+
+
+def latest(root: Path) -> Checkpoint | None:
+    """The newest whole checkpoint, or None. A torn one is named in a warning and passed over."""
+    for path in _by_step(root):
+        fault = fault_of(path)
+        if fault is None:
+            return Checkpoint(path, _step_of(path), json.loads((path / META).read_text()))
+        log.warning("%s: torn checkpoint, passed over: %s", path, fault)
+    return None
+
+
+def open_one(path: Path) -> Checkpoint:
+    """A checkpoint that was asked for by name; CheckpointNotUsable says what is wrong with it."""
+    if not NAME.fullmatch(path.name) or not path.is_dir():
+        raise CheckpointNotUsable(f"{path}: no checkpoint; give a folder checkpoints/global_step_<n> of a run")
+    fault = fault_of(path)
+    if fault is not None:
+        raise CheckpointNotUsable(f"{path}: torn checkpoint: {fault}; use an older one beside it")
+    return Checkpoint(path, _step_of(path), json.loads((path / META).read_text()))
+
+
+def fault_of(path: Path) -> str | None:
+    """What is wrong with the checkpoint at `path`, or None."""
+    try:
+        listed: dict[str, list[int]] = json.loads((path / FILES).read_text())
+        for name, (size, crc) in listed.items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != size or _crc(file) != crc:
+                return f"{name} is not what was written"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"{FILES} can not be read: {error}"
+    return next((f"{name} is not listed" for name in (META, OPTIMIZER, RANDOM) if name not in listed), None)

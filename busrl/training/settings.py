@@ -1,0 +1,55 @@
+"""The numbers of a trainer, and what it reports per step. Plain data; the names are those of the topology's [learner] keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from busrl.algorithms.diagnostics import Diagnostics
+from busrl.algorithms.losses import LossSettings
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Everything but the learning rate, which comes with each step."""
+
+    loss: str = "ppo_clip"
+    aggregation: str = "token-mean"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 3.0
+    tis_cap: float = 2.0
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 4096
+    compute_dtype: str = "float32"  # "bfloat16": forward under autocast, parameters and gradients stay float32
+
+    @classmethod
+    def from_learner(cls, learner: Any, compute_dtype: str = "float32") -> TrainerSettings:
+        """From the topology's [learner] and [model].dtype."""
+        names = {field.name for field in fields(cls)} - {"compute_dtype"}
+        return cls(compute_dtype=compute_dtype, **{name: getattr(learner, name) for name in names})
+
+    def for_loss(self) -> LossSettings:
+        return LossSettings(self.clip_low, self.clip_high, self.dual_clip, self.tis_cap)
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimiser step was; `skipped` says why there was none, `culprits` which samples or parameters were to blame."""
+
+    lr: float
+    loss: float  # the aggregated loss of the step, before the update
+    grad_norm: float  # before clipping
+    tokens: int
+    sequences: int
+    micro_batches: int
+    padding: float  # share of the computed positions that were padding
+    diagnostics: Diagnostics
+    skipped: str = ""
+    culprits: tuple[str, ...] = ()
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    step_s: float = 0.0

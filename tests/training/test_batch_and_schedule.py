@@ -1,0 +1,81 @@
+"""The cut into micro-batches, what makes a sample unfit, and the learning rate."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.training import batch
+from busrl.training.batch import Sample
+from busrl.training.schedule import Schedule
+
+
+def sample(index: int, prompt: int, tokens: int, group: int = 0) -> Sample:
+    return Sample(index, group, index, np.arange(prompt, dtype=np.int32), np.arange(tokens, dtype=np.int32),
+                  np.full(tokens, -1.0, np.float32), np.zeros(tokens, np.uint32))  # fmt: skip
+
+
+shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=30)
+
+
+@given(shapes=shapes, budget=st.integers(1, 200), together=st.booleans())
+def test_a_cut_holds_every_sample_once_within_the_budget_or_alone(shapes: Any, budget: int, together: bool) -> None:
+    samples = [sample(i, p, t, g) for i, (p, t, g) in enumerate(shapes)]
+    parts = batch.cut(samples, budget, together)
+    assert sorted(i for part in parts for i in part) == list(range(len(samples)))
+    for part in parts:
+        lengths = [samples[i].length for i in part]
+        assert lengths == sorted(lengths)
+        assert len(part) == 1 or (sum(lengths) if together else len(lengths) * max(lengths)) <= budget
+
+
+@given(shapes=shapes)
+def test_each_generated_token_is_a_target_once_and_no_prompt_token_ever(shapes: Any) -> None:
+    samples = [sample(i, p, t, g) for i, (p, t, g) in enumerate(shapes)]
+    padded = batch.pad(samples)
+    expected = [(i, len(s.prompt_ids) - 1 + t) for i, s in enumerate(samples) for t in range(len(s.token_ids))]
+    assert list(zip(padded.rows.tolist(), padded.columns.tolist(), strict=True)) == expected
+    targets = padded.ids[padded.rows, padded.columns + 1].tolist()
+    assert targets == [token for s in samples for token in s.token_ids.tolist()]
+
+
+def test_a_good_sample_has_no_fault_and_a_certain_token_is_fine() -> None:
+    good = sample(0, 3, 4)
+    assert good.fault(10) is None
+    assert replace(good, logprobs=np.zeros(4, np.float32)).fault(10) is None
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ({"logprobs": np.array([-1, -1, -1], np.float32)}, "4 tokens, 3 log-probabilities, 4 versions"),
+    ({"logprobs": np.array([-1, 0.5, -1, -1], np.float32)}, "above 0 or not a finite number: \\[0.5\\]"),
+    ({"logprobs": np.array([-1, np.nan, -1, -1], np.float32)}, "above 0 or not a finite number: \\[nan\\]"),
+    ({"logprobs": np.array([-1, -np.inf, -1, -1], np.float32)}, "-inf"),
+    ({"prompt_ids": np.zeros(0, np.int32)}, "at least one of each"),
+    ({"prompt_ids": np.array([10], np.int32)}, "token 10 is outside of the vocabulary of 10"),
+    ({"token_ids": np.array([0, 1, -1, 2], np.int32)}, "token -1 is outside"),
+    ({"temperature": 0.0}, "temperature 0.0"),
+])  # fmt: skip
+def test_a_sample_that_must_not_be_trained_says_why(change: dict[str, Any], text: str) -> None:
+    fault = replace(sample(0, 3, 4), **change).fault(10)
+    assert fault is not None
+    assert re.search(text, fault), fault
+
+
+def test_the_rate_is_coupled_to_the_square_root_of_the_groups_within_bounds() -> None:
+    schedule = Schedule(lr=1e-3, n_min=32)
+    assert schedule(0, 32) == 1e-3
+    assert schedule(0, 16) == pytest.approx(1e-3 * math.sqrt(0.5))
+    assert schedule(0, 4) == pytest.approx(0.5e-3)
+    assert schedule(0, 1000) == pytest.approx(2e-3)
+
+
+def test_warm_up_counts_groups_and_the_first_step_is_not_wasted() -> None:
+    schedule = Schedule(lr=1.0, n_min=10, warmup_groups=40)
+    assert [schedule(trained, 10) for trained in (0, 10, 20, 30, 40, 1000)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]

@@ -1,0 +1,187 @@
+"""Checkpoints: whole or absent, continued bit for bit, kept and pruned, and what a kill or a full disk leaves behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from busrl.errors import CheckpointNotUsable, DiskFull
+from busrl.training import checkpoint, durable
+from busrl.training.model import load
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
+
+
+def save(root: Path, step: int, trainer: Any, **extra: Any) -> checkpoint.Checkpoint:
+    return checkpoint.save(root, step, model=trainer.model, optimizer_state=trainer.optimizer_state(),
+                           meta={"version": step + 10, "groups": 32 * step}, **extra)  # fmt: skip
+
+
+def train(lab: Any, trainer: Any, seed: int) -> None:
+    samples = lab.samples(seed=seed)
+    trainer.accumulate(samples, lab.advantages(len(samples), seed))
+    trainer.step(1e-3)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(lab: Any, tmp_path: Path, kind: str) -> None:
+    trainer = lab.trainer(kind, double=False)
+    train(lab, trainer, 0)
+    train(lab, trainer, 1)
+    save(tmp_path, 2, trainer)
+    after_save = torch.rand(3)
+    train(lab, trainer, 2)
+    torch.manual_seed(99)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and (found.step, found.meta) == (2, {"version": 12, "groups": 64, "step": 2})
+    again = Trainer(load(found.model), TrainerSettings(max_grad_norm=1e9, micro_batch_tokens=60))
+    again.load_optimizer_state(found.optimizer_state())
+    found.restore_random()
+    assert torch.equal(torch.rand(3), after_save)
+    train(lab, again, 2)
+    for name, value in trainer.named_weights().items():
+        assert torch.equal(value, again.named_weights()[name]), name
+
+
+def test_the_model_folder_holds_the_trained_weights_and_the_sources_other_files(lab: Any, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    lab.model("qwen3").save_pretrained(str(source))
+    (source / "tokenizer.json").write_text("{}")
+    trainer = lab.trainer("qwen3", double=False)
+    train(lab, trainer, 0)
+    found = save(tmp_path / "checkpoints", 1, trainer, source=source, extras=lambda path: (path / "trained.bin").write_bytes(b"abc"))
+    assert (found.model / "tokenizer.json").read_text() == "{}"
+    assert (found.path / "trained.bin").read_bytes() == b"abc"
+    stored = dict(load(found.model).named_parameters())
+    assert all(torch.equal(value, stored[name]) for name, value in trainer.named_weights().items())
+    assert "trained.bin" in json.loads((found.path / "files.json").read_text())
+
+
+def test_the_newest_are_kept_and_nothing_else_is_touched(lab: Any, tmp_path: Path) -> None:
+    trainer = lab.trainer("qwen3", double=False)
+    (tmp_path / "notes").mkdir()
+    for step in (1, 9, 10, 11):
+        save(tmp_path, step, trainer, keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_10", "global_step_11", "notes"]
+
+
+@pytest.mark.parametrize("tear", ["cut", "flip", "lose", "unlist"])
+def test_a_torn_checkpoint_is_passed_over_with_a_warning_and_stays(
+    lab: Any, tmp_path: Path, tear: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = lab.trainer("qwen3", double=False)
+    save(tmp_path, 1, trainer)
+    torn = save(tmp_path, 2, trainer).path
+    weights = torn / "model" / "model.safetensors"
+    data = weights.read_bytes()
+    {"cut": lambda: weights.write_bytes(data[:-1]), "flip": lambda: weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1])),
+     "lose": lambda: (torn / "optimizer.pt").unlink(), "unlist": lambda: (torn / "files.json").write_text("{")}[tear]()  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 1
+    assert "global_step_2: torn checkpoint, passed over" in caplog.text
+    assert torn.exists()
+    with pytest.raises(CheckpointNotUsable, match="torn checkpoint"):
+        checkpoint.open_one(torn)
+    assert checkpoint.open_one(found.path).step == 1
+
+
+def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "never") is None
+    with pytest.raises(CheckpointNotUsable, match="no checkpoint"):
+        checkpoint.open_one(tmp_path / "model")
+
+
+def test_a_step_that_is_saved_again_replaces_the_torn_one(lab: Any, tmp_path: Path) -> None:
+    trainer = lab.trainer("qwen3", double=False)
+    (save(tmp_path, 3, trainer).path / "meta.json").unlink()
+    save(tmp_path, 3, trainer)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
+
+
+CHILD = """
+    import os, resource, signal, sys
+    from pathlib import Path
+    import torch
+    from safetensors.torch import save_file
+    from busrl.errors import DiskFull
+    from busrl.training import checkpoint, durable
+    root, what, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    class Model:  # saves as transformers does, without the seconds that importing it takes
+        def save_pretrained(self, folder):
+            os.makedirs(folder)
+            (Path(folder) / "config.json").write_text("{}")
+            save_file({"weight": torch.zeros(20000)}, folder + "/model.safetensors")
+    if what == "full":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    else:
+        calls = [0]
+        good = getattr(durable.os, what)
+        def dying(*arguments):
+            calls[0] += 1
+            if calls[0] == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return good(*arguments)
+        setattr(durable.os, what, dying)
+    try:
+        checkpoint.save(root, 2, model=Model(), optimizer_state={"a": torch.zeros(9000)}, meta={}, keep_last=1,
+                        extras=lambda path: (path / "trained.bin").write_bytes(bytes(150000)))
+    except DiskFull as error:
+        print(error)
+        sys.exit(28)
+"""
+
+
+def child(root: Path, what: str, limit: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(root), what, str(limit)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(("what", "limit", "left"), [("fsync", 1, 1), ("fsync", 8, 1), ("rename", 1, 1), ("rename", 2, 2)])
+def test_a_writer_killed_on_the_way_leaves_the_one_before_or_the_new_one_whole(
+    lab: Any, tmp_path: Path, what: str, limit: int, left: int
+) -> None:
+    trainer = lab.trainer("qwen3", double=False)
+    save(tmp_path, 1, trainer)
+    result = child(tmp_path, what, limit)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == left
+    save(tmp_path, 3, trainer, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
+
+
+@pytest.mark.parametrize("limit", [100, 30000, 60000, 100000])
+def test_a_full_disk_leaves_the_one_before_and_says_what_to_do(lab: Any, tmp_path: Path, limit: int) -> None:
+    save(tmp_path, 1, lab.trainer("qwen3", double=False))
+    result = child(tmp_path, "full", limit)
+    assert result.returncode == 28, result.stderr
+    assert "free space on the file system" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 1
+
+
+def test_no_space_at_the_sync_is_a_full_disk_too(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = lab.trainer("qwen3", double=False)
+    save(tmp_path, 1, trainer)
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable.os, "fsync", full)
+    with pytest.raises(DiskFull, match="global_step_2: No space left on device"):
+        save(tmp_path, 2, trainer)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]

@@ -1,0 +1,101 @@
+"""The gradient of a step against a plain loop over tokens, for every architecture and every way through the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+WAYS = [("qwen3", "full"), ("qwen3", "kept"), ("qwen3", "apart"), ("qwen3", "lean"), ("qwen2", "lean"), ("llama", "apart"),
+        ("llama", "lean"), ("gpt2", "full"), ("gpt2", "kept"), ("gpt2", "apart"), ("granite", "kept")]  # fmt: skip
+quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_the_gradient_of_a_step_is_that_of_a_plain_loop_over_tokens(lab: Any, apart: Any, kind: str, way: str, aggregation: str) -> None:
+    trainer = lab.trainer(kind, way, aggregation=aggregation)
+    samples = lab.samples(temperatures=(1.0, 0.7, 1.6), model=trainer.model)
+    advantages = lab.advantages(len(samples))
+    found, stats = lab.step(trainer, [(samples[:5], advantages[:5]), (samples[5:], advantages[5:])])
+    expected, value = lab.reference(trainer.model, samples, advantages, aggregation=aggregation)
+    assert apart(found, expected) < 1e-6
+    assert stats.loss == pytest.approx(value, rel=1e-6)
+    assert stats.grad_norm == pytest.approx(sum(float(g.square().sum()) for g in expected.values()) ** 0.5, rel=1e-5)
+    assert (stats.tokens, stats.sequences) == (sum(len(s.token_ids) for s in samples), len(samples))
+
+
+@pytest.mark.parametrize("way", ["apart", "lean"])
+def test_the_decoupled_loss_uses_the_scores_from_the_start_of_the_step(lab: Any, apart: Any, way: str) -> None:
+    trainer = lab.trainer("qwen3", way, loss="decoupled")
+    samples = lab.samples(model=trainer.model)
+    advantages = lab.advantages(len(samples))
+    prox = trainer.score(samples)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.05)
+    found, _ = lab.step(trainer, [(samples, advantages)], prox=prox)
+    expected, _ = lab.reference(trainer.model, samples, advantages, loss="decoupled", prox=prox)
+    assert apart(found, expected) < 1e-6
+    plain, _ = lab.step(trainer, [(samples, advantages)])
+    assert apart(plain, lab.reference(trainer.model, samples, advantages, loss="decoupled")[0]) < 1e-6
+    assert apart(plain, expected) > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    ("qwen3", "lean"), ("qwen2", "lean"), ("llama", "lean"), ("gpt2", "head_apart"), ("granite", "logits_to_keep")])  # fmt: skip
+def test_the_cheapest_way_is_chosen_that_gives_the_models_own_logits(lab: Any, kind: str, expected: str) -> None:
+    assert lab.trainer(kind, double=False).forward.name == expected
+
+
+def test_a_way_that_gives_other_logits_is_never_chosen(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("busrl.training.lean._head_eps", lambda part: 0.5)
+    assert lab.trainer("qwen3", double=False).forward.name == "head_apart"
+
+
+@quick
+@given(budget=st.integers(1, 400), seed=st.integers(0, 1000), way=st.sampled_from(["apart", "lean"]), data=st.data())
+def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(lab: Any, apart: Any, budget: int, seed: int, way: str, data: Any) -> None:
+    samples = lab.samples(seed=seed, groups=4, members=3)
+    advantages = lab.advantages(len(samples), seed)
+    whole, stats = lab.step(lab.trainer("qwen3", way, micro_batch_tokens=10**6), [(samples, advantages)])
+    order = data.draw(st.permutations(range(len(samples))))
+    edge = data.draw(st.integers(0, len(samples)))
+    parts = [([samples[i] for i in part], [advantages[i] for i in part]) for part in (order[:edge], order[edge:])]
+    pieces, cut_stats = lab.step(lab.trainer("qwen3", way, micro_batch_tokens=budget), parts)
+    assert apart(pieces, whole) < 1e-6
+    for name in ("loss", "tokens", "sequences"):
+        assert getattr(cut_stats, name) == pytest.approx(getattr(stats, name), rel=1e-6)
+    assert vars(cut_stats.diagnostics) == pytest.approx(vars(stats.diagnostics), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("way", ["full", "kept", "apart"])
+def test_what_stands_in_the_padding_changes_nothing(lab: Any, apart: Any, kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from busrl.training import batch
+
+    samples = lab.samples()
+    advantages = lab.advantages(len(samples))
+    clean, _ = lab.step(lab.trainer(kind, way, micro_batch_tokens=10**6), [(samples, advantages)])
+    good = batch.pad
+
+    def dirty(part: Any) -> batch.Padded:
+        padded = good(part)
+        lengths = torch.tensor([sample.length for sample in part])
+        ids = torch.where(torch.arange(padded.ids.shape[1]) < lengths[:, None], padded.ids, 17)
+        wider = torch.cat([ids, torch.full((len(part), 5), 3)], 1)
+        return batch.Padded(wider, padded.rows, padded.columns)
+
+    monkeypatch.setattr(batch, "pad", dirty)
+    padded, _ = lab.step(lab.trainer(kind, way, micro_batch_tokens=10**6), [(samples, advantages)])
+    assert apart(padded, clean) < 1e-6
+
+
+def test_scores_come_back_in_the_order_of_the_samples_and_equal_the_plain_ones(lab: Any, scored: Any) -> None:
+    trainer = lab.trainer("qwen3", micro_batch_tokens=40)
+    samples = lab.samples(temperatures=(1.0, 0.5))[::-1]
+    for sample, row in zip(samples, trainer.score(samples), strict=True):
+        assert row.tolist() == pytest.approx(scored(trainer.model, sample).tolist(), abs=1e-5)
