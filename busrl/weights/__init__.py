@@ -1,0 +1,43 @@
+"""Weight transports behind one interface: shared memory on one host, or a Gloo broadcast over a changing group.
+
+Used by the learner (Sender) and by everybody who runs the model (Receiver). One topology key chooses. Importing this
+package imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from busrl.weights.base import NOTHING, Receiver, Sender
+
+if TYPE_CHECKING:
+    from busrl.paths import RunPaths
+    from busrl.topology import Topology
+
+__all__ = ["NOTHING", "Receiver", "Sender", "make_receiver", "make_sender", "remove", "store_file"]
+
+
+def make_sender(topology: Topology, paths: RunPaths) -> Sender:
+    """The learner's side of the transport that the topology names."""
+    from busrl.weights.factory import Settings, sender
+
+    return sender(Settings.of(topology, paths))
+
+
+def make_receiver(topology: Topology, paths: RunPaths, name: str) -> Receiver:
+    """An engine's side; `name` is the process, by which errors call it."""
+    from busrl.weights.factory import Settings, receiver
+
+    return receiver(Settings.of(topology, paths), name)
+
+
+def remove(paths: RunPaths) -> None:
+    """Remove what an earlier run in this directory left: its weights are not those of the next one."""
+    paths.weights_file.unlink(missing_ok=True)
+    store_file(paths).unlink(missing_ok=True)
+
+
+def store_file(paths: RunPaths) -> Path:
+    """Where a broadcasting learner writes the address of its store."""
+    return paths.runtime_dir / "weights.store"

@@ -1,0 +1,246 @@
+"""The embedded engine against the plain Hugging Face forward, for several architectures."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from busrl.errors import UserError
+from busrl.inference import EOS, LENGTH, Finished, Request
+from busrl.inference.torch_engine import TorchEngine
+
+KINDS = ["qwen3", "qwen2", "llama", "gpt2", "mistral-window", "qwen3-window"]
+FAST_KINDS = {"qwen3", "qwen2", "llama"}
+EOS_ID = 1
+Folder = Callable[[str], Path]
+
+
+def request(key: int, prompt: Sequence[int], **changes: object) -> Request:
+    fields: dict[str, object] = {
+        "key": key, "uid": 1000 + key, "segment": 0, "prompt_ids": np.asarray(prompt, np.int32),
+        "prefix_ids": np.empty(0, np.int32), "max_new_tokens": 20, "temperature": 1.0, "top_p": 1.0, "seed": 5,
+    }  # fmt: skip
+    return Request(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def crowd(count: int, **changes: object) -> list[Request]:
+    """Requests with prompts of 1 to 14 tokens; every third prompt occurs twice."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 35, rng.integers(1, 15)) for _ in range(count)]
+    return [request(k, prompts[k - 1] if k % 3 == 1 else prompts[k], **changes) for k in range(count)]
+
+
+def run(engine: TorchEngine, requests: Sequence[Request]) -> dict[int, Finished]:
+    """Feed all requests as rows become free; every engine step is counted, so that a stuck engine fails."""
+    waiting, results = list(requests), {}
+    for _ in range(10_000):
+        room = engine.capacity - engine.active
+        if waiting and room:
+            engine.add(waiting[:room])
+            waiting = waiting[room:]
+        results.update({finished.key: finished for finished in engine.step()})
+        if not waiting and not engine.active:
+            return results
+    raise AssertionError(f"{engine.active} sequences still active")
+
+
+def plain_logprobs(model: torch.nn.Module, known: np.ndarray, new: np.ndarray, temperature: float) -> np.ndarray:
+    ids = torch.from_numpy(np.concatenate((known, new)).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(known) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, len(known) :, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_those_of_a_plain_forward_pass(model_folder: Folder, kind: str) -> None:
+    folder = model_folder(kind)
+    engine = TorchEngine.load(folder, capacity=5)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    requests = crowd(14, temperature=0.8)
+    results = run(engine, requests)
+    assert sorted(results) == list(range(14))
+    for asked in requests:
+        got = results[asked.key]
+        wanted = plain_logprobs(model, asked.prompt_ids, got.token_ids, 0.8)
+        np.testing.assert_allclose(got.logprobs, wanted, atol=1e-4)
+        assert got.logprobs.dtype == np.float32 and got.token_ids.dtype == np.int32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fast_decoder_is_used_for_the_architectures_that_it_knows(
+    model_folder: Folder, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "busrl"):
+        engine = TorchEngine.load(model_folder(kind), capacity=2)
+    assert engine.decoder_name == ("FastDecoder" if kind in FAST_KINDS else "GenericDecoder")
+    assert ("generic decoder" in caplog.text) == (kind not in FAST_KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fast", [True, False])
+def test_greedy_decoding_equals_generate(model_folder: Folder, kind: str, fast: bool) -> None:
+    folder = model_folder(kind)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    requests = crowd(6, temperature=0.0)
+    results = run(TorchEngine.load(folder, capacity=4, fast=fast), requests)
+    for asked in requests:
+        ids = torch.from_numpy(asked.prompt_ids.astype(np.int64))[None]
+        wanted = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+        )[0, ids.shape[1] :]
+        assert results[asked.key].token_ids.tolist() == wanted.tolist()
+        assert not results[asked.key].logprobs.any()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_a_sample_is_the_same_alone_and_in_a_crowd(model_folder: Folder, kind: str) -> None:
+    engine = TorchEngine.load(model_folder(kind), capacity=7)
+    requests = crowd(20)
+    together = run(engine, requests)
+    for asked in requests[::3]:
+        alone = run(engine, [asked])[asked.key]
+        assert alone.token_ids.tolist() == together[asked.key].token_ids.tolist()
+        np.testing.assert_allclose(alone.logprobs, together[asked.key].logprobs, atol=1e-4)
+
+
+def test_uid_segment_and_seed_each_give_another_sample(model_folder: Folder) -> None:
+    engine = TorchEngine.load(model_folder("qwen3"), capacity=4)
+    prompt = [5, 6, 7]
+    variants = [{}, {"uid": 1}, {"segment": 1}, {"seed": 6}]
+    results = run(engine, [request(k, prompt, **{"uid": 7, **change}) for k, change in enumerate(variants)])
+    assert len({tuple(result.token_ids.tolist()) for result in results.values()}) == 4
+
+
+def test_a_segment_goes_on_where_the_last_one_ended(model_folder: Folder) -> None:
+    folder = model_folder("llama")
+    engine, model = TorchEngine.load(folder, capacity=3), AutoModelForCausalLM.from_pretrained(folder)
+    prefix = np.asarray([8, 9, 10, 11], np.int32)
+    got = run(engine, [request(0, [4, 5], prefix_ids=prefix, segment=1)])[0]
+    wanted = plain_logprobs(model, np.asarray([4, 5, 8, 9, 10, 11]), got.token_ids, 1.0)
+    np.testing.assert_allclose(got.logprobs, wanted, atol=1e-4)
+
+
+def test_sequences_end_at_eos_at_their_limit_and_at_the_models_length(model_folder: Folder) -> None:
+    engine = TorchEngine.load(model_folder("gpt2"), capacity=64, max_length=16)
+    results = run(engine, crowd(64, max_new_tokens=9))
+    for asked in crowd(64, max_new_tokens=9):
+        got = results[asked.key]
+        count, limit = len(got.token_ids), min(9, 16 - len(asked.prompt_ids))
+        assert EOS_ID not in got.token_ids[:-1]
+        assert got.finish == (EOS if got.token_ids[-1] == EOS_ID else LENGTH)
+        assert count == limit or got.finish == EOS
+    assert {result.finish for result in results.values()} == {EOS, LENGTH}
+
+
+def test_a_request_without_room_for_a_token_ends_at_once(model_folder: Folder) -> None:
+    engine = TorchEngine.load(model_folder("gpt2"), capacity=2, max_length=8)
+    engine.add([request(3, [5] * 8), request(4, [5] * 7)])
+    assert engine.active == 2
+    results = run(engine, [])
+    assert len(results[3].token_ids) == 0 and results[3].finish == LENGTH
+    assert len(results[4].token_ids) == 1
+
+
+def test_new_weights_enter_between_steps_and_every_token_names_its_version(model_folder: Folder) -> None:
+    folder = model_folder("qwen3")
+    engine = TorchEngine.load(folder, capacity=4)
+    engine._seats._eos[:] = False  # so that every sequence is long enough to see both versions
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
+    with torch.no_grad():
+        for parameter in after.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    engine.set_weights(3, 1)
+    engine.add([request(0, [5, 6, 7]), request(1, [9, 8])])
+    results = {}
+    for step in range(20):
+        if step == 6:
+            for name, parameter in engine.parameters().items():
+                parameter.copy_(after.state_dict()[name])
+            engine.set_weights(4, 2)
+        results.update({finished.key: finished for finished in engine.step()})
+    assert results[0].versions.tolist() == [3] * 6 + [4] * 14
+    assert results[0].versions.dtype == np.uint32
+    old = plain_logprobs(before, np.asarray([5, 6, 7]), results[0].token_ids, 1.0)
+    new = plain_logprobs(after, np.asarray([5, 6, 7]), results[0].token_ids, 1.0)
+    np.testing.assert_allclose(results[0].logprobs[:6], old[:6], atol=1e-4)
+    assert np.abs(results[0].logprobs - old)[6:].max() > 1e-2
+    assert np.abs(results[0].logprobs - new)[6:].max() > 1e-6  # the keys of older weights are kept
+    fresh = run(engine, [request(0, [5, 6, 7])])[0]
+    np.testing.assert_allclose(
+        fresh.logprobs, plain_logprobs(after, np.asarray([5, 6, 7]), fresh.token_ids, 1.0), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_parameters_have_the_names_of_the_model_and_are_live(model_folder: Folder, kind: str) -> None:
+    folder = model_folder(kind)
+    engine, model = TorchEngine.load(folder, capacity=2), AutoModelForCausalLM.from_pretrained(folder)
+    assert list(engine.parameters()) == [name for name, _ in model.named_parameters()]
+    for parameter in engine.parameters().values():
+        parameter.zero_()
+    got = run(engine, [request(0, [5, 6], max_new_tokens=3)])[0]
+    np.testing.assert_allclose(got.logprobs, -np.log(35), atol=1e-5)
+
+
+def test_a_cancelled_request_leaves_and_the_others_are_not_touched(model_folder: Folder) -> None:
+    engine = TorchEngine.load(model_folder("qwen3"), capacity=5)
+    engine._seats._eos[:] = False
+    requests = crowd(5)
+    wanted = run(engine, requests)
+    engine.add(requests)
+    assert engine.cancel(4) and not engine.cancel(99)
+    engine.step()
+    assert engine.cancel(1) and not engine.cancel(1)
+    results = run(engine, [])
+    assert sorted(results) == [0, 2, 3]
+    for key, got in results.items():
+        assert got.token_ids.tolist() == wanted[key].token_ids.tolist()
+
+
+def test_a_sequence_of_weights_that_are_not_finite_ends_and_spoils_no_later_one(model_folder: Folder) -> None:
+    engine = TorchEngine.load(model_folder("qwen3"), capacity=2)
+    good = {name: parameter.clone() for name, parameter in engine.parameters().items()}
+    wanted = run(engine, [request(0, [5, 6, 7])])[0]
+    for parameter in engine.parameters().values():
+        parameter.fill_(torch.nan)
+    spoilt = run(engine, [request(1, [5] * 12)])[1]
+    assert np.isnan(spoilt.logprobs).tolist() == [True]
+    for name, parameter in engine.parameters().items():
+        parameter.copy_(good[name])
+    assert run(engine, [request(0, [5, 6, 7])])[0].token_ids.tolist() == wanted.token_ids.tolist()
+
+
+def test_what_can_not_be_run_is_refused_with_its_reason(model_folder: Folder, tmp_path: Path) -> None:
+    engine = TorchEngine.load(model_folder("gpt2"), capacity=2)
+    with pytest.raises(ValueError, match="has no tokens"):
+        engine.add([request(0, [])])
+    with pytest.raises(ValueError, match="token id 35; the model knows 0 to 34"):
+        engine.add([request(0, [35])])
+    with pytest.raises(ValueError, match="3 requests for 2 free rows"):
+        engine.add(crowd(3))
+    with pytest.raises(UserError, match=r"model\.path"):
+        TorchEngine.load(tmp_path, capacity=2)
+
+
+def test_text_goes_through_the_models_tokenizer(model_folder: Folder) -> None:
+    engine = TorchEngine.load(model_folder("qwen3"), capacity=2)
+    ids = engine.encode("sort: cab")
+    assert engine.decode(ids) == "sort: cab"
+    assert engine.encode("sort: cab") is ids
+    assert engine.decode([*ids, EOS_ID]) == "sort: cab"
+    assert engine.decode([*ids, EOS_ID], ended=False) == "sort: cab<eos>"
+    assert engine.decode([EOS_ID, *ids]) == "<eos>sort: cab"
+
+
+def test_with_a_chat_template_a_prompt_is_one_user_turn(model_folder: Folder) -> None:
+    plain = TorchEngine.load(model_folder("qwen3"), capacity=1)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("qwen3"))
+    tokenizer.chat_template = "<bos>{{ messages[0]['content'] }}:{% if add_generation_prompt %} {% endif %}"
+    chat = TorchEngine(plain._model, tokenizer, capacity=1, chat=True)
+    assert chat.decode(chat.encode("cab")) == "<bos>cab: "

@@ -1,0 +1,58 @@
+"""One key of the topology chooses the transport."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from busrl.errors import UserError
+from busrl.weights import NOTHING, make_receiver, make_sender, remove
+from busrl.weights.broadcast import BroadcastSender
+from busrl.weights.broadcast_receiver import BroadcastReceiver
+from busrl.weights.shm import ShmReceiver, ShmSender
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Iterator[Any]:
+    segment = Path("/dev/shm") / f"busrl.test.{os.getpid()}.{os.urandom(4).hex()}.weights"
+    yield SimpleNamespace(weights_file=segment, runtime_dir=tmp_path)
+    segment.unlink(missing_ok=True)
+
+
+def topology(transport: str) -> Any:
+    return SimpleNamespace(weights=SimpleNamespace(transport=transport, timeout_s=6.0))
+
+
+@pytest.mark.parametrize(
+    ("transport", "sends", "receives"),
+    [("shm", ShmSender, ShmReceiver), ("broadcast", BroadcastSender, BroadcastReceiver)],
+)
+def test_a_version_goes_from_sender_to_receiver(paths: Any, transport: str, sends: type, receives: type) -> None:
+    sender = make_sender(topology(transport), paths)
+    receiver = make_receiver(topology(transport), paths, "rollout/0")
+    assert isinstance(sender, sends) and isinstance(receiver, receives)
+    sender.publish(1, 7, {"w": torch.ones(4)})
+    here = {"w": torch.zeros(4)}
+    assert receiver.wait_for(1, 60) == (1, 7)
+    assert receiver.fetch(here) == (1, 7) == receiver.newest()
+    assert bool((here["w"] == 1).all())
+    receiver.close()
+    sender.close()
+
+
+def test_another_word_is_refused(paths: Any) -> None:
+    with pytest.raises(UserError, match="'pigeon'"):
+        make_sender(topology("pigeon"), paths)
+
+
+def test_what_an_earlier_run_left_can_be_removed(paths: Any) -> None:
+    make_sender(topology("shm"), paths).publish(9, 9, {"w": torch.ones(4)})
+    remove(paths)
+    assert make_receiver(topology("shm"), paths, "rollout/0").newest() == NOTHING
+    remove(paths)
