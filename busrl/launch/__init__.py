@@ -1,0 +1,65 @@
+"""`busrl launch`: one run from its topology to its summary, and `busrl status` for whoever looks at it.
+
+Talks to everything a run has on this host: directory, ring, children, bus. Never imports torch: what needs it (making a
+quickstart model, the roles) runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TextIO
+
+import setproctitle
+
+from busrl.launch.closing import audit_run, close_run
+from busrl.launch.display import open_display
+from busrl.launch.plan import plan_lines
+from busrl.launch.run import Launch
+from busrl.launch.rundir import open_run
+from busrl.launch.signals import Signals
+from busrl.launch.status import status
+from busrl.launch.summary import Outcome, build, final_lines, write
+from busrl.paths import RunPaths
+from busrl.topology import Topology, materialise
+
+__all__ = ["launch", "status"]
+
+
+def launch(
+    topology: Topology,
+    run_dir: str | os.PathLike[str],
+    *,
+    dry_run: bool = False,
+    resume: bool = True,
+    stream: TextIO | None = None,
+) -> int:
+    """Run a topology in a directory; the exit code: 0 if its goal was reached, 128 + n after signal n, else 1.
+
+    Adopts what an earlier launch left in the directory; `resume=False` refuses a directory that holds a run.
+    """
+    out = stream or sys.stdout
+    if dry_run:
+        print("\n".join(plan_lines(topology, RunPaths.of(run_dir))), file=out)
+        return 0
+    setproctitle.setproctitle("busrl:launch")
+    with Signals() as signals:
+        topology = materialise(topology)
+        opened = open_run(run_dir, topology, resume=resume)
+        display = open_display(out, time.monotonic)
+        display.say(f"{topology.run.name} in {opened.paths.root}")
+        for note in opened.notes:
+            display.say(note)
+        running = Launch(opened, display, signals)
+        outcome = running.run()
+        display.close()
+        still_open = close_run(opened)
+    report = audit_run(opened.paths.root, topology)
+    if outcome.exit_code == 0 and report.errors:
+        outcome = Outcome("failed", "the goal was reached, but the audit found errors", 1)
+    summary = build(outcome, running.progress, running.children, report, still_open, time.monotonic())
+    write(opened.paths, summary)
+    for line in final_lines(summary, report, opened.paths):
+        display.say(line)
+    return outcome.exit_code

@@ -1,0 +1,149 @@
+"""Starting children and knowing when they have ended: environment, log file, process group, death with the parent.
+
+Talks to the kernel only; which child to start and when is the supervisor's business. Knows nothing of the ring or bus.
+
+- A child dies with `launch` (PR_SET_PDEATHSIG). The kernel sends that signal when the *thread* that forked ends, so
+  children are started from the main thread only.
+- Each child has its own session, so Ctrl-C in a terminal reaches `launch` alone, which then stops them in order; and a
+  kill takes along what the child has started itself.
+- The run's lock is inherited on purpose: it is free only when the last child is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from busrl.errors import BugError
+from busrl.paths import RunPaths
+from busrl.topology import ProcessName
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass
+class Running:
+    """A child that was started and whose end has not been seen yet."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def fileno(self) -> int:
+        return self.pidfd
+
+    def ended(self) -> str | None:
+        """How it ended, in words, or None while it runs; what it left behind in its group is killed first."""
+        if self.popen.returncode is None:
+            if os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            self.kill_group()  # while the pid is still taken, so that the group can not be somebody else's
+            self.popen.wait()
+        return describe(self.popen.returncode)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it alone; nothing happens if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        """SIGKILL to it and to everything in its session's group."""
+        self.signal(signal.SIGKILL)
+        self.kill_group()
+
+    def kill_group(self) -> None:
+        """End what it has started itself and left behind."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+
+
+def describe(code: int) -> str:
+    """An exit status as a person reads it."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def command_of(process: ProcessName, paths: RunPaths) -> list[str]:
+    """What is executed for a process of the topology."""
+    if process.spec.command:
+        return list(process.spec.command)
+    return [sys.executable, "-m", "busrl.roles", str(paths.root), process.name]
+
+
+def environment_of(process: ProcessName, paths: RunPaths) -> dict[str, str]:
+    """Variables of a child: thread counts from `threads`, where the run is, then what the topology adds."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    known = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        **dict.fromkeys(THREAD_VARIABLES, str(process.spec.threads)),
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning workers of one process would starve the others
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": f"{package_root}{os.pathsep}{known}" if known else package_root,
+        "BUSRL_RUN_DIR": str(paths.root),
+        "BUSRL_NAME": process.name,
+        **process.spec.env,
+    }
+
+
+def start(process: ProcessName, paths: RunPaths, keep_fds: tuple[int, ...] = ()) -> Running:
+    """Start one child; its output goes to the end of its log file."""
+    if threading.current_thread() is not threading.main_thread():
+        raise BugError(f"{process.name} was to be started from a thread, with whose end the kernel would kill it")
+    log = paths.log(process.name)
+    with open(log, "ab", buffering=0) as output:
+        output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} started by launch (pid {os.getpid()})\n".encode())
+        popen = subprocess.Popen(
+            command_of(process, paths),
+            env=environment_of(process, paths),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=keep_fds,
+            start_new_session=True,
+            preexec_fn=_die_with(os.getpid()),
+        )
+    return Running(process.name, popen, os.pidfd_open(popen.pid))
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    def prepare() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above: nobody would tell us any more
+            os._exit(1)
+
+    return prepare
+
+
+def last_lines(path: Path, count: int = 12, block: int = 16_384) -> list[str]:
+    """The end of a log file, for a person who has to find out why a child died."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - block))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return [f"(its log can not be read: {error})"]
+    return [line for line in text.splitlines() if line.strip()][-count:]

@@ -1,0 +1,46 @@
+"""The end of a run with all its roles stopped: `open.bin`, nothing left in shared memory, and the audit.
+
+Talks to the ring, the ledger's files and the audit. Knows nothing of processes; it must be called when none is left.
+
+- The order is: reclaim what the dead held, write and sync open.bin and the fates, then unlink the ring. Killed in
+  between, the next start adopts the ring and forgets open.bin.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
+from busrl.ledger.audit import AuditReport, audit
+from busrl.ledger.openbin import OpenSlot, write_open
+from busrl.ring import UID_NONE, State
+from busrl.topology import TINY, Topology
+
+
+def close_run(run: OpenRun) -> int:
+    """Write what is open, unlink everything, let go of the directory. Returns how many samples are open."""
+    run.ring.reap()
+    run.ring.finish_drops()
+    lines = run.ring.lines()
+    held = np.flatnonzero((lines["state"] != State.FREE) & (lines["uid"] != UID_NONE))
+    still_open = [OpenSlot(int(lines["uid"][slot]), int(lines["state"][slot]), int(slot)) for slot in held]
+    run.fates.sync()
+    run.validate_fates.sync()
+    write_open(run.paths.open_bin, still_open)
+    unlink_segments(run.paths)
+    remove_runtime_dir(run.paths)
+    run.release()
+    return len(still_open)
+
+
+def audit_run(root: Path, topology: Topology) -> AuditReport:
+    """The audit of a run that has ended; finds the prompt file of a tiny task where it was made."""
+    prompts: Path | None = None
+    if topology.data.train.startswith(TINY):
+        from busrl.quickstart import paths
+
+        made = paths(topology.data.train)
+        prompts = made.train if made else None
+    return audit(root, prompts=prompts)

@@ -1,0 +1,177 @@
+"""Shows a run while it goes on: a picture that is redrawn in place on a terminal, plain lines everywhere else.
+
+Talks to one output stream; reads a `Progress`. Knows nothing of processes, the ring or the bus. Lines that stay (a
+restart, a validation, an error) are printed above the picture.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from busrl.launch.progress import Progress, Row, duration, short
+
+REDRAW_S = 0.25
+PLAIN_EVERY_S = 5.0
+BLOCKS = "▁▂▃▄▅▆▇█"
+BOLD, DIM, GREEN, YELLOW, CYAN, OFF = "\x1b[1m", "\x1b[2m", "\x1b[32m", "\x1b[33m", "\x1b[36m", "\x1b[0m"
+UP_AND_CLEAR = "\x1b[{}A\x1b[J"
+SHOWN_STATES = ("queued", "generating", "generated", "rewarding", "rewarded", "training", "free")
+
+
+def open_display(stream: TextIO, clock: Callable[[], float]) -> Display:
+    """The display that suits the stream."""
+    fancy = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and "NO_COLOR" not in os.environ
+    return LiveDisplay(stream, clock) if fancy else Display(stream, clock)
+
+
+class Display:
+    """Plain lines: one per few seconds of progress, and every event."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._stream, self._clock = stream, clock
+        self._next = 0.0
+        self._shown_step = -1
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self._write(f"{line}\n")
+
+    def show(self, progress: Progress) -> None:
+        """The state now; cheap to call often."""
+        now = self._clock()
+        if now < self._next or progress.step == self._shown_step:
+            return
+        self._next, self._shown_step = now + PLAIN_EVERY_S, progress.step
+        self.say(plain_line(progress, now))
+
+    def close(self) -> None:
+        """Leave the stream as the next program expects it."""
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # whoever read it is gone; the run is not about being watched
+            self._stream = open(os.devnull, "w")  # noqa: SIM115
+
+
+class LiveDisplay(Display):
+    """A picture of a few lines at the bottom of a terminal."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        super().__init__(stream, clock)
+        self._height = 0
+
+    def say(self, line: str) -> None:
+        self._write(f"{self._erase()}{line}\n")
+        self._next = 0.0
+
+    def show(self, progress: Progress) -> None:
+        now = self._clock()
+        if now < self._next:
+            return
+        self._next = now + REDRAW_S
+        width = shutil.get_terminal_size().columns
+        lines = [fit(line, width) for line in picture(progress, now, width)]
+        self._write(self._erase() + "".join(f"{line}{OFF}\n" for line in lines))
+        self._height = len(lines)
+
+    def close(self) -> None:
+        self._write(self._erase())  # the summary says it all
+
+    def _erase(self) -> str:
+        height, self._height = self._height, 0
+        return UP_AND_CLEAR.format(height) if height else ""
+
+
+def plain_line(progress: Progress, now: float) -> str:
+    """One line of progress without colours."""
+    parts = [f"step {progress.step}/{progress.goal}"]
+    reward = progress.recent_reward()
+    if reward is not None:
+        parts.append(f"reward {reward:.3f}")
+    if progress.token_rate.per_s() > 0:
+        parts.append(f"{short(progress.token_rate.per_s())} tokens/s")
+    parts.append(f"version {progress.version}")
+    parts.append(duration(now - progress.started))
+    return " · ".join(parts)
+
+
+def picture(progress: Progress, now: float, width: int) -> list[str]:
+    """The lines of the live display."""
+    lines = ["", _headline(progress, now), _bar(progress, width), _numbers(progress)]
+    lines.append(_slots(progress))
+    lines.extend(_row(row) for row in progress.rows)
+    return lines
+
+
+def _headline(progress: Progress, now: float) -> str:
+    left = progress.left_s()
+    rest = f", about {duration(left)} left" if left is not None and progress.step < progress.goal else ""
+    doing = " · validating" if progress.validating >= 0 else ""
+    return f"{BOLD}busrl {progress.name}{OFF} · {duration(now - progress.started)}{rest}{CYAN}{doing}{OFF}"
+
+
+def _bar(progress: Progress, width: int) -> str:
+    room = max(10, min(60, width - 30))
+    share = min(1.0, progress.step / progress.goal) if progress.goal else 0.0
+    full = int(share * room)
+    return f"{GREEN}{'━' * full}{OFF}{DIM}{'━' * (room - full)}{OFF} step {progress.step}/{progress.goal}"
+
+
+def _numbers(progress: Progress) -> str:
+    reward = progress.recent_reward()
+    if reward is None:
+        return f"{DIM}waiting for the first step{f' ({progress.waiting})' if progress.waiting else ''}{OFF}"
+    parts = [f"reward {BOLD}{reward:.3f}{OFF} {CYAN}{sparkline(progress.rewards)}{OFF}"]
+    if progress.validations:
+        parts.append(f"validated {progress.validations[-1][1]:.3f}")
+    parts += [f"entropy {progress.entropy:.2f}", f"age {progress.age:.1f}", f"version {progress.version}"]
+    parts.append(f"{short(progress.token_rate.per_s())} tokens/s")
+    return " · ".join(parts)
+
+
+def _slots(progress: Progress) -> str:
+    shown = [f"{name} {progress.slots[name]}" for name in SHOWN_STATES if progress.slots.get(name)]
+    return f"{DIM}slots{OFF} {f' {DIM}·{OFF} '.join(shown)}" if shown else f"{DIM}no ring yet{OFF}"
+
+
+def _row(row: Row) -> str:
+    colour = {"ready": GREEN, "gone": DIM}.get(row.phase, YELLOW)
+    doing = row.activity or ("" if row.phase != "ready" else "working" if row.busy > 0.02 else "idle")
+    busy = f"{row.busy:4.0%} busy" if row.phase == "ready" else " " * 9
+    again = f" {YELLOW}restarted {row.restarts}×{OFF}" if row.restarts else ""
+    return f"  {row.name:<14}{colour}{row.phase:<17}{OFF}{busy}  {DIM}{doing}{OFF}{again}"
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The course of a number in a few characters, from its lowest to its highest."""
+    data = list(values)
+    if not data:
+        return ""
+    step = max(1.0, len(data) / width)
+    buckets = [data[int(i * step) : max(int(i * step) + 1, int((i + 1) * step))] for i in range(int(len(data) / step))]
+    means = [sum(bucket) / len(bucket) for bucket in buckets if bucket]
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[int((mean - low) * scale)] for mean in means)
+
+
+def fit(line: str, width: int) -> str:
+    """Cut a line to what fits, not counting colours, so that redrawing finds its lines again."""
+    shown, at, out = 0, 0, []
+    while at < len(line):
+        if line[at] == "\x1b":
+            end = line.index("m", at) + 1
+            out.append(line[at:end])
+            at = end
+            continue
+        if shown >= width - 1:
+            at += 1
+            continue
+        out.append(line[at])
+        shown, at = shown + 1, at + 1
+    return "".join(out)

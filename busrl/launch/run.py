@@ -1,0 +1,265 @@
+"""The loop of `launch`: starts the children, watches them, starts them again, stops them in order.
+
+Talks to the children (pids, exit codes), to the ring's process table (reading), to the bus (progress for display, STOP)
+and to the terminal. What to do about a child is decided in `supervisor.py`, in which order to stop in `shutdown.py`.
+Knows nothing of samples, groups or weights.
+
+- The run has reached its goal when the learner has ended with 0 after setting `run_state` to finished, and the
+  validator, if there is one, with 0 after that; and only then.
+- Everything is done in one thread, with one wait: for a death, a signal, or the next look.
+- Nothing here depends on the bus: with every message lost the picture is poorer and the run the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import time
+from collections.abc import Callable
+
+from busrl.bus import Endpoint
+from busrl.launch.children import Running, last_lines, start
+from busrl.launch.display import Display
+from busrl.launch.progress import Progress, first_line
+from busrl.launch.rundir import OpenRun
+from busrl.launch.shutdown import Ask, Shutdown
+from busrl.launch.signals import Signals
+from busrl.launch.summary import Outcome
+from busrl.launch.supervisor import Child, FairClock, Patience, Phase
+from busrl.launch.watch import Watch
+from busrl.protocol import address, topic
+from busrl.protocol import messages as m
+from busrl.topology import ProcessName
+
+TICK_S = 0.2
+STOP_EVERY_S = 0.5
+RUNNING, FINISHED, STOPPING = 0, 1, 2  # header word run_state
+HEARD = (m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.Error, m.Hello)
+
+
+class Launch:
+    """One run from its first child to its last. `run` gives the outcome; no child is left then."""
+
+    def __init__(
+        self, opened: OpenRun, display: Display, signals: Signals, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run, self._display, self._signals, self._clock = opened, display, signals, clock
+        self._paths, limits = opened.paths, opened.topology.limits
+        patience = Patience(limits.ready_s, limits.progress_s, limits.restart_attempts)
+        self._processes: dict[str, ProcessName] = {one.name: one for one in opened.topology.processes()}
+        self.children = [Child(name, patience) for name in self._processes]
+        self._by_address = {address(child.name): child for child in self.children}
+        self._running: dict[str, Running] = {}
+        # Who has to end in order, after the last step, for the goal to be reached.
+        self._goal = {"learner", "validator"} & self._processes.keys()
+        self._watch = Watch(opened.ring)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(signals, selectors.EVENT_READ)
+        self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        topology = opened.topology
+        self.progress = Progress(topology.run.name, topology.run.max_steps, clock())
+        self._bus = Endpoint(
+            "launch",
+            opened.paths.frontend,
+            opened.paths.backend,
+            subscribe=[topic(kind) for kind in HEARD],
+            hwm=topology.bus.hwm,
+            max_bytes=topology.bus.max_message_bytes,
+            report=self._say,
+        )
+        self._fair = FairClock(TICK_S, clock())
+
+    def run(self) -> Outcome:
+        """Until the goal is reached, the run has failed, or a signal asks for the end."""
+        try:
+            outcome = self._until_decided()
+            self._say(f"ending: {outcome.why}")
+            self._stop_all(outcome)
+            self._picture(self._clock())
+            self._display.show(self.progress)
+            return outcome
+        finally:
+            self._kill_all()
+            self._bus.close()
+            self._selector.close()
+            self._log.close()
+
+    # while it runs
+
+    def _until_decided(self) -> Outcome:
+        while True:
+            outcome = self._start_due() or self._bury() or self._signalled()
+            if outcome is not None:
+                return outcome
+            self._hear()
+            self._look()
+            self._display.show(self.progress)
+            self._selector.select(self._pause())
+            self._signals.clear()
+
+    def _pause(self) -> float:
+        due = [child.due - self._clock() for child in self.children if child.phase is Phase.BACKOFF]
+        return max(0.0, min([TICK_S, *due]))
+
+    def _start_due(self) -> Outcome | None:
+        for child in self.children:
+            if child.is_due(self._clock()):
+                outcome = self._start(child)
+                if outcome is not None:
+                    return outcome
+        return None
+
+    def _start(self, child: Child) -> Outcome | None:
+        try:
+            running = start(self._processes[child.name], self._paths, (self._run.lock.fileno(),))
+        except OSError as error:
+            child.started(0, self._clock())
+            return self._died(child, f"it could not be started: {error}")
+        self._running[child.name] = running
+        self._selector.register(running, selectors.EVENT_READ)
+        child.started(running.pid, self._clock())
+        self._note(f"{child.name} started, pid {child.pid}")
+        return None
+
+    def _bury(self) -> Outcome | None:
+        """See who has ended. The learner's end may be the run's."""
+        for name, running in list(self._running.items()):
+            how = running.ended()
+            if how is None:
+                continue
+            self._forget(running)
+            child = next(one for one in self.children if one.name == name)
+            if name in self._goal and how == "exit code 0" and self._run.ring.header("run_state") == FINISHED:
+                child.finished()
+                self._goal.remove(name)
+                continue
+            outcome = self._died(child, how)
+            if outcome is not None:
+                return outcome
+        return None if self._goal else Outcome("finished", "the learner has reached the goal", 0)
+
+    def _forget(self, running: Running) -> None:
+        self._selector.unregister(running)
+        running.close()
+        del self._running[running.name]
+
+    def _died(self, child: Child, how: str) -> Outcome | None:
+        death = child.ended(how, self._clock())
+        self._say(death.text)
+        log = self._paths.log(child.name)
+        if not death.gives_up:
+            for line in last_lines(log, 1):
+                self._say(f"  {log} ends: {first_line(line)}")
+            return None
+        self._say(f"last lines of {log}:")
+        for line in last_lines(log):
+            self._say(f"  | {line}")
+        return Outcome("failed", f"{child.name} died {child.early_deaths} times before it was ready: {how}", 1)
+
+    def _signalled(self) -> Outcome | None:
+        if not self._signals.count:
+            return None
+        number = self._signals.first
+        return Outcome("stopped", f"asked to by {signal.Signals(number).name}", self._signals.exit_code)
+
+    def _hear(self) -> None:
+        for message in self._bus.drain():
+            if isinstance(message, m.Hello):
+                self._greeted(message)
+                continue
+            for line in self.progress.hear(message):
+                self._say(line)
+
+    def _greeted(self, hello: m.Hello) -> None:
+        """A process that does not map the ring has only this way to say that it is ready."""
+        child = self._by_address.get(address(hello.sender)) if hello.sender else None
+        if child is not None and self._processes[child.name].spec.command and child.became_ready():
+            self._note(f"{child.name} (pid {child.pid}) is ready: it said HELLO")
+
+    def _look(self) -> None:
+        now = self._clock()
+        passed = self._fair.passed(now)
+        self._watch.look()
+        for child in self.children:
+            sight = self._watch.sight(child.pid) if child.pid else None
+            if sight is not None and sight.ready and child.became_ready():
+                self._note(f"{child.name} (pid {child.pid}) is ready")
+            kill = child.looked(sight, passed)
+            if kill is not None:
+                self._say(kill.why)
+                self._running[child.name].kill()
+        self._picture(now)
+
+    def _picture(self, now: float) -> None:
+        ring = self._run.ring
+        self.progress.rows = self._watch.rows(self.children, now)
+        self.progress.ring(
+            step=ring.header("step"),
+            version=ring.header("version"),
+            tokens=self._watch.tokens(),
+            slots=self._watch.slots(),
+            now=now,
+        )
+
+    # the end
+
+    def _stop_all(self, outcome: Outcome) -> None:
+        """STOP on the bus, then SIGTERM stage by stage; a second signal ends the patience."""
+        if outcome.kind != "finished":
+            self._run.ring.set_header("run_state", STOPPING)
+        for child in self.children:
+            child.stop()
+        stop_s = self._run.topology.limits.stop_s
+        shutdown, next_stop = Shutdown(stop_s), 0.0
+        while self._running and self._signals.count < 2:
+            now = self._clock()
+            if now >= next_stop:
+                next_stop = now + STOP_EVERY_S
+                self._bus.send(m.Stop(reason=outcome.why, drain_s=stop_s))
+            self._press(shutdown, now)
+            self._selector.select(0.05)
+            self._signals.clear()
+            self._bury_quietly()
+            self._hear()
+        if self._running:
+            self._say(f"a second signal: killing {', '.join(self._running)}")
+
+    def _press(self, shutdown: Shutdown, now: float) -> None:
+        for action in shutdown.step(self._running, now):
+            running = self._running[action.name]
+            if isinstance(action, Ask):
+                running.signal(signal.SIGTERM)
+            else:
+                self._say(action.why)
+                running.kill()
+
+    def _bury_quietly(self) -> None:
+        for name, running in list(self._running.items()):
+            how = running.ended()
+            if how is None:
+                continue
+            self._forget(running)
+            child = next(one for one in self.children if one.name == name)
+            death = child.ended(how, self._clock())
+            if how != "exit code 0":
+                self._say(death.text)
+
+    def _kill_all(self) -> None:
+        """Nobody outlives this; also the way out of an error of our own."""
+        for running in list(self._running.values()):
+            running.kill()
+        for running in list(self._running.values()):
+            with contextlib.suppress(Exception):
+                running.popen.wait(timeout=10)
+            running.close()
+        self._running.clear()
+
+    def _say(self, line: str) -> None:
+        """For the person who watches, and for the log."""
+        self._note(line)
+        self._display.say(line)
+
+    def _note(self, line: str) -> None:
+        """For whoever looks at the log afterwards."""
+        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")

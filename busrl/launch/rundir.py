@@ -1,0 +1,238 @@
+"""The run directory: locked, made or found again, with its ring created or adopted.
+
+Talks to the file system, the ring and the ledger's files, before any child runs. Knows nothing of processes or of the
+bus. Recovery is the ordinary path: a first start is a start that finds nothing.
+
+- One launch per directory: `run.lock` is held, and inherited by every child, so a directory is free only when the last
+  process of its run is gone.
+- A ring is adopted only if it is this run's (uuid), of this boot and of this layout. With a ring nothing is put back:
+  its slots still hold their samples. Without one, samples in no slot are settled before the new ring has its name.
+- What a uid means (seed, prompts, order, group size) never changes in a run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+import uuid as uuids
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from busrl.bus.security import prepare as prepare_endpoint
+from busrl.errors import LockTimeout, RingNotFound, RunInUse, UserError
+from busrl.launch.putback import PutBack, put_back
+from busrl.ledger.files import write_whole
+from busrl.ledger.openbin import remove_open
+from busrl.paths import SHM, RunPaths
+from busrl.ring import Fates, OfdLock, Ring
+from busrl.topology import Topology
+
+PAUSE_STARTING = 1  # header word generation_pause
+LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
+IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
+
+
+@dataclass
+class OpenRun:
+    """A run directory that this process holds."""
+
+    paths: RunPaths
+    topology: Topology
+    lock: OfdLock
+    uuid: bytes
+    ring: Ring
+    fates: Fates
+    validate_fates: Fates
+    adopted: bool
+    notes: list[str] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Let go of everything; the files and the ring stay."""
+        self.ring.close()
+        self.fates.close()
+        self.validate_fates.close()
+        self.lock.release()
+
+
+def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: bool = True) -> OpenRun:
+    """Hold the directory and have its ring; whatever an earlier start left there is used, or refused by name."""
+    paths = RunPaths.of(run_dir)
+    for directory in (paths.root, paths.logs, paths.checkpoints):
+        directory.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(paths)
+    try:
+        _check_same_run(paths, topology, resume)
+        for endpoint in (paths.frontend, paths.backend):
+            prepare_endpoint(endpoint)
+        return _opened(paths, topology, lock)
+    except BaseException:
+        remove_runtime_dir(paths)
+        lock.release()
+        raise
+
+
+def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
+    """Hold run.lock, so that children can inherit it. Waits only for the children of a launch that is gone."""
+    lock = OfdLock(str(paths.lock("run")))
+    if not lock.try_acquire():
+        holder = lock.holder()
+        if holder and Path(f"/proc/{holder}").exists():
+            raise RunInUse(
+                f"{paths.root}: another launch is running there (pid {holder}); watch it with "
+                f"`busrl status {paths.root}`, or choose another run directory"
+            )
+        _wait_for_children(paths, lock, timeout_s)
+    lock.inheritable = True
+    return lock
+
+
+def _wait_for_children(paths: RunPaths, lock: OfdLock, timeout_s: float) -> None:
+    try:
+        lock.acquire(timeout_s)
+    except LockTimeout:
+        raise RunInUse(
+            f"{paths.root}: the launch that ran there (pid {lock.holder()}) is gone, but children of it still hold "
+            f"run.lock after {timeout_s:g} s; find them with `fuser {paths.lock('run')}` and end them"
+        ) from None
+
+
+def _opened(paths: RunPaths, topology: Topology, lock: OfdLock) -> OpenRun:
+    before = _read_json(paths.run_json)
+    uuid = bytes.fromhex(before["uuid"]) if "uuid" in before else uuids.uuid4().bytes
+    _write_files(paths, topology, uuid, before)
+    fates, validate_fates = (Fates(str(path), create=True) for path in (paths.fates, paths.validate_fates))
+    notes: list[str] = []
+    ring = adopt(paths, topology, uuid)
+    adopted = ring is not None
+    if ring is None:
+        settled = put_back(paths)
+        notes += [str(settled)] if settled != PutBack() else []
+        ring = create(paths, topology, uuid)
+    else:
+        notes.append(f"adopted the ring that an earlier launch left: {describe(ring)}")
+    remove_open(paths.open_bin)
+    ring.bind_fates(fates, validate_fates)
+    ring.set_header("run_state", 0)
+    return OpenRun(paths, topology, lock, uuid, ring, fates, validate_fates, adopted, notes)
+
+
+def create(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring:
+    """A new ring of the topology's size."""
+    size = topology.derived
+    ring = Ring.create(
+        paths.ring_name,
+        slots=size.slots,
+        slot_bytes=size.slot_bytes,
+        processes=topology.ring.processes,
+        uuid=uuid,
+    )
+    # Nothing is admitted before the learner has said which version is the newest: it clears this bit.
+    ring.set_header("generation_pause", PAUSE_STARTING)
+    return ring
+
+
+def adopt(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
+    """The ring that an earlier launch of this run left; None if there is none."""
+    try:
+        ring = Ring.attach(paths.ring_name)
+    except RingNotFound:
+        return None
+    if ring.uuid != uuid:
+        _remove_stale(paths, ring)
+        return None
+    size = topology.derived
+    if ring.n_slots != size.slots or ring.slot_bytes < size.slot_bytes:
+        raise UserError(
+            f"{paths.root}: the ring that an earlier launch left has {ring.n_slots} slots of {ring.slot_bytes} bytes, "
+            f"the topology asks for {size.slots} of {size.slot_bytes}; finish that run with the topology as it was, or "
+            f"remove the ring with `busrl ring clean {paths.root}` (its samples are then generated again)"
+        )
+    return ring
+
+
+def _remove_stale(paths: RunPaths, ring: Ring) -> None:
+    """A ring under this run's name that belongs to another run, whose directory was removed."""
+    alive = [f"{process.label} (pid {process.pid})" for process in ring.processes() if not ring.is_dead(process.index)]
+    ring.close()
+    if alive:
+        raise RunInUse(
+            f"/dev/shm/{paths.ring_name} belongs to another run in a directory of the same name, and is in use by "
+            f"{', '.join(alive)}; end those processes first"
+        )
+    Ring.unlink(paths.ring_name)
+
+
+def describe(ring: Ring) -> str:
+    """How many slots are in which state, in words."""
+    counts = {name.lower(): count for name, count in ring.stats().occupancy.items() if count}
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def unlink_segments(paths: RunPaths) -> list[str]:
+    """Remove the ring and the weights of a run from shared memory; their names."""
+    removed = [paths.ring_name] if Ring.unlink(paths.ring_name) else []
+    for file in SHM.glob(f"{paths.weights_name}*"):
+        file.unlink(missing_ok=True)
+        removed.append(file.name)
+    return removed
+
+
+def remove_runtime_dir(paths: RunPaths) -> None:
+    """Remove the directory of the sockets, and the user's one above it if this was the last run."""
+    shutil.rmtree(paths.runtime_dir, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        paths.runtime_dir.parent.rmdir()
+
+
+def _check_same_run(paths: RunPaths, topology: Topology, resume: bool) -> None:
+    if not paths.topology.exists():
+        return
+    if not resume:
+        raise UserError(
+            f"{paths.root} holds a run already, and it is not to be resumed; choose another directory, or remove it"
+        )
+    before, now = _read_json(paths.topology), json.loads(topology.to_json())
+    for key in IDENTITY:
+        section, _, name = key.partition(".")
+        old, new = before.get(section, {}).get(name), now[section][name]
+        if old != new:
+            raise UserError(
+                f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "
+                "sample of the run is, so it can not change: choose another run directory"
+            )
+
+
+def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[str, Any]) -> None:
+    write_whole(paths.topology, topology.to_json().encode())
+    source = Path(topology.source)
+    if topology.source and source.is_file() and source.resolve() != paths.root / "topology.toml":
+        shutil.copyfile(source, paths.root / "topology.toml")
+    info = {
+        "run_id": before.get("run_id") or f"{topology.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.hex()[:4]}",
+        "ring": paths.ring_name,
+        "weights": paths.weights_name,
+        "runtime_dir": str(paths.runtime_dir),
+        "frontend": paths.frontend,
+        "backend": paths.backend,
+        "launch_pid": os.getpid(),
+        "started": time.time(),
+        "uuid": uuid.hex(),
+    }
+    write_whole(paths.run_json, json.dumps(info, indent=2).encode() + b"\n")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The map in a file; empty if there is no file. Files of ours are written whole, so half of one is an error."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(
+            f"{path}: not JSON ({error}); was it edited? Restore it, or start in another directory"
+        ) from None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,93 @@
+"""`busrl status`: what a run is doing now, or how it ended. Attaches to the ring read-only and changes nothing.
+
+Talks to the run directory and the ring; knows nothing of the bus, so it works with the broker down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from busrl.errors import NoSuchRun, RingNotFound
+from busrl.launch.progress import duration, short
+from busrl.paths import RunPaths
+from busrl.ring import Process, Ring
+from busrl.topology import Topology
+
+
+def status(run_dir: str | os.PathLike[str] | None = None) -> str:
+    """The state of a run in a few lines; without a directory that of the newest run under `runs/`."""
+    paths = RunPaths.of(run_dir if run_dir is not None else newest_run(Path("runs")))
+    info = _read(paths.run_json)
+    if not info:
+        raise NoSuchRun(f"{paths.root}: no run.json there; name the directory that `busrl launch` printed")
+    try:
+        ring = Ring.attach(paths.ring_name, read_only=True)
+    except RingNotFound:
+        return "\n".join(_ended(paths, info))
+    try:
+        return "\n".join(_going_on(paths, info, ring))
+    finally:
+        ring.close()
+
+
+def newest_run(parent: Path) -> Path:
+    """The run directory under `parent` that was started last."""
+    found = [one.parent for one in parent.glob("*/run.json")]
+    if not found:
+        raise NoSuchRun(f"no run under {parent.resolve()}; name a run directory")
+    return max(found, key=lambda one: (one / "run.json").stat().st_mtime)
+
+
+def _going_on(paths: RunPaths, info: dict[str, Any], ring: Ring) -> Iterable[str]:
+    stats = ring.stats()
+    processes = [one for one in ring.processes() if not ring.is_dead(one.index)]
+    goal = Topology.from_json(paths.topology.read_text()).run.max_steps
+    since = duration(time.time() - float(info.get("started", time.time())))
+    if processes:
+        state = {0: "running", 1: "finishing", 2: "stopping"}.get(ring.header("run_state"), "running")
+        yield f"{info.get('run_id')}: {state}, {since} since launch (pid {info.get('launch_pid')})"
+    else:
+        yield f"{info.get('run_id')}: nobody runs; the next `busrl launch` in this directory adopts its ring"
+    yield f"  step {ring.header('step')}/{goal} · version {ring.header('version')}"
+    counts = {name.lower(): count for name, count in stats.occupancy.items() if count}
+    yield "  slots  " + " · ".join(f"{name} {count}" for name, count in counts.items())
+    yield (
+        f"  samples  {short(stats.dispatched)} dispatched · {short(stats.finished)} finished · {short(stats.dropped)} "
+        f"dropped · {short(stats.reaps)} slots taken back from dead processes"
+    )
+    yield from (_process(one) for one in processes)
+    yield f"  {paths.root}"
+
+
+def _process(process: Process) -> str:
+    quiet = max(0.0, (time.monotonic_ns() - process.progress_ns) / 1e9)
+    doing = process.activity or process.state
+    tokens = f" · {short(process.tokens)} tokens" if process.tokens else ""
+    samples = f" · {short(process.samples)} samples" if process.samples else ""
+    return f"  {process.label:<14} pid {process.pid:<8} {doing:<22} last progress {quiet:.1f} s ago{tokens}{samples}"
+
+
+def _ended(paths: RunPaths, info: dict[str, Any]) -> Iterable[str]:
+    summary = _read(paths.summary)
+    if not summary:
+        yield f"{info.get('run_id')}: no ring and no summary; it was never finished. Start it again to go on"
+    else:
+        yield f"{info.get('run_id')}: {summary.get('outcome')}, {summary.get('why')}"
+        took = duration(float(summary.get("seconds", 0)))
+        yield f"  step {summary.get('steps')}/{summary.get('max_steps')} in {took} · version {summary.get('version')}"
+        if summary.get("open_samples"):
+            yield f"  {summary['open_samples']} samples are open: the next start generates them again"
+    yield f"  {paths.root}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,90 @@
+"""`summary.json`, and the last lines that a person reads when a run has ended.
+
+Pure but for writing one file: puts together what the supervisor, the bus and the audit know. Knows nothing of how they
+know it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from busrl.launch.progress import Progress, duration, short
+from busrl.launch.supervisor import Child
+from busrl.ledger.audit import AuditReport
+from busrl.ledger.files import write_whole
+from busrl.paths import RunPaths
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: "finished", "stopped" (by a signal) or "failed"; `why` is for a person."""
+
+    kind: str
+    why: str
+    exit_code: int
+
+
+def build(
+    outcome: Outcome, progress: Progress, children: list[Child], report: AuditReport | None, still_open: int, now: float
+) -> dict[str, Any]:
+    """The content of summary.json."""
+    reward = progress.recent_reward()
+    return {
+        "name": progress.name,
+        "outcome": outcome.kind,
+        "why": outcome.why,
+        "exit_code": outcome.exit_code,
+        "goal_reached": outcome.exit_code == 0,
+        "ended": time.time(),
+        "seconds": round(now - progress.started, 3),
+        "steps": progress.step,
+        "max_steps": progress.goal,
+        "version": progress.version,
+        "seen": {"groups": progress.groups, "samples": progress.samples, "tokens": progress.tokens},
+        "reward": {"first": progress.first_reward, "last_10_steps": reward},
+        "validation": [{"round": r, "mean": mean, "samples": n} for r, mean, n in progress.validations],
+        "processes": {
+            child.name: {"restarts": child.restarts, "killed_for_silence": child.kills} for child in children
+        },
+        "open_samples": still_open,
+        "audit": report.to_json() if report else None,
+    }
+
+
+def write(paths: RunPaths, summary: dict[str, Any]) -> None:
+    """Write summary.json whole."""
+    write_whole(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False, default=str).encode() + b"\n")
+
+
+def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunPaths) -> list[str]:
+    """What stays on the screen."""
+    mark = "✓" if summary["goal_reached"] else "✗"
+    lines = [f"{mark} {summary['name']}: {summary['outcome']}, {summary['why']}"]
+    facts = [f"step {summary['steps']}/{summary['max_steps']} in {duration(summary['seconds'])}"]
+    first, last = summary["reward"]["first"], summary["reward"]["last_10_steps"]
+    if first is not None:
+        facts.append(f"reward {first:.3f} → {last:.3f}")
+    means = [one["mean"] for one in summary["validation"]]
+    if means:
+        facts.append("validation " + " → ".join(f"{mean:.3f}" for mean in dict.fromkeys((means[0], means[-1]))))
+    lines.append("  " + " · ".join(facts))
+    again = {name: one["restarts"] for name, one in summary["processes"].items() if one["restarts"]}
+    if again:
+        lines.append("  restarted: " + ", ".join(f"{name} {count}×" for name, count in again.items()))
+    lines.append(f"  {_ledger(summary, report)}")
+    lines.append(f"  {paths.root}")
+    return lines
+
+
+def _ledger(summary: dict[str, Any], report: AuditReport | None) -> str:
+    if report is None:
+        return "audit: not made"
+    counts = report.counts
+    text = f"audit: {short(counts.trained)} samples trained, {counts.lost} lost, {counts.trained_twice} trained twice"
+    accidents = sum(report.accidents.values())
+    text += f", {accidents} by accident" if accidents else ""
+    text += f", {summary['open_samples']} open" if summary["open_samples"] else ""
+    return text if not report.errors else f"{text}; NOT CLEAN, see `busrl audit`: {', '.join(sorted(report.kinds))}"

@@ -1,0 +1,184 @@
+"""What should happen to each child: a pure state machine, fed with sightings, deaths and a clock.
+
+Talks to nothing; `run.py` does what it answers. Knows nothing of processes, rings or signals, so every rule here can
+be tested without starting one.
+
+- A child that had become ready is started again at once; a growing pause comes only after deaths before ready, and
+  only those, in a row, count towards giving up.
+- Nobody is killed for silence on the bus. What counts is the progress counter in the ring, timed on the caller's own
+  clock from the last change that it saw, without the time for which the caller itself was late.
+- The limit is that of the declared activity if it declares one, else the usual one. A child that does not map the
+  ring has no such counter and no such limit; it only has to become ready in time.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 10.0
+
+
+class Phase(enum.Enum):
+    """BACKOFF -> STARTING -> READY -> STOPPING -> GONE
+
+    STARTING -> BACKOFF (died before ready)   READY -> BACKOFF with no pause (died after it)
+    BACKOFF -> GONE (stopped, or given up)    STARTING -> STOPPING
+    """
+
+    BACKOFF = "waiting to start"
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    GONE = "gone"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """The limits of the topology that matter here, in seconds and deaths."""
+
+    ready_s: float
+    progress_s: float
+    restart_attempts: int
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the ring says about a child: its counter, what it is doing, and how long that may take (0 = usual)."""
+
+    ready: bool
+    progress: int
+    activity: str = ""
+    deadline_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """This child has to be killed; `why` names it, its state and how long it was silent."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Death:
+    """What a death means: what to tell the person, and whether the run gives up because of it."""
+
+    text: str
+    gives_up: bool
+
+
+@dataclass
+class Child:
+    """One child over all of its lives."""
+
+    name: str
+    patience: Patience
+    phase: Phase = Phase.BACKOFF
+    pid: int = 0
+    restarts: int = 0
+    kills: int = 0
+    early_deaths: int = 0
+    due: float = 0.0
+    sight: Sight | None = None
+    _since: float = 0.0
+    _silent_s: float = 0.0
+    _killed_for: str = field(default="", repr=False)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it should be started now."""
+        return self.phase is Phase.BACKOFF and now >= self.due
+
+    @property
+    def alive(self) -> bool:
+        return self.phase in (Phase.STARTING, Phase.READY, Phase.STOPPING)
+
+    def started(self, pid: int, now: float) -> None:
+        """It was started with this pid."""
+        self.phase, self.pid, self._since = Phase.STARTING, pid, now
+        self.sight, self._silent_s, self._killed_for = None, 0.0, ""
+
+    def became_ready(self) -> bool:
+        """Ready, as the ring or (for a process that does not map it) a HELLO says; True the first time."""
+        if self.phase is not Phase.STARTING:
+            return False
+        self.phase, self.early_deaths, self._silent_s = Phase.READY, 0, 0.0
+        return True
+
+    def looked(self, sight: Sight | None, passed_s: float) -> Kill | None:
+        """The ring was read, `passed_s` (without the reader's own lateness) after the last time."""
+        if self.phase not in (Phase.STARTING, Phase.READY) or self._killed_for:
+            return None
+        changed = sight is not None and (self.sight is None or sight.progress != self.sight.progress)
+        renewed = sight is not None and self.sight is not None and sight.activity != self.sight.activity
+        if self.phase is Phase.READY and (changed or renewed):
+            self._silent_s = 0.0
+        else:
+            self._silent_s += passed_s
+        self.sight = sight or self.sight
+        limit = self._limit_s(sight)
+        if limit is None or self._silent_s <= limit:
+            return None
+        return self._condemn(limit)
+
+    def _limit_s(self, sight: Sight | None) -> float | None:
+        declared = sight.deadline_s if sight else 0.0
+        if self.phase is Phase.STARTING:
+            return max(self.patience.ready_s, declared)
+        return (declared or self.patience.progress_s) if sight else None
+
+    def _condemn(self, limit: float) -> Kill:
+        doing = f", doing {self.sight.activity!r}" if self.sight and self.sight.activity else ""
+        what = "not ready" if self.phase is Phase.STARTING else "no progress"
+        self._killed_for = f"{what} for {self._silent_s:.1f} s (limit {limit:g} s{doing})"
+        self.kills += 1
+        return Kill(f"killing {self.name} (pid {self.pid}), state {self.phase.value}: {self._killed_for}")
+
+    def ended(self, how: str, now: float) -> Death:
+        """It died; `how` is its exit code or signal in words."""
+        text = f"{self.name} (pid {self.pid}) ended while {self.phase.value}, after {now - self._since:.1f} s: {how}"
+        if self._killed_for:
+            text += f", killed for {self._killed_for}"
+        before, self.pid = self.phase, 0
+        if before is Phase.STOPPING:
+            self.phase = Phase.GONE
+            return Death(text, gives_up=False)
+        self.phase = Phase.BACKOFF
+        if before is Phase.READY:
+            self.restarts, self.due = self.restarts + 1, now
+            return Death(f"{text}; starting it again", gives_up=False)
+        return self._died_early(text, now)
+
+    def _died_early(self, text: str, now: float) -> Death:
+        self.early_deaths += 1
+        allowed = max(1, self.patience.restart_attempts)
+        if self.early_deaths >= allowed:
+            self.phase = Phase.GONE
+            return Death(f"{text}; giving up: it died {self.early_deaths} times in a row before it was ready", True)
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self.early_deaths - 1))
+        self.restarts, self.due = self.restarts + 1, now + pause
+        return Death(f"{text}; starting it again in {pause:g} s (attempt {self.early_deaths + 1} of {allowed})", False)
+
+    def stop(self) -> None:
+        """It is to end now and not to be started again."""
+        if self.phase is Phase.BACKOFF:
+            self.phase = Phase.GONE
+        elif self.alive:
+            self.phase = Phase.STOPPING
+
+    def finished(self) -> None:
+        """It ended because its work is done (the learner)."""
+        self.phase, self.pid = Phase.GONE, 0
+
+
+class FairClock:
+    """Time that passed between looks, without what the looker itself was late by."""
+
+    def __init__(self, tick_s: float, now: float) -> None:
+        self._longest_s = 2 * tick_s
+        self._last = now
+
+    def passed(self, now: float) -> float:
+        """Seconds since the last call that may be held against a child."""
+        passed, self._last = now - self._last, now
+        return min(max(passed, 0.0), self._longest_s)

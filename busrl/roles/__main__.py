@@ -1,0 +1,36 @@
+"""Starts one process of a run: `python -m busrl.roles RUN_DIR NAME`, NAME as in `rollout/0`.
+
+Reads the resolved topology of the run directory and imports the one role that is asked for, so that no process loads
+what only another one needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from busrl.errors import BusrlError
+
+ROLES = ("bus", "keeper", "scheduler", "rollout", "reward", "learner", "validator")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m busrl.roles", description=__doc__.split("\n")[0])
+    parser.add_argument("run_dir")
+    parser.add_argument("name", help="process name, such as scheduler or rollout/0")
+    options = parser.parse_args()
+    role = options.name.partition("/")[0]
+    if role not in ROLES:
+        parser.error(f"no role {role!r} in busrl; a name begins with one of: {', '.join(ROLES)}")
+    module = importlib.import_module(f"busrl.roles.{role}")
+    try:
+        code: int = module.main(options.run_dir, options.name)
+    except BusrlError as problem:
+        print(f"{options.name}: {problem}", file=sys.stderr, flush=True)
+        return 2
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""What all roles share: attaching to a run, the loop, doorbells, presence and an orderly end.
+
+Talks to the ring (registration, progress, activity) and to the bus (presence, STOP). Knows nothing of prompts, tokens
+or rewards. A role subclasses `Actor` and gives `setup`, `step` and, where it listens, `handle`.
+
+Invariants:
+- The loop looks at the ring at least once per `tick_s` even when no message arrives: messages only shorten the wait.
+- Every pass of the loop moves the progress counter; a longer piece of work is declared with `activity`.
+- `stopping` is only ever set, never cleared; a role ends at the next pass after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import setproctitle
+
+from busrl.bus import Endpoint
+from busrl.paths import RunPaths
+from busrl.protocol import messages as m
+from busrl.protocol.topics import topic
+from busrl.ring import Fates, OfdLock, Ring
+from busrl.scheduling.groups import GroupScanner, GroupView
+from busrl.topology import Topology
+
+HEARTBEAT_S = 1.0
+log = logging.getLogger("busrl")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run as every process finds it in the run directory."""
+
+    paths: RunPaths
+    topology: Topology
+
+    @classmethod
+    def open(cls, run_dir: str | Path) -> Run:
+        paths = RunPaths.of(run_dir)
+        return cls(paths, Topology.from_json(paths.topology.read_text()))
+
+
+class Doorbell:
+    """Coalesces announcements of one topic: remembers the first slot, counts the rest, rings when flushed."""
+
+    def __init__(self) -> None:
+        self.first: m.Message | None = None
+        self.count = 0
+
+    def add(self, message: m.Message, count: int = 1) -> None:
+        self.first = self.first or message
+        self.count += count
+
+    def take(self) -> m.Message | None:
+        """Return the message to send, its `count` filled in, and start afresh."""
+        if self.first is None:
+            return None
+        message = msgspec.structs.replace(self.first, count=self.count)
+        self.first, self.count = None, 0
+        return message
+
+
+class Actor:
+    """One process of a run. States: starting -> running -> stopping -> gone; killed is possible from each."""
+
+    role: ClassVar[str] = ""
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
+    singleton: ClassVar[bool] = False
+    tick_s: ClassVar[float] = 0.05
+
+    def __init__(self, run_dir: str, name: str) -> None:
+        self.name = name
+        self.worker_id = name.replace("/", "-")
+        self.run_info = Run.open(run_dir)
+        self.paths, self.topology = self.run_info.paths, self.run_info.topology
+        self.stopping = ""
+        self._next_heartbeat = 0.0
+        self._random = random.Random(f"{name}:{os.getpid()}")
+        self._lock: OfdLock | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def main(self) -> int:
+        """Attach, run until stopped, leave. Returns the exit code."""
+        configure_process(self.name)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda got, _frame: self.stop(signal.Signals(got).name))
+        if not self._wait_for_lock():
+            return 0
+        self._attach()
+        try:
+            return self._live()
+        except Exception as problem:
+            self._report(problem)
+            raise
+        finally:
+            self._leave()
+
+    def stop(self, reason: str) -> None:
+        self.stopping = self.stopping or reason
+
+    def setup(self) -> None:
+        """Load what the role needs; the process counts as ready after it."""
+
+    def step(self) -> bool:
+        """One pass over the work at hand; True when something was done."""
+        raise NotImplementedError(f"{type(self).__name__} has no step")
+
+    def handle(self, message: m.Message) -> None:
+        """A message that the role subscribed to. It may be late, doubled or missing: look at the ring."""
+
+    def teardown(self) -> None:
+        """Flush what the role still holds; the bus and the ring are open."""
+
+    def idle(self, timeout_s: float) -> None:
+        """Wait for a reason to look again: a message, or the time."""
+        message = self.bus.recv(timeout_s)
+        if message is not None:
+            self._dispatch(message)
+
+    # -- helpers ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def activity(self, name: str, deadline_s: float) -> Iterator[None]:
+        """Declare a long piece of work, so that the supervisor knows how long silence is all right (seconds)."""
+        self.ring.activity(name, deadline_s)
+        try:
+            yield
+        finally:
+            self.ring.activity("")
+            self.ring.progress()
+
+    def ring_bell(self, bell: Doorbell, to: str = "") -> None:
+        message = bell.take()
+        if message is not None:
+            self.bus.send(message, to)
+
+    def warn(self, where: str, text: str, severity: str = "warning") -> None:
+        """Log, publish and file an event that a person should see."""
+        log.warning("%s: %s", where, text)
+        self.bus.send(m.Error(severity=severity, where=where, text=text))
+        record_error(self.paths, self.name, severity, where, text)
+
+    def scan(self, scanner: GroupScanner) -> GroupView:
+        """The open groups now. The lines are copied before the fates are read, and the fate table may have grown."""
+        lines = self.ring.lines()
+        if len(self.fates) != len(scanner.fates):
+            scanner.fates = self.fates.view()
+        self.lines = lines
+        return scanner.scan(lines)
+
+    # -- internals ----------------------------------------------------------------------------------------------
+
+    def _wait_for_lock(self) -> bool:
+        if not self.singleton:
+            return True
+        self._lock = OfdLock(str(self.paths.lock(self.name.replace("/", "-"))))
+        while not self.stopping:
+            if self._lock.try_acquire():
+                return True
+            with contextlib.suppress(TimeoutError):
+                self._lock.acquire(timeout_s=0.5)
+                return True
+        return False
+
+    def _attach(self) -> None:
+        self.ring = Ring.attach(self.paths.ring_name)
+        self.ring.register(self.role, self.name)
+        self.ring.activity("starting", self.topology.limits.ready_s)
+        self.fates = Fates(str(self.paths.fates))
+        self.validate_fates = Fates(str(self.paths.validate_fates))
+        self.ring.bind_fates(self.fates, self.validate_fates)
+        self.bus = Endpoint(
+            self.worker_id,
+            self.paths.frontend,
+            self.paths.backend,
+            subscribe=self.subscriptions(),
+            hwm=self.topology.bus.hwm,
+            max_bytes=self.topology.bus.max_message_bytes,
+        )
+
+    def subscriptions(self) -> list[str]:
+        """Topic prefixes; a role that has topics of its own extends it."""
+        kinds: tuple[type[m.Message], ...] = (*self.subscribe, m.Stop)
+        return [topic(kind) for kind in kinds]
+
+    def _live(self) -> int:
+        self.setup()
+        self.bus.ready(self.topology.limits.ready_s)
+        self.bus.send(m.Hello(role=self.role, pid=os.getpid(), host=os.uname().nodename, index=self.ring.index))
+        self.ring.activity("")
+        self.ring.set_ready()
+        log.info("ready")
+        while not self.stopping:
+            self._pass()
+        log.info("stopping: %s", self.stopping)
+        self.teardown()
+        return 0
+
+    def _pass(self) -> None:
+        for message in self.bus.drain():
+            self._dispatch(message)
+        self.ring.progress()
+        self._heartbeat()
+        if not self.step() and not self.stopping:
+            # Jitter keeps the timers of many processes from falling into step.
+            self.idle(self.tick_s * self._random.uniform(0.75, 1.25))
+
+    def _dispatch(self, message: m.Message) -> None:
+        if isinstance(message, m.Stop):
+            self.stop(f"STOP: {message.reason}")
+        else:
+            self.handle(message)
+
+    def _heartbeat(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + HEARTBEAT_S
+            self.bus.heartbeat(self.role, "")
+
+    def _report(self, problem: Exception) -> None:
+        text = "".join(traceback.format_exception(problem))
+        record_error(self.paths, self.name, "critical", self.role, str(problem), text)
+        with contextlib.suppress(Exception):
+            self.bus.send(m.Error(severity="critical", where=self.role, text=str(problem), traceback=text[-4000:]))
+
+    def _leave(self) -> None:
+        with contextlib.suppress(Exception):
+            self.bus.send(m.Goodbye(reason=self.stopping or "error"))
+            self.bus.close()
+        self.ring.close()
+
+
+def configure_process(name: str) -> None:
+    """Title for `ps`, and a log format whose lines can be read side by side with those of other processes."""
+    setproctitle.setproctitle(f"busrl:{name}")
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {name} %(levelname).1s %(message)s", force=True
+    )
+
+
+def record_error(paths: RunPaths, process: str, severity: str, where: str, text: str, trace: str = "") -> None:
+    """Append one line to errors.jsonl; a full disk must not turn a warning into a death."""
+    line = msgspec.json.encode(
+        {"time": time.time(), "process": process, "severity": severity, "where": where, "text": text, "trace": trace}
+    )
+    with contextlib.suppress(OSError), open(paths.errors, "ab") as file:
+        file.write(line + b"\n")

@@ -1,0 +1,36 @@
+"""The broker process: everything published reaches everything subscribed, without Python per message.
+
+Runs libzmq's own proxy in a thread. Its liveness is a ping of its own that went through the proxy and came back, so a
+broker whose proxy is stuck makes no progress and is replaced. Knows nothing of the messages.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+from busrl.bus import run_broker
+from busrl.ring import OfdLock, Ring
+from busrl.roles.actor import Run, configure_process
+
+
+def main(run_dir: str, name: str) -> int:
+    configure_process(name)
+    run = Run.open(run_dir)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _got, _frame: stop.set())
+    ring = Ring.attach(run.paths.ring_name)
+    ring.register("bus", name)
+    run_broker(
+        run.paths.frontend,
+        run.paths.backend,
+        OfdLock(str(run.paths.lock("bus"))),
+        stop,
+        on_ready=ring.set_ready,
+        on_progress=ring.progress,
+        max_bytes=run.topology.bus.max_message_bytes,
+        hwm=run.topology.bus.hwm,
+    )
+    ring.close()
+    return 0

@@ -1,0 +1,102 @@
+"""The learner's history on disk: newest checkpoint, write-ahead log after it, train log, and the set of trained uids.
+
+Talks to files through `busrl.ledger` and `busrl.training.checkpoint`, and to the fate table. Knows nothing of slots,
+gradients or the trigger.
+
+Invariants:
+- Surviving history = checkpoint + log records after it; `trained` holds exactly the uids of both.
+- A record is dropped from the log only after a checkpoint that holds its uids is whole on disk.
+- `highest_version` is at least every version that was published in this history.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from busrl.ledger.trained import TrainedSet
+from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.wal import Record, Wal
+from busrl.paths import RunPaths
+from busrl.ring import Fates
+from busrl.topology import Topology
+
+if TYPE_CHECKING:
+    from busrl.roles.training_step import TrainingStep
+
+
+class History:
+    """What was trained, and the files that prove it. `step` counts optimiser steps, `groups` groups trained."""
+
+    def __init__(self, paths: RunPaths, topology: Topology) -> None:
+        self.paths, self.topology = paths, topology
+        mode = topology.learner.wal
+        self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync")
+        self.train_log = TrainLog(paths.train_log)
+        self.trained = TrainedSet()
+        self.step = self.groups = self.highest_version = 0
+        # Slots of trained samples may still be REWARDED, or come back so when their dead owner is reaped.
+        self.unfinished = True
+
+    # -- start --------------------------------------------------------------------------------------------------
+
+    def load(self, training: TrainingStep) -> None:
+        """Continue from the newest whole checkpoint, if there is one."""
+        found = training.load_checkpoint(self.paths.checkpoints)
+        if found is not None:
+            self.trained = TrainedSet.load(found.path / "trained.bin")
+            self.step, self.groups = found.step, int(found.meta["groups"])
+            self.highest_version = int(found.meta["version"])
+        if self.wal is not None:
+            self.highest_version = max(self.highest_version, self.wal.last_version)
+
+    def to_replay(self) -> Iterator[Record]:
+        """Records after the checkpoint, in order; call `finished` for each once it is trained."""
+        yield from () if self.wal is None else self.wal.records(after=self.step)
+
+    def store_fates(self, fates: Fates) -> None:
+        """T for every trained uid: the predecessor may have died before it said so."""
+        for uid in self.trained:
+            if fates.get(uid) != ord("T"):
+                fates.store(uid, "T")
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def append(self, record: Record) -> None:
+        """The commit point of a step. Raises DiskFull with nothing committed."""
+        if self.wal is not None:
+            self.wal.append(record)
+
+    def finished(self, record: Record) -> None:
+        """The record was trained: count it and write its line of the train log."""
+        self.trained.add([sample.uid for sample in record.samples])
+        self.step = record.step
+        self.groups += len(record.groups)
+        if self.wal is None:
+            self.train_log.append_step(record.step, record.version, record.cause, record.samples)
+        else:
+            self.train_log.append(record)
+
+    def checkpoint(self, training: TrainingStep, version: int) -> float:
+        """Write a checkpoint, then drop the records that it makes superfluous. Returns the seconds it took."""
+        begun = time.monotonic()
+        meta = {
+            "version": version,
+            "groups": self.groups,
+            "samples": len(self.trained),
+            "seed": self.topology.run.seed,
+            "uids": "trained.bin",
+        }
+        self.train_log.flush()
+        training.save_checkpoint(
+            self.paths.checkpoints, self.step, meta, lambda directory: self.trained.save(directory / "trained.bin")
+        )
+        if self.wal is not None:
+            self.wal.drop_before(self.step + 1)
+        return time.monotonic() - begun
+
+    def close(self) -> None:
+        if self.wal is not None:
+            self.wal.close()
+        self.train_log.close()

@@ -1,0 +1,54 @@
+"""The keeper reclaims what dead processes held and completes drops that they left half done, promptly.
+
+Talks to the ring; publishes nothing that anybody needs. Any process may do the same at any time: the keeper only makes
+it prompt. Knows nothing of prompts or tokens. It clears the validation hold of a dead validator, and says on the bus
+and in errors.jsonl what was reclaimed and from whom.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+from busrl.ring import Reaped, State
+from busrl.roles.actor import Actor
+
+log = logging.getLogger("busrl")
+POISON_DEATHS = 2
+
+
+class Keeper(Actor):
+    role = "keeper"
+    singleton = True
+    tick_s: ClassVar[float] = 0.1
+
+    def step(self) -> bool:
+        reaped = self.ring.reap()
+        self.ring.finish_drops()
+        self._clear_hold()
+        self._drop_poison()
+        for item in reaped:
+            self._tell(item)
+        return bool(reaped)
+
+    def _tell(self, item: Reaped) -> None:
+        log.warning(
+            "slot %d went back from %s to %s: its owner %s (pid %d) died",
+            item.slot, item.frm.name, item.to.name, item.label, item.pid,
+        )  # fmt: skip
+
+    def _drop_poison(self) -> None:
+        """A prompt that killed two workers which held nothing else is given up; it is re-rolled as any accident."""
+        lines = self.ring.lines()
+        for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
+            if self.ring.drop(slot, int(lines["word"][slot]), "P"):
+                self.warn("keeper", f"sample {int(lines['uid'][slot])} is poison: two workers died on it alone", "error")
+
+    def _clear_hold(self) -> None:
+        hold = self.ring.header("hold")
+        if hold and self.ring.is_dead(hold) and self.ring.cas_header("hold", hold, 0):
+            self.warn("keeper", f"cleared the validation hold of dead process {hold}: publication goes on")
+
+
+def main(run_dir: str, name: str) -> int:
+    return Keeper(run_dir, name).main()

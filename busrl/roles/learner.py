@@ -1,0 +1,295 @@
+"""The learner: claims resolved groups, trains on them, publishes versions. Where a gradient comes out.
+
+Talks to the ring (REWARDED -> TRAINING* -> FREE, fates), the write-ahead log, `busrl.training`, the weight plane and
+the bus (LEARNER_STATE_UPDATE). Consumes groups, waits for the trigger, unblocked by rewards. What to claim and when to
+fire is decided by `busrl.scheduling`; knows nothing of prompts as text or of engines.
+
+Invariants:
+- Append to the log, then fates and slots, then the optimiser: whoever dies in between, each sample is trained exactly
+  once in the history that survives.
+- Groups count as unpublished before their slots are freed, until their version is published.
+- Micro-batches run while the step fills up (streaming); the weights do not change in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from busrl.errors import DiskFull
+from busrl.ledger.wal import Record, SampleRecord
+from busrl.protocol import messages as m
+from busrl.ring import State
+from busrl.roles.actor import Actor
+from busrl.roles.gather import Claimed, claim_group, end, excerpt, give_back
+from busrl.roles.history import History
+from busrl.roles.limits import admission_limits
+from busrl.roles.publish import Publisher
+from busrl.roles.stepmetrics import StepMetrics
+from busrl.roles.training_step import TrainingStep
+from busrl.scheduling.groups import GroupScanner, GroupView
+from busrl.scheduling.plan import Claim, Fire, LearnerPlan, SetAside, Wait
+from busrl.scheduling.staleness import Staleness
+from busrl.scheduling.trigger import Trigger
+
+if TYPE_CHECKING:
+    from busrl.training.settings import StepStats
+
+log = logging.getLogger("busrl")
+RUNNING, FINISHED = 0, 1
+PAUSE_STARTING = 1
+LONG_STEP_S = 600.0
+
+
+class Learner(Actor):
+    role = "learner"
+    singleton = True
+    tick_s: ClassVar[float] = 0.02
+
+    def setup(self) -> None:
+        self.config = self.topology.learner
+        limits = admission_limits(self.topology)
+        forced = self.config.forced_age
+        trigger = self.config.trigger
+        self.plan = LearnerPlan(
+            limits,
+            Trigger(trigger.n_min, limits.n_floor, trigger.t_max / 1000, sync=limits.sync),
+            Staleness(None if forced else limits.max_staleness, self.topology.weights.over_age),
+            streaming=TrainingStep.streamable(self.config) and not self.config.deterministic,
+        )
+        self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
+        self.training = TrainingStep(self.topology)
+        self.metrics = StepMetrics(self.paths)
+        self.claimed: dict[int, Claimed] = {}
+        self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
+        self._recover()
+
+    # -- start --------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Load the newest checkpoint, train the log's records after it again, and finish what a predecessor began."""
+        with self.activity("recover", LONG_STEP_S):
+            self.history = History(self.paths, self.topology)
+            self.history.load(self.training)
+            replayed = 0
+            for record in self.history.to_replay():
+                self.training.train(record.samples, len(record.groups), record.version)
+                self.history.finished(record)
+                self.ring.progress()
+                replayed += 1
+            self.history.store_fates(self.fates)
+            self.publisher = Publisher(self, self.config.forced_age, self.history.highest_version)
+            if self.history.step or self.publisher.version:
+                log.info("resumed at step %d (%d of them trained again from the log)", self.history.step, replayed)
+                self._publish()
+            elif self.config.forced_age:
+                self.publisher.remember(0, self.training.weights())
+        self.ring.set_header("unpublished_groups", 0)
+        self.ring.set_header("step", self.history.step)
+        self.ring.set_header("generation_pause", self.ring.header("generation_pause") & ~PAUSE_STARTING)
+        self.plan.trigger.step_ended(time.monotonic())
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Look, decide, act. True when anything moved."""
+        if self.history.step >= self.topology.run.max_steps:
+            self._finish()
+            return True
+        begun = time.monotonic_ns()
+        self._free_trained()
+        view = self.scan(self.scanner)
+        actions = self.plan.decide(
+            view,
+            list(self.claimed),
+            step=self.history.step,
+            now=time.monotonic(),
+            next_admission=self.ring.header("next_admission"),
+        )
+        moved = False
+        for action in actions:
+            if isinstance(action, SetAside):
+                moved |= self._set_aside(view, action)
+            elif isinstance(action, Claim):
+                if not self._claim(view, action):
+                    return True  # a slot moved: look again before anything else
+                moved = True
+            elif isinstance(action, Fire):
+                self._fire(action)
+                moved = True
+            else:
+                moved |= self._while_waiting(action)
+        if moved:
+            self.ring.add(busy_ns=time.monotonic_ns() - begun)
+        return moved
+
+    def idle(self, timeout_s: float) -> None:
+        """Sleep until a reward is committed, or the time is over."""
+        begun = time.monotonic_ns()
+        due = min(timeout_s, max(0.001, self.plan.trigger.deadline_s(time.monotonic())))
+        # Waits from the count of the last look: a reward committed since then must not be slept through.
+        self.ring.wait(State.REWARDED, self.looked, due)
+        waited = time.monotonic_ns() - begun
+        self.metrics.waited(waited / 1e9)
+        self.ring.add(idle_ns=waited)
+
+    # -- actions ------------------------------------------------------------------------------------------------
+
+    def _free_trained(self) -> None:
+        """REWARDED slots whose uid is in checkpoint or log already: a predecessor trained them."""
+        self.looked = self.ring.transitions(State.REWARDED)
+        if not self.history.unfinished:
+            return
+        lines = self.ring.lines()
+        for slot in (lines["state"] == State.REWARDED).nonzero()[0].tolist():
+            if int(lines["uid"][slot]) in self.history.trained and int(lines["cls"][slot]) == 0:
+                word = self.ring.claim(slot, int(lines["word"][slot]), State.TRAINING)
+                if word:
+                    self.ring.finish(slot, word, "T")
+        self.history.unfinished = bool((lines["state"] == State.TRAINING).any())
+
+    def _set_aside(self, view: GroupView, action: SetAside) -> bool:
+        lines = self.ring.lines()
+        slots = view.slots_of(action.draw)
+        self.metrics.set_aside(lines[slots], action.fate)
+        for slot in slots:
+            if int(lines["state"][slot]) == State.REWARDED and int(lines["group"][slot]) == action.draw:
+                self.ring.drop(slot, int(lines["word"][slot]), action.fate)
+        return True
+
+    def _claim(self, view: GroupView, action: Claim) -> bool:
+        lines = self.ring.lines()
+        for draw in action.draws:
+            slots = view.slots_of(draw)
+            got = claim_group(self.ring, slots, [int(lines["word"][slot]) for slot in slots], self.training.fault)
+            if isinstance(got, str):
+                self.warn("learner", f"{got}; dropped as malformed, its group is looked at again", "error")
+            if got is None or isinstance(got, str):
+                return False
+            self.claimed[draw] = got
+            self.pending.append(got)
+            self.metrics.first_claim()
+        return True
+
+    def _while_waiting(self, action: Wait) -> bool:
+        """Use the time: run a micro-batch on what was claimed, publish what is still unpublished."""
+        self.metrics.waiting(action.reason, action.group)
+        few = sum(len(group.records) for group in self.pending) < self.config.micro_batch_min_samples
+        if self.plan.streaming and self.pending and not few:
+            self._accumulate()
+            return True
+        if self.ring.header("unpublished_groups"):
+            self._publish()
+            return True
+        return False
+
+    def _accumulate(self) -> None:
+        groups, self.pending = self.pending, []
+        self.training.accumulate([record for group in groups for record in group.records], self.publisher.version)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def _fire(self, action: Fire) -> None:
+        with self.activity("step", LONG_STEP_S):
+            groups = [self.claimed[draw] for draw in action.draws]
+            record = self._record(action, groups)
+            if not self._commit(record):
+                return
+            sample = excerpt(self.ring, groups[0])
+            for group in groups:
+                end(self.ring, group, "T")
+            self.claimed.clear()
+            stats = self._train(record.samples, len(groups))
+            self.history.finished(record)
+            self.ring.set_header("step", self.history.step)
+            published = self._publish() if self.history.step % self.config.publish_every == 0 else 0.0
+            if stats.skipped:
+                self.warn("learner", f"step {record.step} changed nothing: {stats.skipped} ({', '.join(stats.culprits)})", "error")
+            self.metrics.step(record, groups, stats, sample, self.publisher.version, published)
+            self._tell()
+            self._maybe_checkpoint()
+        self.plan.trigger.step_ended(time.monotonic())
+
+    def _record(self, action: Fire, groups: Sequence[Claimed]) -> Record:
+        return Record(
+            step=self.history.step + 1,
+            version=self.publisher.version,
+            cause=action.cause.value,
+            groups=list(action.draws),
+            samples=[record for group in groups for record in group.records],
+        )
+
+    def _commit(self, record: Record) -> bool:
+        """Append to the log: the commit point. With the disk full, hold the batch and say so until there is room."""
+        waiting = self.ring.header("unpublished_groups")
+        self.ring.set_header("unpublished_groups", waiting + len(record.groups))
+        told = False
+        while True:
+            try:
+                self.history.append(record)
+                return True
+            except DiskFull as problem:
+                if not told:
+                    self.warn("learner", f"training pauses: {problem}", "error")
+                    told = True
+                if self.stopping:
+                    return False
+                with self.activity("waiting for disk space", math.inf):
+                    super().idle(0.5)
+
+    def _train(self, samples: Sequence[SampleRecord], groups: int) -> StepStats:
+        if self.plan.streaming:
+            self._accumulate()
+            return self.training.finish(groups)
+        self.pending = []
+        return self.training.train(samples, groups, self.publisher.version)
+
+    def _publish(self) -> float:
+        return self.publisher.publish(self.history.step, self.training.weights())
+
+    def _tell(self) -> None:
+        self.bus.send(m.LearnerStateUpdate(**self.metrics.update()))
+
+    def _maybe_checkpoint(self) -> None:
+        every = self.config.checkpoint_every
+        if every and self.history.step % every == 0 and self.history.step < self.topology.run.max_steps:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        try:
+            with self.activity("checkpoint", LONG_STEP_S):
+                self.metrics.checkpoint_s = self.history.checkpoint(self.training, self.publisher.version)
+        except DiskFull as problem:
+            self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
+
+    # -- end ----------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """The goal is reached: give back what was claimed early, write the last checkpoint, say so in the ring."""
+        self._return_claims()
+        if self.ring.header("unpublished_groups"):
+            self._publish()
+        self._checkpoint()
+        self.ring.set_header("run_state", FINISHED)
+        self.stop("all steps are done")
+
+    def _return_claims(self) -> None:
+        for group in self.claimed.values():
+            give_back(self.ring, group.slots)
+        self.claimed.clear()
+        self.pending = []
+
+    def teardown(self) -> None:
+        if self.ring.header("run_state") != FINISHED:
+            self._return_claims()
+            self._checkpoint()
+        self.publisher.close()
+        self.metrics.close()
+        self.history.close()
+
+
+def main(run_dir: str, name: str) -> int:
+    return Learner(run_dir, name).main()

@@ -1,0 +1,81 @@
+"""Publication: the learner's weights become the next version, in the weight plane, the ring's header and on the bus.
+
+Talks to a weight sender, the ring's header and the bus. Knows nothing of how the weights came about.
+
+Invariants:
+- A version is raised at each publication and never used again, also after a restart: highest seen + 1.
+- Nothing is published while a living validator holds the version; the wait names it.
+- With `forced_age` k (experiments) the weights of k steps ago are published, so batches are trained k steps late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from busrl.protocol import messages as m
+from busrl.roles.actor import Actor
+from busrl.weights import make_sender
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HOLD_LIMIT_S = 600.0
+
+
+class Publisher:
+    """Owns the sender. `version` and `step` are those of the newest publication."""
+
+    def __init__(self, actor: Actor, forced_age: int, highest: int) -> None:
+        self.actor, self.ring = actor, actor.ring
+        self.sender = make_sender(actor.topology, actor.paths)
+        self.version = max(highest, self.ring.header("version"))
+        self._late: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=forced_age + 1)
+
+    def publish(self, step: int, weights: Mapping[str, Tensor]) -> float:
+        """Make `weights` of `step` the next version. Returns the seconds it took, the hold left out."""
+        self._wait_for_hold()
+        begun = time.monotonic()
+        step, weights = self._delayed(step, weights)
+        self.version = max(self.version, self.ring.header("version")) + 1
+        self.sender.publish(self.version, step, dict(weights))
+        # The step first: who reads the new version finds a step that is at least as new.
+        self.ring.set_header("version_step", step)
+        self.ring.set_header("version", self.version)
+        self.ring.set_header("unpublished_groups", 0)
+        self.actor.bus.send(
+            m.WeightsPublished(version=self.version, step=step, transport=self.actor.topology.weights.transport)
+        )
+        return time.monotonic() - begun
+
+    def remember(self, step: int, weights: Mapping[str, Tensor]) -> None:
+        """With `forced_age`: these are the weights that engines have now, without a publication."""
+        self._late.append((step, _copy(weights)))
+
+    def _delayed(self, step: int, weights: Mapping[str, Tensor]) -> tuple[int, Mapping[str, Tensor]]:
+        if self._late.maxlen == 1:
+            return step, weights
+        self._late.append((step, _copy(weights)))
+        return self._late[0]
+
+    def _wait_for_hold(self) -> None:
+        """Let a validation round finish on its version. A dead holder is passed over, a slow one is named."""
+        ring, limit = self.ring, time.monotonic() + HOLD_LIMIT_S
+        holder = ring.header("hold")
+        if not holder:
+            return
+        with self.actor.activity("held by validation", HOLD_LIMIT_S + 30):
+            while (holder := ring.header("hold")) and not ring.is_dead(holder) and not self.actor.stopping:
+                if time.monotonic() > limit:
+                    self.actor.warn("learner", f"validator {holder} has held the version for {HOLD_LIMIT_S:.0f} s; going on")
+                    return
+                self.actor.idle(0.01)
+
+    def close(self) -> None:
+        self.sender.close()
+
+
+def _copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in weights.items()}

@@ -1,0 +1,82 @@
+"""A reward worker: takes GENERATED slots, lets a child process judge them, writes the reward, commits REWARDED.
+
+Talks to the ring and to its own child (`busrl.rewards`), where the user's function runs so that it may raise, hang or
+crash. Consumes GENERATED slots, produces REWARDED ones and REWARD_COMPUTED; waits for DATA_GENERATED, unblocked by it
+or by the timer. Knows nothing of tokenizers, groups or advantages.
+
+Invariants:
+- A sample whose judge raised, hung or gave no number is dropped with that reason; the others of its batch are judged.
+- A slot stays REWARDING until its outcome is known: if this process dies, the slot goes back to GENERATED.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from busrl.protocol import messages as m
+from busrl.rewards import Item, Outcome, RewardPool
+from busrl.ring import State
+from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.trajectory import read, read_task, read_text, segments_of, seq_of
+
+BATCH = 256
+FATE_OF = {"raised": "R", "hung": "H", "malformed": "M"}
+
+
+class Reward(Actor):
+    role = "reward"
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.DataGenerated,)
+
+    def setup(self) -> None:
+        self.pool = RewardPool(self.topology.reward)
+        self.held: dict[int, int] = {}  # slot -> the word that we own it by
+        self.bell = Doorbell()
+
+    def step(self) -> bool:
+        taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=BATCH - len(self.held))
+        if taken:
+            self.pool.submit([self._item(slot, word) for slot, word in taken])
+        outcomes = self.pool.poll(0.02 if self.held else 0.0)
+        for outcome in outcomes:
+            self._commit(outcome)
+        self.ring_bell(self.bell)
+        self.ring.add(samples=len(outcomes))
+        return bool(taken or self.held)
+
+    def _item(self, slot: int, word: int) -> Item:
+        self.held[slot] = word
+        return Item(
+            key=slot,
+            record_line=read_task(self.ring, slot),
+            completion=read_text(self.ring, slot, segments_of(word)),
+            token_ids=read(self.ring, slot, "tokens", segments_of(word)).tolist(),
+        )
+
+    def _commit(self, outcome: Outcome) -> None:
+        slot = outcome.key
+        word = self.held.pop(slot)
+        uid = int(self.ring.line(slot)["uid"])
+        if outcome.error is not None:
+            self._drop(slot, word, uid, outcome)
+            return
+        if outcome.parts:
+            self.ring.put(slot, word, "reward_parts", np.array(list(outcome.parts.values()), np.float32))
+        self.ring.set(slot, word, reward=outcome.value, reward_parts=1)
+        done = self.ring.release(slot, word, State.REWARDED)
+        self.bell.add(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=uid, reward=outcome.value, count=1))
+
+    def _drop(self, slot: int, word: int, uid: int, outcome: Outcome) -> None:
+        self.warn("reward", f"sample {uid} {outcome.error}: {outcome.text}")
+        self.ring.drop(slot, word, FATE_OF[outcome.error or "raised"])
+        self.bell.add(m.RewardComputed(slot_id=slot, seq=seq_of(word), uid=uid, reward=0.0, count=1))
+
+    def teardown(self) -> None:
+        self.pool.close()
+        for slot, word in self.held.items():
+            self.ring.release(slot, word, State.GENERATED)
+
+
+def main(run_dir: str, name: str) -> int:
+    return Reward(run_dir, name).main()

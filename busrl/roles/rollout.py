@@ -1,0 +1,204 @@
+"""A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and versions.
+
+Talks to the ring, to one engine (`busrl.inference`) and to the weight plane (`busrl.weights`). Consumes QUEUED slots,
+produces GENERATED ones and DATA_GENERATED; waits for slots, unblocked by the ring's wake-up, NEW_TASK or the timer.
+Knows nothing of rewards, groups or the learner's state beyond the newest version.
+
+Invariants:
+- New weights enter only between two decoding steps; every token carries the version that produced it.
+- A slot is claimed only when the engine has a row for it: nobody prefetches more than it runs.
+- A slot that was being generated when its worker died twice is run alone, so that it can only hurt itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.data import render
+from busrl.inference import Engine, Finished, Request, make_engine
+from busrl.protocol import messages as m
+from busrl.protocol.topics import topic
+from busrl.ring import SlotTooSmall, State
+from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.trajectory import Generated, read, read_task, segments_of, seq_of, write_segment, write_text
+from busrl.weights import Receiver, make_receiver
+
+log = logging.getLogger("busrl")
+REQUEST_EVERY_S = 1.0
+Ids = npt.NDArray[np.int32]
+
+
+class Rollout(Actor):
+    role = "rollout"
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
+
+    def setup(self) -> None:
+        self.held: dict[int, int] = {}  # slot -> the word that we own it by
+        self.bell = Doorbell()
+        self.alone = False
+        self.version = 0
+        self.step_of = {0: 0}  # learner step of each version that this engine has run
+        self.engine: Engine = make_engine(self.topology, self.name)
+        self.receiver: Receiver = make_receiver(self.topology, self.paths, self.worker_id)
+        self._next_request = 0.0
+        self._update_weights(wait=True)
+
+    def step(self) -> bool:
+        self._update_weights()
+        self._take()
+        self._request_tasks()
+        if not self.engine.active:
+            return False
+        begun = time.monotonic_ns()
+        finished = self.engine.step()
+        for sequence in finished:
+            self._commit(sequence)
+        self.ring_bell(self.bell)
+        self.ring.add(
+            busy_ns=time.monotonic_ns() - begun,
+            tokens=sum(len(f.token_ids) for f in finished),
+            samples=len(finished),
+        )
+        return True
+
+    def idle(self, timeout_s: float) -> None:
+        seen = self.ring.transitions(State.QUEUED)
+        if not self._take():
+            self.ring.wait(State.QUEUED, seen, timeout_s)
+
+    def subscriptions(self) -> list[str]:
+        return [*super().subscriptions(), topic(m.NewTask, self.worker_id)]
+
+    def _request_tasks(self) -> None:
+        """Tell the scheduler who works here and how much fits; it answers with doorbells."""
+        now = time.monotonic()
+        if now >= self._next_request:
+            self._next_request = now + REQUEST_EVERY_S
+            self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=self.engine.capacity - self.engine.active))
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    def _update_weights(self, wait: bool = False) -> None:
+        """Take the newest version if there is one. At the start `wait` for it: old weights would age every sample."""
+        newest, _ = self.receiver.newest()
+        # Version 0 is the model folder that the engine has loaded; nothing was published then.
+        if wait and self.ring.header("version") > max(newest, 0):
+            with self.activity("first weights", self.topology.limits.ready_s):
+                self.receiver.wait_for(self.ring.header("version"), self.topology.weights.timeout_s)
+            newest, _ = self.receiver.newest()
+        if newest <= self.version:
+            return
+        self.version, step = self.receiver.fetch(self.engine.parameters())
+        self.step_of[self.version] = step
+        self.engine.set_weights(self.version, step)
+        self.ring.set_version_seen(self.version)
+
+    # -- slots --------------------------------------------------------------------------------------------------
+
+    def _take(self) -> bool:
+        """Claim as many slots as the engine has rows for; a suspect one only when nothing else runs."""
+        room = self.engine.capacity - self.engine.active
+        if room <= 0 or self.alone and self.held:
+            return False
+        self.alone = False
+        taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=room, max_attempt=1)
+        if not taken and not self.held:
+            taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1, max_attempt=255)
+            self.alone = bool(taken)
+            for slot, word in taken:
+                self.ring.mark_alone(slot, word)
+        requests = [request for slot, word in taken if (request := self._request(slot, word)) is not None]
+        if requests:
+            self.engine.add(requests)
+        return bool(taken)
+
+    def _request(self, slot: int, word: int) -> Request | None:
+        line = self.ring.line(slot)
+        self.held[slot] = word
+        segments = segments_of(word)
+        prompt = self._prompt_ids(slot, word, segments)
+        if prompt is None:
+            return None
+        prefix = read(self.ring, slot, "tokens", segments).copy() if segments else np.empty(0, np.int32)
+        return Request(
+            key=slot,
+            uid=int(line["uid"]),
+            segment=segments,
+            prompt_ids=prompt,
+            prefix_ids=prefix,
+            max_new_tokens=int(line["max_new_tokens"]) - len(prefix),
+            temperature=float(line["temperature"]),
+            top_p=float(line["top_p"]),
+            seed=self.topology.run.seed,
+        )
+
+    def _prompt_ids(self, slot: int, word: int, segments: int) -> Ids | None:
+        if segments:
+            earlier: Ids = self.ring.get(slot, "prompt_ids").copy()
+            return earlier
+        try:
+            text = render(msgspec.json.decode(read_task(self.ring, slot)), self.topology.data)
+            ids = np.asarray(self.engine.encode(text), np.int32)
+        except Exception as problem:
+            self._drop(slot, word, "X", f"the prompt cannot be rendered: {problem}")
+            return None
+        limit = self.topology.generation.max_prompt_tokens
+        if not 0 < len(ids) <= limit:
+            self._drop(slot, word, "l", f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}")
+            return None
+        self.ring.put(slot, word, "prompt_ids", ids)
+        return ids
+
+    def _commit(self, sequence: Finished) -> None:
+        slot, word = sequence.key, self.held.pop(sequence.key)
+        line = self.ring.line(slot)
+        segment = segments_of(word)
+        part = Generated(sequence.token_ids, sequence.logprobs, sequence.versions)
+        try:
+            write_segment(self.ring, slot, word, segment, part)
+            whole: Ids = read(self.ring, slot, "tokens", segment + 1) if segment else sequence.token_ids
+            write_text(self.ring, slot, word, segment, self.engine.decode(whole, sequence.finish == 1))
+        except SlotTooSmall as problem:
+            self._drop(slot, word, "M", str(problem))
+            return
+        self._note(slot, word, line, sequence, len(whole))
+        done = self.ring.commit_segment(slot, word, True)
+        uid = int(line["uid"])
+        self.bell.add(
+            m.DataGenerated(
+                slot_id=slot, seq=seq_of(done), uid=uid, version=int(sequence.versions[-1]), status="done", count=1
+            )
+        )
+
+    def _note(self, slot: int, word: int, line: np.void, sequence: Finished, length: int) -> None:
+        """Fill the control line. The oldest version is that of admission, or of older weights that made a token."""
+        oldest = int(sequence.versions.min())
+        version, step = int(line["version"]), int(line["step"])
+        if oldest < version:
+            version, step = oldest, min(step, self.step_of[oldest])
+        self.ring.set(
+            slot, word,
+            version=version, step=step, finish=sequence.finish, response_tokens=length,
+            prompt_tokens=len(self.ring.get(slot, "prompt_ids")),
+        )  # fmt: skip
+
+    def _drop(self, slot: int, word: int, fate: str, why: str) -> None:
+        uid = int(self.ring.line(slot)["uid"])
+        self.held.pop(slot, None)
+        self.warn("rollout", f"sample {uid} is dropped: {why}")
+        self.ring.drop(slot, word, fate)
+
+    def teardown(self) -> None:
+        for slot, word in self.held.items():
+            self.ring.release(slot, word, State.QUEUED)
+        self.receiver.close()
+
+
+def main(run_dir: str, name: str) -> int:
+    return Rollout(run_dir, name).main()

@@ -1,0 +1,209 @@
+"""The scheduler: which prompt enters the ring next, and when. The door by which prompts come in.
+
+Talks to the ring (FREE -> RESERVED* -> QUEUED, fates, the header word next_admission) and the bus (NEW_TASK to every
+worker that asked). Consumes prompts and learner states; waits for credit, unblocked by a new version. All decisions
+are made by `busrl.scheduling`; this loop feeds them and carries them out. Knows nothing of tokens.
+
+Invariants:
+- A member of an open group is dispatched before any new group, so that no group stays half open.
+- A group is opened only under the group credit and while fewer than B are in flight (`busrl.scheduling.credit`).
+- Nothing is remembered that ring and fates do not say: a successor goes on where this process was killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import ClassVar
+
+import numpy as np
+
+from busrl.data import JsonlStream
+from busrl.errors import DiskFull
+from busrl.protocol import messages as m
+from busrl.ring import State
+from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.limits import admission_limits
+from busrl.roles.trajectory import seq_of
+from busrl.scheduling.credit import Admission, Room, kept_back
+from busrl.scheduling.groups import GroupScanner, GroupView, slot_priority, uid_of
+from busrl.scheduling.policy import LearnerState, make_policy
+from busrl.scheduling.predictors import Candidate
+
+log = logging.getLogger("busrl")
+CLS_TRAIN, CLS_VALIDATE = 0, 1
+RUNNING = 0
+STATE_EVERY_S = 1.0
+WORKER_FORGOTTEN_S = 10.0
+
+
+class Scheduler(Actor):
+    role = "scheduler"
+    singleton = True
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.TaskRequest, m.LearnerStateUpdate, m.WeightsPublished)
+
+    def setup(self) -> None:
+        data, derived = self.topology.data, self.topology.derived
+        self.group_size = self.topology.groups.size
+        self.stream = JsonlStream(
+            data.train, self.topology.run.seed, data.shuffle, data.prompt_key, data.answer_key
+        )
+        limits = admission_limits(self.topology)
+        self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
+        self.admission = Admission(limits, self.topology.weights.over_age)
+        scheduler = self.topology.scheduler
+        self.policy = make_policy(scheduler.policy, derived.horizon, scheduler.predictor, scheduler.aging)
+        self.workers: dict[str, float] = {}  # worker id -> when it last asked
+        self.bell = Doorbell()
+        self.room = Room(0, "starting")
+        self._next_state = 0.0
+        self.ring.reap()
+        self._repair_next_admission()
+
+    def handle(self, message: m.Message) -> None:
+        if isinstance(message, m.TaskRequest):
+            self.workers[message.worker_id] = time.monotonic()
+        elif isinstance(message, m.LearnerStateUpdate):
+            self.policy.feedback(LearnerState(message.step, message.entropy))
+
+    def step(self) -> bool:
+        """Dispatch what may be dispatched now; True when anything was."""
+        if self.ring.header("run_state") != RUNNING or self.ring.header("generation_pause"):
+            return False
+        view = self.scan(self.scanner)
+        try:
+            sent = self._finish_open(view) + self._open_new(view, self.lines)
+        except DiskFull as problem:
+            self._wait_for_disk(problem)
+            return False
+        self._announce(view)
+        return sent > 0
+
+    # -- dispatch -----------------------------------------------------------------------------------------------
+
+    def _finish_open(self, view: GroupView) -> int:
+        """Members of open groups: missing ones after a crash, and re-rolls. Always allowed while a slot is free."""
+        sent = 0
+        for todo in view.todo:
+            index = todo.admission if todo.admission >= 0 else self._next_index()
+            item = self.stream.item(todo.draw)
+            if not self._put(todo.uid, todo.draw, index, todo.member, item.line, item.crc):
+                break
+            sent += 1
+        return sent
+
+    def _open_new(self, view: GroupView, lines: np.ndarray) -> int:
+        self.room = self._room(view, lines)
+        if self.room.groups <= 0:
+            return 0
+        self._offer(view)
+        sent = 0
+        for _ in range(self.room.groups):
+            candidate = self.policy.next()
+            if candidate is None:
+                break
+            sent += self._open_group(candidate)
+        return sent
+
+    def _room(self, view: GroupView, lines: np.ndarray) -> Room:
+        validating = int(np.count_nonzero((lines["cls"] == CLS_VALIDATE) & (lines["state"] != State.FREE)))
+        # The unpublished groups are read after the fates that `scan` read: a group is never missing from both.
+        return self.admission.room(
+            view,
+            unpublished=self.ring.header("unpublished_groups"),
+            next_admission=self.ring.header("next_admission"),
+            step=self.ring.header("step"),
+            free=view.free_slots,
+            reserve=kept_back(self.topology.derived.val_reserve, validating),
+        )
+
+    def _offer(self, view: GroupView) -> None:
+        missing = self.policy.missing(view.unopened(self.policy.horizon + self.room.groups))
+        if missing:
+            tokens = self.topology.generation.max_new_tokens
+            self.policy.offer(
+                [Candidate(draw, self.stream.prompt(self.stream.item(draw)), tokens) for draw in missing]
+            )
+
+    def _open_group(self, candidate: Candidate) -> int:
+        """Dispatch all members; one that finds no slot is dispatched by the next scan, before any new group."""
+        draw, index = candidate.draw, self.ring.header("next_admission")
+        item = self.stream.item(draw)
+        sent = 0
+        for member in range(self.group_size):
+            uid = uid_of(draw, 0, member, self.group_size)
+            if not self._put(uid, draw, index, member, item.line, item.crc):
+                break
+            sent += 1
+        if sent:
+            # After its members: who sees the index counted finds the whole group in the ring.
+            self.ring.set_header("next_admission", index + 1)
+        return sent
+
+    def _next_index(self) -> int:
+        index = self.ring.header("next_admission")
+        self.ring.set_header("next_admission", index + 1)
+        return index
+
+    def _put(self, uid: int, draw: int, index: int, member: int, line: bytes, crc: int) -> bool:
+        generation = self.topology.generation
+        self.fates.reserve(uid + 1)
+        done = self.ring.dispatch(
+            uid=uid, group=draw, admission=index, member=member, group_size=self.group_size, cls=CLS_TRAIN, task=line,
+            prompt_crc=crc, priority=slot_priority(index), max_new_tokens=generation.max_new_tokens,
+            temperature=generation.temperature, top_p=generation.top_p,
+            version=self.ring.header("version"), step=self.ring.header("version_step"),
+        )  # fmt: skip
+        if done is None:
+            return False
+        slot, word = done
+        self.bell.add(m.NewTask(worker_id="", slot_id=slot, seq=seq_of(word), uid=uid, count=1))
+        return True
+
+    # -- telling ------------------------------------------------------------------------------------------------
+
+    def _announce(self, view: GroupView) -> None:
+        """One coalesced doorbell to each worker that asked lately; nobody has to have heard it."""
+        now = time.monotonic()
+        self.workers = {name: seen for name, seen in self.workers.items() if now - seen < WORKER_FORGOTTEN_S}
+        message = self.bell.take()
+        if isinstance(message, m.NewTask):
+            for name in self.workers:
+                self.bus.send(m.NewTask(
+                    worker_id=name, slot_id=message.slot_id, seq=message.seq, uid=message.uid, count=message.count
+                ), name)  # fmt: skip
+        if now >= self._next_state:
+            self._next_state = now + STATE_EVERY_S
+            self._publish_state(view)
+
+    def _publish_state(self, view: GroupView) -> None:
+        waiting = self.room.reason + (f" (group {self.room.group})" if self.room.group is not None else "")
+        self.bus.send(
+            m.SchedulerState(
+                admitted=self.ring.header("next_admission"),
+                open_groups=len(view),
+                free=view.free_slots,
+                credit=max(0, self.room.groups),
+                waiting=waiting,
+            )
+        )
+
+    # -- trouble ------------------------------------------------------------------------------------------------
+
+    def _repair_next_admission(self) -> None:
+        """A predecessor may have died between a group's slots and the counter."""
+        lines = self.ring.lines()
+        live = lines[(lines["state"] != State.FREE) & (lines["cls"] == CLS_TRAIN)]
+        if len(live):
+            highest = int(live["admission"].max()) + 1
+            self.ring.set_header("next_admission", max(self.ring.header("next_admission"), highest))
+
+    def _wait_for_disk(self, problem: DiskFull) -> None:
+        self.warn("scheduler", f"dispatch pauses: {problem}")
+        with self.activity("waiting for disk space", math.inf):
+            self.idle(1.0)
+
+
+def main(run_dir: str, name: str) -> int:
+    return Scheduler(run_dir, name).main()

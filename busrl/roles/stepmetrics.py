@@ -1,0 +1,175 @@
+"""What the learner writes down per step: one line of metrics.jsonl, one of samples.jsonl, and LEARNER_STATE_UPDATE.
+
+Pure counting plus two append-only files. Knows nothing of the ring or of torch. `reward` is the mean over all samples
+of all groups that ended since the last step, flat ones included; `reward_trained` over the trained ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.ledger.files import LineFile
+from busrl.ledger.wal import Record
+from busrl.paths import RunPaths
+from busrl.roles.gather import Claimed
+
+if TYPE_CHECKING:
+    from busrl.training.settings import StepStats
+
+QUARTILES = 4
+
+
+class StepMetrics:
+    """Counts since the last step, and the files they are written to."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._metrics = LineFile(paths.metrics)
+        self._samples = LineFile(paths.samples)
+        self._started: float | None = None
+        self._last = time.monotonic()
+        self._row: dict[str, Any] = {}
+        self.checkpoint_s = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._aside: Counter[str] = Counter()
+        self._aside_rewards: list[float] = []
+        self._aside_lengths: list[int] = []
+        self._waited: Counter[str] = Counter()
+        self._waiting_for = "start"
+        self._blocker: int | None = None
+        self._working_ns = 0
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def first_claim(self) -> None:
+        """The clock of the run starts with the first group that is claimed."""
+        if self._started is None:
+            self._started = self._last = time.monotonic()
+
+    def set_aside(self, lines: npt.NDArray[Any], fate: str) -> None:
+        """A group's survivors were dropped by a rule."""
+        self._aside[fate] += 1
+        self._aside_rewards += lines["reward"].tolist()
+        self._aside_lengths += lines["response_tokens"].tolist()
+
+    def waiting(self, reason: str, group: int | None) -> None:
+        self._waiting_for, self._blocker = reason, group
+
+    def waited(self, seconds: float) -> None:
+        self._waited[self._waiting_for] += seconds  # type: ignore[assignment]
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        record: Record,
+        groups: Sequence[Claimed],
+        stats: StepStats,
+        sample: dict[str, object],
+        version: int,
+        published_s: float,
+    ) -> dict[str, Any]:
+        """Write the lines of a finished step. Returns the row."""
+        now = time.monotonic()
+        rewards = np.array([sample.reward for sample in record.samples])
+        lengths = np.array([len(sample.token_ids) // 4 for sample in record.samples])
+        ages = np.array([record.step - 1 - group.step for group in groups])
+        ended = np.concatenate([rewards, self._aside_rewards])
+        row: dict[str, Any] = {
+            "step": record.step,
+            "version": version,
+            "cause": record.cause,
+            "time_s": round(now - (self._started or now), 4),
+            "seconds": round(now - self._last, 4),
+            "groups": len(groups),
+            "groups_ended": len(groups) + sum(self._aside.values()),
+            "samples": len(record.samples),
+            "samples_ended": len(ended),
+            "tokens": stats.tokens,
+            "reward": float(ended.mean()),
+            "reward_trained": float(rewards.mean()),
+            "flat_share": self._aside["f"] / (len(groups) + sum(self._aside.values())),
+            "set_aside": dict(self._aside),
+            "skipped": stats.skipped,
+            "culprits": list(stats.culprits),
+            "length_mean": float(lengths.mean()),
+            "length_p95": float(np.percentile(lengths, 95)),
+            "length_ended": float(np.concatenate([lengths, self._aside_lengths]).mean()),
+            "age_mean": float(ages.mean()),
+            "age_p95": float(np.percentile(ages, 95)),
+            "age_max": int(ages.max()),
+            "age_by_length": _by_quartile(groups, ages),
+            **_training(stats),
+            "wait_s": {reason: round(seconds, 4) for reason, seconds in self._waited.items()},
+            "blocked_by": self._blocker,
+            "publish_s": round(published_s, 5),
+            "checkpoint_s": round(self.checkpoint_s, 4),
+        }
+        self._write(row, {"step": record.step, **sample})
+        self._row, self._last, self.checkpoint_s = row, now, 0.0
+        self._clear()
+        return row
+
+    def _write(self, row: dict[str, Any], sample: dict[str, object]) -> None:
+        # A full disk must not stop training here: these lines are for people, the log is for the ledger.
+        with contextlib.suppress(OSError):
+            self._metrics.append(msgspec.json.encode(row))
+            self._samples.append(msgspec.json.encode(sample))
+
+    def update(self) -> dict[str, Any]:
+        """Fields of LEARNER_STATE_UPDATE for the step just written."""
+        row = self._row
+        numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+        return {
+            "entropy": row["entropy"],
+            "version": row["version"],
+            "step": row["step"],
+            "groups": row["groups"],
+            "reward": row["reward"],
+            "tokens": row["tokens"],
+            "samples": row["samples"],
+            "age_mean": row["age_mean"],
+            "metrics": numbers,
+        }
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+
+
+def _training(stats: StepStats) -> dict[str, Any]:
+    told = stats.diagnostics
+    return {
+        "lr": stats.lr,
+        "loss": stats.loss,
+        "grad_norm": stats.grad_norm,
+        "entropy": told.entropy,
+        "log_ratio_mean": told.log_ratio_mean,
+        "k3": told.k3,
+        "ess": told.ess,
+        "clip_low": told.clip_low,
+        "clip_high": told.clip_high,
+        "dual_clip": told.dual_clip,
+        "mismatch": told.mismatch,
+        "micro_batches": stats.micro_batches,
+        "padding": stats.padding,
+        "forward_s": round(stats.forward_s, 5),
+        "backward_s": round(stats.backward_s, 5),
+        "update_s": round(stats.step_s, 5),
+    }
+
+
+def _by_quartile(groups: Sequence[Claimed], ages: npt.NDArray[np.int64]) -> list[float]:
+    """Mean age of the groups in each quartile of mean length, shortest first."""
+    lengths = np.array([np.mean([len(record.token_ids) // 4 for record in group.records]) for group in groups])
+    order = np.argsort(lengths, kind="stable")
+    return [float(ages[part].mean()) if len(part) else 0.0 for part in np.array_split(order, QUARTILES)]

@@ -1,0 +1,148 @@
+"""One optimiser step, from sample records to new weights: the learner's only door to torch.
+
+Talks to `busrl.training` and `busrl.algorithms`. Knows nothing of the ring, the bus or the log.
+
+Invariants:
+- Groups come whole: an advantage compares a sample with its own group only.
+- The same records in the same batch give the same step, live or replayed from the log, up to the order of summation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from busrl.algorithms.advantages import advantages
+from busrl.algorithms.losses import get
+from busrl.ledger.wal import SampleRecord
+from busrl.topology import Topology
+from busrl.topology.schema import Learner
+from busrl.training import checkpoint
+from busrl.training.batch import Sample
+from busrl.training.checkpoint import Checkpoint
+from busrl.training.model import load, vocabulary
+from busrl.training.schedule import Schedule
+from busrl.training.settings import StepStats, TrainerSettings
+from busrl.training.trainer import Trainer
+
+Prox = list[npt.NDArray[np.float32]]
+
+
+class TrainingStep:
+    """A trainer, its learning-rate schedule, and how many groups it has trained."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.config = topology.learner
+        self.source = Path(topology.model.path)
+        self.settings = TrainerSettings.from_learner(self.config, compute_dtype=topology.model.dtype)
+        self.schedule = Schedule(self.config.lr, self.config.trigger.n_min, self.config.warmup_groups)
+        self.groups = 0
+        self.trainer = Trainer(load(self.source), self.settings)
+        self.vocabulary = vocabulary(self.trainer.model)
+
+    @staticmethod
+    def streamable(config: Learner) -> bool:
+        """Whether micro-batches may run before the whole step is known."""
+        return get(config.loss).streamable and config.updates_per_batch == 1
+
+    def fault(self, record: SampleRecord) -> str | None:
+        """Why a sample must not be trained, or None."""
+        return to_sample(record).fault(self.vocabulary)
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def accumulate(self, records: Sequence[SampleRecord], version: int, prox: Prox | None = None) -> None:
+        """Forward and backward of whole groups, added to the step under way."""
+        if records:
+            samples = [to_sample(record) for record in records]
+            self.trainer.accumulate(samples, self._advantages(records), prox, version)
+
+    def finish(self, groups: int) -> StepStats:
+        """The update for all that was accumulated."""
+        stats = self.trainer.step(self.schedule(self.groups, groups))
+        self.groups += groups
+        return stats
+
+    def train(self, records: Sequence[SampleRecord], groups: int, version: int) -> StepStats:
+        """A whole step at once. With several updates per batch each takes a share of the groups, all against the
+        log-probabilities that the weights gave before the first (the proximal policy)."""
+        updates = min(self.config.updates_per_batch, groups)
+        if updates == 1:
+            self.accumulate(records, version)
+            return self.finish(groups)
+        prox = self.trainer.score([to_sample(record) for record in records])
+        parts = _split(records, updates)
+        stats = None
+        for part in parts:
+            self.accumulate([records[i] for i in part], version, [prox[i] for i in part])
+            stats = self.finish(len({records[i].group for i in part}))
+        assert stats is not None
+        return stats
+
+    def _advantages(self, records: Sequence[SampleRecord]) -> list[float]:
+        found: list[float] = []
+        for _, members in groupby(records, key=lambda record: record.group):
+            found += advantages(self.config.advantage, [record.reward for record in members])
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights to publish; valid until the next step."""
+        return self.trainer.named_weights()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, root: Path) -> Checkpoint | None:
+        """Continue from the newest whole checkpoint under `root`; None if there is none."""
+        found = checkpoint.latest(root)
+        if found is not None:
+            self.trainer = Trainer(load(found.model), self.settings)
+            self.trainer.load_optimizer_state(found.optimizer_state())
+            found.restore_random()
+            self.groups = int(found.meta["groups"])
+        return found
+
+    def save_checkpoint(
+        self, root: Path, step: int, meta: Mapping[str, Any], extras: Callable[[Path], None]
+    ) -> Checkpoint:
+        return checkpoint.save(
+            root,
+            step,
+            model=self.trainer.model,
+            optimizer_state=self.trainer.optimizer_state(),
+            meta=dict(meta),
+            source=self.source,
+            extras=extras,
+            keep_last=self.config.keep_last,
+        )
+
+
+def to_sample(record: SampleRecord) -> Sample:
+    """A record of the log as the trainer takes it; the arrays share the record's bytes."""
+    return Sample(
+        uid=record.uid,
+        group=record.group,
+        member=record.member,
+        prompt_ids=record.prompt_array(),
+        token_ids=record.token_array(),
+        logprobs=record.logprob_array(),
+        versions=record.version_array(),
+        reward=record.reward,
+        temperature=record.temperature,
+        finish=record.finish,
+    )
+
+
+def _split(records: Sequence[SampleRecord], parts: int) -> list[list[int]]:
+    """Positions of the records in `parts` shares of whole groups, in order, as even as can be."""
+    groups = list(dict.fromkeys(record.group for record in records))
+    share_of = {group: index * parts // len(groups) for index, group in enumerate(groups)}
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for position, record in enumerate(records):
+        shares[share_of[record.group]].append(position)
+    return [share for share in shares if share]

@@ -1,0 +1,229 @@
+"""The validator: puts held-out prompts through the same engines and rewards, and writes their mean.
+
+Talks to the ring (it dispatches and consumes the slots of class `validate`) and publishes VALIDATION_STARTED and
+VALIDATION_DONE. Validation slots never enter the window, the trigger or staleness. Knows nothing of the optimiser.
+
+A round pins a version by `hold`: the header word `hold` names this process, and the learner publishes nothing while it
+stands. Without it the metric is labelled `mixed` with the versions that it saw.
+
+Invariants:
+- A result is appended to validation.log before its fate becomes V: a successor reads it back and loses nothing.
+- The uid of a sample is round x samples + index: a round that was cut short is finished, not repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from busrl.data import JsonlStream
+from busrl.protocol import messages as m
+from busrl.ring import State
+from busrl.roles.actor import Actor
+from busrl.roles.trajectory import segments_of
+
+log = logging.getLogger("busrl")
+VALIDATE_BIT = 1 << 62
+CLS_VALIDATE = 1
+FINISHED = 1
+PRIORITY = 1 << 20
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One validated sample as it stands in validation.log."""
+
+    uid: int
+    round: int
+    reward: float
+    version: int
+    oldest: int
+    tokens: int
+
+
+class Rounds:
+    """Which rounds are due, from the learner's step and what validation.jsonl says is done."""
+
+    def __init__(self, before: bool, every: int, at_end: bool, done: set[int]) -> None:
+        self.before, self.every, self.at_end, self.done = before, every, at_end, done
+
+    def due(self, step: int, finished: bool, last_step: int) -> int | None:
+        """The round to run now, numbered by the step it stands for; None if there is none.
+
+        A missed step is not made up for: the newest multiple of `every` counts.
+        """
+        if finished:
+            return last_step if self.at_end and last_step not in self.done else None
+        if self.before and not self.done:
+            return 0
+        newest = step - step % self.every if self.every else 0
+        return newest if newest and newest not in self.done and newest > max(self.done, default=0) else None
+
+
+class Validator(Actor):
+    role = "validator"
+    singleton = True
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.RewardComputed, m.LearnerStateUpdate)
+
+    def setup(self) -> None:
+        config, data = self.topology.validation, self.topology.data
+        path = data.validation or data.train
+        self.stream = JsonlStream(path, self.topology.run.seed, False, data.prompt_key, data.answer_key)
+        self.samples = self.topology.derived.val_samples
+        self.log_path = self.paths.root / "validation.log"
+        self.rounds = Rounds(
+            self.topology.run.validate_before, config.every, config.at_end, _finished_rounds(self.paths.validation)
+        )
+        self.round: int | None = None
+        self.results: dict[int, Result] = {}
+
+    def step(self) -> bool:
+        if self.round is None:
+            return self._maybe_start()
+        moved = self._dispatch_some() + self._collect()
+        if len(self.results) == self.samples or self._all_ended():
+            self._finish()
+        return bool(moved)
+
+    # -- a round ------------------------------------------------------------------------------------------------
+
+    def _maybe_start(self) -> bool:
+        finished = self.ring.header("run_state") == FINISHED
+        due = self.rounds.due(self.ring.header("step"), finished, self.topology.run.max_steps)
+        if due is None:
+            if finished:
+                self.stop("all rounds are done")
+            return False
+        self.round, self.started = due, time.monotonic()
+        self.results = _read_log(self.log_path, due)
+        self.pending = [uid for uid in self._uids() if self.validate_fates.get(uid & ~VALIDATE_BIT) == 0]
+        if self.topology.validation.mode == "hold" and not finished:
+            self.ring.cas_header("hold", 0, self.ring.index)
+        self.ring.activity(f"validate round {due}", self.topology.limits.ready_s)
+        version = self.ring.header("version")
+        self.bus.send(m.ValidationStarted(round=due, version=version, samples=self.samples))
+        log.info("round %d begins at version %d", due, version)
+        return True
+
+    def _uids(self) -> range:
+        """Rounds are numbered by steps, so their uids are apart by `samples` and never meet."""
+        first = VALIDATE_BIT | (self.round or 0) * self.samples
+        return range(first, first + self.samples)
+
+    def _dispatch_some(self) -> int:
+        """Fill the class's own reserve, no more: training keeps the rest of the ring."""
+        if not self.pending:
+            return 0
+        lines = self.ring.lines()
+        used = int(np.count_nonzero((lines["cls"] == CLS_VALIDATE) & (lines["state"] != State.FREE)))
+        room = max(0, min(self.topology.derived.val_reserve - used, len(self.pending)))
+        sent = 0
+        for uid in self.pending[:room]:
+            if not self._dispatch_one(uid):
+                break
+            sent += 1
+        del self.pending[:sent]
+        return sent
+
+    def _dispatch_one(self, uid: int) -> bool:
+        item = self.stream.item((uid & ~VALIDATE_BIT) % self.samples % len(self.stream))
+        generation = self.topology.generation
+        version, step = self.ring.header("version"), self.ring.header("step")
+        self.validate_fates.reserve((uid & ~VALIDATE_BIT) + 1)
+        return (
+            self.ring.dispatch(
+                uid=uid, group=uid, admission=0, member=0, group_size=1, cls=CLS_VALIDATE, task=item.line,
+                prompt_crc=item.crc, priority=PRIORITY, max_new_tokens=generation.max_new_tokens,
+                temperature=self.topology.validation.temperature, top_p=1.0, version=version, step=step,
+            )
+            is not None
+        )  # fmt: skip
+
+    def _collect(self) -> int:
+        taken = self.ring.take(State.REWARDED, State.TRAINING, cls=CLS_VALIDATE, limit=256)
+        for slot, word in taken:
+            line = self.ring.line(slot)
+            result = self._result(slot, word, line)
+            if result.uid not in self.results and result.round == self.round:
+                self._append(result)
+            self.ring.finish(slot, word, "V")
+        return len(taken)
+
+    def _result(self, slot: int, word: int, line: np.void) -> Result:
+        uid = int(line["uid"])
+        newest = int(self.ring.get(slot, "versions", segments_of(word) - 1)[-1])
+        return Result(
+            uid=uid,
+            round=(uid & ~VALIDATE_BIT) // self.samples,
+            reward=float(line["reward"]),
+            version=newest,
+            oldest=int(line["version"]),
+            tokens=int(line["response_tokens"]),
+        )
+
+    def _append(self, result: Result) -> None:
+        with open(self.log_path, "ab") as file:
+            file.write(msgspec.json.encode(result) + b"\n")
+        self.results[result.uid] = result
+
+    def _all_ended(self) -> bool:
+        """Every sample has a final fate: the round ends although some were dropped."""
+        return not self.pending and all(
+            self.validate_fates.get(uid & ~VALIDATE_BIT) not in (0, ord("D")) for uid in self._uids()
+        )
+
+    def _finish(self) -> None:
+        round_number = self.round or 0
+        rewards = [result.reward for result in self.results.values()]
+        versions = sorted({result.version for result in self.results.values()})
+        mean = float(np.mean(rewards)) if rewards else 0.0
+        record = {
+            "round": round_number, "val/reward": mean, "samples": len(rewards), "dropped": self.samples - len(rewards),
+            "version": versions[0] if versions else 0, "versions": versions, "mixed": len(versions) > 1,
+            "seconds": round(time.monotonic() - self.started, 3),
+            "val/length": float(np.mean([r.tokens for r in self.results.values()])) if rewards else 0.0,
+        }  # fmt: skip
+        with open(self.paths.validation, "ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
+        self.ring.cas_header("hold", self.ring.index, 0)
+        self.ring.activity("")
+        self.bus.send(
+            m.ValidationDone(
+                round=round_number,
+                version=int(record["version"]),  # type: ignore[call-overload]
+                samples=len(rewards),
+                mean=mean,
+                mixed=len(versions) > 1,
+            )
+        )
+        log.info("round %d: mean reward %.3f over %d samples", round_number, mean, len(rewards))
+        self.rounds.done.add(round_number)
+        self.round = None
+
+    def teardown(self) -> None:
+        self.ring.cas_header("hold", self.ring.index, 0)
+
+
+def _finished_rounds(path: Path) -> set[int]:
+    return {msgspec.json.decode(line)["round"] for line in path.read_bytes().splitlines()} if path.exists() else set()
+
+
+def _read_log(path: Path, round_number: int) -> dict[int, Result]:
+    """Results of this round that an earlier validator wrote; a torn last line is left out."""
+    found: dict[int, Result] = {}
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            result = msgspec.json.decode(line, type=Result)
+        except msgspec.DecodeError:
+            continue
+        if result.round == round_number:
+            found[result.uid] = result
+    return found
+
+
+def main(run_dir: str, name: str) -> int:
+    return Validator(run_dir, name).main()

@@ -1,0 +1,128 @@
+"""What a person sees: lines on a pipe, a picture on a terminal, and numbers that lost messages do not spoil."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.launch.display import Display, LiveDisplay, fit, open_display, picture, sparkline
+from busrl.launch.progress import Progress, Rate, Row, duration, short
+from busrl.protocol import messages as m
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def progress() -> Progress:
+    made = Progress("sort", 200, 0.0)
+    for step in range(1, 85):
+        made.hear(
+            m.LearnerStateUpdate(step=step, version=step + 1, groups=32, samples=256, tokens=9000, reward=step / 200)
+        )
+    made.ring(step=84, version=85, tokens=1000, slots={"free": 5, "generating": 128}, now=0.0)
+    made.ring(step=84, version=85, tokens=7200, slots={"free": 5, "generating": 128}, now=2.0)
+    made.rows = (Row("learner", "ready", "training", 0.93), Row("rollout/0", "starting", restarts=2))
+    return made
+
+
+def test_a_pipe_gets_plain_lines_at_most_one_per_five_seconds_and_only_for_new_steps():
+    stream, clock, state = io.StringIO(), Clock(), progress()
+    display = open_display(stream, clock)
+    for second in range(10):
+        clock.now = float(second)
+        state.step = 84 + second // 8
+        display.show(state)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2 and "\x1b" not in stream.getvalue()
+    assert lines[0].startswith("step 84/200 · reward 0.") and "3.1k tokens/s · version 85" in lines[0]
+
+
+def test_a_terminal_gets_a_picture_that_is_redrawn_in_place_below_the_lines_that_stay(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as stream:
+        clock = Clock()
+        display = open_display(stream, clock)
+        assert isinstance(display, LiveDisplay)
+        display.show(progress())
+        clock.now = 1.0
+        display.show(progress())
+        display.say("rollout/0 ended; starting it again")
+        clock.now = 2.0
+        display.show(progress())
+        display.say("the end")
+        text = ""
+        while "the end" not in text:
+            text += os.read(master, 65536).decode()
+    os.close(master)
+    assert text.count("\x1b[J") == 3 and "step 84/200" in text and "restarted 2×" in text
+    after = text.split("starting it again")[1].rpartition("\x1b[J")[0].rpartition("\x1b")[0]
+    assert "\x1b[J" not in after and "sort" in after
+
+
+def test_a_reader_that_went_away_does_not_end_the_run():
+    reader, writer = os.pipe()
+    os.close(reader)
+    display = Display(os.fdopen(writer, "w"), Clock())
+    display.say("nobody hears this")
+    display.say("nor this")
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_no_line_of_the_picture_is_wider_than_the_terminal(width):
+    for line in picture(progress(), 70.0, width):
+        assert len(COLOUR.sub("", fit(line, width))) < width
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=500), st.integers(1, 60))
+def test_a_sparkline_fits_its_width_whatever_the_numbers(values, width):
+    line = sparkline(values, width)
+    assert len(line) <= max(width, 1) and (len(line) > 0) == bool(values)
+
+
+def test_late_and_doubled_updates_change_nothing():
+    state = progress()
+    before = (state.step, state.samples, len(state.rewards))
+    state.hear(m.LearnerStateUpdate(step=84, samples=256, reward=9.0))
+    state.hear(m.LearnerStateUpdate(step=10, samples=256, reward=9.0))
+    assert (state.step, state.samples, len(state.rewards)) == before
+
+
+def test_without_any_message_the_ring_alone_shows_how_far_the_run_is():
+    state = Progress("sort", 200, 0.0)
+    for second in range(11):
+        state.ring(step=second * 2, version=second, tokens=0, slots={}, now=float(second))
+    assert state.step == 20 and state.left_s() == pytest.approx(90.0)
+
+
+def test_errors_and_validations_are_lines_that_stay():
+    state = progress()
+    (line,) = state.hear(m.Error(sender="reward/0", severity="error", where="judge", text="first\nsecond"))
+    assert line == "error: reward/0 (judge): first"
+    (line,) = state.hear(m.ValidationDone(round=1, version=7, samples=512, mean=0.5))
+    assert line == "validation 1 of version 7: 0.500 over 512 samples" and state.validations == [(1, 0.5, 512)]
+
+
+def test_a_rate_starts_afresh_when_its_counter_does():
+    rate = Rate()
+    for second, tokens in enumerate((0, 100, 200, 0, 50)):
+        rate.add(tokens, float(second))
+    assert rate.per_s() == 50.0
+
+
+def test_durations_and_numbers_are_short():
+    assert [duration(one) for one in (5, 187, 3725)] == ["5s", "3m 07s", "1h 02m"]
+    assert [short(one) for one in (7, 3100, 123456, 2.5e6)] == ["7", "3.1k", "123k", "2.5M"]

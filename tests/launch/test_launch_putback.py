@@ -1,0 +1,64 @@
+"""A start without a ring: what was trained becomes T, what else was dispatched goes back, nothing else moves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from busrl.launch.putback import PutBack, put_back
+from busrl.ledger.trained import TrainedSet
+from busrl.ledger.wal import Record, SampleRecord, Wal
+from busrl.paths import RunPaths
+from busrl.ring import Fates
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    made = RunPaths.of(tmp_path)
+    made.checkpoints.mkdir()
+    return made
+
+
+def fates_of(path: Path, codes: dict[int, str]) -> Fates:
+    fates = Fates(str(path), create=True, capacity=1 << 26)
+    for uid, code in codes.items():
+        fates.store(uid, "D")
+        if code != "D":
+            fates.store(uid, code)
+    return fates
+
+
+def sample(uid: int) -> SampleRecord:
+    return SampleRecord(
+        uid=uid, group=0, admission=0, member=0, attempt=0, prompt_crc=0, reward=0.0, temperature=1.0, version=0,
+        step=0, finish=1, prompt_ids=b"", token_ids=b"", logprobs=b"", versions=b"",
+    )  # fmt: skip
+
+
+def checkpoint(paths: RunPaths, step: int, uids: list[int]) -> None:
+    folder = paths.checkpoints / f"global_step_{step}"
+    folder.mkdir()
+    TrainedSet(uids).save(folder / "trained.bin")
+    (folder / "meta.json").write_text("{}")
+
+
+def test_what_is_in_the_newest_checkpoint_or_the_log_is_trained_and_the_rest_goes_back(paths):
+    fates = fates_of(paths.fates, {1: "D", 2: "D", 3: "D", 4: "T", 5: "P", 3_000_000: "D"})
+    validate = fates_of(paths.validate_fates, {0: "V", 9: "D"})
+    checkpoint(paths, 2, [4])
+    checkpoint(paths, 10, [1, 4])
+    (paths.checkpoints / "global_step_11").mkdir()  # half of one, without its meta.json
+    with Wal(paths.wal) as wal:
+        wal.append(Record(step=11, version=11, cause="count", groups=[0], samples=[sample(2)]))
+    assert put_back(paths) == PutBack(trained=2, again=2, validation=1)
+    assert [chr(fates.get(uid)) for uid in (1, 2, 3, 4, 5, 3_000_000)] == ["T", "T", "\0", "T", "P", "\0"]
+    assert [chr(validate.get(uid)) for uid in (0, 9)] == ["V", "\0"]
+    assert json.loads(paths.draws.read_text())["uids"] == [3, 3_000_000]
+    assert put_back(paths) == PutBack()
+
+
+def test_a_first_start_finds_nothing_to_put_back(paths):
+    assert put_back(paths) == PutBack()
+    assert not paths.draws.exists()

@@ -1,0 +1,161 @@
+"""The rules about children, without any child: pauses, giving up, silence, and fairness of the supervisor's clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.launch.shutdown import ORDER, Ask, Force, Shutdown
+from busrl.launch.supervisor import LONGEST_PAUSE_S, Child, FairClock, Patience, Phase, Sight
+
+PATIENCE = Patience(ready_s=60.0, progress_s=30.0, restart_attempts=5)
+
+
+def started(name: str = "rollout/0", ready: bool = False) -> Child:
+    child = Child(name, PATIENCE)
+    child.started(4711, 100.0)
+    if ready:
+        assert child.became_ready()
+        child.looked(Sight(True, 1), 0.2)
+    return child
+
+
+def silent(child: Child, sight: Sight | None, seconds: float):
+    """Look every fifth of a second while nothing changes; the kill, if one was asked for."""
+    for _ in range(round(seconds / 0.2)):
+        kill = child.looked(sight, 0.2)
+        if kill is not None:
+            return kill
+    return None
+
+
+def test_a_new_child_is_due_at_once_and_only_once():
+    child = Child("bus", PATIENCE)
+    assert child.is_due(0.0)
+    child.started(1, 0.0)
+    assert not child.is_due(1e9) and child.alive
+
+
+def test_a_death_after_ready_restarts_at_once_and_never_gives_up():
+    child = started()
+    for life in range(1, 50):
+        child.became_ready()
+        death = child.ended("signal SIGKILL", 100.0)
+        assert not death.gives_up and child.is_due(100.0) and child.restarts == life
+        child.started(4711, 100.0)
+
+
+def test_pauses_grow_up_to_a_limit_and_the_last_attempt_gives_up():
+    child, pauses = Child("rollout/0", Patience(60.0, 30.0, 10)), []
+    for _ in range(9):
+        child.started(1, 0.0)
+        assert not child.ended("exit code 1", 0.0).gives_up
+        pauses.append(child.due)
+    assert pauses == sorted(pauses) and pauses[0] == 0.25 and pauses[-1] == LONGEST_PAUSE_S
+    child.started(1, 0.0)
+    death = child.ended("exit code 1", 0.0)
+    assert death.gives_up and "10 times in a row" in death.text and child.phase is Phase.GONE
+
+
+def test_becoming_ready_forgives_earlier_deaths():
+    child = Child("rollout/0", Patience(60.0, 30.0, 2))
+    for _ in range(20):
+        child.started(1, 0.0)
+        assert not child.ended("exit code 1", 0.0).gives_up
+        child.started(1, 0.0)
+        child.became_ready()
+        child.ended("exit code 1", 0.0)
+
+
+def test_silence_beyond_the_limit_is_a_kill_that_names_child_state_and_time():
+    child = started(ready=True)
+    assert silent(child, Sight(True, 1), 29.8) is None
+    kill = silent(child, Sight(True, 1), 1.0)
+    assert kill is not None and "rollout/0 (pid 4711), state ready: no progress for 30.2 s (limit 30 s" in kill.why
+    assert silent(child, Sight(True, 1), 100.0) is None  # asked for once
+    assert "killed for no progress" in child.ended("signal SIGKILL", 140.0).text
+
+
+@pytest.mark.parametrize("moved", [Sight(True, 2), Sight(True, 1, activity="saving")])
+def test_any_movement_of_the_counter_or_of_the_activity_starts_the_time_again(moved):
+    child = started(ready=True)
+    assert silent(child, Sight(True, 1), 29.0) is None
+    assert child.looked(moved, 0.2) is None
+    assert silent(child, moved, 29.0) is None
+
+
+def test_a_declared_activity_has_its_own_limit_longer_or_shorter():
+    long, short = Sight(True, 1, "compiling", 600.0), Sight(True, 1, "asking", 2.0)
+    child = started(ready=True)
+    assert silent(child, long, 599.0) is None
+    kill = silent(child, long, 3.0)
+    assert kill is not None and "doing 'compiling'" in kill.why
+    assert silent(started(ready=True), short, 3.0) is not None
+
+
+def test_a_ready_child_that_does_not_map_the_ring_is_never_killed_for_silence():
+    child = started()
+    child.became_ready()
+    assert silent(child, None, 10_000.0) is None
+
+
+def test_a_child_that_never_becomes_ready_is_killed_even_if_its_counter_moves():
+    child = started()
+    kills = [child.looked(Sight(False, count), 0.2) for count in range(310)]
+    kill = next(kill for kill in kills if kill)
+    assert "state starting: not ready for 60." in kill.why
+
+
+def test_a_start_that_declares_a_longer_activity_is_waited_for():
+    child = started()
+    assert silent(child, Sight(False, 0, "downloading", 900.0), 899.0) is None
+
+
+def test_a_stopped_child_is_neither_killed_for_silence_nor_started_again():
+    child = started(ready=True)
+    child.stop()
+    assert silent(child, Sight(True, 1), 1000.0) is None
+    child.ended("exit code 0", 200.0)
+    assert child.phase is Phase.GONE and not child.is_due(1e9)
+    waiting = Child("reward/0", PATIENCE)
+    waiting.stop()
+    assert waiting.phase is Phase.GONE
+
+
+@given(st.lists(st.floats(0.0, 1e5), max_size=50))
+def test_however_late_the_supervisor_is_a_look_counts_no_more_than_two_ticks(steps):
+    clock, now = FairClock(0.2, 0.0), 0.0
+    for step in steps:
+        now += step
+        assert 0.0 <= clock.passed(now) <= min(step + 1e-6, 0.4)
+
+
+def test_a_supervisor_that_slept_kills_nobody_for_that_time():
+    child, clock = started(ready=True), FairClock(0.2, 0.0)
+    assert child.looked(Sight(True, 1), clock.passed(3600.0)) is None
+    assert child.looked(Sight(True, 1), clock.passed(3600.2)) is None
+
+
+@given(st.lists(st.sampled_from(["bus", "keeper", "scheduler", "learner", "validator", "rollout/0", "reward/0", "x"])))
+def test_an_orderly_stop_asks_everybody_once_and_stages_never_go_back(names):
+    alive, shutdown, asked = set(names), Shutdown(stop_s=10.0), []
+    for now in range(100):
+        for action in shutdown.step(sorted(alive), float(now)):
+            assert isinstance(action, Ask)
+            asked.append(action.name)
+        alive.difference_update(asked)
+    assert sorted(asked) == sorted(set(names))
+    places = [ORDER.index(one.partition("/")[0]) for one in asked if one != "x"]
+    assert places == sorted(places)
+
+
+def test_a_process_that_stays_is_killed_once_after_the_patience_of_its_stage():
+    shutdown = Shutdown(stop_s=10.0)
+    assert shutdown.step(["rollout/0", "bus"], 0.0) == [Ask("rollout/0")]
+    assert shutdown.step(["rollout/0", "bus"], 10.0) == []
+    (force,) = shutdown.step(["rollout/0", "bus"], 10.5)
+    assert isinstance(force, Force) and "rollout/0 did not end within 10.5 s" in force.why
+    assert shutdown.step(["rollout/0", "bus"], 11.0) == []
+    assert shutdown.step(["bus"], 12.0) == [Ask("bus")]
+    assert shutdown.step(["bus"], 21.0) == []  # its own patience begins with its own stage
