@@ -1,0 +1,79 @@
+# One runner for everything; bare `make` explains its targets. Works from a fresh clone on a bare Debian-like machine.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.busrl
+RUN_DIR ?= runs/demo
+# Waiting threads must not spin: on two cores that costs a busy neighbour a factor of 3 to 4.
+export OMP_WAIT_POLICY := PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format bench soak cpp sanitize install clean
+
+help: ## explain the targets
+	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(STAMP)/train ## virtual environment, dependencies and the package, built in place
+
+demo: $(STAMP)/train ## train a tiny model by reinforcement learning, from nothing, in a few minutes
+	@$(BIN)/python -m busrl.quickstart
+	@rm -rf $(RUN_DIR)
+	@$(BIN)/busrl launch configs/quickstart.toml --run-dir $(RUN_DIR)
+
+test: lint cpp $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 minutes)
+	$(BIN)/pytest -m "not slow and not soak"
+
+test-all: test sanitize ## the slower tests and the sanitizers too
+	$(BIN)/pytest -m slow
+
+soak: $(STAMP)/test ## many kills of every role; takes a long time
+	$(BIN)/pytest -m soak --timeout 7200
+
+lint: $(STAMP)/lint ## ruff, strict types, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check busrl tests tools setup.py || true
+	$(BIN)/mypy
+	git ls-files 'csrc/*.hpp' 'csrc/*.cpp' 'csrc/*.h' | xargs -r $(BIN)/clang-format --dry-run --Werror
+
+format: $(STAMP)/lint ## format C++
+	git ls-files 'csrc/*.hpp' 'csrc/*.cpp' 'csrc/*.h' | xargs -r $(BIN)/clang-format -i
+
+cpp: $(STAMP)/system ## the C++ tests
+	$(MAKE) -C csrc test
+
+sanitize: $(STAMP)/system ## the C++ tests under address, undefined-behaviour and thread sanitizers
+	$(MAKE) -C csrc asan tsan
+
+bench: $(STAMP)/train ## side by side with a tuned loop, our own sync mode and TRL (takes a while)
+	$(BIN)/python tools/bench/compare.py --against loop sync trl
+
+clean: ## remove what was built; runs/ stays
+	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so
+
+# -- what the targets need ------------------------------------------------------------------------------------------
+
+# A compiler, the Python headers and venv: from apt where something is missing and we may install it.
+$(STAMP)/system:
+	@sh tools/system.sh $(PYTHON)
+	@mkdir -p $(STAMP) && touch $@
+
+$(BIN)/python: | $(STAMP)/system
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and pinned: a plain `torch` would bring gigabytes of CUDA.
+$(STAMP)/train: constraints.txt pyproject.toml setup.py $(shell find csrc -name '*.hpp' -o -name '*.cpp' 2>/dev/null) | $(BIN)/python
+	@start=$$(date +%s); \
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0 && \
+	$(BIN)/pip install -q -c constraints.txt -e '.[train]' && \
+	mkdir -p $(STAMP) && touch $@ && \
+	echo "installed in $$(( $$(date +%s) - start )) s"
+
+$(STAMP)/test: $(STAMP)/train
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,test]'
+	@touch $@
+
+$(STAMP)/lint: $(STAMP)/test
+	$(BIN)/pip install -q -c constraints.txt -e '.[lint]'
+	@touch $@

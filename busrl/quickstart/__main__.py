@@ -1,0 +1,51 @@
+"""`python -m busrl.quickstart [--force] [--name tiny:sort]`: make a quickstart model and data now.
+
+Prints the three paths as `key=value` lines; progress goes to stderr. Talks to the maker, which imports torch, only
+when something has to be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from types import FrameType
+
+from busrl.errors import BusrlError
+from busrl.quickstart.cache import Paths, paths
+from busrl.quickstart.recipe import RECIPES
+
+
+def _interrupted(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _make(name: str, force: bool) -> Paths:
+    found = paths(name)
+    if found is not None and not force:
+        return found
+    from busrl.quickstart.maker import make
+
+    return make(name, force=force)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m busrl.quickstart", description="Make a quickstart model and data.")
+    parser.add_argument("--name", default=next(iter(RECIPES)), help=f"one of: {', '.join(RECIPES)}")
+    parser.add_argument("--force", action="store_true", help="make it again, even if it is there")
+    chosen = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupted)  # so that an ended maker cleans up like one interrupted by a person
+    try:
+        made = _make(chosen.name, chosen.force)
+    except BusrlError as error:
+        print(f"busrl quickstart: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"busrl quickstart: making {chosen.name} was interrupted; nothing is left of it", file=sys.stderr)
+        return 130
+    print(f"model={made.model}\ntrain={made.train}\nvalidation={made.validation}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

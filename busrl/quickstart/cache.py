@@ -1,0 +1,146 @@
+"""Where quickstart models live, who may make one, and how a finished one appears.
+
+A folder `${XDG_CACHE_HOME:-~/.cache}/busrl/<name>-<recipe hash>/` holds `model/` (a Hugging Face folder),
+`train.jsonl`, `validation.jsonl` and `made.json`. Talks to the file system and starts the maker as a child, so that a
+caller such as `busrl launch` never imports torch. Knows nothing of how a model is made.
+
+- A folder under its final name is complete: it is made beside it under a hidden name and renamed once.
+- One process makes at a time (`flock` on `<folder>.lock`, which the kernel drops with its holder); others wait for it,
+  up to a deadline, and then use what it made.
+- What a killed maker left under the hidden name is removed by the next one, under the lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from busrl.errors import MachineError, PeerTimeout
+from busrl.quickstart.recipe import Recipe, find
+
+WAIT_S = 900.0  # many times what making takes on a loaded machine
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What a run needs of a quickstart, all of it complete."""
+
+    model: Path
+    train: Path
+    validation: Path
+
+    @classmethod
+    def within(cls, folder: Path) -> Paths:
+        return cls(folder / "model", folder / "train.jsonl", folder / "validation.jsonl")
+
+
+def root() -> Path:
+    """The cache directory of busrl."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "busrl"
+
+
+def folder_of(recipe: Recipe) -> Path:
+    return root() / recipe.folder
+
+
+def paths(name: str) -> Paths | None:
+    """The paths of a made quickstart, or None if it has still to be made. Makes nothing."""
+    folder = folder_of(find(name))
+    return Paths.within(folder) if (folder / "made.json").is_file() else None
+
+
+def ensure(name: str) -> Paths:
+    """The paths of a quickstart; makes it first, in a child process with a progress bar, if it is not there."""
+    found = paths(name)
+    if found is not None:
+        return found
+    command = [sys.executable, "-m", "busrl.quickstart", "--name", name]
+    ended = subprocess.run(command, env=_child_environment(), stdout=sys.stderr, check=False)
+    found = paths(name)
+    if ended.returncode != 0 or found is None:
+        raise MachineError(
+            f"quickstart {name!r}: making it ended with status {ended.returncode}; its last lines above say why; "
+            f"try again with: {' '.join(command)}"
+        )
+    return found
+
+
+def _child_environment() -> dict[str, str]:
+    """The caller's environment, with this very package importable by the child."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    known = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{package_root}{os.pathsep}{known}" if known else package_root}
+
+
+def make_once(recipe: Recipe, fill: Callable[[Path], None], *, force: bool = False, wait_s: float = WAIT_S) -> Paths:
+    """Let `fill` write a folder and give it its final name; nothing is made if another process just did it."""
+    folder = folder_of(recipe)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    before = _identity(folder)
+    with _only_maker(folder, wait_s):
+        # With `force`, a folder that appeared while we waited for the lock is as fresh as ours would be.
+        if paths(recipe.name) is None or (force and _identity(folder) == before):
+            _fill_and_rename(folder, fill)
+    return Paths.within(folder)
+
+
+def _identity(folder: Path) -> int | None:
+    return folder.stat().st_ino if folder.exists() else None
+
+
+def _fill_and_rename(folder: Path, fill: Callable[[Path], None]) -> None:
+    hidden = folder.with_name(f".{folder.name}.making")
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    for leftover in (hidden, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    hidden.mkdir()
+    try:
+        fill(hidden)
+        if folder.exists():
+            folder.rename(replaced)
+        hidden.rename(folder)
+    finally:
+        for leftover in (hidden, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def _only_maker(folder: Path, wait_s: float) -> Iterator[None]:
+    lock = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _lock(lock, folder, wait_s)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(lock: int, folder: Path, wait_s: float) -> None:
+    """Take the lock, telling once whom we wait for; PeerTimeout names it."""
+    deadline, told = time.monotonic() + wait_s, False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
+        if not told:
+            print(f"waiting for process {holder}, which is making {folder}", file=sys.stderr, flush=True)
+            told = True
+        if time.monotonic() >= deadline:
+            raise PeerTimeout(
+                f"{folder}: process {holder} has held its lock for over {wait_s:g} s; see what it does, or end it"
+            )
+        threading.Event().wait(POLL_S)

@@ -1,0 +1,102 @@
+"""Holds the import arrows of docs/architecture.md and the rule that light processes never load torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2] / "busrl"
+
+# part -> the parts of busrl that it may import. A part is the first name below busrl.
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "paths": set(),
+    "protocol": {"errors"},
+    "ring": {"errors", "protocol", "_ring"},
+    "bus": {"errors", "protocol", "ring"},
+    "scheduling": set(),
+    "algorithms": set(),
+    "data": {"errors"},
+    "rewards": {"errors", "data"},
+    "ledger": {"errors", "paths"},
+    "topology": {"errors", "data", "scheduling", "quickstart", "paths"},
+    "quickstart": {"errors", "data"},
+    "training": {"errors", "algorithms", "ledger"},
+    "inference": {"errors", "topology", "data", "quickstart"},
+    "weights": {"errors", "topology", "paths", "ring"},
+    "roles": {
+        "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
+        "topology", "training", "inference", "weights", "quickstart",
+    },
+    "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart"},
+    "cli": {"errors", "paths", "topology", "launch", "ledger", "ring", "quickstart"},
+}  # fmt: skip
+TORCH_ALLOWED = {"algorithms", "training", "inference", "weights", "quickstart"}
+TORCH_ROLES = {"rollout", "learner", "training_step", "publish"}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, runtime_only: bool = False) -> set[str]:
+    """Full names that a file imports, those in `if TYPE_CHECKING` left out when asked for."""
+    tree = ast.parse(path.read_text())
+    skipped: set[int] = set()
+    if runtime_only:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                skipped |= {id(inner) for inner in ast.walk(node)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names if node.module == "busrl"}
+    return found
+
+
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py" or path.parent != ROOT)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_what_its_arrows_allow(path: Path) -> None:
+    part = part_of(path)
+    assert part in ARROWS, f"{part} is new: give it a place and arrows in docs/architecture.md and here"
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("busrl.")}
+    assert used - {part} <= ARROWS[part], f"{path.name} of {part} imports {sorted(used - {part} - ARROWS[part])}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_torch_is_imported_only_where_tensors_are_worked_on(path: Path) -> None:
+    uses = {name.split(".")[0] for name in imports(path, runtime_only=True)} & {"torch", "transformers", "safetensors"}
+    if uses:
+        allowed = part_of(path) in TORCH_ALLOWED or (part_of(path) == "roles" and path.stem in TORCH_ROLES)
+        assert allowed, f"{path.relative_to(ROOT)} imports {sorted(uses)}"
+
+
+def test_busrl_imports_no_pickle_anywhere() -> None:
+    for path in FILES:
+        assert not imports(path) & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, path
+
+
+LIGHT = [
+    "busrl.cli", "busrl.launch.main", "busrl.launch.status", "busrl.roles.bus", "busrl.roles.keeper",
+    "busrl.roles.scheduler", "busrl.roles.reward", "busrl.roles.validator", "busrl.topology", "busrl.ledger.audit",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_a_light_process_loads_no_torch(module: str) -> None:
+    code = (
+        f"import sys, {module}\n"
+        "heavy = {'torch', 'transformers', 'safetensors', 'scipy', 'pandas'} & set(sys.modules)\n"
+        "assert not heavy, sorted(heavy)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

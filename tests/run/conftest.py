@@ -1,0 +1,17 @@
+"""Real runs need the quickstart's model once; it is made by the same code as a user's and cached."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def quickstart() -> None:
+    from busrl.quickstart import ensure
+
+    ensure("tiny:sort")
