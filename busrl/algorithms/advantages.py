@@ -1,6 +1,7 @@
 """Advantages of the samples of one group from their rewards, and the question whether a group teaches anything.
 
-Talks to nobody; the learner calls it once per group. Knows nothing of tokens: a sample has one advantage for all of them.
+Talks to nobody; the learner calls it once per group. Knows nothing of tokens: a sample has one advantage for all of
+them.
 
 - An advantage depends on the rewards of its own group alone, so groups can be trained as they become ready.
 - A flat group (all rewards equal, or every advantage 0) is found here and never reaches a denominator.
@@ -25,7 +26,7 @@ def group_std(rewards: Sequence[float]) -> Tensor:
 def group_mean(rewards: Sequence[float]) -> Tensor:
     """R - mean, in float64: leaves the scale of the rewards in the gradient."""
     if len(rewards) < 2:
-        raise ValueError(f"a group of {len(rewards)} has no advantage: its rewards are compared with each other; needs 2")
+        raise ValueError(f"a group of {len(rewards)} has no advantage: rewards are compared with each other; needs 2")
     values = torch.tensor(list(rewards), dtype=torch.float64)
     return values - values.mean()
 
@@ -38,7 +39,7 @@ ADVANTAGES: dict[str, Callable[[Sequence[float]], Tensor]] = {"group_std": group
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
-    """True if the group carries no signal. Compared exactly: rounding in the mean must not turn equal rewards into one."""
+    """True if the group carries no signal. Compared exactly: a rounded mean must not turn equal rewards into one."""
     return len(rewards) < 2 or all(reward == rewards[0] for reward in rewards)
 
 

@@ -2,7 +2,8 @@
 
 The trainer sums weight x loss over all micro-batches and divides at the step. Knows nothing of losses or models.
 
-- A weight depends on its own sequence alone and a denominator only adds up, so the cut into micro-batches changes nothing.
+- A weight depends on its own sequence alone and a denominator only adds up, so the cut into micro-batches changes
+  nothing.
 - Sequences without a trained token are in no denominator.
 """
 

@@ -1,4 +1,5 @@
-"""What a step says about itself: how far the weights are from those that sampled, what was clipped, how random it still is.
+"""What a step says about itself: how far the weights are from those that sampled, what was clipped, how random it
+still is.
 
 The trainer adds one row of sums per micro-batch and reads it once per step. Knows nothing of models or samples.
 
@@ -21,7 +22,7 @@ FIELDS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "clip_low", "
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Means over the trained tokens of a step; the ratio is to the recorded behaviour log-probabilities, never truncated."""
+    """Means over the trained tokens of a step; the ratio is to the recorded log-probabilities, never truncated."""
 
     log_ratio_mean: float  # log(theta / mu)
     k3: float  # mean of r - 1 - log r, which estimates KL(mu || theta)
@@ -34,19 +35,26 @@ class Diagnostics:
     mismatch: float  # mean |log ratio| of the tokens sampled with exactly these weights; 0 if there are none
 
 
-def sums(tokens: losses.Tokens, weighted_loss: Tensor, entropy: Tensor, current: Tensor | None,
-         settings: losses.LossSettings) -> Tensor:  # fmt: skip
+def sums(
+    tokens: losses.Tokens,
+    weighted_loss: Tensor,
+    entropy: Tensor,
+    current: Tensor | None,
+    settings: losses.LossSettings,
+) -> Tensor:
     """One row in the order of FIELDS. `current` marks tokens sampled with the very weights that are being trained."""
     difference = losses.log_ratio(tokens.logp.detach(), tokens.behaviour, tokens.mask)
-    keep = torch.ones_like(difference) if tokens.mask is None else tokens.mask.to(difference)
     ratio = difference.exp()
     low, high = losses.clip_bounds(settings)
     falling, rising = tokens.advantage < 0, tokens.advantage > 0
-    same = torch.zeros_like(keep) if current is None else current.to(keep) * keep
-    rows = (keep, difference, ratio - 1 - difference, ratio, ratio * ratio, falling & (ratio < low), rising & (ratio > high),
-            falling & (ratio > settings.dual_clip), losses.masked(entropy, tokens.mask), weighted_loss.detach(), same,
-            same * difference.abs())  # fmt: skip
-    return torch.stack([(row * keep).sum(dtype=torch.float64) for row in rows])
+    same = torch.zeros_like(difference) if current is None else current.to(difference)
+    rows = [torch.ones_like(difference), difference, ratio - 1 - difference, ratio, ratio * ratio]
+    rows += [falling & (ratio < low), rising & (ratio > high), falling & (ratio > settings.dual_clip)]
+    rows += [entropy, weighted_loss.detach(), same, same * difference.abs()]
+    every = torch.stack([row.to(difference.dtype) for row in rows])
+    # Not a product with the mask: what stands at a masked position may be NaN.
+    kept = every if tokens.mask is None else every.where(tokens.mask.bool(), 0)
+    return kept.flatten(1).sum(1, dtype=torch.float64)
 
 
 def finish(total: Tensor) -> Diagnostics:

@@ -1,9 +1,11 @@
 """Losses per token: log-probabilities, advantages and settings in, a tensor of the same shape out, to be minimised.
 
-Called by the trainer for every micro-batch. A loss never averages: sums and denominators are in `aggregation`. Knows nothing
-of models, samples or padding. Works on any shape; `mask` (1 = trained) may be left out when every position is trained.
+Called by the trainer for every micro-batch. A loss never averages: sums and denominators are in `aggregation`. Knows
+nothing of models, samples or padding. Works on any shape; `mask` (1 = trained) may be left out when every position is
+trained.
 
-- Behaviour and proximal log-probabilities, advantages and correction weights are constants: no gradient flows into them.
+- Behaviour and proximal log-probabilities, advantages and correction weights are constants: no gradient flows into
+  them.
 - Whatever stands at a masked position (0, NaN, 1e9) changes neither the value nor the gradient of the others.
 - A log-ratio is clamped to [-20, 20] before it is exponentiated: a wild token can not make the sum infinite.
 """
@@ -42,7 +44,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Loss:
-    """A named per-token loss. `streamable`: needs no statistic of the whole batch, so backward may run group by group."""
+    """A named per-token loss. `streamable`: needs no statistic of the whole batch, so it may run group by group."""
 
     name: str
     streamable: bool
@@ -51,7 +53,7 @@ class Loss:
 
 
 def ppo_clip(tokens: Tokens, settings: LossSettings) -> Tensor:
-    """Clipped surrogate on the ratio to the recorded behaviour log-probabilities, with the dual clip; no second correction."""
+    """Clipped surrogate on the ratio to the recorded log-probabilities, with the dual clip; no second correction."""
     ratio = log_ratio(tokens.logp, tokens.behaviour, tokens.mask).exp()
     return masked(dual_clipped(surrogate(ratio, tokens.advantage, settings), tokens.advantage, settings), tokens.mask)
 
@@ -78,8 +80,9 @@ def get(name: str) -> Loss:
 
 def log_ratio(logp: Tensor, reference: Tensor, mask: Tensor | None = None) -> Tensor:
     """log(pi / reference), clamped; 0 and without gradient where masked."""
-    difference = logp - reference if mask is None else torch.where(mask.bool(), logp, 0) - reference.where(mask.bool(), 0)
-    return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    if mask is not None:
+        logp, reference = logp.where(mask.bool(), 0), reference.where(mask.bool(), 0)
+    return (logp - reference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def clip_bounds(settings: LossSettings) -> tuple[float, float]:

@@ -58,6 +58,7 @@ class Progress:
     groups: int = 0
     samples: int = 0
     tokens: int = 0
+    generated: int = 0
     entropy: float = 0.0
     age: float = 0.0
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
@@ -107,6 +108,7 @@ class Progress:
     def ring(self, *, step: int, version: int, tokens: int, slots: dict[str, int], now: float) -> None:
         """What the ring says: header words, tokens generated so far, slots by state."""
         self.step, self.version, self.slots = max(self.step, step), max(self.version, version), slots
+        self.generated = tokens
         self.token_rate.add(tokens, now)
         self.step_rate.add(self.step, now)
 

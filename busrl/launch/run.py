@@ -13,6 +13,7 @@ Knows nothing of samples, groups or weights.
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import signal
 import time
@@ -27,6 +28,7 @@ from busrl.launch.shutdown import Ask, Shutdown
 from busrl.launch.signals import Signals
 from busrl.launch.summary import Outcome
 from busrl.launch.supervisor import Child, FairClock, Patience, Phase
+from busrl.launch.usage import Usage
 from busrl.launch.watch import Watch
 from busrl.protocol import address, topic
 from busrl.protocol import messages as m
@@ -54,6 +56,7 @@ class Launch:
         # Who has to end in order, after the last step, for the goal to be reached.
         self._goal = {"learner", "validator"} & self._processes.keys()
         self._watch = Watch(opened.ring)
+        self.usage = Usage()
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
@@ -189,6 +192,8 @@ class Launch:
             if kill is not None:
                 self._say(kill.why)
                 self._running[child.name].kill()
+        pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
+        self.usage.look(pids, self._watch.entries, self._run.ring.header("step"), now)
         self._picture(now)
 
     def _picture(self, now: float) -> None:

@@ -111,6 +111,8 @@ def _opened(paths: RunPaths, topology: Topology, lock: OfdLock) -> OpenRun:
     if ring is None:
         settled = put_back(paths)
         notes += [str(settled)] if settled != PutBack() else []
+        # The weights that an earlier run left are of versions that the new ring knows nothing of.
+        unlink_segments(paths)
         ring = create(paths, topology, uuid)
     else:
         notes.append(f"adopted the ring that an earlier launch left: {describe(ring)}")

@@ -28,9 +28,15 @@ class Outcome:
 
 
 def build(
-    outcome: Outcome, progress: Progress, children: list[Child], report: AuditReport | None, still_open: int, now: float
+    outcome: Outcome,
+    progress: Progress,
+    children: list[Child],
+    report: AuditReport | None,
+    still_open: int,
+    now: float,
+    usage: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """The content of summary.json."""
+    """The content of summary.json; `usage` as `Usage.summary` gives it, "launch" included."""
     reward = progress.recent_reward()
     return {
         "name": progress.name,
@@ -44,10 +50,19 @@ def build(
         "max_steps": progress.goal,
         "version": progress.version,
         "seen": {"groups": progress.groups, "samples": progress.samples, "tokens": progress.tokens},
+        "generated_tokens": progress.generated,
         "reward": {"first": progress.first_reward, "last_10_steps": reward},
         "validation": [{"round": r, "mean": mean, "samples": n} for r, mean, n in progress.validations],
         "processes": {
-            child.name: {"restarts": child.restarts, "killed_for_silence": child.kills} for child in children
+            "launch": usage.get("launch", {}),
+            **{
+                child.name: {
+                    "restarts": child.restarts,
+                    "killed_for_silence": child.kills,
+                    **usage.get(child.name, {}),
+                }
+                for child in children
+            },
         },
         "open_samples": still_open,
         "audit": report.to_json() if report else None,
@@ -71,7 +86,14 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
     if means:
         facts.append("validation " + " → ".join(f"{mean:.3f}" for mean in dict.fromkeys((means[0], means[-1]))))
     lines.append("  " + " · ".join(facts))
-    again = {name: one["restarts"] for name, one in summary["processes"].items() if one["restarts"]}
+    busy = [
+        f"{name} {one['busy_share']:.0%}"
+        for name, one in summary["processes"].items()
+        if name.partition("/")[0] in ("learner", "rollout") and one.get("busy_share") is not None
+    ]
+    if busy:
+        lines.append("  busy: " + ", ".join(busy))
+    again = {name: one["restarts"] for name, one in summary["processes"].items() if one.get("restarts")}
     if again:
         lines.append("  restarted: " + ", ".join(f"{name} {count}×" for name, count in again.items()))
     lines.append(f"  {_ledger(summary, report)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 
 from busrl.errors import BusrlError
@@ -29,6 +30,11 @@ def main() -> int:
     except BusrlError as problem:
         print(f"{options.name}: {problem}", file=sys.stderr, flush=True)
         return 2
+    finally:
+        # Python puts the default handlers back while it ends, which takes a while with torch: a SIGTERM that comes
+        # then would turn an orderly end into a death by signal. What is ignored stays ignored.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     return code
 
 

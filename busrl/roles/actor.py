@@ -198,16 +198,20 @@ class Actor:
 
     def _live(self) -> int:
         self.setup()
-        self.bus.ready(self.topology.limits.ready_s)
-        self.bus.send(m.Hello(role=self.role, pid=os.getpid(), host=os.uname().nodename, index=self.ring.index))
-        self.ring.activity("")
-        self.ring.set_ready()
-        log.info("ready")
+        if not self.stopping:
+            self._say_ready()
         while not self.stopping:
             self._pass()
         log.info("stopping: %s", self.stopping)
         self.teardown()
         return 0
+
+    def _say_ready(self) -> None:
+        self.bus.ready(self.topology.limits.ready_s)
+        self.bus.send(m.Hello(role=self.role, pid=os.getpid(), host=os.uname().nodename, index=self.ring.index))
+        self.ring.activity("")
+        self.ring.set_ready()
+        log.info("ready")
 
     def _pass(self) -> None:
         for message in self.bus.drain():

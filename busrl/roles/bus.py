@@ -6,11 +6,12 @@ broker whose proxy is stuck makes no progress and is replaced. Knows nothing of 
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 
 from busrl.bus import run_broker
-from busrl.ring import OfdLock, Ring
+from busrl.ring import LockTimeout, OfdLock, Ring
 from busrl.roles.actor import Run, configure_process
 
 
@@ -22,10 +23,13 @@ def main(run_dir: str, name: str) -> int:
         signal.signal(number, lambda _got, _frame: stop.set())
     ring = Ring.attach(run.paths.ring_name)
     ring.register("bus", name)
+    lock = OfdLock(str(run.paths.lock("bus")))
+    if not wait_for_lock(lock, stop):
+        return 0
     run_broker(
         run.paths.frontend,
         run.paths.backend,
-        OfdLock(str(run.paths.lock("bus"))),
+        lock,
         stop,
         on_ready=ring.set_ready,
         on_progress=ring.progress,
@@ -34,3 +38,12 @@ def main(run_dir: str, name: str) -> int:
     )
     ring.close()
     return 0
+
+
+def wait_for_lock(lock: OfdLock, stop: threading.Event) -> bool:
+    """A predecessor may take a moment to be buried: wait for it rather than die of it. False if asked to stop."""
+    while not stop.is_set():
+        with contextlib.suppress(LockTimeout):
+            lock.acquire(0.5)
+            return True
+    return False

@@ -11,6 +11,7 @@ import logging
 from typing import ClassVar
 
 from busrl.ring import Reaped, State
+from busrl.roles import hold
 from busrl.roles.actor import Actor
 
 log = logging.getLogger("busrl")
@@ -45,9 +46,8 @@ class Keeper(Actor):
                 self.warn("keeper", f"sample {int(lines['uid'][slot])} is poison: two workers died on it alone", "error")
 
     def _clear_hold(self) -> None:
-        hold = self.ring.header("hold")
-        if hold and self.ring.is_dead(hold) and self.ring.cas_header("hold", hold, 0):
-            self.warn("keeper", f"cleared the validation hold of dead process {hold}: publication goes on")
+        if hold.clear_stale(self.ring):
+            self.warn("keeper", "cleared the validation hold of a dead process: publication goes on")
 
 
 def main(run_dir: str, name: str) -> int:

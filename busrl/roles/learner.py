@@ -56,7 +56,7 @@ class Learner(Actor):
         trigger = self.config.trigger
         self.plan = LearnerPlan(
             limits,
-            Trigger(trigger.n_min, limits.n_floor, trigger.t_max / 1000, sync=limits.sync),
+            Trigger(trigger.n_min, limits.n_floor, trigger.t_max / 1000, sync=limits.sync, count_ended=trigger.count == "ended"),
             Staleness(None if forced else limits.max_staleness, self.topology.weights.over_age),
             streaming=TrainingStep.streamable(self.config) and not self.config.deterministic,
         )
@@ -108,6 +108,7 @@ class Learner(Actor):
             step=self.history.step,
             now=time.monotonic(),
             next_admission=self.ring.header("next_admission"),
+            aside=self.metrics.groups_aside,
         )
         moved = False
         for action in actions:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from busrl.protocol import messages as m
+from busrl.roles import hold
 from busrl.roles.actor import Actor
 from busrl.weights import make_sender
 
@@ -63,13 +64,13 @@ class Publisher:
     def _wait_for_hold(self) -> None:
         """Let a validation round finish on its version. A dead holder is passed over, a slow one is named."""
         ring, limit = self.ring, time.monotonic() + HOLD_LIMIT_S
-        holder = ring.header("hold")
-        if not holder:
+        if not hold.holder(ring):
             return
         with self.actor.activity("held by validation", HOLD_LIMIT_S + 30):
-            while (holder := ring.header("hold")) and not ring.is_dead(holder) and not self.actor.stopping:
+            while (holder := hold.holder(ring)) and not self.actor.stopping:
                 if time.monotonic() > limit:
-                    self.actor.warn("learner", f"validator {holder} has held the version for {HOLD_LIMIT_S:.0f} s; going on")
+                    who = hold.name_of(ring, holder)
+                    self.actor.warn("learner", f"{who} has held the version for {HOLD_LIMIT_S:.0f} s; going on")
                     return
                 self.actor.idle(0.01)
 

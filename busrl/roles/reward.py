@@ -22,6 +22,8 @@ from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.trajectory import read, read_task, read_text, segments_of, seq_of
 
 BATCH = 256
+GATHER_S = 0.003
+JUDGE_WAIT_S = 0.02
 FATE_OF = {"raised": "R", "hung": "H", "malformed": "M"}
 
 
@@ -32,18 +34,33 @@ class Reward(Actor):
     def setup(self) -> None:
         self.pool = RewardPool(self.topology.reward)
         self.held: dict[int, int] = {}  # slot -> the word that we own it by
+        self.wants_ids = self.topology.reward.kind == "python"  # exact_match compares text
         self.bell = Doorbell()
 
     def step(self) -> bool:
         taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=BATCH - len(self.held))
         if taken:
             self.pool.submit([self._item(slot, word) for slot, word in taken])
-        outcomes = self.pool.poll(0.02 if self.held else 0.0)
+        return bool(self._settle(0.0) or taken)
+
+    def idle(self, timeout_s: float) -> None:
+        """Let answers gather for a moment: one wake-up for many of them, not one for each."""
+        if not self.held:
+            super().idle(timeout_s)
+            return
+        super().idle(GATHER_S)
+        if not self._settle(0.0):
+            self._settle(JUDGE_WAIT_S)
+
+    def _settle(self, timeout_s: float) -> int:
+        """Commit what the judges have answered, waiting at most `timeout_s` for a first answer."""
+        outcomes = self.pool.poll(timeout_s)
         for outcome in outcomes:
             self._commit(outcome)
         self.ring_bell(self.bell)
-        self.ring.add(samples=len(outcomes))
-        return bool(taken or self.held)
+        if outcomes:
+            self.ring.add(samples=len(outcomes))
+        return len(outcomes)
 
     def _item(self, slot: int, word: int) -> Item:
         self.held[slot] = word
@@ -51,7 +68,7 @@ class Reward(Actor):
             key=slot,
             record_line=read_task(self.ring, slot),
             completion=read_text(self.ring, slot, segments_of(word)),
-            token_ids=read(self.ring, slot, "tokens", segments_of(word)).tolist(),
+            token_ids=read(self.ring, slot, "tokens", segments_of(word)).tolist() if self.wants_ids else [],
         )
 
     def _commit(self, outcome: Outcome) -> None:

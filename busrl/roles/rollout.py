@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import ClassVar
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.data import render
+from busrl.errors import WeightsTimeout
 from busrl.inference import Engine, Finished, Request, make_engine
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
@@ -31,6 +33,7 @@ from busrl.weights import Receiver, make_receiver
 
 log = logging.getLogger("busrl")
 REQUEST_EVERY_S = 1.0
+WEIGHTS_TURN_S = 0.25
 Ids = npt.NDArray[np.int32]
 
 
@@ -56,13 +59,14 @@ class Rollout(Actor):
         if not self.engine.active:
             return False
         begun = time.monotonic_ns()
+        # Counted before they are drawn: a death in the middle of the step hides none.
+        self.ring.add(tokens=self.engine.active)
         finished = self.engine.step()
         for sequence in finished:
             self._commit(sequence)
         self.ring_bell(self.bell)
         self.ring.add(
             busy_ns=time.monotonic_ns() - begun,
-            tokens=sum(len(f.token_ids) for f in finished),
             samples=len(finished),
         )
         return True
@@ -89,8 +93,7 @@ class Rollout(Actor):
         newest, _ = self.receiver.newest()
         # Version 0 is the model folder that the engine has loaded; nothing was published then.
         if wait and self.ring.header("version") > max(newest, 0):
-            with self.activity("first weights", self.topology.limits.ready_s):
-                self.receiver.wait_for(self.ring.header("version"), self.topology.weights.timeout_s)
+            self._wait_for_weights(self.ring.header("version"))
             newest, _ = self.receiver.newest()
         if newest <= self.version:
             return
@@ -98,6 +101,18 @@ class Rollout(Actor):
         self.step_of[self.version] = step
         self.engine.set_weights(self.version, step)
         self.ring.set_version_seen(self.version)
+
+    def _wait_for_weights(self, version: int) -> None:
+        """Wait for a version in short turns: the learner may be starting too, and the run may be told to end."""
+        limit_s = self.topology.limits.ready_s
+        end = time.monotonic() + limit_s
+        with self.activity("first weights", limit_s):
+            while not self.stopping:
+                with contextlib.suppress(WeightsTimeout):
+                    self.receiver.wait_for(version, WEIGHTS_TURN_S)
+                    return
+                if time.monotonic() > end:
+                    raise WeightsTimeout(f"{self.name}: no version {version} after {limit_s:g} s; is the learner alive?")
 
     # -- slots --------------------------------------------------------------------------------------------------
 
@@ -157,6 +172,9 @@ class Rollout(Actor):
 
     def _commit(self, sequence: Finished) -> None:
         slot, word = sequence.key, self.held.pop(sequence.key)
+        if not len(sequence.token_ids):
+            self._drop(slot, word, "l", f"its prompt leaves no room for a token in the engine's {self.engine.max_length}")
+            return
         line = self.ring.line(slot)
         segment = segments_of(word)
         part = Generated(sequence.token_ids, sequence.logprobs, sequence.versions)

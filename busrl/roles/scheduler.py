@@ -46,9 +46,8 @@ class Scheduler(Actor):
     def setup(self) -> None:
         data, derived = self.topology.data, self.topology.derived
         self.group_size = self.topology.groups.size
-        self.stream = JsonlStream(
-            data.train, self.topology.run.seed, data.shuffle, data.prompt_key, data.answer_key
-        )
+        # Answers are the reward's business: a Python function may need no key of that name.
+        self.stream = JsonlStream(data.train, self.topology.run.seed, data.shuffle, data.prompt_key)
         limits = admission_limits(self.topology)
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)

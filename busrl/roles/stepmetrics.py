@@ -61,6 +61,11 @@ class StepMetrics:
         self._aside_rewards += lines["reward"].tolist()
         self._aside_lengths += lines["response_tokens"].tolist()
 
+    @property
+    def groups_aside(self) -> int:
+        """Groups set aside since the last step."""
+        return sum(self._aside.values())
+
     def waiting(self, reason: str, group: int | None) -> None:
         self._waiting_for, self._blocker = reason, group
 
@@ -91,13 +96,13 @@ class StepMetrics:
             "time_s": round(now - (self._started or now), 4),
             "seconds": round(now - self._last, 4),
             "groups": len(groups),
-            "groups_ended": len(groups) + sum(self._aside.values()),
+            "groups_ended": len(groups) + self.groups_aside,
             "samples": len(record.samples),
             "samples_ended": len(ended),
             "tokens": stats.tokens,
             "reward": float(ended.mean()),
             "reward_trained": float(rewards.mean()),
-            "flat_share": self._aside["f"] / (len(groups) + sum(self._aside.values())),
+            "flat_share": self._aside["f"] / (len(groups) + self.groups_aside),
             "set_aside": dict(self._aside),
             "skipped": stats.skipped,
             "culprits": list(stats.culprits),

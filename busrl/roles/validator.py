@@ -24,6 +24,7 @@ import numpy as np
 from busrl.data import JsonlStream
 from busrl.protocol import messages as m
 from busrl.ring import State
+from busrl.roles import hold
 from busrl.roles.actor import Actor
 from busrl.roles.trajectory import segments_of
 
@@ -67,12 +68,12 @@ class Rounds:
 class Validator(Actor):
     role = "validator"
     singleton = True
-    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.RewardComputed, m.LearnerStateUpdate)
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
 
     def setup(self) -> None:
         config, data = self.topology.validation, self.topology.data
         path = data.validation or data.train
-        self.stream = JsonlStream(path, self.topology.run.seed, False, data.prompt_key, data.answer_key)
+        self.stream = JsonlStream(path, self.topology.run.seed, False, data.prompt_key)
         self.samples = self.topology.derived.val_samples
         self.log_path = self.paths.root / "validation.log"
         self.rounds = Rounds(
@@ -80,6 +81,8 @@ class Validator(Actor):
         )
         self.round: int | None = None
         self.results: dict[int, Result] = {}
+        # A slot that a predecessor was about to fill must be decided before its sample is dispatched again.
+        self.ring.reap()
 
     def step(self) -> bool:
         if self.round is None:
@@ -88,6 +91,13 @@ class Validator(Actor):
         if len(self.results) == self.samples or self._all_ended():
             self._finish()
         return bool(moved)
+
+    def idle(self, timeout_s: float) -> None:
+        """In a round the ring's wake-up is quicker than a message; between rounds a look now and then is enough."""
+        if self.round is None:
+            super().idle(4 * timeout_s)
+        else:
+            self.ring.wait(State.REWARDED, self.ring.transitions(State.REWARDED), timeout_s / 5)
 
     # -- a round ------------------------------------------------------------------------------------------------
 
@@ -102,7 +112,7 @@ class Validator(Actor):
         self.results = _read_log(self.log_path, due)
         self.pending = [uid for uid in self._uids() if self.validate_fates.get(uid & ~VALIDATE_BIT) == 0]
         if self.topology.validation.mode == "hold" and not finished:
-            self.ring.cas_header("hold", 0, self.ring.index)
+            hold.take(self.ring)
         self.ring.activity(f"validate round {due}", self.topology.limits.ready_s)
         version = self.ring.header("version")
         self.bus.send(m.ValidationStarted(round=due, version=version, samples=self.samples))
@@ -189,7 +199,7 @@ class Validator(Actor):
         }  # fmt: skip
         with open(self.paths.validation, "ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
-        self.ring.cas_header("hold", self.ring.index, 0)
+        hold.let_go(self.ring)
         self.ring.activity("")
         self.bus.send(
             m.ValidationDone(
@@ -205,7 +215,7 @@ class Validator(Actor):
         self.round = None
 
     def teardown(self) -> None:
-        self.ring.cas_header("hold", self.ring.index, 0)
+        hold.let_go(self.ring)
 
 
 def _finished_rounds(path: Path) -> set[int]:

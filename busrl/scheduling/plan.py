@@ -5,7 +5,7 @@ the step number and a clock value, it returns actions; the learner role carries 
 of slots' contents, files or tensors.
 
 - A group is claimed at most once: claimed draws come in with every call, and are never among the actions again.
-- A step holds at most n_min groups, plus those that would be too old after it.
+- A step holds at most n_min groups (set-aside ones counted in where the trigger counts every ended group), plus those that would be too old after it.
 - Under `wait`, and for steps by time, no step leaves an unfinished group above the bound: age <= S at firing.
 - Streaming claims groups as they become ready; otherwise everything is claimed at firing, sorted by draw.
 - A claim that fails in the ring (a lost CAS) cancels the Fire of the same answer: look again.
@@ -83,17 +83,21 @@ class LearnerPlan:
         now: float,
         next_admission: int = 0,
         draining: bool = False,
+        aside: int = 0,
     ) -> list[Action]:
         """Actions to carry out in this order; the last one is a Fire or a Wait.
 
         `claimed`: draws taken for the coming step, in the order taken; `step`: finished steps; `next_admission`: the
-        header word (closes rounds in sync); `draining`: nothing will be admitted any more.
+        header word (closes rounds in sync); `draining`: nothing will be admitted any more; `aside`: groups set aside
+        since the last step, which matter where the trigger counts every ended group.
         """
         asides, active = self._set_aside(view, claimed, step)
+        counted = len(claimed) + (aside + len(asides) if self.trigger.count_ended else 0)
         seen = _Seen(view, active, self._ready(view, active))
-        fresh, blocker = self._choose(seen, len(claimed), step)
+        fresh, blocker = self._choose(seen, len(claimed), counted, step)
         moment = Moment(
             groups=len(claimed) + len(fresh),
+            counted=counted + len(fresh),
             now=now,
             unresolved=int(np.count_nonzero(active & ~view.resolved)),
             round_full=self.limits.sync and next_admission % self.limits.n_min == 0,
@@ -121,9 +125,9 @@ class LearnerPlan:
         ready: Bools = active & view.usable & ~view.flat & (view.training == 0)
         return ready
 
-    def _choose(self, seen: _Seen, claimed: int, step: int) -> tuple[list[int], int | None]:
+    def _choose(self, seen: _Seen, claimed: int, counted: int, step: int) -> tuple[list[int], int | None]:
         """Groups to add to the step, and the one that the step would leave too old, if any (both as draws)."""
-        limit = self.limits.B if self.limits.sync else self.trigger.n_min - claimed
+        limit = self.limits.B if self.limits.sync else max(0 if claimed else 1, self.trigger.n_min - counted)
         window = seen.look(self.limits.W, limit)
         late = self.staleness.would_outlive(seen.oldest_step, step)
         urgent = window.inside[late[window.inside]]

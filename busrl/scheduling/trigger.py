@@ -25,10 +25,11 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True)
 class Moment:
-    """What the trigger looks at. `groups` = claimed + ready inside the window."""
+    """What the trigger looks at. `groups` = claimed + ready inside the window; `counted` goes against n_min."""
 
     groups: int
     now: float
+    counted: int = 0
     unresolved: int = 0  # open groups that are not resolved yet
     round_full: bool = False  # sync: every group of the round has been admitted
     draining: bool = False  # nothing will be admitted any more
@@ -36,12 +37,25 @@ class Moment:
 
 
 class Trigger:
-    """Two thresholds, and the ends. `sync` knows rounds only."""
+    """Two thresholds, and the ends. `sync` knows rounds only.
 
-    def __init__(self, n_min: int, n_floor: int = 0, t_max_s: float = math.inf, *, sync: bool = False) -> None:
+    With `count_ended` the groups set aside since the last step count against n_min too: a step is then made of n_min
+    *drawn* groups, as in a loop that does not refill its batch, and not of n_min groups that carry a signal.
+    """
+
+    def __init__(
+        self,
+        n_min: int,
+        n_floor: int = 0,
+        t_max_s: float = math.inf,
+        *,
+        sync: bool = False,
+        count_ended: bool = False,
+    ) -> None:
         if n_min < 1 or n_floor < 0 or t_max_s <= 0:
             raise ValueError(f"n_min = {n_min}, n_floor = {n_floor}, t_max_s = {t_max_s}: must be >= 1, >= 0 and > 0")
         self.n_min, self.t_max_s, self.sync = n_min, t_max_s, sync
+        self.count_ended = count_ended
         self._floor = n_floor
         self._since: float | None = None
 
@@ -69,7 +83,7 @@ class Trigger:
         if self.sync:
             if at_rest and moment.round_full:
                 return Cause.ROUND
-        elif moment.groups >= self.n_min:
+        elif max(moment.groups, moment.counted) >= self.n_min:
             return Cause.COUNT
         elif self._time_is_up(moment):
             return Cause.TIME

@@ -1,9 +1,11 @@
 """Samples, their cut into micro-batches, and the flat tensors of the tokens that are trained.
 
-The trainer hands samples in; `forward` turns the same samples into the model's inputs. Knows nothing of models and losses.
+The trainer hands samples in; `forward` turns the same samples into the model's inputs. Knows nothing of models and
+losses.
 
 - Trained are exactly the generated tokens: the prompt never, the end token always, and a length cut has no end token.
-- The flat order is sample by sample, token by token; `forward` returns its logits in that order, one row per trained token.
+- The flat order is sample by sample, token by token; `forward` returns its logits in that order, one row per trained
+  token.
 - The logits of position t predict token t + 1; this shift is in `predicting_positions` and nowhere else.
 """
 
@@ -42,9 +44,10 @@ class Sample:
     def fault(self, vocabulary: int) -> str | None:
         """Why this sample must not be trained, or None."""
         if len(self.prompt_ids) < 1 or len(self.token_ids) < 1:
-            return f"{len(self.prompt_ids)} prompt and {len(self.token_ids)} generated tokens: at least one of each is needed"
-        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
-            return f"{len(self.token_ids)} tokens, {len(self.logprobs)} log-probabilities, {len(self.versions)} versions"
+            return f"{len(self.prompt_ids)} prompt and {len(self.token_ids)} generated tokens: at least one of each"
+        counts = len(self.token_ids), len(self.logprobs), len(self.versions)
+        if len(set(counts)) > 1:
+            return "{} tokens, {} log-probabilities, {} versions".format(*counts)
         bad = self.logprobs[~(np.isfinite(self.logprobs) & (self.logprobs <= 0))]
         if len(bad):
             return f"a log-probability is above 0 or not a finite number: {bad[:1].tolist()}"
@@ -58,8 +61,8 @@ class Sample:
 def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[list[int]]:
     """Micro-batches as lists of indices, each sorted by length, so that little is padded; padded size at most `budget`.
 
-    `together` is for a forward that computes a shared prompt once and pads nothing: the members of a group stay in one place,
-    and the budget is in real tokens. A single sample above the budget is a micro-batch of its own.
+    `together` is for a forward that computes a shared prompt once and pads nothing: the members of a group stay in one
+    place, and the budget is in real tokens. A single sample above the budget is a micro-batch of its own.
     """
     lengths = [sample.length for sample in samples]
     by_length = [(lengths[i], s.group, s.member) for i, s in enumerate(samples)]
@@ -85,15 +88,16 @@ def _filled_exactly(order: Sequence[int], lengths: Sequence[int], budget: int) -
     """Parts of about equal size: a small last part would cost as many calls as a full one."""
     total = sum(lengths)
     target = total / max(1, -(-total // budget))
-    parts: list[list[int]] = [[]]
-    filled = 0
+    parts: list[list[int]] = []
+    size = filled = 0
     for index in order:
-        size = sum(lengths[i] for i in parts[-1]) if parts[-1] else 0
-        if parts[-1] and (size + lengths[index] > budget or filled >= target * len(parts)):
+        if not parts or size + lengths[index] > budget or filled >= target * len(parts):
             parts.append([])
+            size = 0
         parts[-1].append(index)
+        size += lengths[index]
         filled += lengths[index]
-    return [part for part in parts if part]
+    return parts
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ def predicting_positions(prompts: Ints, responses: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class Flat:
-    """The trained tokens of a micro-batch, one entry per token; `samples` rows where a value belongs to a whole sample."""
+    """The trained tokens of a micro-batch, one entry per token; `lengths` and `uids` have one per sample."""
 
     targets: Tensor
     behaviour: Tensor
@@ -150,8 +154,8 @@ class Flat:
 
     def to(self, device: torch.device) -> Flat:
         temperature = None if self.temperature is None else self.temperature.to(device)
-        return replace(self, targets=self.targets.to(device), behaviour=self.behaviour.to(device), rows=self.rows.to(device),
-                       lengths=self.lengths.to(device), temperature=temperature)  # fmt: skip
+        moved = {name: getattr(self, name).to(device) for name in ("targets", "behaviour", "rows", "lengths")}
+        return replace(self, temperature=temperature, **moved)
 
 
 def spread(advantages: Sequence[float]) -> Sequence[float]:
@@ -164,10 +168,14 @@ def flatten(samples: Sequence[Sample], padded: Padded, dtype: torch.dtype) -> Fl
     behaviour, versions = _at_positions(samples, padded)
     temperatures = torch.tensor([sample.temperature for sample in samples], dtype=dtype)
     return Flat(
-        targets=padded.ids[padded.rows, padded.columns + 1], behaviour=torch.from_numpy(behaviour).to(dtype), versions=versions,
-        rows=padded.rows, lengths=torch.bincount(padded.rows, minlength=len(samples)),
+        targets=padded.ids[padded.rows, padded.columns + 1],
+        behaviour=torch.from_numpy(behaviour).to(dtype),
+        versions=versions,
+        rows=padded.rows,
+        lengths=torch.bincount(padded.rows, minlength=len(samples)),
         temperature=None if bool((temperatures == 1).all()) else temperatures[padded.rows],
-        uids=[sample.uid for sample in samples])  # fmt: skip
+        uids=[sample.uid for sample in samples],
+    )
 
 
 def _at_positions(samples: Sequence[Sample], padded: Padded) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:

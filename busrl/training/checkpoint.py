@@ -1,10 +1,11 @@
-"""Checkpoints: `checkpoints/global_step_<n>/` with the model as a Hugging Face folder, the optimiser, random state and meta.
+"""Checkpoints: `checkpoints/global_step_<n>/` with the model as a Hugging Face folder, the optimiser, random state
+and meta.
 
-Written and read by the learner. Talks to the file system and to the model's own save function; knows nothing of ledgers: the
-learner adds its files (the trained set) through `extras`.
+Written and read by the learner. Talks to the file system and to the model's own save function; knows nothing of
+ledgers: the learner adds its files (the trained set) through `extras`.
 
-- A checkpoint is there whole or not at all (`durable`); `files.json` lists every file with size and CRC-32, and one that does
-  not match is torn: it is skipped with a warning and never removed, an older one is used.
+- A checkpoint is there whole or not at all (`durable`); `files.json` lists every file with size and CRC-32, and one
+  that does not match is torn: it is skipped with a warning and never removed, an older one is used.
 - The newest `keep_last` whole ones are kept; older ones go only after the new one is on disk.
 - Nothing in it is a pickle that could run code: tensors are read with `weights_only=True`.
 """
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 META, OPTIMIZER, RANDOM, FILES, MODEL = "meta.json", "optimizer.pt", "random.json", "files.json", "model"
 OS_ERROR = re.compile(r"os error (\d+)")
 NAME = re.compile(r"global_step_(\d+)")
-NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")  # weights of the source folder: the trained ones replace them
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")  # weights: the trained ones replace them
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,21 @@ class Checkpoint:
         torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(saved["torch"])), dtype=torch.uint8))
 
 
-def save(root: Path, step: int, *, model: Any, optimizer_state: Mapping[str, Any], meta: Mapping[str, Any],
-         source: Path | None = None, extras: Callable[[Path], None] | None = None, keep_last: int = 2) -> Checkpoint:  # fmt: skip
-    """Writes checkpoint `step` under `root` and removes old ones. `source`: the folder the model came from, for its tokenizer.
+def save(
+    root: Path,
+    step: int,
+    *,
+    model: Any,
+    optimizer_state: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    source: Path | None = None,
+    extras: Callable[[Path], None] | None = None,
+    keep_last: int = 2,
+) -> Checkpoint:
+    """Writes checkpoint `step` under `root` and removes old ones.
 
-    `extras(directory)` writes the caller's own files. DiskFull leaves what was there before as it was.
+    `source` is the folder the model came from: its tokenizer goes along. `extras(directory)` writes the caller's own
+    files. DiskFull leaves what was there before as it was.
     """
     final = root / f"global_step_{step}"
     with durable.whole_directory(final) as directory:

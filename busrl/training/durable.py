@@ -2,8 +2,9 @@
 
 Used by `checkpoint`. Talks to the file system; knows nothing of models.
 
-- A directory is written under a temporary name, every file and folder in it is synced, then it is renamed and its parent
-  synced. Whoever dies on the way leaves a temporary directory that the next writer removes, never half of a real one.
+- A directory is written under a temporary name, every file and folder in it is synced, then it is renamed and its
+  parent synced. Whoever dies on the way leaves a temporary directory that the next writer removes, never half of a
+  real one.
 - A directory is renamed before it is deleted: half of a deleted one has no real name either.
 - One writer per parent at a time; the caller holds the lock that makes it so.
 """
@@ -24,7 +25,7 @@ TEMPORARY = ".tmp-"
 
 @contextlib.contextmanager
 def whole_directory(final: Path) -> Iterator[Path]:
-    """A temporary directory to fill; becomes `final` (replacing one that is there) when the block ends without an error."""
+    """A temporary directory to fill; it becomes `final`, in place of one that is there, when the block ends well."""
     parent = final.parent
     parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(parent)

@@ -1,9 +1,11 @@
-"""From samples to one row of logits per trained token, in the flat order of `batch`, with as little work as the model allows.
+"""From samples to one row of logits per trained token, in the flat order of `batch`, with as little work as the model
+allows.
 
-`choose` looks at the model once and picks: the lean forward of `lean` where it gives the same numbers, else the decoder and the
-head apart (only trained positions meet the vocabulary), else `logits_to_keep`, else all logits.
+`choose` looks at the model once and picks: the lean forward of `lean` where it gives the same numbers, else the
+decoder and the head apart (only trained positions meet the vocabulary), else `logits_to_keep`, else all logits.
 
-- A shorter way is taken only after it gave the model's own logits on a probe: models that scale or cap logits differ there.
+- A shorter way is taken only after it gave the model's own logits on a probe: models that scale or cap logits differ
+  there.
 - No attention mask is passed: rows are padded at the right and attention is causal.
 """
 

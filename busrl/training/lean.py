@@ -1,9 +1,11 @@
-"""A forward for small Llama-like models (Llama, Qwen2, Qwen3) that computes nothing twice and nothing that is not trained.
+"""A forward for small Llama-like models (Llama, Qwen2, Qwen3) that computes nothing twice and nothing that is not
+trained.
 
-Chosen by `forward.choose` after it gave the model's own logits on a probe; reads the parameters of the Hugging Face model,
-so gradients end up where the optimiser looks. Knows nothing of losses.
+Chosen by `forward.choose` after it gave the model's own logits on a probe; reads the parameters of the Hugging Face
+model, so gradients end up where the optimiser looks. Knows nothing of losses.
 
-- Rows are tokens without padding. The prompt of a group, but for its last token, is computed once for all of its members.
+- Rows are tokens without padding. The prompt of a group, but for its last token, is computed once for all of its
+  members.
 - The other rows are one per trained token, in flat order: each is the position that predicts it.
 - In the last layer only those rows are carried on: the others are wanted as keys and values alone.
 """
@@ -33,10 +35,10 @@ class LeanForward:
 
     def __init__(self, model: Any) -> None:
         self.model, self.decoder = model, model.model
-        attention_of_first = self.decoder.layers[0].self_attn
-        head = int(attention_of_first.head_dim)
-        self.heads = Heads(attention_of_first.q_proj.out_features // head, attention_of_first.k_proj.out_features // head, head)
-        self.scale = float(attention_of_first.scaling)
+        first = self.decoder.layers[0].self_attn
+        size = int(first.head_dim)
+        self.heads = Heads(first.q_proj.out_features // size, first.k_proj.out_features // size, size)
+        self.scale = float(first.scaling)
 
     def logits(self, samples: Sequence[Sample], padded: Padded) -> Tensor:
         plan = plan_of(samples, self.heads, self.model.dtype)
@@ -55,7 +57,7 @@ class LeanForward:
         queries, pairs = head_norm_rope(projected, self.heads, _head_weights(part, self.heads), _head_eps(part), *rope)
         spots = plan.own if final or not plan.shared else (plan.prompts, *plan.own)
         mixed = attention(queries, pairs, spots, self.heads, self.scale)
-        rows = _added(rows[plan.shared:] if final else rows, mixed, part.o_proj)
+        rows = _added(rows[plan.shared :] if final else rows, mixed, part.o_proj)
         hidden = _linear(_normed(layer.post_attention_layernorm, rows), layer.mlp.gate_proj, layer.mlp.up_proj)
         return _added(rows, swiglu(hidden), layer.mlp.down_proj)
 
@@ -66,8 +68,9 @@ def _normed(norm: Any, rows: Tensor) -> Tensor:
 
 def _linear(rows: Tensor, *layers: nn.Linear) -> Tensor:
     """Several projections of the same rows as one product."""
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    return F.linear(rows, torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    return F.linear(rows, torch.cat(weights), torch.cat(biases) if biases else None)
 
 
 def _added(residual: Tensor, rows: Tensor, layer: nn.Linear) -> Tensor:

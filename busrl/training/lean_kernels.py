@@ -1,7 +1,7 @@
 """The four steps of a Llama-like layer that are not matrix products, with derivatives written out.
 
-Used by `lean` alone. On small models the time goes into passes over activations; each of these needs about half of the passes
-that the same formula costs when autograd takes it apart. Knows nothing of models.
+Used by `lean` alone. On small models the time goes into passes over activations; each of these needs about half of
+the passes that the same formula costs when autograd takes it apart. Knows nothing of models.
 
 - Every derivative is held against autograd of the plain formula in the tests.
 - Nothing here can be differentiated twice.
@@ -62,7 +62,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _inverse_rms(values: Tensor, eps: float) -> Tensor:
-    return torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_().div_(values.shape[-1]).add_(eps).rsqrt_()
+    size: Tensor = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+    return size.square_().div_(values.shape[-1]).add_(eps).rsqrt_()
 
 
 class _Swiglu(torch.autograd.Function):
@@ -140,12 +141,15 @@ def _rotate_back(gradient: Tensor, cosine: Tensor, sine: Tensor, out: Tensor) ->
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, pairs: Tensor, spots: tuple[Spot, ...], heads: Heads, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, queries: Tensor, pairs: Tensor, spots: tuple[Spot, ...], heads: Heads, scale: float
+    ) -> Tensor:
         mixed, kept = [], []
         for spot in spots:
             sequences, wide = spot.bias.shape[0], spot.bias.shape[1]
             # Query heads of one key head are one matrix: [sequences x key heads, repeats x queries, size].
-            asked = queries.view(-1, heads.size).index_select(0, spot.queries).view(sequences * heads.key, -1, heads.size)
+            asked = queries.view(-1, heads.size).index_select(0, spot.queries)
+            asked = asked.view(sequences * heads.key, -1, heads.size)
             keys, values = _unpaired(pairs.index_select(0, spot.keys), sequences, heads)
             scores = _scaled_product(asked, keys.transpose(1, 2), scale)
             scores.view(sequences, heads.query, wide, -1).add_(spot.bias[:, None])
@@ -175,8 +179,16 @@ class _Attention(torch.autograd.Function):
                 collected.view(rows, -1, heads.size), None, None, None)  # fmt: skip
 
 
-def _attention_back(gradient: Tensor, spot: Spot, heads: Heads, scale: float, asked: Tensor, keys: Tensor, values: Tensor,
-                    shares: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _attention_back(
+    gradient: Tensor,
+    spot: Spot,
+    heads: Heads,
+    scale: float,
+    asked: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    shares: Tensor,
+) -> tuple[Tensor, Tensor]:
     mixed = torch.zeros_like(asked).view(-1, heads.size).index_copy_(0, spot.results, gradient).view(asked.shape)
     to_scores = torch._softmax_backward_data(torch.bmm(mixed, values.transpose(1, 2)), shares, -1, shares.dtype)
     to_asked = _scaled_product(to_scores, keys, scale).view(-1, heads.size).index_select(0, spot.results)
@@ -198,4 +210,5 @@ def _paired(keys: Tensor, values: Tensor, sequences: int, heads: Heads) -> Tenso
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    return torch.baddbmm(left.new_empty(()).expand(left.shape[0], left.shape[1], right.shape[2]), left, right, beta=0, alpha=scale)
+    unread = left.new_empty(()).expand(left.shape[0], left.shape[1], right.shape[2])
+    return torch.baddbmm(unread, left, right, beta=0, alpha=scale)

@@ -2,13 +2,14 @@
 
 Made from the samples with NumPy once per micro-batch, shared by all layers. Knows nothing of weights.
 
-- Rows are: for each distinct prompt all tokens but the last; then, per sample, the last prompt token and all generated tokens
-  but the last. The second part has one row per trained token, in flat order.
+- Rows are: for each distinct prompt all tokens but the last; then, per sample, the last prompt token and all
+  generated tokens but the last. The second part has one row per trained token, in flat order.
 - A padded query reads row 0 and its result is dropped; a padded key lies to the right of every real query of its row.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from .batch import Ints, Sample
-
 
 PIECES, SMALLEST_PIECE = 4, 32
 
@@ -71,7 +71,8 @@ def plan_of(samples: Sequence[Sample], heads: Heads, dtype: torch.dtype) -> Plan
     shared_first, own_first = _starts(shared_lengths), _starts(own_lengths) + shared
     none = np.zeros_like(shared_lengths)
     return Plan(
-        ids=torch.from_numpy(np.concatenate(pieces).astype(np.int64)), positions=torch.from_numpy(positions), shared=shared,
+        ids=torch.from_numpy(np.concatenate(pieces).astype(np.int64)),
+        positions=torch.from_numpy(positions), shared=shared,
         prompts=_spot(none, none, shared_first, shared_lengths, heads, dtype),
         own=tuple(_spot(shared_first[which[part]], starts[part], own_first[part], own_lengths[part], heads, dtype)
                   for part in _alike(own_lengths + starts)))  # fmt: skip
@@ -81,7 +82,7 @@ def _alike(lengths: Ints) -> list[slice]:
     """Consecutive samples cut where the lengths change enough: a rectangle per piece, little padding, few pieces."""
     pieces = min(PIECES, 1 + len(lengths) // SMALLEST_PIECE)
     edges = [len(lengths) * piece // pieces for piece in range(pieces + 1)]
-    return [slice(low, high) for low, high in zip(edges, edges[1:])]
+    return [slice(low, high) for low, high in itertools.pairwise(edges)]
 
 
 def _starts(lengths: Ints) -> Ints:
@@ -93,7 +94,7 @@ def _counts(lengths: Ints) -> Ints:
 
 
 def _spot(before_first: Ints, before: Ints, first: Ints, lengths: Ints, heads: Heads, dtype: torch.dtype) -> Spot:
-    """Attention of rows first .. first + length on themselves and on `before` rows from before_first, sequence by sequence."""
+    """Per sequence, attention of the rows from `first` on to themselves and to `before` rows from `before_first` on."""
     wide = max(int(lengths.max()), 1)
     place = np.arange(wide)
     queries = np.where(place < lengths[:, None], first[:, None] + place, 0)

@@ -31,12 +31,12 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
             str(folder), dtype=dtype, attn_implementation="sdpa", local_files_only=True)  # fmt: skip
     except Exception as error:  # whatever type it has: a library of readers, each with its own
         raise ModelNotLoaded(
-            f"{folder}: transformers can not load it as a causal language model: {error}; check that config.json names a "
-            "causal architecture that this version of transformers knows and that the weights belong to it"
+            f"{folder}: transformers can not load it as a causal language model: {error}; check that config.json "
+            "names a causal architecture that this version of transformers knows and that the weights belong to it"
         ) from error
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelNotLoaded(f"{folder}: an encoder-decoder model; busrl trains decoder-only models")
-    model.eval()
+    model.train(False)
     return model
 
 

@@ -1,4 +1,7 @@
-"""The numbers of a trainer, and what it reports per step. Plain data; the names are those of the topology's [learner] keys."""
+"""The numbers of a trainer, and what it reports per step.
+
+Plain data; the names are those of the topology's [learner] keys.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimiser step was; `skipped` says why there was none, `culprits` which samples or parameters were to blame."""
+    """What one optimiser step was; `skipped` says why there was none, `culprits` which samples or parameters did it."""
 
     lr: float
     loss: float  # the aggregated loss of the step, before the update

@@ -1,12 +1,14 @@
-"""The optimiser step: streams samples through forward and backward as groups become ready, then divides, clips and updates.
+"""The optimiser step: streams samples through forward and backward as groups become ready, then divides, clips and
+updates.
 
-Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and AdamW; knows nothing of
-rings, groups that are still missing, checkpoints or the clock of the run.
+Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and AdamW; knows
+nothing of rings, groups that are still missing, checkpoints or the clock of the run.
 
-- The gradient is the sum over all trained tokens of weight x loss; it is divided once, by the denominator of the whole step.
-  So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
+- The gradient is the sum over all trained tokens of weight x loss; it is divided once, by the denominator of the
+  whole step. So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
 - Weights change in `step` alone: every micro-batch of a step is computed with the same weights.
-- A step without tokens, or with a gradient that is not finite, leaves weights and optimiser as they were and names the culprit.
+- A step without tokens, or with a gradient that is not finite, leaves weights and optimiser as they were and names
+  the culprit.
 - Nothing is read back from the device between micro-batches.
 """
 
@@ -61,8 +63,8 @@ class Trainer:
                    prox: Sequence[Floats] | None = None, version: int | None = None) -> None:  # fmt: skip
         """Forward and backward of these samples, added to the step under way.
 
-        `prox` are the log-probabilities of `score` at the start of the step (left out: those of this forward); `version` is the
-        version of the weights being trained, for the mismatch between engine and trainer.
+        `prox` are the log-probabilities of `score` at the start of the step (left out: those of this forward);
+        `version` is the version of the weights being trained, for the mismatch between engine and trainer.
         """
         if len(samples) != len(advantages) or (prox is not None and len(prox) != len(samples)):
             raise ValueError(f"{len(samples)} samples need as many advantages and prox rows, got {len(advantages)}"
@@ -79,7 +81,8 @@ class Trainer:
         tokens = losses.Tokens(
             logp=logp, behaviour=flat.behaviour, prox=logp.detach() if prox is None else self._flat_prox(prox, logp),
             advantage=flat.per_token(batch.spread(advantages), self._dtype))  # fmt: skip
-        weighted = self.loss.per_token(tokens, self._loss_settings) * token_weights(self.settings.aggregation, flat, self._dtype)
+        weights = token_weights(self.settings.aggregation, flat, self._dtype)
+        weighted = self.loss.per_token(tokens, self._loss_settings) * weights
         total = weighted.sum()
         forwarded = time.perf_counter()
         total.backward()  # type: ignore[no-untyped-call]
@@ -112,8 +115,9 @@ class Trainer:
         self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, weighted)))
         self._tokens += len(flat.targets)
         self._sequences += len(samples)
-        self._computed += padded.ids.numel()
-        self._real += sum(sample.length for sample in samples)
+        real = sum(sample.length for sample in samples)
+        self._computed += real if self.forward.together else padded.ids.numel()
+        self._real += real
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -215,4 +219,5 @@ def normalised_norm(parameters: Sequence[Tensor], count: int) -> float:
 def clip(parameters: Sequence[Tensor], norm: float, limit: float) -> None:
     """Scales the gradient down to the limit if its norm is above."""
     if norm > limit:
-        torch._foreach_mul_([parameter.grad for parameter in parameters if parameter.grad is not None], limit / (norm + 1e-6))
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(gradients, limit / (norm + 1e-6))

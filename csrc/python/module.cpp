@@ -284,6 +284,8 @@ void bind_watch(py::class_<Handle>& ring) {
                 e.idle_ns.fetch_add(idle_ns, std::memory_order_relaxed);
                 e.tokens.fetch_add(tokens, std::memory_order_relaxed);
                 e.samples.fetch_add(samples, std::memory_order_relaxed);
+                // The entry goes with its process; what all of them generated stays.
+                if (tokens) r.writable().header().counters[kTokens].value.fetch_add(tokens, std::memory_order_relaxed);
             },
             py::kw_only(), py::arg("busy_ns") = 0, py::arg("idle_ns") = 0, py::arg("tokens") = 0,
             py::arg("samples") = 0)

@@ -80,6 +80,7 @@ Stats stats(const Handle& ring) {
     s.dropped = counter(kDrops);
     s.finished = counter(kFinished);
     s.dispatched = counter(kDispatches);
+    s.tokens = counter(kTokens);
     return s;
 }
 
@@ -125,7 +126,8 @@ void bind_records(py::module_& m) {
         .def_readonly("reaps", &Stats::reaps)
         .def_readonly("dropped", &Stats::dropped)
         .def_readonly("finished", &Stats::finished)
-        .def_readonly("dispatched", &Stats::dispatched);
+        .def_readonly("dispatched", &Stats::dispatched)
+        .def_readonly("tokens", &Stats::tokens);
 }
 
 void bind_locks(py::module_& m) {

@@ -31,7 +31,7 @@ struct Stats {
     std::map<std::string, uint64_t> occupancy;    // slots by state, now
     std::map<std::string, uint64_t> transitions;  // entries into each state, ever
     std::map<std::string, uint64_t> drops;        // by reason
-    uint64_t claims, commits, reaps, dropped, finished, dispatched;
+    uint64_t claims, commits, reaps, dropped, finished, dispatched, tokens;
 };
 
 std::vector<Process> processes(const Handle& ring);

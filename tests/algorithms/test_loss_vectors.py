@@ -25,11 +25,15 @@ def run(case: dict[str, Any], planted: float | None = None) -> tuple[Tensor, Ten
     inputs = case.get("inputs", VECTORS["inputs"])
     mask = array(inputs["mask"])
     hole = (mask == 0) if planted is not None else torch.zeros_like(mask, dtype=torch.bool)
-    read = {name: array(values).masked_fill(hole, planted or 0.0) for name, values in inputs.items() if name != "rewards"}
+    read = {
+        name: array(values).masked_fill(hole, planted or 0.0) for name, values in inputs.items() if name != "rewards"
+    }
     logp = read["logp"].requires_grad_()
     behaviour = read[case["behaviour"]]
     prox = read["logp_old"] if case["loss_name"] == "decoupled" else logp.detach()
-    advantage = array(case.get("advantage", VECTORS["advantage"]))[:, None].expand_as(mask).masked_fill(hole, planted or 0.0)
+    advantage = (
+        array(case.get("advantage", VECTORS["advantage"]))[:, None].expand_as(mask).masked_fill(hole, planted or 0.0)
+    )
     tokens = losses.Tokens(logp, behaviour, prox, advantage, mask)
     per_token = losses.get(case["loss_name"]).per_token(tokens, losses.LossSettings(**case["settings"]))
     lengths = mask.sum(1).long()
@@ -42,7 +46,9 @@ def run(case: dict[str, Any], planted: float | None = None) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("planted", [None, float("nan"), 1e9, -1e9], ids=["zeros", "nan", "plus", "minus"])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_loss_and_gradient_are_those_of_the_vectors_whatever_stands_at_masked_positions(name: str, planted: float | None) -> None:
+def test_loss_and_gradient_are_those_of_the_vectors_whatever_stands_at_masked_positions(
+    name: str, planted: float | None
+) -> None:
     case = CASES[name]
     loss, per_token, gradient = run(case, planted)
     assert float(loss) == pytest.approx(case["loss"], abs=1e-9)
@@ -65,7 +71,9 @@ def test_advantages_are_those_of_the_vectors(kind: str, vectors: dict[str, Any])
 
 
 def test_an_advantage_with_n_under_the_root_is_not_the_one_of_the_vectors() -> None:
-    assert advantages.advantages("group_std", [1.0, 0.0]) == pytest.approx([0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)])
+    assert advantages.advantages("group_std", [1.0, 0.0]) == pytest.approx(
+        [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)]
+    )
 
 
 @pytest.mark.parametrize("rewards", [[0.1] * 8, [1.0, 1.0], [0.0, 0.0, 0.0], [0.5]])
@@ -81,7 +89,10 @@ def test_a_group_with_two_different_rewards_is_not_flat_however_close_they_are()
 @pytest.mark.parametrize("kind", aggregation.AGGREGATIONS)
 def test_aggregations_are_those_of_the_vectors_and_empty_sequences_count_nowhere(kind: str) -> None:
     vectors = VECTORS["aggregation"]
-    for mask, expected in ((VECTORS["inputs"]["mask"], vectors[kind]), (vectors["empty_row"]["mask"], vectors["empty_row"][kind])):
+    for mask, expected in (
+        (VECTORS["inputs"]["mask"], vectors[kind]),
+        (vectors["empty_row"]["mask"], vectors["empty_row"][kind]),
+    ):
         lengths = array(mask).sum(1).long()
         weights = aggregation.sequence_weights(kind, lengths, torch.float64)[:, None]
         total = (array(vectors["loss_matrix"]) * array(mask) * weights).sum()
@@ -118,13 +129,19 @@ def test_effective_sample_size_is_that_of_the_vectors() -> None:
 def test_without_any_drift_the_ratio_diagnostics_say_exactly_nothing_happened() -> None:
     logp = torch.tensor([-0.5, -1.25, -3.0])
     tokens = losses.Tokens(logp, logp, logp, torch.tensor([1.0, -1.0, 1.0]))
-    found = diagnostics.finish(diagnostics.sums(tokens, logp, torch.ones(3), torch.tensor([True, False, True]), losses.LossSettings()))
+    found = diagnostics.finish(
+        diagnostics.sums(tokens, logp, torch.ones(3), torch.tensor([True, False, True]), losses.LossSettings())
+    )
     assert (found.log_ratio_mean, found.k3, found.ess, found.clip_low, found.clip_high) == (0.0, 0.0, 1.0, 0.0, 0.0)
     assert (found.entropy, found.mismatch) == (1.0, 0.0)
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
-    for call in (lambda: losses.get("ppo"), lambda: advantages.advantages("std", [0.0, 1.0]), lambda: aggregation.denominator("mean", 1, 1)):
+    for call in (
+        lambda: losses.get("ppo"),
+        lambda: advantages.advantages("std", [0.0, 1.0]),
+        lambda: aggregation.denominator("mean", 1, 1),
+    ):
         with pytest.raises(ValueError, match="is not known; choose one of"):
             call()
 

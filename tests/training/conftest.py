@@ -67,22 +67,33 @@ class Lab:
 
     def samples(self, groups: int = 3, members: int = 4, seed: int = 0, temperatures: Sequence[float] = (1.0,),
                 model: Any = None) -> list[Sample]:  # fmt: skip
-        """Groups with a shared prompt; log-probabilities near the model's, so that ratios lie on both sides of the bounds."""
+        """Groups with a shared prompt; log-probabilities near the model's: ratios on both sides of the bounds."""
         random = np.random.default_rng(seed)
         made: list[Sample] = []
         for group in range(groups):
             prompt = random.integers(0, VOCABULARY, random.integers(1, 7)).astype(np.int32)
             for member in range(members):
                 count = int(random.integers(1, 10))
-                made.append(Sample(
-                    group * members + member, group, member, prompt, random.integers(0, VOCABULARY, count).astype(np.int32),
-                    (-random.random(count) * 3 - 0.5).astype(np.float32), random.integers(3, 6, count).astype(np.uint32),
-                    float(random.random()), temperatures[(group + member) % len(temperatures)]))  # fmt: skip
+                made.append(
+                    Sample(
+                        group * members + member,
+                        group,
+                        member,
+                        prompt,
+                        random.integers(0, VOCABULARY, count).astype(np.int32),
+                        (-random.random(count) * 3 - 0.5).astype(np.float32),
+                        random.integers(3, 6, count).astype(np.uint32),
+                        float(random.random()),
+                        temperatures[(group + member) % len(temperatures)],
+                    )
+                )
         if model is None:
             return made
         rows = [plain_score(model, sample) for sample in made]
-        return [behaved(sample, np.minimum(row + random.normal(0, 0.5, len(row)), 0.0))
-                for sample, row in zip(made, rows, strict=True)]  # fmt: skip
+        return [
+            behaved(sample, np.minimum(row + random.normal(0, 0.5, len(row)), 0.0))
+            for sample, row in zip(made, rows, strict=True)
+        ]
 
     def advantages(self, count: int, seed: int = 1) -> list[float]:
         return np.random.default_rng(seed).normal(size=count).tolist()
@@ -103,8 +114,16 @@ class Lab:
         finally:
             trainer.optimizer.step = original  # type: ignore[method-assign]
 
-    def reference(self, model: Any, samples: Sequence[Sample], advantages: Sequence[float], *, loss: str = "ppo_clip",
-                  aggregation: str = "token-mean", prox: Sequence[Any] | None = None) -> tuple[dict[str, Tensor], float]:  # fmt: skip
+    def reference(
+        self,
+        model: Any,
+        samples: Sequence[Sample],
+        advantages: Sequence[float],
+        *,
+        loss: str = "ppo_clip",
+        aggregation: str = "token-mean",
+        prox: Sequence[Any] | None = None,
+    ) -> tuple[dict[str, Tensor], float]:
         """One sample at a time, one token at a time, as the formulas are written; default clip settings."""
         total, tokens = torch.zeros((), dtype=torch.float64), 0
         for index, (sample, advantage) in enumerate(zip(samples, advantages, strict=True)):
@@ -141,8 +160,18 @@ def plain_score(model: Any, sample: Sample) -> Any:
 
 
 def behaved(sample: Sample, logprobs: Any) -> Sample:
-    return Sample(sample.uid, sample.group, sample.member, sample.prompt_ids, sample.token_ids,
-                  np.asarray(logprobs, np.float32), sample.versions, sample.reward, sample.temperature, sample.finish)  # fmt: skip
+    return Sample(
+        sample.uid,
+        sample.group,
+        sample.member,
+        sample.prompt_ids,
+        sample.token_ids,
+        np.asarray(logprobs, np.float32),
+        sample.versions,
+        sample.reward,
+        sample.temperature,
+        sample.finish,
+    )
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, continued bit for bit, kept and pruned, and what a kill or a full disk leaves behind."""
+"""Checkpoints: whole or absent, continued bit for bit, pruned, and what a kill or a full disk leaves behind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,13 @@ def test_the_model_folder_holds_the_trained_weights_and_the_sources_other_files(
     (source / "tokenizer.json").write_text("{}")
     trainer = lab.trainer("qwen3", double=False)
     train(lab, trainer, 0)
-    found = save(tmp_path / "checkpoints", 1, trainer, source=source, extras=lambda path: (path / "trained.bin").write_bytes(b"abc"))
+    found = save(
+        tmp_path / "checkpoints",
+        1,
+        trainer,
+        source=source,
+        extras=lambda path: (path / "trained.bin").write_bytes(b"abc"),
+    )
     assert (found.model / "tokenizer.json").read_text() == "{}"
     assert (found.path / "trained.bin").read_bytes() == b"abc"
     stored = dict(load(found.model).named_parameters())
@@ -83,8 +89,12 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning_and_stays(
     torn = save(tmp_path, 2, trainer).path
     weights = torn / "model" / "model.safetensors"
     data = weights.read_bytes()
-    {"cut": lambda: weights.write_bytes(data[:-1]), "flip": lambda: weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1])),
-     "lose": lambda: (torn / "optimizer.pt").unlink(), "unlist": lambda: (torn / "files.json").write_text("{")}[tear]()  # fmt: skip
+    {
+        "cut": lambda: weights.write_bytes(data[:-1]),
+        "flip": lambda: weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1])),
+        "lose": lambda: (torn / "optimizer.pt").unlink(),
+        "unlist": lambda: (torn / "files.json").write_text("{"),
+    }[tear]()
     with caplog.at_level(logging.WARNING):
         found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 1
@@ -149,7 +159,9 @@ def child(root: Path, what: str, limit: int) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize(("what", "limit", "left"), [("fsync", 1, 1), ("fsync", 8, 1), ("rename", 1, 1), ("rename", 2, 2)])
+@pytest.mark.parametrize(
+    ("what", "limit", "left"), [("fsync", 1, 1), ("fsync", 8, 1), ("rename", 1, 1), ("rename", 2, 2)]
+)
 def test_a_writer_killed_on_the_way_leaves_the_one_before_or_the_new_one_whole(
     lab: Any, tmp_path: Path, what: str, limit: int, left: int
 ) -> None:

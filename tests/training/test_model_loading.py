@@ -49,7 +49,7 @@ def test_a_folder_without_a_config_or_weights_says_which(lab: Any, tmp_path: Pat
     with pytest.raises(ModelNotLoaded, match=r"no config\.json in it"):
         load(tmp_path)
     (tmp_path / "config.json").write_text((lab.folder("qwen3") / "config.json").read_text())
-    with pytest.raises(ModelNotLoaded, match="no weights .* nothing is downloaded"):
+    with pytest.raises(ModelNotLoaded, match=r"no weights .* nothing is downloaded"):
         load(tmp_path)
 
 

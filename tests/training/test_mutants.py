@@ -69,13 +69,17 @@ def importance_weight_is_a_constant(lab: Any, distance: Any, with_logprobs: Any)
 
 
 def group_advantage(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    assert advantages.advantages("group_std", [1.0, 0.0, 0.0, 0.0]) == pytest.approx([1.499997, -0.499999, -0.499999, -0.499999])
+    assert advantages.advantages("group_std", [1.0, 0.0, 0.0, 0.0]) == pytest.approx(
+        [1.499997, -0.499999, -0.499999, -0.499999]
+    )
     assert advantages.advantages("group_std", [0.1] * 7) == [0.0] * 7
 
 
 def entropy_of_the_sampling_distribution(lab: Any, distance: Any, with_logprobs: Any) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
-    _, entropy = logprobs.selected(logprobs.at_temperature(logits, torch.tensor([0.5], dtype=torch.float64)), torch.tensor([1]))
+    _, entropy = logprobs.selected(
+        logprobs.at_temperature(logits, torch.tensor([0.5], dtype=torch.float64)), torch.tensor([1])
+    )
     assert float(entropy) == pytest.approx(float(torch.distributions.Categorical(logits=logits * 2).entropy()))
 
 
@@ -100,8 +104,17 @@ def drift_is_measured(lab: Any, distance: Any, with_logprobs: Any) -> None:
 
 
 CHECKS: list[Callable[[Any, Any, Any], None]] = [
-    step_gradient, lean_step_gradient, sequence_mean_gradient, wild_ratio, clip_interval, importance_weight_is_a_constant,
-    group_advantage, entropy_of_the_sampling_distribution, norm_is_clipped_after_the_division, drift_is_measured]  # fmt: skip
+    step_gradient,
+    lean_step_gradient,
+    sequence_mean_gradient,
+    wild_ratio,
+    clip_interval,
+    importance_weight_is_a_constant,
+    group_advantage,
+    entropy_of_the_sampling_distribution,
+    norm_is_clipped_after_the_division,
+    drift_is_measured,
+]
 
 # ------------------------------------------------------------------------------------------------------ the mutants
 
@@ -185,34 +198,62 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
     "the prompt is trained": (batch, "predicting_positions", prompt_trained, step_gradient),
     "temperature is ignored": (logprobs, "at_temperature", selected_at_temperature_one, step_gradient),
     "entropy is taken at temperature 1": (
-        logprobs, "at_temperature", selected_at_temperature_one, entropy_of_the_sampling_distribution),
+        logprobs,
+        "at_temperature",
+        selected_at_temperature_one,
+        entropy_of_the_sampling_distribution,
+    ),
     "a mean per micro-batch": (trainer, "token_weights", mean_per_micro_batch, step_gradient),
     "a sample is trained with a sibling's advantage": (batch, "spread", siblings, step_gradient),
     "log-probabilities of the token before": (batch, "flatten", behaviour_of_a_neighbour, step_gradient),
     "the recorded log-probabilities are not used": (losses, "log_ratio", no_log_ratio, step_gradient),
     "drift is measured against oneself": (losses, "log_ratio", no_log_ratio, drift_is_measured),
     "the ratio is not clamped": (losses, "log_ratio", without_clamp, wild_ratio),
-    "the clip bounds are swapped": (
-        losses, "clip_bounds", lambda s: (1 - s.clip_high, 1 + s.clip_low), clip_interval),
+    "the clip bounds are swapped": (losses, "clip_bounds", lambda s: (1 - s.clip_high, 1 + s.clip_low), clip_interval),
     "the dual clip is missing": (losses, "dual_clipped", lambda loss, advantage, s: loss, wild_ratio),
     "the worse of two is the better for negative advantages": (losses, "surrogate", sign_lost, step_gradient),
     "the importance weight is not capped": (
-        losses, "importance_weight", lambda t, s: (t.prox - t.behaviour).exp(), importance_weight_is_a_constant),
+        losses,
+        "importance_weight",
+        lambda t, s: (t.prox - t.behaviour).exp(),
+        importance_weight_is_a_constant,
+    ),
     "the importance weight has a gradient": (
-        losses, "importance_weight", lambda t, s: (t.logp - t.behaviour).exp().clamp(max=s.tis_cap),
-        importance_weight_is_a_constant),
-    "n instead of n - 1 under the root": (advantages, "_spread", lambda values: values.std(correction=0), group_advantage),
+        losses,
+        "importance_weight",
+        lambda t, s: (t.logp - t.behaviour).exp().clamp(max=s.tis_cap),
+        importance_weight_is_a_constant,
+    ),
+    "n instead of n - 1 under the root": (
+        advantages,
+        "_spread",
+        lambda values: values.std(correction=0),
+        group_advantage,
+    ),
     "equal rewards are not flat": (advantages, "is_flat", lambda rewards: False, group_advantage),
     "sequences are weighted by their length": (
-        aggregation, "sequence_weights", lambda kind, lengths, dtype: (lengths > 0).to(dtype), sequence_mean_gradient),
+        aggregation,
+        "sequence_weights",
+        lambda kind, lengths, dtype: (lengths > 0).to(dtype),
+        sequence_mean_gradient,
+    ),
     "sequences are counted as tokens": (
-        aggregation, "denominator", lambda kind, tokens, sequences: tokens, sequence_mean_gradient),
+        aggregation,
+        "denominator",
+        lambda kind, tokens, sequences: tokens,
+        sequence_mean_gradient,
+    ),
     "the sum is divided by one too few": (trainer, "normalised_norm", one_division_short, step_gradient),
-    "the gradient is not clipped": (trainer, "clip", lambda parameters, norm, limit: None, norm_is_clipped_after_the_division),
+    "the gradient is not clipped": (
+        trainer,
+        "clip",
+        lambda parameters, norm, limit: None,
+        norm_is_clipped_after_the_division,
+    ),
     "own tokens stand one place too far": (lean, "plan_of", plan_with_wrong_places, lean_step_gradient),
     "attention sees one token ahead": (lean_plan, "_spot", spot_that_sees_one_ahead, lean_step_gradient),
     "prompts are mixed up": (lean, "plan_of", plan_that_mixes_prompts, lean_step_gradient),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -221,13 +262,15 @@ def test_the_good_code_passes(check: Any, lab: Any, apart: Any, with_logprobs: A
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
-def test_a_planted_mistake_is_noticed(mistake: str, lab: Any, apart: Any, with_logprobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_mistake_is_noticed(
+    mistake: str, lab: Any, apart: Any, with_logprobs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, name, mutant, check = MUTANTS[mistake]
     assert check in CHECKS
     monkeypatch.setattr(module, name, mutant)
     try:
         check(lab, apart, with_logprobs)
-    except (AssertionError, RuntimeError):  # RuntimeError: an importance weight with a gradient breaks autograd's bookkeeping
+    except AssertionError:
         return
     pytest.fail(f"{check.__name__} did not notice: {mistake}")
 

@@ -9,14 +9,27 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-WAYS = [("qwen3", "full"), ("qwen3", "kept"), ("qwen3", "apart"), ("qwen3", "lean"), ("qwen2", "lean"), ("llama", "apart"),
-        ("llama", "lean"), ("gpt2", "full"), ("gpt2", "kept"), ("gpt2", "apart"), ("granite", "kept")]  # fmt: skip
+WAYS = [
+    ("qwen3", "full"),
+    ("qwen3", "kept"),
+    ("qwen3", "apart"),
+    ("qwen3", "lean"),
+    ("qwen2", "lean"),
+    ("llama", "apart"),
+    ("llama", "lean"),
+    ("gpt2", "full"),
+    ("gpt2", "kept"),
+    ("gpt2", "apart"),
+    ("granite", "kept"),
+]
 quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize(("kind", "way"), WAYS)
-def test_the_gradient_of_a_step_is_that_of_a_plain_loop_over_tokens(lab: Any, apart: Any, kind: str, way: str, aggregation: str) -> None:
+def test_the_gradient_of_a_step_is_that_of_a_plain_loop_over_tokens(
+    lab: Any, apart: Any, kind: str, way: str, aggregation: str
+) -> None:
     trainer = lab.trainer(kind, way, aggregation=aggregation)
     samples = lab.samples(temperatures=(1.0, 0.7, 1.6), model=trainer.model)
     advantages = lab.advantages(len(samples))
@@ -45,8 +58,10 @@ def test_the_decoupled_loss_uses_the_scores_from_the_start_of_the_step(lab: Any,
     assert apart(plain, expected) > 1e-3
 
 
-@pytest.mark.parametrize(("kind", "expected"), [
-    ("qwen3", "lean"), ("qwen2", "lean"), ("llama", "lean"), ("gpt2", "head_apart"), ("granite", "logits_to_keep")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("qwen3", "lean"), ("qwen2", "lean"), ("llama", "lean"), ("gpt2", "head_apart"), ("granite", "logits_to_keep")],
+)
 def test_the_cheapest_way_is_chosen_that_gives_the_models_own_logits(lab: Any, kind: str, expected: str) -> None:
     assert lab.trainer(kind, double=False).forward.name == expected
 
@@ -58,7 +73,9 @@ def test_a_way_that_gives_other_logits_is_never_chosen(lab: Any, monkeypatch: py
 
 @quick
 @given(budget=st.integers(1, 400), seed=st.integers(0, 1000), way=st.sampled_from(["apart", "lean"]), data=st.data())
-def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(lab: Any, apart: Any, budget: int, seed: int, way: str, data: Any) -> None:
+def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(
+    lab: Any, apart: Any, budget: int, seed: int, way: str, data: Any
+) -> None:
     samples = lab.samples(seed=seed, groups=4, members=3)
     advantages = lab.advantages(len(samples), seed)
     whole, stats = lab.step(lab.trainer("qwen3", way, micro_batch_tokens=10**6), [(samples, advantages)])
@@ -74,7 +91,9 @@ def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(lab: An
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("way", ["full", "kept", "apart"])
-def test_what_stands_in_the_padding_changes_nothing(lab: Any, apart: Any, kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_in_the_padding_changes_nothing(
+    lab: Any, apart: Any, kind: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from busrl.training import batch
 
     samples = lab.samples()

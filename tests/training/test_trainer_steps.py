@@ -99,7 +99,9 @@ def test_fewer_advantages_than_samples_are_refused(lab: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["apart", "lean"])
-def test_without_drift_the_step_says_so_and_entropy_is_at_the_sampling_temperature(lab: Any, with_logprobs: Any, way: str) -> None:
+def test_without_drift_the_step_says_so_and_entropy_is_at_the_sampling_temperature(
+    lab: Any, with_logprobs: Any, way: str
+) -> None:
     trainer = lab.trainer("qwen3", way)
     samples = lab.samples(temperatures=(0.6, 1.4))
     samples = [with_logprobs(sample, row) for sample, row in zip(samples, trainer.score(samples), strict=True)]
@@ -128,7 +130,9 @@ def test_the_mismatch_counts_tokens_of_the_present_version_alone(lab: Any, with_
     assert stats.diagnostics.mismatch == pytest.approx(0.25, rel=1e-5)
 
 
-def test_in_bfloat16_parameters_and_gradients_stay_float32_and_published_weights_are_rounded(lab: Any, apart: Any) -> None:
+def test_in_bfloat16_parameters_and_gradients_stay_float32_and_published_weights_are_rounded(
+    lab: Any, apart: Any
+) -> None:
     exact = lab.trainer("qwen3", double=False)
     trainer = lab.trainer("qwen3", double=False, compute_dtype="bfloat16")
     samples = lab.samples()
@@ -146,7 +150,12 @@ def test_settings_are_read_from_the_topologys_learner_by_name() -> None:
     from busrl.topology.schema import Learner
 
     found = TrainerSettings.from_learner(replace(Learner(), clip_high=0.5, loss="decoupled"), compute_dtype="bfloat16")
-    assert (found.clip_high, found.loss, found.compute_dtype, found.micro_batch_tokens) == (0.5, "decoupled", "bfloat16", 4096)
+    assert (found.clip_high, found.loss, found.compute_dtype, found.micro_batch_tokens) == (
+        0.5,
+        "decoupled",
+        "bfloat16",
+        4096,
+    )
 
 
 def test_two_trainers_with_the_same_samples_end_with_the_same_bits(lab: Any) -> None:

@@ -405,7 +405,7 @@ def main() -> None:
     parser.add_argument("--beta2", type=float, default=0.95)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--micro", type=int, default=64, help="samples in a micro-batch")
+    parser.add_argument("--micro", type=int, default=32, help="samples in a micro-batch")
     parser.add_argument("--goal", type=float, default=0.85)
     parser.add_argument("--max-updates", type=int, default=400)
     parser.add_argument("--verbose", action="store_true")

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from busrl.quickstart import ensure
 
 MAX_NEW, GROUP = 64, 8
+CONTINUOUS = {"page_size": 16, "num_blocks": 2048, "max_batch_tokens": 512}  # unbounded, it takes all memory
 
 
 def judge(vocabulary: dict[str, int]):
@@ -89,6 +90,7 @@ def settings(options: argparse.Namespace, folder: str, ranks: int) -> GRPOConfig
         top_k=0,
         cache_implementation=options.cache or None,
         use_transformers_continuous_batching=options.continuous,
+        transformers_continuous_batching_config=CONTINUOUS if options.continuous else None,
         max_steps=options.max_updates,
         learning_rate=options.lr,
         lr_scheduler_type="constant",
@@ -165,7 +167,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a rank in a step")
-    parser.add_argument("--cache", default="", help="transformers' cache_implementation; empty is the dynamic one")
+    parser.add_argument("--cache", default="static", help="transformers' cache_implementation; empty is the dynamic one")
     parser.add_argument("--continuous", action="store_true", help="transformers' continuous batching")
     parser.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"))
     parser.add_argument("--goal", type=float, default=0.85)

@@ -68,7 +68,7 @@ struct WakeLine {         // one per state, 128 bytes so that two states never s
 };
 static_assert(sizeof(WakeLine) == 128 && offsetof(WakeLine, transitions) == 8);
 
-enum Counter : uint32_t { kClaims, kCommits, kReaps, kDrops, kFinished, kDispatches, kCounters };
+enum Counter : uint32_t { kClaims, kCommits, kReaps, kDrops, kFinished, kDispatches, kTokens, kCounters };
 struct CounterLine {
     U64 value;
     uint8_t pad[56];

@@ -1,0 +1,112 @@
+"""Every mode of a run keeps its promise about age, ends with 0, and its audit is clean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import Run, running
+
+Rows = list[dict[str, Any]]
+
+
+def run_to_end(tmp_path: Path, *settings: str, steps: int = 10) -> Run:
+    run = Run(tmp_path / "run", *settings, steps=steps)
+    with running(run):
+        code = run.wait()
+    ended_well(run, code, steps)
+    return run
+
+
+def ended_well(run: Run, code: int, steps: int) -> None:
+    assert code == 0, run.tail()
+    report = run.audit()
+    assert not report.errors and report.lost == 0 and report.trained_twice == 0, report
+    assert report.accidents == {}, report
+    assert run.step() == steps
+    assert run.leftovers() == []
+
+
+def ages(run: Run) -> list[int]:
+    return [row["age_max"] for row in run.metrics()]
+
+
+def test_sync_trains_no_old_sample(tmp_path: Path, quickstart: None) -> None:
+    run = run_to_end(tmp_path, "weights.mode=sync")
+    assert ages(run) == [0] * 10
+    assert {row["cause"] for row in run.metrics()} == {"round"}
+
+
+def test_batch_async_keeps_its_bound_and_uses_it(tmp_path: Path, quickstart: None) -> None:
+    run = run_to_end(tmp_path, "weights.mode=batch-async", "weights.max_staleness=2", steps=15)
+    assert 0 < max(ages(run)) <= 2
+
+
+def test_fully_async_ends_in_order(tmp_path: Path, quickstart: None) -> None:
+    run_to_end(tmp_path, "weights.mode=fully-async")
+
+
+def test_forced_age_is_exact(tmp_path: Path, quickstart: None) -> None:
+    run = run_to_end(tmp_path, "weights.mode=sync", "learner.forced_age=2")
+    assert ages(run) == [0, 1] + [2] * 8
+    assert all(row["age_mean"] == row["age_max"] for row in run.metrics())
+
+
+@pytest.mark.slow
+def test_decoupled_with_two_updates_per_batch(tmp_path: Path, quickstart: None) -> None:
+    run_to_end(tmp_path, "weights.mode=sync", "learner.loss=decoupled", "learner.updates_per_batch=2")
+
+
+@pytest.mark.slow
+def test_deterministic_runs_are_equal(tmp_path: Path, quickstart: None) -> None:
+    rows: list[Rows] = []
+    for name in ("one", "two"):
+        run = run_to_end(tmp_path / name, "weights.mode=sync", "learner.deterministic=true")
+        rows.append(run.metrics())
+    for name in ("reward", "tokens", "grad_norm", "samples"):
+        assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]], name
+
+
+@pytest.mark.slow
+def test_publishing_every_second_step_keeps_the_bound(tmp_path: Path, quickstart: None) -> None:
+    run = run_to_end(tmp_path, "learner.publish_every=2", steps=12)
+    assert max(ages(run)) <= 2
+    assert run.summary()["version"] == 6
+
+
+@pytest.mark.slow
+def test_over_age_drop_keeps_the_bound(tmp_path: Path, quickstart: None) -> None:
+    run = run_to_end(tmp_path, "weights.over_age=drop", "weights.max_staleness=1", steps=12)
+    assert max(ages(run)) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wal", ["off", "async"])
+def test_without_a_synced_log(wal: str, tmp_path: Path, quickstart: None) -> None:
+    run_to_end(tmp_path, f"learner.wal={wal}")
+
+
+def test_weights_by_broadcast_survive_the_death_of_a_rollout(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", "weights.transport=broadcast", "process.rollout.count=2", steps=15)
+    with running(run):
+        killed = run.kill_at_random_steps("rollout/1", 1, seed=3)
+        code = run.wait()
+    assert len(killed) == 1
+    ended_well(run, code, 15)
+    assert max(ages(run)) <= 2
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path, quickstart: None) -> None:
+    first = run_to_end(tmp_path, steps=10)
+    version = first.summary()["version"]
+    trained = first.audit().counts.trained
+    second = Run(first.directory, steps=16)
+    with running(second):
+        code = second.wait()
+    ended_well(second, code, 16)
+    steps = [row["step"] for row in second.metrics()]
+    assert steps == list(range(1, 17))
+    assert min(row["version"] for row in second.metrics()[10:]) > version
+    assert second.audit().counts.trained > trained

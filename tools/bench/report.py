@@ -1,0 +1,82 @@
+"""What a comparison's runs come to: medians, ratios, the machine, as JSON and as a Markdown table."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def commit(root: Path) -> str:
+    told = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False)
+    return told.stdout.strip() or "unknown"
+
+
+def summary(runs: list[dict[str, Any]], against: str = "busrl") -> list[dict[str, Any]]:
+    """One row per system: medians over its runs, and the ratio of its seconds to busrl's, run by run."""
+    rows = []
+    for system in dict.fromkeys(run["system"] for run in runs):
+        mine = [run for run in runs if run["system"] == system]
+        seconds = [run["seconds"] for run in mine]
+        rows.append(
+            {
+                "system": system,
+                "runs": len(mine),
+                "reached": sum(run["reached"] for run in mine),
+                "seconds": statistics.median(seconds),
+                "seconds_min": min(seconds),
+                "seconds_max": max(seconds),
+                **{key: statistics.median(run[key] for run in mine) for key in ("cpu_seconds", "updates", "samples")},
+                "per_update_s": statistics.median(run["seconds"] / run["updates"] for run in mine),
+                "load_before_max": max(run["load_before"][0] for run in mine),
+            }
+        )
+    base = next((row for row in rows if row["system"] == against), None)
+    for row in rows:
+        row["ratio"] = round(row["seconds"] / base["seconds"], 3) if base else None
+        row["paired_ratios"] = _paired(runs, row["system"], against)
+    return rows
+
+
+def _paired(runs: list[dict[str, Any]], system: str, against: str) -> list[float]:
+    """Seconds of `system` over seconds of `against`, for runs of the same round and seed."""
+    times = {(run["system"], run["round"], run["seed"]): run["seconds"] for run in runs}
+    places = [(run["round"], run["seed"]) for run in runs if run["system"] == system]
+    return [round(times[system, *at] / times[against, *at], 3) for at in places if (against, *at) in times]
+
+
+def table(told: dict[str, Any]) -> str:
+    host = told["machine"]
+    lines = [
+        f"# Time to a mean reward of {told['goal']} (last 10 updates, all samples), lr {told['lr']:g}",
+        "",
+        f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, commit {told['commit']}, "
+        f"{told['date']}. Seeds {', '.join(map(str, told['seeds']))}, {told['rounds']} round(s), systems taken in turn.",
+        "The clock runs from the first generated sequence, with imports and model loading done, for every system alike.",
+        "",
+        "| system | reached | seconds (median, min to max) | CPU s | updates | samples | s/update | seconds over busrl's | worst load before |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in told["summary"]:
+        lines.append(
+            f"| {row['system']} | {row['reached']}/{row['runs']} "
+            f"| {row['seconds']:.1f} ({row['seconds_min']:.1f} to {row['seconds_max']:.1f}) "
+            f"| {row['cpu_seconds']:.1f} | {row['updates']:g} | {row['samples']:g} | {row['per_update_s']:.3f} "
+            f"| {'' if row['ratio'] is None else format(row['ratio'], '.2f')} | {row['load_before_max']:.1f} |"
+        )
+    if told["failures"]:
+        lines += ["", "Runs that failed:", *(f"- {failure.splitlines()[0]}" for failure in told["failures"])]
+    return "\n".join(lines) + "\n"
