@@ -43,7 +43,8 @@ class Keeper(Actor):
         lines = self.ring.lines()
         for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
             if self.ring.drop(slot, int(lines["word"][slot]), "P"):
-                self.warn("keeper", f"sample {int(lines['uid'][slot])} is poison: two workers died on it alone", "error")
+                uid = int(lines["uid"][slot])
+                self.warn("keeper", f"sample {uid} is poison: two workers died on it alone", "error")
 
     def _clear_hold(self) -> None:
         if hold.clear_stale(self.ring):

@@ -31,9 +31,11 @@ from busrl.roles.publish import Publisher
 from busrl.roles.stepmetrics import StepMetrics
 from busrl.roles.training_step import TrainingStep
 from busrl.scheduling.groups import GroupScanner, GroupView
+from busrl.scheduling.limits import Limits
 from busrl.scheduling.plan import Claim, Fire, LearnerPlan, SetAside, Wait
 from busrl.scheduling.staleness import Staleness
 from busrl.scheduling.trigger import Trigger
+from busrl.topology import Topology
 
 if TYPE_CHECKING:
     from busrl.training.settings import StepStats
@@ -52,14 +54,7 @@ class Learner(Actor):
     def setup(self) -> None:
         self.config = self.topology.learner
         limits = admission_limits(self.topology)
-        forced = self.config.forced_age
-        trigger = self.config.trigger
-        self.plan = LearnerPlan(
-            limits,
-            Trigger(trigger.n_min, limits.n_floor, trigger.t_max / 1000, sync=limits.sync, count_ended=trigger.count == "ended"),
-            Staleness(None if forced else limits.max_staleness, self.topology.weights.over_age),
-            streaming=TrainingStep.streamable(self.config) and not self.config.deterministic,
-        )
+        self.plan = make_plan(self.topology, limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
         self.metrics = StepMetrics(self.paths)
@@ -207,10 +202,8 @@ class Learner(Actor):
             self.history.finished(record)
             self.ring.set_header("step", self.history.step)
             published = self._publish() if self.history.step % self.config.publish_every == 0 else 0.0
-            if stats.skipped:
-                self.warn("learner", f"step {record.step} changed nothing: {stats.skipped} ({', '.join(stats.culprits)})", "error")
             self.metrics.step(record, groups, stats, sample, self.publisher.version, published)
-            self._tell()
+            self._tell(stats)
             self._maybe_checkpoint()
         self.plan.trigger.step_ended(time.monotonic())
 
@@ -251,8 +244,11 @@ class Learner(Actor):
     def _publish(self) -> float:
         return self.publisher.publish(self.history.step, self.training.weights())
 
-    def _tell(self) -> None:
+    def _tell(self, stats: StepStats) -> None:
         self.bus.send(m.LearnerStateUpdate(**self.metrics.update()))
+        if stats.skipped:
+            blame = ", ".join(stats.culprits)
+            self.warn("learner", f"step {self.history.step} changed nothing: {stats.skipped} ({blame})", "error")
 
     def _maybe_checkpoint(self) -> None:
         every = self.config.checkpoint_every
@@ -290,6 +286,23 @@ class Learner(Actor):
         self.publisher.close()
         self.metrics.close()
         self.history.close()
+
+
+def make_plan(topology: Topology, limits: Limits) -> LearnerPlan:
+    """The decisions of this topology; with `forced_age` the age of a batch is the experiment, and no rule bounds it."""
+    trigger, config = topology.learner.trigger, topology.learner
+    return LearnerPlan(
+        limits,
+        Trigger(
+            trigger.n_min,
+            limits.n_floor,
+            trigger.t_max / 1000,
+            sync=limits.sync,
+            count_ended=trigger.count == "ended",
+        ),
+        Staleness(None if config.forced_age else limits.max_staleness, topology.weights.over_age),
+        streaming=TrainingStep.streamable(config) and not config.deterministic,
+    )
 
 
 def main(run_dir: str, name: str) -> int:

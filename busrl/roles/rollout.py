@@ -119,7 +119,7 @@ class Rollout(Actor):
     def _take(self) -> bool:
         """Claim as many slots as the engine has rows for; a suspect one only when nothing else runs."""
         room = self.engine.capacity - self.engine.active
-        if room <= 0 or self.alone and self.held:
+        if room <= 0 or (self.alone and self.held):
             return False
         self.alone = False
         taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=room, max_attempt=1)

@@ -26,6 +26,7 @@ from busrl.topology.schema import Learner
 from busrl.training import checkpoint
 from busrl.training.batch import Sample
 from busrl.training.checkpoint import Checkpoint
+from busrl.training.memory import keep_freed_memory
 from busrl.training.model import load, vocabulary
 from busrl.training.schedule import Schedule
 from busrl.training.settings import StepStats, TrainerSettings
@@ -38,6 +39,7 @@ class TrainingStep:
     """A trainer, its learning-rate schedule, and how many groups it has trained."""
 
     def __init__(self, topology: Topology) -> None:
+        keep_freed_memory()
         self.config = topology.learner
         self.source = Path(topology.model.path)
         self.settings = TrainerSettings.from_learner(self.config, compute_dtype=topology.model.dtype)

@@ -5,7 +5,8 @@ the step number and a clock value, it returns actions; the learner role carries 
 of slots' contents, files or tensors.
 
 - A group is claimed at most once: claimed draws come in with every call, and are never among the actions again.
-- A step holds at most n_min groups (set-aside ones counted in where the trigger counts every ended group), plus those that would be too old after it.
+- A step holds at most n_min groups (set-aside ones counted in where the trigger counts every ended group), plus those
+  that would be too old after it.
 - Under `wait`, and for steps by time, no step leaves an unfinished group above the bound: age <= S at firing.
 - Streaming claims groups as they become ready; otherwise everything is claimed at firing, sorted by draw.
 - A claim that fails in the ring (a lost CAS) cancels the Fire of the same answer: look again.

@@ -110,7 +110,7 @@ class Trigger:
     n_min: int = key(32, "fire when this many groups are ready", low=1, high=65536)
     t_max: float = key(math.inf, "fire after this many milliseconds if n_floor groups are ready; inf = never",
                        words=("inf",), low=0, open_low=True, finite=False)  # fmt: skip
-    count: str = key("usable", "what counts against n_min: groups to train on, or every group that ended (flat ones too)",
+    count: str = key("usable", "what counts against n_min: groups to train on, or every ended group (flat ones too)",
                      choices=("usable", "ended"))  # fmt: skip
     n_floor: int = key(0, "fewest groups that t_max may fire with; 0 = max(4, n_min / 4)", low=0, high=65536)
 

@@ -15,3 +15,22 @@ def quickstart() -> None:
     from busrl.quickstart import ensure
 
     ensure("tiny:sort")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(quickstart: None, tmp_path_factory: pytest.TempPathFactory):
+    """Tokens that a run of so many steps generates when nobody disturbs it."""
+    from checks import check_end
+    from harness import Run, running
+
+    known: dict[int, int] = {}
+
+    def tokens(steps: int) -> int:
+        if steps not in known:
+            run = Run(tmp_path_factory.mktemp("undisturbed") / "run", steps=steps)
+            with running(run):
+                check_end(run, run.wait())
+            known[steps] = run.summary()["generated_tokens"]
+        return known[steps]
+
+    return tokens

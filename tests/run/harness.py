@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from busrl.ledger.audit import AuditReport, audit
-from busrl.paths import RunPaths
+from busrl.paths import SHM, RunPaths
 from busrl.ring import Process, Ring, RingError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,43 +28,45 @@ QUICK = [
     "generation.max_batch=64",
 ]
 LIMIT_S = 150.0
-
-
-def wait_for(what: str, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
-    """Poll until `condition` gives something true; on time-out say what was waited for."""
-    end = time.monotonic() + limit_s
-    pause = time.sleep  # a poll of another process's files has no event to wait for
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        pause(0.02)
-    raise AssertionError(f"waited {limit_s:.0f} s for {what}")
+LOOK_EVERY_S = 0.01
 
 
 class Run:
-    """One `busrl launch` and the run directory that it writes."""
+    """One `busrl launch` and the run directory that it writes. It may be started again in the same directory."""
 
-    def __init__(self, directory: Path, *settings: str, config: Path | None = None, steps: int = 20) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *settings: str,
+        config: Path | None = None,
+        steps: int = 20,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.directory, self.paths = directory, RunPaths.of(directory)
         self.config = config or ROOT / "configs" / "quickstart.toml"
         self.settings = [*QUICK, f"run.max_steps={steps}", *settings]
         self.steps = steps
+        self.env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}
+        self.output = directory.parent / f"{directory.name}.out"
         self.child: subprocess.Popen[bytes] | None = None
+        self.pidfd = -1
 
     def start(self, *arguments: str) -> Run:
         command = [sys.executable, "-m", "busrl.cli", "launch", str(self.config), "--run-dir", str(self.directory)]
         for setting in self.settings:
             command += ["--set", setting]
         self.directory.parent.mkdir(parents=True, exist_ok=True)
-        self.output = self.directory.parent / f"{self.directory.name}.out"
+        self.forget()
         with open(self.output, "ab") as file:
             self.child = subprocess.Popen(
-                [*command, *arguments], stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT
-            )
+                [*command, *arguments], stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
+                env={**os.environ, **self.env},
+            )  # fmt: skip
+        self.pidfd = os.pidfd_open(self.child.pid)
         return self
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
+        """The exit code; a run that does not end is stopped, and its logs are shown."""
         assert self.child is not None
         try:
             return self.child.wait(limit_s)
@@ -72,28 +75,52 @@ class Run:
             self.child.send_signal(signal.SIGTERM)
             raise AssertionError(f"the run did not end within {limit_s:.0f} s\n{text}") from None
 
+    def until(self, what: str, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+        """What `condition` gives once it is true. Fails at once, with the logs, if `launch` ends before that."""
+        end = time.monotonic() + limit_s
+        while not (found := condition()):
+            # Other processes' files can not be waited on, but the end of launch can.
+            if ended(self.pidfd, LOOK_EVERY_S):
+                raise AssertionError(f"the run ended before {what}\n{self.tail()}")
+            if time.monotonic() > end:
+                raise AssertionError(f"waited {limit_s:.0f} s for {what}\n{self.tail()}")
+        return found
+
+    def until_step(self, step: int) -> None:
+        self.until(f"step {step}", lambda: self.step() >= step)
+
     def tail(self) -> str:
         logs = "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in self.paths.logs.glob("*.log")
         )
-        return f"{self.output.read_text(errors='replace')[-3000:]}\n{logs}"
+        return f"{self.text()[-3000:]}\n{logs}"
+
+    def text(self) -> str:
+        """What launch has printed, over all starts."""
+        return self.output.read_text(errors="replace")
+
+    def forget(self) -> None:
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
     # -- what one sees ------------------------------------------------------------------------------------------
 
     def processes(self) -> dict[str, Process]:
+        """Registered processes that are not proven dead, by name."""
         try:
             ring = Ring.attach(self.paths.ring_name, read_only=True)
         except (RingError, OSError):
             return {}
         try:
-            return {process.label: process for process in ring.processes()}
+            return {process.label: process for process in ring.processes() if not ring.is_dead(process.index)}
         finally:
             ring.close()
 
     def pid(self, name: str) -> int:
         """Pid of a living process of the run, 0 if there is none."""
         process = self.processes().get(name)
-        return process.pid if process and Path(f"/proc/{process.pid}").exists() else 0
+        return process.pid if process else 0
 
     def metrics(self) -> list[dict[str, Any]]:
         return read_lines(self.paths.metrics)
@@ -106,40 +133,74 @@ class Run:
         found: dict[str, Any] = json.loads(self.paths.summary.read_text())
         return found
 
+    def restarts(self, name: str) -> int:
+        return int(self.summary()["processes"][name]["restarts"])
+
     def audit(self) -> AuditReport:
         return audit(self.directory)
 
     # -- faults -------------------------------------------------------------------------------------------------
 
-    def kill(self, name: str, limit_s: float = LIMIT_S) -> int:
-        """SIGKILL the process of that name, once it is there."""
-        pid = wait_for(f"{name} to be alive", lambda: self.pid(name), limit_s)
-        os.kill(pid, signal.SIGKILL)
+    def kill(self, name: str, when: Callable[[Process], bool] = lambda process: True) -> int:
+        """SIGKILL the process of that name, as soon as it is there and `when` holds; returns when it is gone."""
+
+        def there() -> int:
+            process = self.processes().get(name)
+            return process.pid if process and when(process) else 0
+
+        pid = self.until(f"{name} was there to be killed", there)
+        descriptor = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            assert ended(descriptor, 30.0), f"{name} (pid {pid}) is not gone 30 s after SIGKILL"
+        finally:
+            os.close(descriptor)
         return int(pid)
 
     def kill_at_random_steps(self, name: str, times: int, seed: int) -> list[int]:
-        """Kill `name` when the run has reached each of `times` seeded steps. Returns the pids."""
-        chance = random.Random(seed)
-        moments = sorted(chance.randint(1, self.steps - 4) for _ in range(times))
+        """Kill `name` when the run has reached each of `times` seeded steps of its first half. Returns the pids."""
+        chance = random.Random(f"{name} {seed}")
+        moments = sorted(chance.randint(1, self.steps // 2) for _ in range(times))
         killed = []
         for moment in moments:
-            wait_for(f"step {moment}", lambda moment=moment: self.step() >= moment)
+            self.until_step(moment)
             killed.append(self.kill(name))
         return killed
 
+    def kill_launch(self, limit_s: float = 10.0) -> None:
+        """SIGKILL `launch` itself; its children have to end by themselves within the limit."""
+        assert self.child is not None
+        descriptors = [os.pidfd_open(process.pid) for process in self.processes().values()]
+        assert descriptors
+        self.child.kill()
+        self.child.wait()
+        end = time.monotonic() + limit_s
+        late = [one for one in descriptors if not ended(one, max(0.0, end - time.monotonic()))]
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert not late, f"{len(late)} children live {limit_s:g} s after launch: {self.leftover_processes()}"
+
+    # -- afterwards ---------------------------------------------------------------------------------------------
+
     def leftovers(self) -> list[str]:
-        """Processes and shared memory that are still there after the end."""
-        found = [str(path) for path in (self.paths.ring_file, self.paths.weights_file) if path.exists()]
+        """Processes, shared memory and sockets that are still there."""
+        files = [*SHM.glob(f"{self.paths.ring_name.removesuffix('.ring')}.*"), self.paths.runtime_dir]
+        return [str(path) for path in files if path.exists()] + self.leftover_processes()
+
+    def leftover_processes(self) -> list[str]:
+        found, mark = [], f"BUSRL_RUN_DIR={self.paths.root}".encode()
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    command = (entry / "cmdline").read_bytes()
-                    environment = (entry / "environ").read_bytes()
-                except OSError:
-                    continue
-                if str(self.directory).encode() in environment + command and int(entry.name) != os.getpid():
-                    found.append(f"pid {entry.name}: {command.decode(errors='replace')}")
+            with suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(f"pid {entry.name}: {(entry / 'cmdline').read_bytes().decode(errors='replace')}")
         return found
+
+
+def ended(pidfd: int, timeout_s: float) -> bool:
+    """Whether a process ends within the time."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -162,4 +223,7 @@ def running(run: Run) -> Iterator[Run]:
                 run.child.wait(40)
             except subprocess.TimeoutExpired:
                 run.child.kill()
-        Ring.unlink(run.paths.ring_name)
+                run.child.wait()
+        run.forget()
+        for path in SHM.glob(f"{run.paths.ring_name.removesuffix('.ring')}.*"):
+            path.unlink(missing_ok=True)

@@ -168,3 +168,11 @@ def test_two_trainers_with_the_same_samples_end_with_the_same_bits(lab: Any) -> 
             trainer.step(1e-3)
         ends.append(weights(trainer))
     assert same(*ends)
+
+
+def test_padding_is_told_where_there_is_any(lab: Any) -> None:
+    samples = lab.samples()
+    real, wide = sum(sample.length for sample in samples), max(sample.length for sample in samples)
+    for way, expected in (("apart", 1 - real / (wide * len(samples))), ("lean", 0.0)):
+        trainer = lab.trainer("qwen3", way, micro_batch_tokens=10**6)
+        assert lab.step(trainer, [(samples, lab.advantages(len(samples)))])[1].padding == pytest.approx(expected)

@@ -3,8 +3,8 @@
     python tools/bench/compare.py --against loop sync --seeds 0 1 2
     python tools/bench/compare.py --against trl --trl-python ~/trl-venv/bin/python
 
-`loop` is run with one and with two threads (rows `loop-1`, `loop-2`): the faster one is the rival. `sync` is busrl itself
-with `weights.mode = sync`. Results go to tools/bench/results/ as JSON and Markdown, each run with the load before it.
+`loop` is run with one and with two threads (rows `loop-1`, `loop-2`): the faster one is the rival. `sync` is busrl
+itself with `weights.mode = sync`. Results go to tools/bench/results/ as JSON and Markdown, each run with its load.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def runners(against: list[str], extra: list[str]) -> dict[str, Runner]:
 
 
 def await_quiet(limit: float, patience_s: float) -> None:
-    """Wait for the machine's load to fall below `limit`; go on after `patience_s`, since the load is recorded anyway."""
+    """Wait for the load to fall below `limit`; go on after `patience_s`, since every run's load is recorded."""
     until = time.monotonic() + patience_s
     while os.getloadavg()[0] > limit and time.monotonic() < until:
         time.sleep(2.0)
@@ -51,9 +51,10 @@ def measure(name: str, runner: Runner, seed: int, terms: systems.Terms) -> dict[
     told = runner(seed, terms)
     told["system"] = name
     told["load_before"], told["load_after"] = before, os.getloadavg()
+    note = "" if told["reached"] else ", goal NOT reached"
     print(
-        f"{name:8} seed {seed}: {told['seconds']:7.1f} s, CPU {told['cpu_seconds']:6.1f} s, {told['updates']:3d} updates, "
-        f"{told['samples']:6d} samples{'' if told['reached'] else ', goal NOT reached'}; load {before[0]:.1f}",
+        f"{name:8} seed {seed}: {told['seconds']:7.1f} s, CPU {told['cpu_seconds']:6.1f} s, "
+        f"{told['updates']:3d} updates, {told['samples']:6d} samples{note}; load {before[0]:.1f}",
         flush=True,
     )
     return told

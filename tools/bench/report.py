@@ -11,7 +11,8 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -21,7 +22,8 @@ def machine() -> dict[str, Any]:
 
 
 def commit(root: Path) -> str:
-    told = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False)
+    command = ["git", "describe", "--always", "--dirty"]
+    told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     return told.stdout.strip() or "unknown"
 
 
@@ -63,11 +65,12 @@ def table(told: dict[str, Any]) -> str:
     lines = [
         f"# Time to a mean reward of {told['goal']} (last 10 updates, all samples), lr {told['lr']:g}",
         "",
-        f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, commit {told['commit']}, "
-        f"{told['date']}. Seeds {', '.join(map(str, told['seeds']))}, {told['rounds']} round(s), systems taken in turn.",
-        "The clock runs from the first generated sequence, with imports and model loading done, for every system alike.",
+        f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, "
+        f"commit {told['commit']}, {told['date']}.",
+        f"Seeds {', '.join(map(str, told['seeds']))}, {told['rounds']} round(s), systems taken in turn.",
+        "The clock runs from the first generated sequence, imports and model loading done, for every system alike.",
         "",
-        "| system | reached | seconds (median, min to max) | CPU s | updates | samples | s/update | seconds over busrl's | worst load before |",
+        "| system | reached | seconds: median (min to max) | CPU s | updates | samples | s/update | over busrl | load |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in told["summary"]:
@@ -77,6 +80,7 @@ def table(told: dict[str, Any]) -> str:
             f"| {row['cpu_seconds']:.1f} | {row['updates']:g} | {row['samples']:g} | {row['per_update_s']:.3f} "
             f"| {'' if row['ratio'] is None else format(row['ratio'], '.2f')} | {row['load_before_max']:.1f} |"
         )
+    lines += ["", "`over busrl`: median seconds over busrl's; `load`: the highest one-minute load before a run."]
     if told["failures"]:
         lines += ["", "Runs that failed:", *(f"- {failure.splitlines()[0]}" for failure in told["failures"])]
     return "\n".join(lines) + "\n"

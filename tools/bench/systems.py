@@ -1,10 +1,10 @@
 """How every system of a comparison is started, and how its time to the goal is taken.
 
-The rivals print their own JSON. busrl is run as a user runs it (`busrl launch`), watched from outside: its ring says when
-generation begins, metrics.jsonl says when the goal is reached, /proc says what all of its processes used meanwhile.
+The rivals print their own JSON. busrl is run as a user runs it (`busrl launch`) and watched from outside: its
+ring says when generation begins, metrics.jsonl when the goal is reached, /proc what all of its processes used.
 
-- One clock for all: from the begin of generation, with everything imported and loaded, to the end of the update whose mean
-  reward over the last ten, all samples of flat groups included, is at the goal.
+- One clock for all: from the begin of generation, with everything imported and loaded, to the end of the update whose
+  mean reward over the last ten, all samples of flat groups included, is at the goal.
 - busrl's clock starts at its first generated sequence even if another of its processes is not ready by then.
 """
 
@@ -52,7 +52,8 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def run_loop(seed: int, terms: Terms, threads: int) -> dict[str, Any]:
-    return _printed([sys.executable, str(HERE / "loop.py"), f"--threads={threads}", *_shared(seed, terms)], terms, threads)
+    command = [sys.executable, str(HERE / "loop.py"), f"--threads={threads}"]
+    return _printed([*command, *_shared(seed, terms)], terms, threads)
 
 
 def run_trl(seed: int, terms: Terms) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a rank in a step")
-    parser.add_argument("--cache", default="static", help="transformers' cache_implementation; empty is the dynamic one")
+    parser.add_argument("--cache", default="static", help="cache_implementation; empty: dynamic")
     parser.add_argument("--continuous", action="store_true", help="transformers' continuous batching")
     parser.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"))
     parser.add_argument("--goal", type=float, default=0.85)
