@@ -9,11 +9,11 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench soak cpp sanitize install clean
+.PHONY: help demo test test-all lint format bench soak cpp sanitize aarch64 install clean
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 install: $(STAMP)/train ## virtual environment, dependencies and the package, built in place
 
@@ -25,7 +25,7 @@ demo: $(STAMP)/train ## train a tiny model by reinforcement learning, from nothi
 test: lint cpp $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 minutes)
 	$(BIN)/pytest -m "not slow and not soak"
 
-test-all: test sanitize ## the slower tests and the sanitizers too
+test-all: test sanitize aarch64 ## the slower tests, the sanitizers and aarch64 too
 	$(BIN)/pytest -m slow
 
 soak: $(STAMP)/test ## many kills of every role; takes a long time
@@ -33,7 +33,6 @@ soak: $(STAMP)/test ## many kills of every role; takes a long time
 
 lint: $(STAMP)/lint ## ruff, strict types, clang-format
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check busrl tests tools setup.py || true
 	$(BIN)/mypy
 	git ls-files 'csrc/*.hpp' 'csrc/*.cpp' 'csrc/*.h' | xargs -r $(BIN)/clang-format --dry-run --Werror
 
@@ -45,6 +44,10 @@ cpp: $(STAMP)/system ## the C++ tests
 
 sanitize: $(STAMP)/system ## the C++ tests under address, undefined-behaviour and thread sanitizers
 	$(MAKE) -C csrc asan tsan
+
+aarch64: $(STAMP)/system ## the C++ tests compiled for aarch64, under qemu
+	@sh tools/system.sh $(PYTHON) aarch64-linux-gnu-g++:g++-aarch64-linux-gnu qemu-aarch64:qemu-user
+	$(MAKE) -C csrc aarch64
 
 bench: $(STAMP)/train ## side by side with a tuned loop, our own sync mode and TRL (takes a while)
 	$(BIN)/python tools/bench/compare.py --against loop sync trl

@@ -87,7 +87,7 @@ def test_busrl_imports_no_pickle_anywhere() -> None:
 
 
 LIGHT = [
-    "busrl.cli", "busrl.launch.main", "busrl.launch.status", "busrl.roles.bus", "busrl.roles.keeper",
+    "busrl.cli", "busrl.launch", "busrl.launch.status", "busrl.roles.bus", "busrl.roles.keeper",
     "busrl.roles.scheduler", "busrl.roles.reward", "busrl.roles.validator", "busrl.topology", "busrl.ledger.audit",
 ]  # fmt: skip
 

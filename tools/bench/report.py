@@ -56,8 +56,12 @@ def summary(runs: list[dict[str, Any]], against: str = "busrl") -> list[dict[str
 def _paired(runs: list[dict[str, Any]], system: str, against: str) -> list[float]:
     """Seconds of `system` over seconds of `against`, for runs of the same round and seed."""
     times = {(run["system"], run["round"], run["seed"]): run["seconds"] for run in runs}
-    places = [(run["round"], run["seed"]) for run in runs if run["system"] == system]
-    return [round(times[system, *at] / times[against, *at], 3) for at in places if (against, *at) in times]
+    ratios = []
+    for run in runs:
+        base = times.get((against, run["round"], run["seed"]))
+        if run["system"] == system and base is not None:
+            ratios.append(round(run["seconds"] / base, 3))
+    return ratios
 
 
 def table(told: dict[str, Any]) -> str:
@@ -70,7 +74,7 @@ def table(told: dict[str, Any]) -> str:
         f"Seeds {', '.join(map(str, told['seeds']))}, {told['rounds']} round(s), systems taken in turn.",
         "The clock runs from the first generated sequence, imports and model loading done, for every system alike.",
         "",
-        "| system | reached | seconds: median (min to max) | CPU s | updates | samples | s/update | over busrl | load |",
+        "| system | reached | seconds (min to max) | CPU s | updates | samples | s/update | over busrl | load |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in told["summary"]:
@@ -80,7 +84,7 @@ def table(told: dict[str, Any]) -> str:
             f"| {row['cpu_seconds']:.1f} | {row['updates']:g} | {row['samples']:g} | {row['per_update_s']:.3f} "
             f"| {'' if row['ratio'] is None else format(row['ratio'], '.2f')} | {row['load_before_max']:.1f} |"
         )
-    lines += ["", "`over busrl`: median seconds over busrl's; `load`: the highest one-minute load before a run."]
+    lines += ["", "All figures are medians. `over busrl`: seconds over busrl's; `load`: the highest one-minute load before a run."]
     if told["failures"]:
         lines += ["", "Runs that failed:", *(f"- {failure.splitlines()[0]}" for failure in told["failures"])]
     return "\n".join(lines) + "\n"
