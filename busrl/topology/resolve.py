@@ -97,7 +97,6 @@ def slot_parts(topology: Topology, looked: Looked) -> list[tuple[str, int]]:
         ("prompt ids", 4 * topology.generation.max_prompt_tokens),
         (f"{tokens} tokens x {PER_TOKEN}", PER_TOKEN * tokens),
         ("text", text),
-        ("as much again for what a dead worker left", PER_TOKEN * tokens + text),
         ("reward parts", REWARD_BYTES),
         ("alignment", ALIGN * TENSORS),
     ]

@@ -27,9 +27,6 @@ SHORT = replace(
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> cache.Paths:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(RECIPES, SHORT.name, replace(SHORT, skill=1e-9, skill_steps_max=0))
-    with pytest.raises(MachineError):  # no step allowed: the skill is missed, and said so
-        maker.make(SHORT.name)
     monkeypatch.setitem(RECIPES, SHORT.name, SHORT)
     return maker.make(SHORT.name)
 
@@ -58,6 +55,16 @@ def test_the_data_files_hold_prompts_with_their_answers(made: cache.Paths) -> No
             assert record["answer"] == sort_task.answer_of(record["prompt"])
 
 
+def test_a_warm_up_that_misses_its_mark_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(RECIPES, SHORT.name, replace(SHORT, skill=0.9, skill_steps_max=1))
+    with pytest.raises(MachineError, match=r"skill is 0\.\d+ after 1 steps, and must be at least 0\.9"):
+        maker.make(SHORT.name)
+    assert cache.paths(SHORT.name) is None
+
+
 def test_a_terminated_maker_leaves_nothing_behind(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "busrl.quickstart"]
@@ -73,7 +80,7 @@ def test_a_terminated_maker_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_ensure_makes_what_is_missing_once_and_tells_its_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(MachineError, match=r"status 1.*python|status 1.*busrl\.quickstart"):
+    with pytest.raises(MachineError, match=r"status 1.*try again with.*busrl\.quickstart --name tiny:sort"):
         cache.ensure("tiny:sort")
     cache.make_once(Recipe(), lambda folder: (folder / "made.json").write_text("{}") and None)
     assert cache.ensure("tiny:sort") == cache.paths("tiny:sort")

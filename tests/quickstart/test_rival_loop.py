@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -22,8 +24,6 @@ def loop() -> ModuleType:
     described = importlib.util.spec_from_file_location("rival_loop", ROOT / "tools" / "bench" / "loop.py")
     assert described is not None and described.loader is not None
     module = importlib.util.module_from_spec(described)
-    import sys
-
     sys.modules["rival_loop"] = module  # dataclasses look their module up
     described.loader.exec_module(module)
     return module
@@ -88,8 +88,6 @@ def test_a_step_counts_all_samples_and_trains_only_groups_with_an_advantage(loop
 
 
 def test_its_reward_is_that_of_the_extract_pattern(loop: ModuleType, folder: Path) -> None:
-    import re
-
     import torch
 
     vocabulary = vocabulary_of(folder)

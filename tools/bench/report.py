@@ -84,7 +84,10 @@ def table(told: dict[str, Any]) -> str:
             f"| {row['cpu_seconds']:.1f} | {row['updates']:g} | {row['samples']:g} | {row['per_update_s']:.3f} "
             f"| {'' if row['ratio'] is None else format(row['ratio'], '.2f')} | {row['load_before_max']:.1f} |"
         )
-    lines += ["", "All figures are medians. `over busrl`: seconds over busrl's; `load`: the highest one-minute load before a run."]
+    lines += [
+        "",
+        "Figures are medians. `over busrl`: seconds over busrl's; `load`: highest one-minute load before a run.",
+    ]
     if told["failures"]:
         lines += ["", "Runs that failed:", *(f"- {failure.splitlines()[0]}" for failure in told["failures"])]
     return "\n".join(lines) + "\n"
