@@ -157,6 +157,18 @@ class Run:
             os.close(descriptor)
         return int(pid)
 
+    def kill_if_there(self, name: str) -> bool:
+        """SIGKILL the process of that name if it lives now, ready or not."""
+        pid = self.pid(name)
+        if pid:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return bool(pid)
+
+    def let_pass(self, seconds: float) -> None:
+        """Time for the run to go on; it must not end in it."""
+        assert not ended(self.pidfd, seconds), f"the run ended early\n{self.tail()}"
+
     def kill_at_random_steps(self, name: str, times: int, seed: int) -> list[int]:
         """Kill `name` when the run has reached each of `times` seeded steps of its first half. Returns the pids."""
         chance = random.Random(f"{name} {seed}")

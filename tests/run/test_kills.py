@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checks import check_end, check_tokens
-from harness import Run, read_lines, running
+from harness import LIMIT_S, Run, read_lines, running
 
 ROLES = ["bus", "keeper", "scheduler", "rollout/0", "reward/0", "learner"]
 STEPS = 40
@@ -59,6 +60,22 @@ def test_a_run_survives_three_deaths_of(role: str, tmp_path: Path, undisturbed: 
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_a_validator_may_be_killed_three_times_in_its_rounds(seed: int, tmp_path: Path, quickstart: None) -> None:
     survive_in_rounds(tmp_path, 3, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+def test_a_run_survives_twenty_deaths_of_anybody_at_any_time(seed: int, tmp_path: Path, quickstart: None) -> None:
+    """Also while they start, and two at a time."""
+    run = Run(tmp_path / "run", "validation.every=20", "limits.restart_attempts=20", steps=4 * STEPS)
+    chance = random.Random(seed)
+    killed = 0
+    with running(run):
+        run.until("anybody was there", run.processes)
+        while killed < 20:
+            killed += run.kill_if_there(chance.choice([*ROLES, "validator"]))
+            run.let_pass(chance.uniform(0.0, 2.0))
+        code = run.wait(2 * LIMIT_S)
+    check_end(run, code)
 
 
 @pytest.mark.soak

@@ -1,0 +1,103 @@
+"""Groups leave the ring whole or not at all, and a malformed sample costs itself only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from busrl.ledger.wal import SampleRecord
+from busrl.ring import Fates, Ring, State
+from busrl.roles.gather import Claimed, claim_group, end, excerpt, give_back
+from busrl.roles.trajectory import Generated, write_segment, write_text
+
+GROUP = 4
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[Ring]:
+    name = f"busrl.test.{os.getpid()}.gather"
+    made = Ring.create(name, slots=8, slot_bytes=2048, processes=8, uuid=b"g" * 16)
+    made.register("learner", "test")
+    made.bind_fates(Fates(str(tmp_path / "fates.bin"), create=True), None)
+    yield made
+    made.close()
+    Ring.unlink(name)
+
+
+def rewarded_group(ring: Ring, lengths: tuple[int, ...] = (3, 4, 5, 6), logprob: float = -1.0) -> list[int]:
+    """Take one group through dispatch, generation and reward; its slots by member."""
+    for member in range(GROUP):
+        ring.dispatch(
+            uid=member, group=0, admission=7, member=member, group_size=GROUP, cls=0, task=b'{"prompt": "ab"}',
+            prompt_crc=1, max_new_tokens=8, temperature=1.0, version=3, step=2,
+        )  # fmt: skip
+    slots = []
+    for slot, word in ring.take(State.QUEUED, State.GENERATING, cls=None, limit=GROUP):
+        size = lengths[len(slots)]
+        ring.put(slot, word, "prompt_ids", np.arange(2, dtype=np.int32))
+        part = Generated(
+            np.arange(size, dtype=np.int32), np.full(size, logprob, np.float32), np.full(size, 3, np.uint32)
+        )
+        write_segment(ring, slot, word, 0, part)
+        write_text(ring, slot, word, 0, "x" * size)
+        ring.commit_segment(slot, word, True)
+        slots.append(slot)
+    for slot, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=GROUP):
+        ring.set(slot, word, reward=float(slot))
+        ring.release(slot, word, State.REWARDED)
+    return slots
+
+
+def words(ring: Ring, slots: list[int]) -> list[int]:
+    return [int(ring.lines()["word"][slot]) for slot in slots]
+
+
+def states(ring: Ring, slots: list[int]) -> list[int]:
+    return [int(ring.lines()["state"][slot]) for slot in slots]
+
+
+def sound(record: SampleRecord) -> str | None:
+    return None
+
+
+def test_a_claimed_group_is_a_copy_that_outlives_its_slots(ring: Ring) -> None:
+    slots = rewarded_group(ring)
+    claimed = claim_group(ring, slots, words(ring, slots), sound)
+    assert isinstance(claimed, Claimed)
+    assert states(ring, slots) == [State.TRAINING] * GROUP
+    shown = excerpt(ring, claimed)
+    end(ring, claimed, "T")
+    assert states(ring, slots) == [State.FREE] * GROUP
+    assert [len(record.token_array()) for record in claimed.records] == [3, 4, 5, 6]
+    assert claimed.step == 2 and claimed.admission == 7
+    assert shown["completion"] == "xxx" and shown["versions"] == [3]
+
+
+def test_a_slot_that_moved_gives_the_whole_group_back(ring: Ring) -> None:
+    slots = rewarded_group(ring)
+    before = words(ring, slots)
+    stolen = ring.claim(slots[2], before[2], State.TRAINING)
+    assert stolen
+    assert claim_group(ring, slots, before, sound) is None
+    assert states(ring, slots) == [State.REWARDED, State.REWARDED, State.TRAINING, State.REWARDED]
+
+
+def test_a_sample_that_can_not_be_trained_is_dropped_and_the_others_go_back(ring: Ring) -> None:
+    slots = rewarded_group(ring)
+    found = claim_group(ring, slots, words(ring, slots), lambda record: "bad id" if record.member == 1 else None)
+    assert found == "sample 1: bad id"
+    assert states(ring, slots) == [State.REWARDED, State.FREE, State.REWARDED, State.REWARDED]
+    assert ring.stats().drops == {"M": 1} or sum(ring.stats().drops.values()) == 1
+
+
+def test_counts_that_differ_make_a_sample_malformed(ring: Ring) -> None:
+    slots = rewarded_group(ring)
+    word = ring.claim(slots[0], words(ring, slots)[0], State.TRAINING)
+    with pytest.raises(Exception, match="segment"):
+        ring.put(slots[0], word, "logprobs", np.zeros(1, np.float32), 0)
+    give_back(ring, [(slots[0], word)])
+    assert states(ring, slots)[0] == State.REWARDED

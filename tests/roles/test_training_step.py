@@ -1,0 +1,109 @@
+"""A step trained while it fills up, at once, or again from the log is the same step."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from busrl.ledger.wal import Record, SampleRecord
+from busrl.paths import RunPaths
+from busrl.roles.history import History
+from busrl.roles.training_step import TrainingStep, _split
+from busrl.topology import Topology, load
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        intermediate_size=48, max_position_embeddings=64, eos_token_id=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def topology(folder: Path) -> Topology:
+    base = load(ROOT / "configs" / "quickstart.toml")
+    return dataclasses.replace(base, model=dataclasses.replace(base.model, path=str(folder)))
+
+
+def records(step: int, groups: int = 4, size: int = 4) -> list[SampleRecord]:
+    chance = np.random.default_rng(step)
+    made = []
+    for group in range(groups):
+        for member in range(size):
+            length = int(chance.integers(2, 9))
+            made.append(
+                SampleRecord(
+                    uid=step * 1000 + group * 8 + member, group=step * 100 + group, admission=group, member=member,
+                    attempt=0, prompt_crc=0, reward=float(chance.integers(0, 2)), temperature=1.0, version=0, step=0,
+                    finish=1, prompt_ids=chance.integers(2, 16, 5).astype("<i4").tobytes(),
+                    token_ids=chance.integers(2, 16, length).astype("<i4").tobytes(),
+                    logprobs=(-chance.random(length) - 2).astype("<f4").tobytes(),
+                    versions=np.zeros(length, "<u4").tobytes(),
+                )
+            )
+    return made
+
+
+def weights(step: TrainingStep) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten().double() for tensor in step.weights().values()])
+
+
+def test_a_step_streamed_in_parts_equals_the_step_at_once(topology: Topology) -> None:
+    batch = records(1)
+    whole, parts = TrainingStep(topology), TrainingStep(topology)
+    whole.train(batch, 4, version=0)
+    parts.accumulate(batch[8:], 0)
+    parts.accumulate(batch[:8], 0)
+    parts.finish(4)
+    assert torch.allclose(weights(whole), weights(parts), atol=1e-6)
+
+
+def test_a_killed_learner_comes_back_to_the_same_weights_by_checkpoint_and_log(
+    topology: Topology, tmp_path: Path
+) -> None:
+    paths = RunPaths.of(tmp_path)
+    living, history = TrainingStep(topology), History(paths, topology)
+    for step in range(1, 6):
+        record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3], samples=records(step))
+        history.append(record)
+        living.train(record.samples, 4, record.version)
+        history.finished(record)
+        if step == 3:
+            history.checkpoint(living, step)
+    history.close()
+
+    again, successor = TrainingStep(topology), History(paths, topology)
+    successor.load(again)
+    assert successor.step == 3
+    for record in successor.to_replay():
+        again.train(record.samples, len(record.groups), record.version)
+        successor.finished(record)
+    assert successor.step == 5 and successor.groups == 20 and successor.highest_version == 4
+    assert len(successor.trained) == 5 * 16
+    assert torch.allclose(weights(living), weights(again), atol=1e-6)
+    successor.close()
+
+
+def test_several_updates_per_batch_take_whole_groups_each(topology: Topology) -> None:
+    batch = records(2)
+    shares = _split(batch, 3)
+    assert sorted(i for share in shares for i in share) == list(range(len(batch)))
+    assert [len({batch[i].group for i in share}) for share in shares] == [2, 1, 1]
+    config = dataclasses.replace(topology.learner, updates_per_batch=2, loss="decoupled")
+    step = TrainingStep(dataclasses.replace(topology, learner=config))
+    before = weights(step)
+    stats = step.train(batch, 4, version=0)
+    assert stats.sequences == 8 and not torch.equal(before, weights(step))
+    assert step.groups == 4
