@@ -112,7 +112,7 @@ class Rollout(Actor):
                     self.receiver.wait_for(version, WEIGHTS_TURN_S)
                     return
                 if time.monotonic() > end:
-                    raise WeightsTimeout(f"{self.name}: no version {version} after {limit_s:g} s; is the learner alive?")
+                    raise WeightsTimeout(f"{self.name}: no version {version} after {limit_s:g} s; does the learner live?")
 
     # -- slots --------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Rollout(Actor):
     def _commit(self, sequence: Finished) -> None:
         slot, word = sequence.key, self.held.pop(sequence.key)
         if not len(sequence.token_ids):
-            self._drop(slot, word, "l", f"its prompt leaves no room for a token in the engine's {self.engine.max_length}")
+            self._drop(slot, word, "l", f"its prompt leaves no room in the engine's {self.engine.max_length} tokens")
             return
         line = self.ring.line(slot)
         segment = segments_of(word)

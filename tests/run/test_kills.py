@@ -62,20 +62,33 @@ def test_a_validator_may_be_killed_three_times_in_its_rounds(seed: int, tmp_path
     survive_in_rounds(tmp_path, 3, seed)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(10))
-def test_a_run_survives_twenty_deaths_of_anybody_at_any_time(seed: int, tmp_path: Path, quickstart: None) -> None:
-    """Also while they start, and two at a time."""
-    run = Run(tmp_path / "run", "validation.every=20", "limits.restart_attempts=20", steps=4 * STEPS)
+def survive_anything(tmp_path: Path, seed: int, kills: int, steps: int, *settings: str) -> None:
+    """Kill anybody at any time: also while they start, and two at a time."""
+    run = Run(tmp_path / "run", "validation.every=20", "limits.restart_attempts=20", *settings, steps=steps)
     chance = random.Random(seed)
     killed = 0
     with running(run):
         run.until("anybody was there", run.processes)
-        while killed < 20:
+        while killed < kills:
             killed += run.kill_if_there(chance.choice([*ROLES, "validator"]))
             run.let_pass(chance.uniform(0.0, 2.0))
         code = run.wait(2 * LIMIT_S)
     check_end(run, code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "fully-async", "batch-async"])
+@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+def test_a_run_of_any_mode_survives_ten_deaths_of_anybody(
+    mode: str, transport: str, tmp_path: Path, quickstart: None
+) -> None:
+    survive_anything(tmp_path, 0, 10, 4 * STEPS, f"weights.mode={mode}", f"weights.transport={transport}")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+def test_a_run_survives_twenty_deaths_of_anybody_at_any_time(seed: int, tmp_path: Path, quickstart: None) -> None:
+    survive_anything(tmp_path, seed, 20, 4 * STEPS)
 
 
 @pytest.mark.soak

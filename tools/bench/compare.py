@@ -123,7 +123,6 @@ def main() -> int:
         max_updates=options.max_updates,
         limit_s=options.limit,
         config=options.config.resolve(),
-        overrides=tuple(options.overrides),
         trl_python=options.trl_python,
     )
     sys.path.insert(0, str(systems.ROOT))

@@ -137,9 +137,8 @@ class Model(torch.nn.Module):
 
     def finish(self, block, rows: Tensor, attended: Tensor) -> Tensor:
         rows = rows + F.linear(attended, block["out"])
-        return rows + F.linear(
-            Swiglu.apply(F.linear(RmsNorm.apply(rows, block["norm2"]), block["gate_up"])), block["down"]
-        )
+        hidden = F.linear(RmsNorm.apply(rows, block["norm2"]), block["gate_up"])
+        return rows + F.linear(Swiglu.apply(hidden), block["down"])
 
     def forward(self, ids: Tensor, trained: Tensor) -> Tensor:
         """Logits of the positions where `trained` is true; rows are padded at the right."""
@@ -287,36 +286,25 @@ class Loop:
     prompts: Prompts
     rewards: list[float] = field(default_factory=list)
     samples: int = 0
-    generating_s: float = 0.0
-    training_s: float = 0.0
 
     def __post_init__(self) -> None:
         options = self.options
         self.end, self.bar = self.vocabulary["<eos>"], self.vocabulary["|"]
-        self.sampler = Sampler(
-            self.model,
-            self.end,
-            self.vocabulary["<pad>"],
-            options.group,
-            torch.Generator().manual_seed(options.seed),
-        )
+        generator = torch.Generator().manual_seed(options.seed)
+        self.sampler = Sampler(self.model, self.end, self.vocabulary["<pad>"], options.group, generator)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=options.lr, betas=(0.9, options.beta2), eps=1e-8, weight_decay=0.0, fused=True
         )
 
     def step(self) -> None:
-        began = time.perf_counter()
         drawn = self.prompts.draw(self.options.groups)
         rollout = self.sampler([prompt for prompt, _ in drawn])
-        sampled = time.perf_counter()
         rewards = self.judge(rollout, [answer for _, answer in drawn])
         spread = rewards.std(1, keepdim=True)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / (spread + 1e-6)).flatten()
         self.train([prompt for prompt, _ in drawn], rollout, advantages)
         self.rewards.append(rewards.mean().item())
         self.samples += rewards.numel()
-        self.generating_s += sampled - began
-        self.training_s += time.perf_counter() - sampled
 
     def judge(self, rollout: Rollout, answers: list[list[int]]) -> Tensor:
         """1 where the completion ends with the bar, the answer, and the end token."""
@@ -378,8 +366,6 @@ def run(options: argparse.Namespace) -> dict:
         last = loop.rewards[-10:]
         curve.append([round(time.perf_counter() - began, 3), round(last[-1], 4)])
         reached = len(last) == 10 and math.fsum(last) / 10 >= options.goal
-        if options.verbose and len(curve) % 10 == 0:
-            print(len(curve), f"{sum(last) / len(last):.3f}", curve[-1][0], file=sys.stderr)
     return {
         "system": "loop",
         "seed": options.seed,
@@ -390,8 +376,6 @@ def run(options: argparse.Namespace) -> dict:
         "seconds": curve[-1][0],
         "cpu_seconds": round(time.process_time() - cpu_began, 3),
         "samples": loop.samples,
-        "generating_s": round(loop.generating_s, 3),
-        "training_s": round(loop.training_s, 3),
         "curve": curve,
     }
 
@@ -408,7 +392,6 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=32, help="samples in a micro-batch")
     parser.add_argument("--goal", type=float, default=0.85)
     parser.add_argument("--max-updates", type=int, default=400)
-    parser.add_argument("--verbose", action="store_true")
     print(json.dumps(run(parser.parse_args())))
 
 

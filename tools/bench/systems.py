@@ -42,7 +42,6 @@ class Terms:
     max_updates: int
     limit_s: float
     config: Path
-    overrides: tuple[str, ...]
     trl_python: str
 
 

@@ -1,0 +1,112 @@
+"""Small corners of the roles that a whole run meets seldom: they are put there on purpose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from busrl.errors import WeightsTimeout
+from busrl.inference import Finished
+from busrl.paths import RunPaths
+from busrl.roles.rollout import Rollout
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Called:
+    """Stands for a part of the role: notes the calls, and gives what it is told to give."""
+
+    def __init__(self, **gives: Any) -> None:
+        self.gives, self.calls = gives, []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **_: Any) -> Any:
+            self.calls.append((name, *arguments))
+            given = self.gives.get(name)
+            return given() if callable(given) else given
+
+        return call
+
+
+def bare_rollout() -> Any:
+    """A rollout role that was never attached to anything."""
+    role: Any = Rollout.__new__(Rollout)
+    role.name, role.stopping, role.held = "rollout/0", "", {}
+    role.topology = SimpleNamespace(limits=SimpleNamespace(ready_s=1000.0))
+    role.ring = Called()
+    return role
+
+
+def test_a_sequence_without_a_token_is_set_aside_and_the_worker_lives() -> None:
+    role = bare_rollout()
+    role.held, role.engine = {3: 77}, SimpleNamespace(max_length=16)
+    role.ring, role.warn = Called(line=lambda: {"uid": 5}), lambda where, text: None
+    nothing = np.empty(0, np.int32)
+    role._commit(Finished(3, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), 2))
+    assert ("drop", 3, 77, "l") in role.ring.calls and role.held == {}
+
+
+def test_a_worker_that_waits_for_its_first_weights_ends_when_it_is_asked_to() -> None:
+    role = bare_rollout()
+
+    def late() -> None:
+        role.stop("SIGTERM")
+        raise WeightsTimeout("no version")
+
+    role.receiver = Called(wait_for=late)
+    role._wait_for_weights(9)
+    assert role.stopping == "SIGTERM" and len(role.receiver.calls) == 1
+
+
+ENDING = """
+import atexit, os, signal, sys, types
+role = types.ModuleType("busrl.roles.keeper")
+role.main = lambda run_dir, name: 0
+sys.modules["busrl.roles.keeper"] = role
+class Late:
+    def __del__(self):  # when the interpreter is already ending
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("alive", flush=True)
+from busrl.roles.__main__ import main
+sys.argv = ["roles", sys.argv[1], "keeper"]
+signal.signal(signal.SIGTERM, lambda *_: None)
+code = main()
+sys.stashed = Late()
+sys.exit(code)
+"""
+
+
+def test_a_signal_that_comes_when_a_role_is_already_ending_does_not_kill_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, (done.returncode, signal.Signals(-done.returncode), done.stderr)
+
+
+WAITING = """
+import os, sys, threading
+from busrl.ring import OfdLock
+from busrl.roles.bus import wait_for_lock
+lock = OfdLock(sys.argv[1])
+print("waiting", lock.try_acquire(), flush=True)
+print("got it", wait_for_lock(lock, threading.Event()), lock.holder() == os.getpid(), flush=True)
+"""
+
+
+def test_a_broker_waits_for_the_lock_of_its_dying_predecessor(tmp_path: Path) -> None:
+    from busrl.ring import OfdLock
+
+    path = RunPaths.of(tmp_path).lock("bus")
+    lock = OfdLock(str(path))
+    assert lock.try_acquire() and lock.holder() == os.getpid()
+    child = subprocess.Popen([sys.executable, "-c", WAITING, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "waiting False\n"
+    lock.release()
+    assert child.communicate(timeout=60)[0] == "got it True True\n"
