@@ -14,12 +14,16 @@ from busrl.errors import UserError
 from busrl.launch import launch
 from busrl.paths import RunPaths
 from busrl.topology import Topology, materialise
+from busrl.topology.check import require_memory
 
 
 def start(topology: Topology, run_dir: Path | None, resume: str) -> int:
     """The exit code of the run."""
     directory = directory_of(topology, run_dir, resume)
-    return int(launch(materialise(topology), directory, resume=resume != "never"))
+    topology = materialise(topology)
+    if not RunPaths.of(directory).ring_file.exists():  # an adopted ring has its memory already
+        require_memory(topology)
+    return int(launch(topology, directory, resume=resume != "never"))
 
 
 def directory_of(topology: Topology, run_dir: Path | None, resume: str) -> Path:

@@ -267,4 +267,5 @@ class Launch:
 
     def _note(self, line: str) -> None:
         """For whoever looks at the log afterwards."""
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        with contextlib.suppress(OSError):  # a full disk must not end the run from here
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")

@@ -61,8 +61,7 @@ class OpenRun:
 def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: bool = True) -> OpenRun:
     """Hold the directory and have its ring; whatever an earlier start left there is used, or refused by name."""
     paths = RunPaths.of(run_dir)
-    for directory in (paths.root, paths.logs, paths.checkpoints):
-        directory.mkdir(parents=True, exist_ok=True)
+    _make_directories(paths)
     lock = take_lock(paths)
     try:
         _check_same_run(paths, topology, resume)
@@ -73,6 +72,17 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
         remove_runtime_dir(paths)
         lock.release()
         raise
+
+
+def _make_directories(paths: RunPaths) -> None:
+    for directory in (paths.root, paths.logs, paths.checkpoints):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--run-dir {paths.root}: {directory} can not be made a directory: {error.strerror}; give a path that "
+                "is free, or a directory that you may write to"
+            ) from None
 
 
 def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
+import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -28,14 +30,17 @@ import msgspec
 import setproctitle
 
 from busrl.bus import Endpoint
+from busrl.errors import DiskFull
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import Fates, OfdLock, Ring
+from busrl.roles.throttle import Throttle
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.topology import Topology
 
 HEARTBEAT_S = 1.0
+SPACE_LOOK_S = 0.5
 log = logging.getLogger("busrl")
 
 
@@ -87,6 +92,7 @@ class Actor:
         self.paths, self.topology = self.run_info.paths, self.run_info.topology
         self.stopping = ""
         self._next_heartbeat = 0.0
+        self._throttle = Throttle()
         self._random = random.Random(f"{name}:{os.getpid()}")
         self._lock: OfdLock | None = None
 
@@ -147,8 +153,33 @@ class Actor:
         if message is not None:
             self.bus.send(message, to)
 
-    def warn(self, where: str, text: str, severity: str = "warning") -> None:
-        """Log, publish and file an event that a person should see."""
+    def warn(self, where: str, text: str, severity: str = "warning", kind: str = "") -> None:
+        """Log, publish and file an event that a person should see; many of one kind become one line with a count."""
+        kind = kind or re.sub(r"[0-9]+", "#", text)
+        if self._throttle.admit(f"{where}/{kind}", (where, text, severity), time.monotonic()):
+            self._tell_warning(where, text, severity)
+
+    def until_written(self, what: str, write: Callable[[], None]) -> bool:
+        """Do `write`; a full disk pauses this process, says so, and is waited for. False: it was stopped meanwhile."""
+        told = False
+        while True:
+            try:
+                write()
+            except DiskFull as problem:
+                if not told:
+                    self.warn(self.role, f"{what} pauses: {problem}", "error", kind=f"full disk: {what}")
+                told = True
+            else:
+                if told:
+                    self.warn(self.role, f"{what} goes on: there is space again", kind=f"space: {what}")
+                return True
+            if self.stopping:
+                return False
+            with self.activity("waiting for disk space", math.inf):
+                Actor.idle(self, SPACE_LOOK_S)
+                self._heartbeat()
+
+    def _tell_warning(self, where: str, text: str, severity: str) -> None:
         log.warning("%s: %s", where, text)
         self.bus.send(m.Error(severity=severity, where=where, text=text))
         record_error(self.paths, self.name, severity, where, text)
@@ -233,6 +264,11 @@ class Actor:
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
             self.bus.heartbeat(self.role, "")
+            self._tell_held_back(now)
+
+    def _tell_held_back(self, now: float, everything: bool = False) -> None:
+        for count, (where, text, severity) in self._throttle.due(now, everything):
+            self._tell_warning(where, f"{count} more like this, the latest: {text}", severity)
 
     def _report(self, problem: Exception) -> None:
         text = "".join(traceback.format_exception(problem))
@@ -242,6 +278,7 @@ class Actor:
 
     def _leave(self) -> None:
         with contextlib.suppress(Exception):
+            self._tell_held_back(time.monotonic(), everything=True)
             self.bus.send(m.Goodbye(reason=self.stopping or "error"))
             self.bus.close()
         self.ring.close()

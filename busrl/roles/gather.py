@@ -21,6 +21,7 @@ from busrl.ledger.wal import SampleRecord
 from busrl.ring import Ring, State
 from busrl.roles.trajectory import read, read_task, read_text, segments_of
 
+
 @dataclass(frozen=True)
 class Claimed:
     """One group in the learner's hands: slots with the words that own them, and a record of each sample."""

@@ -11,10 +11,12 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from busrl.errors import DiskFull
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLog
 from busrl.ledger.wal import Record, Wal
@@ -35,6 +37,7 @@ class History:
         self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync")
         self.train_log = TrainLog(paths.train_log)
         self.trained = TrainedSet()
+        self._unwritten: list[Record] = []
         self.step = self.groups = self.highest_version = 0
         # Slots of trained samples may still be REWARDED, or come back so when their dead owner is reaped.
         self.unfinished = True
@@ -65,18 +68,24 @@ class History:
 
     def append(self, record: Record) -> None:
         """The commit point of a step. Raises DiskFull with nothing committed."""
+        self._write_lines()
         if self.wal is not None:
             self.wal.append(record)
 
     def finished(self, record: Record) -> None:
-        """The record was trained: count it and write its line of the train log."""
+        """The record was trained: count it and write its line of the train log, now or once the disk has room."""
         self.trained.add([sample.uid for sample in record.samples])
         self.step = record.step
         self.groups += len(record.groups)
-        if self.wal is None:
-            self.train_log.append_step(record.step, record.version, record.cause, record.samples)
-        else:
-            self.train_log.append(record)
+        self._unwritten.append(record)
+        with contextlib.suppress(DiskFull):
+            self._write_lines()
+
+    def _write_lines(self) -> None:
+        """Lines of the train log that a full disk refused; neither a step nor a checkpoint comes before them."""
+        while self._unwritten:
+            self.train_log.append(self._unwritten[0])
+            del self._unwritten[0]
 
     def checkpoint(self, training: TrainingStep, version: int) -> float:
         """Write a checkpoint, then drop the records that it makes superfluous. Returns the seconds it took."""
@@ -88,6 +97,7 @@ class History:
             "seed": self.topology.run.seed,
             "uids": "trained.bin",
         }
+        self._write_lines()
         self.train_log.flush()
         training.save_checkpoint(
             self.paths.checkpoints, self.step, meta, lambda directory: self.trained.save(directory / "trained.bin")

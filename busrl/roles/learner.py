@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -177,10 +176,16 @@ class Learner(Actor):
         if self.plan.streaming and self.pending and not few:
             self._accumulate()
             return True
-        if self.ring.header("unpublished_groups"):
+        if self._publication_is_due():
             self._publish()
             return True
         return False
+
+    def _publication_is_due(self) -> bool:
+        """Unpublished groups hold credit: `publish_every` may keep it back only while enough for a step is left."""
+        unpublished = self.ring.header("unpublished_groups")
+        short = unpublished + self.config.trigger.n_min > self.topology.derived.B
+        return bool(unpublished) and (short or self.history.step % self.config.publish_every == 0)
 
     def _accumulate(self) -> None:
         groups, self.pending = self.pending, []
@@ -220,19 +225,7 @@ class Learner(Actor):
         """Append to the log: the commit point. With the disk full, hold the batch and say so until there is room."""
         waiting = self.ring.header("unpublished_groups")
         self.ring.set_header("unpublished_groups", waiting + len(record.groups))
-        told = False
-        while True:
-            try:
-                self.history.append(record)
-                return True
-            except DiskFull as problem:
-                if not told:
-                    self.warn("learner", f"training pauses: {problem}", "error")
-                    told = True
-                if self.stopping:
-                    return False
-                with self.activity("waiting for disk space", math.inf):
-                    super().idle(0.5)
+        return self.until_written("training", lambda: self.history.append(record))
 
     def _train(self, samples: Sequence[SampleRecord], groups: int) -> StepStats:
         if self.plan.streaming:
@@ -257,10 +250,13 @@ class Learner(Actor):
 
     def _checkpoint(self) -> None:
         try:
-            with self.activity("checkpoint", LONG_STEP_S):
-                self.metrics.checkpoint_s = self.history.checkpoint(self.training, self.publisher.version)
+            self._write_checkpoint()
         except DiskFull as problem:
             self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
+
+    def _write_checkpoint(self) -> None:
+        with self.activity("checkpoint", LONG_STEP_S):
+            self.metrics.checkpoint_s = self.history.checkpoint(self.training, self.publisher.version)
 
     # -- end ----------------------------------------------------------------------------------------------------
 
@@ -269,7 +265,9 @@ class Learner(Actor):
         self._return_claims()
         if self.ring.header("unpublished_groups"):
             self._publish()
-        self._checkpoint()
+        # What the run was for is worth waiting for.
+        if not self.until_written("the last checkpoint", self._write_checkpoint):
+            return
         self.ring.set_header("run_state", FINISHED)
         self.stop("all steps are done")
 

@@ -24,6 +24,7 @@ from busrl.roles.trajectory import read, read_task, read_text, segments_of, seq_
 BATCH = 256
 GATHER_S = 0.003
 JUDGE_WAIT_S = 0.02
+LOAD_LOOK_S = 0.5
 FATE_OF = {"raised": "R", "hung": "H", "malformed": "M"}
 
 
@@ -33,6 +34,10 @@ class Reward(Actor):
 
     def setup(self) -> None:
         self.pool = RewardPool(self.topology.reward)
+        # Not ready before its function is: one that can not be loaded ends the run instead of being tried for ever.
+        with self.activity("load the reward function", self.topology.limits.ready_s):
+            while not self.stopping and not self.pool.wait_ready(LOAD_LOOK_S):
+                pass
         self.held: dict[int, int] = {}  # slot -> the word that we own it by
         self.wants_ids = self.topology.reward.kind == "python"  # exact_match compares text
         self.bell = Doorbell()
@@ -85,7 +90,7 @@ class Reward(Actor):
         self.bell.add(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=uid, reward=outcome.value, count=1))
 
     def _drop(self, slot: int, word: int, uid: int, outcome: Outcome) -> None:
-        self.warn("reward", f"sample {uid} {outcome.error}: {outcome.text}")
+        self.warn("reward", f"sample {uid} {outcome.error}: {outcome.text}", kind=outcome.error or "")
         self.ring.drop(slot, word, FATE_OF[outcome.error or "raised"])
         self.bell.add(m.RewardComputed(slot_id=slot, seq=seq_of(word), uid=uid, reward=0.0, count=1))
 

@@ -112,7 +112,7 @@ class Rollout(Actor):
                     self.receiver.wait_for(version, WEIGHTS_TURN_S)
                     return
                 if time.monotonic() > end:
-                    raise WeightsTimeout(f"{self.name}: no version {version} after {limit_s:g} s; does the learner live?")
+                    raise WeightsTimeout(f"{self.name}: no version {version} after {limit_s:g} s; is the learner up?")
 
     # -- slots --------------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Rollout(Actor):
     def _drop(self, slot: int, word: int, fate: str, why: str) -> None:
         uid = int(self.ring.line(slot)["uid"])
         self.held.pop(slot, None)
-        self.warn("rollout", f"sample {uid} is dropped: {why}")
+        self.warn("rollout", f"sample {uid} is dropped: {why}", kind=f"dropped {fate}")
         self.ring.drop(slot, word, fate)
 
     def teardown(self) -> None:

@@ -199,7 +199,7 @@ class Scheduler(Actor):
             self.ring.set_header("next_admission", max(self.ring.header("next_admission"), highest))
 
     def _wait_for_disk(self, problem: DiskFull) -> None:
-        self.warn("scheduler", f"dispatch pauses: {problem}")
+        self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
         with self.activity("waiting for disk space", math.inf):
             self.idle(1.0)
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl.errors import MachineError
 from busrl.ledger.files import LineFile
 from busrl.ledger.wal import Record
 from busrl.paths import RunPaths
@@ -126,7 +127,7 @@ class StepMetrics:
 
     def _write(self, row: dict[str, Any], sample: dict[str, object]) -> None:
         # A full disk must not stop training here: these lines are for people, the log is for the ledger.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
             self._samples.append(msgspec.json.encode(sample))
 

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from busrl.data import JsonlStream
+from busrl.ledger.files import LineFile
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles import hold
@@ -76,6 +77,7 @@ class Validator(Actor):
         self.stream = JsonlStream(path, self.topology.run.seed, False, data.prompt_key)
         self.samples = self.topology.derived.val_samples
         self.log_path = self.paths.root / "validation.log"
+        self.log, self.rows = LineFile(self.log_path), LineFile(self.paths.validation)
         self.rounds = Rounds(
             self.topology.run.validate_before, config.every, config.at_end, _finished_rounds(self.paths.validation)
         )
@@ -158,9 +160,11 @@ class Validator(Actor):
         for slot, word in taken:
             line = self.ring.line(slot)
             result = self._result(slot, word, line)
-            if result.uid not in self.results and result.round == self.round:
-                self._append(result)
-            self.ring.finish(slot, word, "V")
+            known = result.uid in self.results or result.round != self.round
+            if known or self._append(result):
+                self.ring.finish(slot, word, "V")
+            else:
+                self.ring.release(slot, word, State.REWARDED)  # not written: a successor writes it
         return len(taken)
 
     def _result(self, slot: int, word: int, line: np.void) -> Result:
@@ -175,10 +179,11 @@ class Validator(Actor):
             tokens=int(line["response_tokens"]),
         )
 
-    def _append(self, result: Result) -> None:
-        with open(self.log_path, "ab") as file:
-            file.write(msgspec.json.encode(result) + b"\n")
-        self.results[result.uid] = result
+    def _append(self, result: Result) -> bool:
+        written = self.until_written("validation", lambda: self.log.append(msgspec.json.encode(result)))
+        if written:
+            self.results[result.uid] = result
+        return written
 
     def _all_ended(self) -> bool:
         """Every sample has a final fate: the round ends although some were dropped."""
@@ -197,8 +202,8 @@ class Validator(Actor):
             "seconds": round(time.monotonic() - self.started, 3),
             "val/length": float(np.mean([r.tokens for r in self.results.values()])) if rewards else 0.0,
         }  # fmt: skip
-        with open(self.paths.validation, "ab") as file:
-            file.write(msgspec.json.encode(record) + b"\n")
+        if not self.until_written("validation", lambda: self.rows.append(msgspec.json.encode(record))):
+            return
         hold.let_go(self.ring)
         self.ring.activity("")
         self.bus.send(

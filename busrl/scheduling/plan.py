@@ -102,13 +102,18 @@ class LearnerPlan:
             now=now,
             unresolved=int(np.count_nonzero(active & ~view.resolved)),
             round_full=self.limits.sync and next_admission % self.limits.n_min == 0,
-            draining=draining,
+            draining=draining or self._admission_is_held(view, step),
             leaves_too_old=blocker is not None,
         )
         cause = self.trigger.cause(moment)
         if cause and blocker is not None and self.staleness.over_age == "wait":
             cause = None
         return [*asides, *self._claims(cause, claimed, fresh, seen, blocker)]
+
+    def _admission_is_held(self, view: GroupView, step: int) -> bool:
+        """Under `wait` nothing is admitted while a group is too old: too few for a step would wait for ever."""
+        late = self.staleness.too_old(view.oldest_step, step)
+        return self.staleness.over_age == "wait" and bool(np.any(late))
 
     # -- groups -------------------------------------------------------------------------------------------------
 

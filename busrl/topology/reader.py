@@ -24,6 +24,7 @@ from busrl.topology import schema
 from busrl.topology.keys import Rule, rule_of
 from busrl.topology.source import KeyPath, Source
 
+SHOWN = 120  # characters of a value in a message
 SECTIONS: dict[str, type] = {
     f.name: typing.get_type_hints(schema.Topology)[f.name]
     for f in dataclasses.fields(schema.Topology)
@@ -216,14 +217,14 @@ def _sections_with(name: str) -> list[str]:
 
 
 def show(value: Any) -> str:
-    """A value as TOML would write it, shortened."""
+    """A value as TOML would write it; a long one without its middle, since the end of a path says most."""
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
 
 
 def _bracket(path: KeyPath) -> str:

@@ -67,12 +67,14 @@ def test_samples_of_open_bin_go_back_at_the_next_start(scripted):
     assert "1 training and 0 validation samples that were in no slot are generated again" in scripted.output
 
 
-def test_a_ring_without_its_run_directory_is_not_adopted(scripted):
+def test_a_ring_without_its_run_directory_is_not_adopted_and_its_weights_neither(scripted):
     scripted.start(MODES)
     kill_launch(scripted)
     scripted.paths.run_json.unlink()
+    scripted.paths.weights_file.touch()
     scripted.start(MODES)
     scripted.life("learner", 2)
+    assert not scripted.paths.weights_file.exists()
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
     assert "adopted" not in scripted.output and scripted.leftovers() == []

@@ -98,6 +98,15 @@ def test_an_entry_of_the_process_table_is_reused_with_a_higher_epoch(world):
     assert epochs == [1, 2, 3]
 
 
+def test_tokens_are_counted_for_good_although_the_entry_of_a_dead_process_is_used_again(world):
+    for _ in range(2):
+        child = world.child("ring.register('rollout', 'c'); ring.add(tokens=30); ring.add(tokens=12); say(1); hear()")
+        child.hear()
+        child.kill()
+        world.ring.reap()
+    assert world.ring.stats().tokens == 84
+
+
 def test_a_full_process_table_is_reported_and_dead_entries_are_made_free_first(folder):
     ring = Ring.create(str(folder / "small"), slots=1, slot_bytes=64, processes=3, uuid=bytes(16))
     others = [Ring.attach(str(folder / "small")) for _ in range(3)]

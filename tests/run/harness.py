@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -169,12 +169,12 @@ class Run:
         """Time for the run to go on; it must not end in it."""
         assert not ended(self.pidfd, seconds), f"the run ended early\n{self.tail()}"
 
-    def kill_at_random_steps(self, name: str, times: int, seed: int) -> list[int]:
-        """Kill `name` when the run has reached each of `times` seeded steps of its first half. Returns the pids."""
-        chance = random.Random(f"{name} {seed}")
-        moments = sorted(chance.randint(1, self.steps // 2) for _ in range(times))
+    def kill_at_random_steps(self, names: Sequence[str], times: int, seed: int) -> list[int]:
+        """Kill each of `names` at `times` seeded steps of the run's first half. Returns the pids."""
+        chance = random.Random(f"{names} {seed}")
+        moments = sorted((chance.randint(1, self.steps // 2), name) for name in names for _ in range(times))
         killed = []
-        for moment in moments:
+        for moment, name in moments:
             self.until_step(moment)
             killed.append(self.kill(name))
         return killed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,20 +14,26 @@ ROLES = ["bus", "keeper", "scheduler", "rollout/0", "reward/0", "learner"]
 STEPS = 40
 
 
-def survive(tmp_path: Path, role: str, kills: int, seed: int, steps: int, undisturbed: Callable[[int], int]) -> None:
+def survive(
+    tmp_path: Path, roles: Sequence[str], kills: int, seed: int, steps: int, undisturbed: Callable[[int], int]
+) -> None:
     run = Run(tmp_path / "run", steps=steps)
     with running(run):
-        killed = run.kill_at_random_steps(role, kills, seed)
+        killed = run.kill_at_random_steps(roles, kills, seed)
         code = run.wait()
-    assert len(set(killed)) == kills
-    assert run.restarts(role) == kills
+    assert len(set(killed)) == kills * len(roles)
+    assert all(run.restarts(role) == kills for role in roles), run.summary()["processes"]
     check_end(run, code)
     check_tokens(run, undisturbed(steps))
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_a_run_survives_the_death_of(role: str, tmp_path: Path, undisturbed: Callable[[int], int]) -> None:
-    survive(tmp_path, role, 2, 0, STEPS, undisturbed)
+@pytest.mark.parametrize(
+    "roles", [("bus", "keeper"), ("scheduler", "reward/0"), ("rollout/0",), ("learner",)], ids=" and ".join
+)
+def test_a_run_survives_two_deaths_of(
+    roles: Sequence[str], tmp_path: Path, undisturbed: Callable[[int], int]
+) -> None:
+    survive(tmp_path, roles, 2, 0, STEPS, undisturbed)
 
 
 def survive_in_rounds(tmp_path: Path, kills: int, seed: int = 0) -> None:
@@ -53,7 +59,7 @@ def test_a_validator_that_is_killed_in_a_round_finishes_it_afterwards(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ROLES)
 def test_a_run_survives_three_deaths_of(role: str, tmp_path: Path, undisturbed: Callable[[int], int]) -> None:
-    survive(tmp_path, role, 3, 1, 2 * STEPS, undisturbed)
+    survive(tmp_path, [role], 3, 1, 2 * STEPS, undisturbed)
 
 
 @pytest.mark.slow
@@ -97,7 +103,7 @@ def test_a_run_survives_twenty_deaths_of_anybody_at_any_time(seed: int, tmp_path
 def test_a_run_survives_five_deaths_of(
     role: str, seed: int, tmp_path: Path, undisturbed: Callable[[int], int]
 ) -> None:
-    survive(tmp_path, role, 5, seed, 4 * STEPS, undisturbed)
+    survive(tmp_path, [role], 5, seed, 4 * STEPS, undisturbed)
 
 
 @pytest.mark.soak

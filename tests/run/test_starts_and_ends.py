@@ -51,6 +51,7 @@ def test_a_ring_that_nobody_wants_is_removed_by_ring_clean_and_its_samples_are_g
     check_end(run, code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights_too", [True, False])
 def test_after_a_reboot_of_the_host_the_next_start_generates_again(
     weights_too: bool, tmp_path: Path, quickstart: None

@@ -1,0 +1,74 @@
+"""Runs in a mount namespace of its own (`unshare -m`): a full /dev/shm, and a disk that fills up in mid-run.
+
+Started by test_full_disk.py as `python small_disk.py CASE FOLDER`; fails by an assertion.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from checks import check_end
+from harness import Run, running
+
+FILLED_AT = 4
+STEPS = 14
+
+
+def mount(where: Path, size: str) -> None:
+    where.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)], check=True)
+
+
+def fill(directory: Path) -> Path:
+    """Take all that is left on the file system."""
+    filler = directory / "filler"
+    descriptor = os.open(filler, os.O_WRONLY | os.O_CREAT)
+    size = 1 << 20
+    while size:
+        try:
+            os.write(descriptor, b"\0" * size)
+        except OSError:
+            size //= 2
+    os.close(descriptor)
+    return filler
+
+
+def small_shm(folder: Path) -> None:
+    """Refused at the start with what is needed, what is free, and what to do."""
+    mount(Path("/dev/shm"), "1m")
+    run = Run(folder / "run", steps=2)
+    with running(run):
+        code = run.wait()
+    text = run.output.read_text()
+    assert code == 2 and "Traceback" not in text, text
+    for part in ("/dev/shm has 1.0 MiB free, the run needs ring", "enlarge it", "--shm-size"):
+        assert part in text, text
+    assert not run.directory.exists() and run.leftovers() == [], run.leftovers()
+
+
+def disk_fills_up(folder: Path) -> None:
+    """Training pauses and says so, nobody dies of it, and it goes on when there is space."""
+    mount(folder / "disk", "96m")
+    run = Run(folder / "disk" / "run", "limits.progress_s=5", steps=STEPS)
+    run.output = folder / "run.out"  # a person's terminal is not on the full disk
+    with running(run):
+        run.until_step(FILLED_AT)
+        filler = fill(folder / "disk")
+        run.until("training to pause", lambda: "training pauses" in run.output.read_text())
+        before = run.processes()
+        run.let_pass(7.0)  # longer than limits.progress_s: waiting is no reason to be killed
+        assert {name: one.pid for name, one in run.processes().items()} == {
+            name: one.pid for name, one in before.items()
+        }, run.tail()
+        filler.unlink()
+        run.until("training to go on", lambda: "training goes on" in run.output.read_text())
+        code = run.wait()
+    check_end(run, code)
+    assert run.output.read_text().count("training pauses") == 1, run.output.read_text()
+
+
+if __name__ == "__main__":
+    {"small_shm": small_shm, "disk_fills_up": disk_fills_up}[sys.argv[1]](Path(sys.argv[2]))

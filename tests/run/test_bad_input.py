@@ -1,0 +1,127 @@
+"""What a user can get wrong is one message with place, value, rule and remedy, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import own
+import pytest
+from harness import ROOT, Run
+
+Change = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything in order; each case spoils a copy of it."""
+    return own.make_all(tmp_path_factory.mktemp("good") / "mine", "gpt2").parent
+
+
+def replaced(old: str, new: str, name: str = "own.toml") -> Change:
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def line_seven(text: str) -> Change:
+    def change(folder: Path) -> None:
+        lines = (folder / "prompts.jsonl").read_text().splitlines()
+        lines[6] = text
+        (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    return lambda folder: [change(folder) for change in changes]
+
+
+LONG = json.dumps({"question": "q" * 5000, "wanted": ""})
+SYNC = 'n_min = 8\nt_max = 100\n[weights]\nmode = "sync"'
+CASES: dict[str, tuple[Change, list[str]]] = {
+    "a wrong type": (
+        replaced("n_min = 8", 'n_min = "many"'), ["own.toml:17:", "n_min", '"many"', "a whole number", "default is 32"]
+    ),
+    "an unknown key": (
+        replaced("policy", "polcy"), ["own.toml:15:", "polcy: unknown key in [scheduler]; did you mean policy?"]
+    ),
+    "an impossible combination": (
+        replaced("n_min = 8", SYNC), ["own.toml:18:", "t_max = 100", 'mode = "sync"', "not by time", "t_max = inf"]
+    ),
+    "no model folder": (
+        lambda folder: shutil.rmtree(folder / "model"), ["own.toml:5:", "mine/model", "no such folder", "give a folder"]
+    ),
+    "a reward that can not be imported": (
+        replaced("def score", "import nothing_of_the_kind\n\n\ndef score", "judge.py"),
+        ["own.toml:20:", "reward.function", "No module named 'nothing_of_the_kind' at", "judge.py:5"],
+    ),
+    "a reward that is not there": (
+        replaced("judge.py:score", "judge.py:scor"), ["own.toml:20:", "has no 'scor'", "it has score"]
+    ),
+    "a prompt longer than its slot": (
+        both(line_seven(LONG), replaced("[groups]", "[ring]\nslot_bytes = 4096\n[groups]")),
+        ["prompts.jsonl:7:", "5030 bytes", "ring.slot_bytes = 4096", "own.toml:10:", "or more"],
+    ),
+    "a broken line of the prompts": (
+        line_seven('{"question": "abc'), ["prompts.jsonl:7:", '{"question": "abc', "not JSON", "one complete JSON"]
+    ),
+    "a line without the prompt's key": (
+        line_seven('{"text": "abc"}'), ["prompts.jsonl:7:", "keys ['text']", "'question' (data.prompt_key) is missing"]
+    ),
+    "half a topology": (replaced("size = 4", "size = = 4"), ["own.toml:10:", "size = = 4", "not TOML"]),
+    "a model that can not be read": (
+        lambda folder: (folder / "model" / "config.json").write_text("{"), ["config.json:", "not a JSON object"]
+    ),
+}  # fmt: skip
+
+
+def command(verb: str, folder: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", "busrl.cli", verb, str(folder / "own.toml")]
+    arguments += ["--run-dir", str(folder / "run")] if verb == "launch" else []
+    return subprocess.run(
+        arguments, capture_output=True, text=True, cwd=ROOT, timeout=90, env={**os.environ, **(env or {})}
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], texts: list[str]) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("busrl: ") == 1, done.stderr
+    assert done.stdout == ""
+    for text in texts:
+        assert text in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["check", "launch"])
+@pytest.mark.parametrize("case", CASES)
+def test_refused_before_anything_starts(case: str, verb: str, good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(good, folder)
+    change, texts = CASES[case]
+    change(folder)
+    refused(command(verb, folder), texts)
+    assert not (folder / "run").exists() and Run(folder / "run").leftovers() == []
+
+
+def test_a_run_directory_that_is_a_file_is_refused(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(good, folder)
+    (folder / "run").write_text("mine")
+    refused(command("launch", folder), ["--run-dir", "File exists", "give a path"])
+    assert (folder / "run").read_text() == "mine"
+
+
+def test_a_socket_directory_with_too_long_a_name_is_refused(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(good, folder)
+    long = {"XDG_RUNTIME_DIR": str(tmp_path / ("d" * 100))}
+    refused(command("launch", folder, long), ["pub.sock", "the kernel allows 107", "set XDG_RUNTIME_DIR"])
+    assert Run(folder / "run").leftovers() == []

@@ -1,0 +1,36 @@
+"""A full disk pauses a run and a full /dev/shm refuses one; both say what to do. Each case has its own small mounts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+HERE = Path(__file__).parent
+
+
+def why_not() -> str:
+    """Why no mount namespace can be had here; empty if one can."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return "needs root and unshare(1) for a private mount namespace"
+    tried = subprocess.run(
+        ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True, timeout=30
+    )
+    return f"no private mounts here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+WHY_NOT = why_not()
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+@pytest.mark.parametrize("case", ["small_shm", "disk_fills_up"])
+def test_when_space_is_short(case: str, tmp_path: Path, quickstart: None) -> None:
+    command = ["unshare", "-m", sys.executable, str(HERE / "small_disk.py"), case, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr

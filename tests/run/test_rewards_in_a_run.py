@@ -1,0 +1,82 @@
+"""A reward function that breaks on a sample costs that sample, not the run, and is told once, not a thousand times."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import own
+from harness import Run, read_lines, running
+
+COUNTED = '''
+import os
+import time
+from pathlib import Path
+
+
+def call_number(record):
+    """How often this record was judged, this time included; it outlives the process."""
+    with open(Path(__file__).parent / f"calls-{record['id']}", "ab") as file:
+        file.write(b".")
+        return file.tell()
+'''
+BREAKS = own.REWARD + COUNTED + '''
+
+whole = score
+
+
+def score(record, completion, token_ids):
+    number, call = record["id"], call_number(record)
+    if number == 3 and call in (1, 5):
+        raise ValueError("broken on purpose")
+    if number == 11 and call == 1:
+        time.sleep(3600)
+    if number == 17 and call == 1:
+        return float("nan")
+    if number == 23 and call <= 2:
+        os.kill(os.getpid(), 9)
+    return whole(record, completion, token_ids)
+'''
+OFTEN = own.REWARD + '''
+
+whole = score
+
+
+def score(record, completion, token_ids):
+    if record["id"] % 4 == 0:
+        raise ValueError(f"no idea about {record['id']}")
+    return whole(record, completion, token_ids)
+'''
+
+
+def reward_run(tmp_path: Path, reward: str, steps: int) -> Run:
+    topology = own.make_all(tmp_path / "mine", "llama", reward)
+    run = Run(tmp_path / "run", "reward.timeout_s=1", config=topology, steps=steps)
+    with running(run):
+        code = run.wait()
+    assert code == 0, run.tail()
+    report = run.audit()
+    assert not report.errors and report.counts.lost == 0 and report.counts.trained_twice == 0, report
+    assert run.leftovers() == []
+    return run
+
+
+def test_a_reward_that_raises_hangs_lies_or_kills_its_process_costs_only_that_sample(tmp_path: Path) -> None:
+    run = reward_run(tmp_path, BREAKS, steps=14)
+    accidents = run.audit().accidents
+    # Raised at the 1st and 5th call for one record, and by a process that died on one sample twice.
+    assert sorted(accidents.values()) == [1, 1, 3] and sum(accidents.values()) == 5, accidents
+    told = [line["text"] for line in read_lines(run.paths.errors) if line["where"] == "reward"]
+    for text in ("broken on purpose", "no result after 1 s", "must be finite", "died on this sample twice"):
+        assert any(text in line for line in told), told
+    assert run.summary()["processes"]["reward/0"]["restarts"] == 0
+
+
+def test_a_reward_that_breaks_all_the_time_does_not_flood_and_every_one_is_counted(tmp_path: Path) -> None:
+    run = reward_run(tmp_path, OFTEN, steps=12)
+    accidents = sum(run.audit().accidents.values())
+    told = [line for line in read_lines(run.paths.errors) if line["where"] == "reward"]
+    assert accidents > 40
+    assert len(told) <= 3 + run.summary()["seconds"] / 5, told
+    more = [re.match(r"(\d+) more like this", line["text"]) for line in told]
+    assert sum(int(match[1]) if match else 1 for match in more) >= accidents - 8, told
