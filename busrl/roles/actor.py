@@ -64,9 +64,11 @@ class Doorbell:
         self.first: m.Message | None = None
         self.count = 0
 
-    def add(self, message: m.Message, count: int = 1) -> None:
-        self.first = self.first or message
-        self.count += count
+    def add(self, make: Callable[[], m.Message]) -> None:
+        """One slot more; its message is made only if it is the first, since the others are merely counted."""
+        if self.first is None:
+            self.first = make()
+        self.count += 1
 
     def take(self) -> m.Message | None:
         """Return the message to send, its `count` filled in, and start afresh."""

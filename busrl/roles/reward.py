@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.trajectory import read, read_task, read_text, segments_of, seq_of
 
 BATCH = 256
-GATHER_S = 0.003
+STREAM_BATCH, STREAM_PAUSE_S = 12, 0.012
 JUDGE_WAIT_S = 0.02
 LOAD_LOOK_S = 0.5
 FATE_OF = {"raised": "R", "hung": "H", "malformed": "M"}
@@ -41,21 +42,24 @@ class Reward(Actor):
         self.held: dict[int, int] = {}  # slot -> the word that we own it by
         self.wants_ids = self.topology.reward.kind == "python"  # exact_match compares text
         self.bell = Doorbell()
+        self.streaming = False
 
     def step(self) -> bool:
         taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=BATCH - len(self.held))
         if taken:
             self.pool.submit([self._item(slot, word) for slot, word in taken])
-        return bool(self._settle(0.0) or taken)
+        # In a stream of answers one look takes many; the last ones of a round come few at a time and are not kept.
+        self.streaming = len(taken) >= STREAM_BATCH
+        return bool(self._settle(0.0)) and not self.streaming
 
     def idle(self, timeout_s: float) -> None:
         """Let answers gather for a moment: one wake-up for many of them, not one for each."""
-        if not self.held:
+        if self.streaming:
+            time.sleep(STREAM_PAUSE_S)  # not to wait for anything: to wake up less often
+        elif not self.held:
             super().idle(timeout_s)
-            return
-        super().idle(GATHER_S)
-        if not self._settle(0.0):
-            self._settle(JUDGE_WAIT_S)
+        elif not self._settle(JUDGE_WAIT_S):
+            super().idle(0.0)
 
     def _settle(self, timeout_s: float) -> int:
         """Commit what the judges have answered, waiting at most `timeout_s` for a first answer."""
@@ -79,20 +83,23 @@ class Reward(Actor):
     def _commit(self, outcome: Outcome) -> None:
         slot = outcome.key
         word = self.held.pop(slot)
-        uid = int(self.ring.line(slot)["uid"])
         if outcome.error is not None:
-            self._drop(slot, word, uid, outcome)
+            self._drop(slot, word, outcome)
             return
         if outcome.parts:
             self.ring.put(slot, word, "reward_parts", np.array(list(outcome.parts.values()), np.float32))
         self.ring.set(slot, word, reward=outcome.value, reward_parts=1)
-        done = self.ring.release(slot, word, State.REWARDED)
-        self.bell.add(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=uid, reward=outcome.value, count=1))
+        self.bell.add(lambda: self._message(slot, word, outcome.value))
+        self.ring.release(slot, word, State.REWARDED)
 
-    def _drop(self, slot: int, word: int, uid: int, outcome: Outcome) -> None:
+    def _message(self, slot: int, word: int, reward: float) -> m.RewardComputed:
+        return m.RewardComputed(slot_id=slot, seq=seq_of(word), uid=int(self.ring.line(slot)["uid"]), reward=reward)
+
+    def _drop(self, slot: int, word: int, outcome: Outcome) -> None:
+        uid = int(self.ring.line(slot)["uid"])
         self.warn("reward", f"sample {uid} {outcome.error}: {outcome.text}", kind=outcome.error or "")
+        self.bell.add(lambda: self._message(slot, word, 0.0))
         self.ring.drop(slot, word, FATE_OF[outcome.error or "raised"])
-        self.bell.add(m.RewardComputed(slot_id=slot, seq=seq_of(word), uid=uid, reward=0.0, count=1))
 
     def teardown(self) -> None:
         self.pool.close()

@@ -187,10 +187,9 @@ class Rollout(Actor):
             return
         self._note(slot, word, line, sequence, len(whole))
         done = self.ring.commit_segment(slot, word, True)
-        uid = int(line["uid"])
         self.bell.add(
-            m.DataGenerated(
-                slot_id=slot, seq=seq_of(done), uid=uid, version=int(sequence.versions[-1]), status="done", count=1
+            lambda: m.DataGenerated(
+                slot_id=slot, seq=seq_of(done), uid=int(line["uid"]), version=int(sequence.versions[-1])
             )
         )
 

@@ -41,7 +41,7 @@ WORKER_FORGOTTEN_S = 10.0
 class Scheduler(Actor):
     role = "scheduler"
     singleton = True
-    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.TaskRequest, m.LearnerStateUpdate, m.WeightsPublished)
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.TaskRequest, m.LearnerStateUpdate)
 
     def setup(self) -> None:
         data, derived = self.topology.data, self.topology.derived
@@ -157,7 +157,7 @@ class Scheduler(Actor):
         if done is None:
             return False
         slot, word = done
-        self.bell.add(m.NewTask(worker_id="", slot_id=slot, seq=seq_of(word), uid=uid, count=1))
+        self.bell.add(lambda: m.NewTask(worker_id="", slot_id=slot, seq=seq_of(word), uid=uid))
         return True
 
     # -- telling ------------------------------------------------------------------------------------------------

@@ -26,7 +26,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TICKS = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.01
-QUIET = ("run.validate_before=false", "validation.every=0", "validation.at_end=false", "learner.checkpoint_every=0")
+# The rivals draw 32 groups and train what is left of them; so does busrl here. No validation, no checkpoint on any side.
+TERMS = (
+    "learner.trigger.count=ended",
+    "run.validate_before=false",
+    "validation.every=0",
+    "validation.at_end=false",
+    "learner.checkpoint_every=0",
+)
 
 
 class RunFailed(Exception):
@@ -80,7 +87,7 @@ def _printed(command: Sequence[str], terms: Terms, threads: int) -> dict[str, An
 
 def run_busrl(seed: int, terms: Terms, name: str, extra: Sequence[str]) -> dict[str, Any]:
     """One `busrl launch` in a fresh run directory, stopped at the goal."""
-    settings = [f"run.seed={seed}", f"run.max_steps={terms.max_updates}", f"learner.lr={terms.lr}", *QUIET, *extra]
+    settings = [f"run.seed={seed}", f"run.max_steps={terms.max_updates}", f"learner.lr={terms.lr}", *TERMS, *extra]
     with tempfile.TemporaryDirectory(prefix="busrl-bench-") as folder:
         run_dir = Path(folder) / "run"
         command = [sys.executable, "-m", "busrl.cli", "launch", str(terms.config), f"--run-dir={run_dir}"]
