@@ -52,7 +52,8 @@ class History:
             self.step, self.groups = found.step, int(found.meta["groups"])
             self.highest_version = int(found.meta["version"])
         if self.wal is not None:
-            self.highest_version = max(self.highest_version, self.wal.last_version)
+            # A record holds the newest version at its time; its own step may have been published as the one after.
+            self.highest_version = max(self.highest_version, self.wal.last_version + 1)
 
     def to_replay(self) -> Iterator[Record]:
         """Records after the checkpoint, in order; call `finished` for each once it is trained."""

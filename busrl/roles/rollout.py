@@ -28,6 +28,7 @@ from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import SlotTooSmall, State
 from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.limits import admission_limits
 from busrl.roles.trajectory import Generated, read, read_task, segments_of, seq_of, write_segment, write_text
 from busrl.weights import Receiver, make_receiver
 
@@ -45,6 +46,7 @@ class Rollout(Actor):
         self.held: dict[int, int] = {}  # slot -> the word that we own it by
         self.bell = Doorbell()
         self.alone = False
+        self.limits = admission_limits(self.topology)
         self.version = 0
         self.step_of = {0: 0}  # learner step of each version that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
@@ -119,7 +121,7 @@ class Rollout(Actor):
     def _take(self) -> bool:
         """Claim as many slots as the engine has rows for; a suspect one only when nothing else runs."""
         room = self.engine.capacity - self.engine.active
-        if room <= 0 or (self.alone and self.held):
+        if room <= 0 or (self.alone and self.held) or self._left_behind():
             return False
         self.alone = False
         taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=room, max_attempt=1)
@@ -133,10 +135,20 @@ class Rollout(Actor):
             self.engine.add(requests)
         return bool(taken)
 
+    def _left_behind(self) -> bool:
+        """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
+        bound = self.limits.max_staleness
+        behind = self.ring.header("version_step") - self.step_of[self.version]
+        return bound is not None and self.topology.learner.forced_age == 0 and behind >= max(1, bound)
+
     def _request(self, slot: int, word: int) -> Request | None:
         line = self.ring.line(slot)
         self.held[slot] = word
         segments = segments_of(word)
+        own_step = self.step_of[self.version]
+        if own_step < int(line["step"]):
+            # Admitted with newer weights than these: say so now, the learner counts its age from it.
+            self.ring.set(slot, word, version=self.version, step=own_step)
         prompt = self._prompt_ids(slot, word, segments)
         if prompt is None:
             return None

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TICKS = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.01
-# The rivals draw 32 groups and train what is left of them; so does busrl here. No validation, no checkpoint on any side.
+# The rivals draw 32 groups and train what is left of them; so does busrl here. Nobody validates or writes checkpoints.
 TERMS = (
     "learner.trigger.count=ended",
     "run.validate_before=false",
