@@ -55,6 +55,7 @@ class Launch:
         self._running: dict[str, Running] = {}
         # Who has to end in order, after the last step, for the goal to be reached.
         self._goal = {"learner", "validator"} & self._processes.keys()
+        self._done: set[str] = set()
         self._watch = Watch(opened.ring)
         self.usage = Usage()
         self._selector = selectors.DefaultSelector()
@@ -135,12 +136,14 @@ class Launch:
             child = next(one for one in self.children if one.name == name)
             if name in self._goal and how == "exit code 0" and self._run.ring.header("run_state") == FINISHED:
                 child.finished()
-                self._goal.remove(name)
+                self._done.add(name)
                 continue
             outcome = self._died(child, how)
             if outcome is not None:
                 return outcome
-        return None if self._goal else Outcome("finished", "the learner has reached the goal", 0)
+        if "learner" in self._done and self._done == self._goal:
+            return Outcome("finished", "the learner has reached the goal", 0)
+        return None
 
     def _forget(self, running: Running) -> None:
         self._selector.unregister(running)

@@ -70,8 +70,9 @@ class Learner(Actor):
             self.history.load(self.training)
             replayed = 0
             for record in self.history.to_replay():
-                self.training.train(record.samples, len(record.groups), record.version)
+                stats = self.training.train(record.samples, len(record.groups), record.version)
                 self.history.finished(record)
+                self.metrics.replayed(record, stats)
                 self.ring.progress()
                 replayed += 1
             self.history.store_fates(self.fates)

@@ -34,6 +34,7 @@ from busrl.weights import Receiver, make_receiver
 
 log = logging.getLogger("busrl")
 REQUEST_EVERY_S = 1.0
+BELL_EVERY_S, SPARSE = 0.015, 4
 WEIGHTS_TURN_S = 0.25
 Ids = npt.NDArray[np.int32]
 
@@ -51,7 +52,7 @@ class Rollout(Actor):
         self.step_of = {0: 0}  # learner step of each version that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
         self.receiver: Receiver = make_receiver(self.topology, self.paths, self.worker_id)
-        self._next_request = 0.0
+        self._next_request = self._next_bell = 0.0
         self._update_weights(wait=True)
 
     def step(self) -> bool:
@@ -66,14 +67,22 @@ class Rollout(Actor):
         finished = self.engine.step()
         for sequence in finished:
             self._commit(sequence)
-        self.ring_bell(self.bell)
+        self._announce()
         self.ring.add(
             busy_ns=time.monotonic_ns() - begun,
             samples=len(finished),
         )
         return True
 
+    def _announce(self) -> None:
+        """While much is running a doorbell now and then is enough: the reward worker takes what there is."""
+        now = time.monotonic()
+        if now >= self._next_bell or self.engine.active < self.engine.capacity // SPARSE:
+            self._next_bell = now + BELL_EVERY_S
+            self.ring_bell(self.bell)
+
     def idle(self, timeout_s: float) -> None:
+        self.ring_bell(self.bell)
         seen = self.ring.transitions(State.QUEUED)
         if not self._take():
             self.ring.wait(State.QUEUED, seen, timeout_s)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -86,8 +86,7 @@ class Scheduler(Actor):
         sent = 0
         for todo in view.todo:
             index = todo.admission if todo.admission >= 0 else self._next_index()
-            item = self.stream.item(todo.draw)
-            if not self._put(todo.uid, todo.draw, index, todo.member, item.line, item.crc):
+            if not self._put(todo.uid, todo.member, self._fields(todo.draw, index)):
                 break
             sent += 1
         return sent
@@ -128,11 +127,11 @@ class Scheduler(Actor):
     def _open_group(self, candidate: Candidate) -> int:
         """Dispatch all members; one that finds no slot is dispatched by the next scan, before any new group."""
         draw, index = candidate.draw, self.ring.header("next_admission")
-        item = self.stream.item(draw)
+        fields = self._fields(draw, index)
+        first = uid_of(draw, 0, 0, self.group_size)
         sent = 0
         for member in range(self.group_size):
-            uid = uid_of(draw, 0, member, self.group_size)
-            if not self._put(uid, draw, index, member, item.line, item.crc):
+            if not self._put(first + member, member, fields):
                 break
             sent += 1
         if sent:
@@ -145,15 +144,19 @@ class Scheduler(Actor):
         self.ring.set_header("next_admission", index + 1)
         return index
 
-    def _put(self, uid: int, draw: int, index: int, member: int, line: bytes, crc: int) -> bool:
-        generation = self.topology.generation
+    def _fields(self, draw: int, index: int) -> dict[str, Any]:
+        """What the members of a group have in common."""
+        generation, item = self.topology.generation, self.stream.item(draw)
+        return {
+            "group": draw, "admission": index, "group_size": self.group_size, "cls": CLS_TRAIN, "task": item.line,
+            "prompt_crc": item.crc, "priority": slot_priority(index), "max_new_tokens": generation.max_new_tokens,
+            "temperature": generation.temperature, "top_p": generation.top_p,
+            "version": self.ring.header("version"), "step": self.ring.header("version_step"),
+        }  # fmt: skip
+
+    def _put(self, uid: int, member: int, fields: dict[str, Any]) -> bool:
         self.fates.reserve(uid + 1)
-        done = self.ring.dispatch(
-            uid=uid, group=draw, admission=index, member=member, group_size=self.group_size, cls=CLS_TRAIN, task=line,
-            prompt_crc=crc, priority=slot_priority(index), max_new_tokens=generation.max_new_tokens,
-            temperature=generation.temperature, top_p=generation.top_p,
-            version=self.ring.header("version"), step=self.ring.header("version_step"),
-        )  # fmt: skip
+        done = self.ring.dispatch(uid=uid, member=member, **fields)
         if done is None:
             return False
         slot, word = done

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,6 +33,7 @@ class StepMetrics:
     """Counts since the last step, and the files they are written to."""
 
     def __init__(self, paths: RunPaths) -> None:
+        self._told = _last_step(paths.metrics)
         self._metrics = LineFile(paths.metrics)
         self._samples = LineFile(paths.samples)
         self._started: float | None = None
@@ -47,7 +49,6 @@ class StepMetrics:
         self._waited: Counter[str] = Counter()
         self._waiting_for = "start"
         self._blocker: int | None = None
-        self._working_ns = 0
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -125,6 +126,21 @@ class StepMetrics:
         self._clear()
         return row
 
+    def replayed(self, record: Record, stats: StepStats) -> None:
+        """The line of a step that a predecessor logged, but died before it wrote it; what only it knew is left out."""
+        if record.step <= self._told:
+            return
+        rewards = [sample.reward for sample in record.samples]
+        row = {
+            "step": record.step, "version": record.version, "cause": record.cause, "replayed": True,
+            "time_s": 0.0, "seconds": 0.0, "groups": len(record.groups), "samples": len(rewards),
+            "groups_ended": len(record.groups), "samples_ended": len(rewards), "tokens": stats.tokens,
+            "reward": float(np.mean(rewards)), "reward_trained": float(np.mean(rewards)), "age_mean": 0.0, "age_max": 0,
+            **_training(stats),
+        }  # fmt: skip
+        with contextlib.suppress(MachineError, OSError):
+            self._metrics.append(msgspec.json.encode(row))
+
     def _write(self, row: dict[str, Any], sample: dict[str, object]) -> None:
         # A full disk must not stop training here: these lines are for people, the log is for the ledger.
         with contextlib.suppress(MachineError, OSError):
@@ -150,6 +166,12 @@ class StepMetrics:
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
+
+
+def _last_step(path: Path) -> int:
+    """The last step that has a line, 0 without one."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return int(msgspec.json.decode(lines[-1])["step"]) if lines else 0
 
 
 def _training(stats: StepStats) -> dict[str, Any]:
