@@ -67,17 +67,18 @@ class Scheduler(Actor):
             self.policy.feedback(LearnerState(message.step, message.entropy))
 
     def step(self) -> bool:
-        """Dispatch what may be dispatched now; True when anything was."""
+        """Dispatch all that may be dispatched now. There is nothing more to do then until a message or the next tick."""
         if self.ring.header("run_state") != RUNNING or self.ring.header("generation_pause"):
             return False
         view = self.scan(self.scanner)
         try:
-            sent = self._finish_open(view) + self._open_new(view, self.lines)
+            self._finish_open(view)
+            self._open_new(view, self.lines)
         except DiskFull as problem:
             self._wait_for_disk(problem)
             return False
         self._announce(view)
-        return sent > 0
+        return False
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def test_the_quickstart_is_the_comparison_that_the_documents_describe() -> None:
     topology = load(CONFIGS / "quickstart.toml")
     assert (topology.learner.trigger.n_min, topology.groups.size, topology.run.max_steps) == (32, 8, 200)
     assert (topology.weights.mode, topology.weights.max_staleness) == ("batch-async", 2)
-    assert topology.scheduler.policy == "sjf"
+    assert topology.scheduler.policy == "fifo"
     names = [process.name for process in topology.processes()]
     assert names == ["bus", "keeper", "scheduler", "learner", "reward/0", "rollout/0", "validator"]
     assert not topology.derived.warnings
