@@ -38,7 +38,7 @@ def test_the_reference_holds_the_defaults(tmp_path: Path) -> None:
 
 def test_the_quickstart_is_the_comparison_that_the_documents_describe() -> None:
     topology = load(CONFIGS / "quickstart.toml")
-    assert (topology.learner.trigger.n_min, topology.groups.size, topology.run.max_steps) == (32, 8, 200)
+    assert (topology.learner.trigger.n_min, topology.groups.size, topology.run.max_steps) == (32, 8, 150)
     assert (topology.weights.mode, topology.weights.max_staleness) == ("batch-async", 2)
     assert topology.scheduler.policy == "fifo"
     names = [process.name for process in topology.processes()]
