@@ -67,7 +67,7 @@ class Scheduler(Actor):
             self.policy.feedback(LearnerState(message.step, message.entropy))
 
     def step(self) -> bool:
-        """Dispatch all that may be dispatched now. There is nothing more to do then until a message or the next tick."""
+        """Dispatch all that may be dispatched now; nothing is left to do then until a message or the next tick."""
         if self.ring.header("run_state") != RUNNING or self.ring.header("generation_pause"):
             return False
         view = self.scan(self.scanner)
