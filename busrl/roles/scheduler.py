@@ -86,7 +86,7 @@ class Scheduler(Actor):
         """Members of open groups: missing ones after a crash, and re-rolls. Always allowed while a slot is free."""
         sent = 0
         for todo in view.todo:
-            index = todo.admission if todo.admission >= 0 else self._next_index()
+            index = todo.admission if todo.admission >= 0 else self._newest_index()
             if not self._put(todo.uid, todo.member, self._fields(todo.draw, index)):
                 break
             sent += 1
@@ -140,10 +140,12 @@ class Scheduler(Actor):
             self.ring.set_header("next_admission", index + 1)
         return sent
 
-    def _next_index(self) -> int:
-        index = self.ring.header("next_admission")
-        self.ring.set_header("next_admission", index + 1)
-        return index
+    def _newest_index(self) -> int:
+        """For a re-roll of a group whose slots are all gone, so that nobody knows its index any more.
+
+        It shares the newest one: a new index would shift the rounds of `sync`, which are cut by counting.
+        """
+        return max(0, self.ring.header("next_admission") - 1)
 
     def _fields(self, draw: int, index: int) -> dict[str, Any]:
         """What the members of a group have in common."""

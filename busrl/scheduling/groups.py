@@ -51,7 +51,7 @@ class Todo(NamedTuple):
     draw: int
     attempt: int
     member: int
-    admission: int  # UNKNOWN: the group takes a new index
+    admission: int  # UNKNOWN: the group shares the newest index; a new one would shift the rounds of sync
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class ClosedLoop:
         for todo in view.todo:
             if not self.table.free:
                 break
-            admission = self.take_admission() if todo.admission == UNKNOWN else todo.admission
+            admission = max(0, self.next_admission - 1) if todo.admission == UNKNOWN else todo.admission
             self.table.put(todo.draw, todo.member, attempt=todo.attempt, admission=admission, step=self.published)
             moved = True
         return moved or self.open_groups(view)

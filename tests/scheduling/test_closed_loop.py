@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from busrl.scheduling.limits import oldest_age, window_of
@@ -51,6 +51,7 @@ def test_under_drop_no_step_ever_waits_for_an_old_group_and_none_is_trained(
 
 
 @LOOPS
+@example(seed=0, n_min=3, accidents=0.5, flats=0.0)  # re-rolls of a group without slots, under a new scheduler
 @given(seed=SEEDS, n_min=N_MIN, accidents=st.sampled_from([0.0, 0.1, 0.5]), flats=st.sampled_from([0.0, 0.3, 1.0]))
 def test_sync_trains_whole_rounds_at_age_zero_and_goes_on_after_rounds_without_a_step(
     closed_loop: Any, seed: int, n_min: int, accidents: float, flats: float
