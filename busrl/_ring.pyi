@@ -168,9 +168,12 @@ class Ring:
         top_p: float = 1.0,
         version: int = 0,
         step: int = 0,
+        members: int = 1,
         offer_to: int = 0,
         offer_s: float = 0.0,
-    ) -> tuple[int, int] | None: ...
+    ) -> list[tuple[int, int]]: ...  # fewer than `members` when no more slots are free
+    def copies(self, held: Sequence[tuple[int, int]], name: str, *, last_segment: bool = False) -> list[bytes]: ...
+    def commit_rewards(self, held: Sequence[tuple[int, int]], rewards: Sequence[float]) -> list[int]: ...
     def claim(self, slot: int, word: int, to: int) -> int: ...
     def take(
         self, frm: int, to: int, *, cls: int | None, limit: int, max_attempt: int = 1

@@ -8,11 +8,12 @@ Used by the torch engine. Prompts come in groups, so ids are kept per text. Know
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedTokenizerFast
 
 
 class Tokens:
@@ -20,6 +21,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int], chat: bool = False, cached: int = 65536) -> None:
         self._tokenizer = tokenizer
+        self._decode_ids = _fast_decode(tokenizer)
         self._eos_ids = eos_ids
         self._chat = chat
         self._cached = cached
@@ -36,10 +38,10 @@ class Tokens:
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
         """Text of generated ids, special tokens kept; with `ended` a final end-of-sequence token is left out."""
-        listed = [int(i) for i in ids]
+        listed: list[int] = np.asarray(ids).tolist()
         if ended and listed and listed[-1] in self._eos_ids:
             listed.pop()
-        return str(self._tokenizer.decode(listed, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._decode_ids(listed)
 
     def _encode(self, text: str) -> list[int]:
         if not self._chat:
@@ -48,6 +50,16 @@ class Tokens:
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
         return [int(i) for i in self._tokenizer.encode(rendered, add_special_tokens=False)]
+
+
+def _fast_decode(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Special tokens kept, spaces as they are. transformers looks at every id for ten times as long as it takes to
+    decode them, so its own backend is asked directly where the class adds nothing to it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    plain = getattr(type(tokenizer), "_decode", None) is getattr(PreTrainedTokenizerFast, "_decode", tokenizer)
+    if backend is not None and plain:
+        return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def eos_ids_of(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -123,8 +123,7 @@ class TorchEngine:
     def add(self, requests: Sequence[Request]) -> None:
         if self.active + len(requests) > self._capacity:
             raise ValueError(f"{len(requests)} requests for {self._capacity - self.active} free rows; look at capacity")
-        for request in requests:
-            self._check(request)
+        self._check(requests)
         for request in requests:
             if self._seats.room_for(request) > 0:
                 self._waiting.append(request)
@@ -251,16 +250,27 @@ class TorchEngine:
 
     # -- small things -------------------------------------------------------------------------------------------
 
-    def _check(self, request: Request) -> None:
-        ids = np.concatenate((request.prompt_ids, request.prefix_ids))
-        if not len(ids):
-            raise ValueError(f"request {request.key} (uid {request.uid}) has no tokens; a prompt needs at least one")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self._vocabulary:
-            raise ValueError(
-                f"request {request.key} (uid {request.uid}) has token id {low if low < 0 else high}; "
-                f"the model knows 0 to {self._vocabulary - 1}"
-            )
+    def _check(self, requests: Sequence[Request]) -> None:
+        """`ValueError` that names the request without tokens, or with one that the model does not know."""
+        for request in requests:
+            if not len(request.prompt_ids) + len(request.prefix_ids):
+                raise ValueError(
+                    f"request {request.key} (uid {request.uid}) has no tokens; a prompt needs at least one"
+                )
+        if not requests or self._knows([ids for r in requests for ids in (r.prompt_ids, r.prefix_ids)]):
+            return
+        for request in requests:
+            if not self._knows([request.prompt_ids, request.prefix_ids]):
+                ids = np.concatenate((request.prompt_ids, request.prefix_ids))
+                low, high = int(ids.min()), int(ids.max())
+                raise ValueError(
+                    f"request {request.key} (uid {request.uid}) has token id {low if low < 0 else high}; "
+                    f"the model knows 0 to {self._vocabulary - 1}"
+                )
+
+    def _knows(self, parts: Sequence[npt.NDArray[Any]]) -> bool:
+        ids = np.concatenate(parts)
+        return int(ids.min()) >= 0 and int(ids.max()) < self._vocabulary
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

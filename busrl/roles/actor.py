@@ -64,11 +64,11 @@ class Doorbell:
         self.first: m.Message | None = None
         self.count = 0
 
-    def add(self, make: Callable[[], m.Message]) -> None:
-        """One slot more; its message is made only if it is the first, since the others are merely counted."""
+    def add(self, make: Callable[[], m.Message], count: int = 1) -> None:
+        """`count` slots more; their message is made only if they are the first, since the others are merely counted."""
         if self.first is None:
             self.first = make()
-        self.count += 1
+        self.count += count
 
     def take(self) -> m.Message | None:
         """Return the message to send, its `count` filled in, and start afresh."""

@@ -11,14 +11,16 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from busrl.ledger.wal import SampleRecord
-from busrl.ring import Ring, State
+from busrl.ring import NoSuchTensor, Ring, RingMismatch, State
 from busrl.roles.trajectory import read, read_task, read_text, segments_of
 
 
@@ -41,66 +43,79 @@ class Claimed:
         return min(record.step for record in self.records)
 
 
+Lines = npt.NDArray[Any]
+Fault = Callable[[Sequence[SampleRecord]], "tuple[int, str] | None"]
+FIELDS = (
+    "uid", "group", "admission", "member", "attempt", "prompt_crc", "reward", "temperature", "version", "step", "finish"
+)  # fmt: skip
+TENSORS = ("prompt_ids", "token_ids", "logprobs", "versions")
+SEGMENTED = ("tokens", "logprobs", "versions")
+
+
 class Malformed(Exception):
-    """A sample's payload breaks the rules of the ledger."""
+    """The payload of the sample at `position` of its group breaks the rules of the ledger."""
+
+    def __init__(self, position: int, text: str) -> None:
+        super().__init__(text)
+        self.position = position
 
 
-def claim_group(
-    ring: Ring, slots: list[int], words: list[int], fault: Callable[[SampleRecord], str | None]
-) -> Claimed | str | None:
-    """Claim the REWARDED `slots` of one group.
+def claim_group(ring: Ring, lines: Lines, slots: Sequence[int], fault: Fault) -> Claimed | str | None:
+    """Claim the REWARDED `slots` of one group, as `lines` (a copy of all control lines) shows them.
 
-    `fault` says why a sample can not be trained. Returns the group; None when a slot moved meanwhile; or the text of
-    what is malformed, with that sample dropped.
+    `fault` says which of the records can not be trained, and why. Returns the group; None when a slot moved meanwhile;
+    or the text of what is malformed, with that sample dropped.
     """
+    own = lines[list(slots)]  # what they say holds: a claim succeeds only while the word is the one read with them
     owned: list[tuple[int, int]] = []
-    for slot, word in zip(slots, words):
+    for slot, word in zip(slots, own["word"].tolist()):
         taken = ring.claim(slot, word, State.TRAINING)
         if not taken:
             give_back(ring, owned)
             return None
         owned.append((slot, taken))
+    try:
+        records = make_records(ring, owned, own)
+        if (found := fault(records)) is not None:
+            raise Malformed(found[0], f"sample {records[found[0]].uid}: {found[1]}")
+    except Malformed as problem:
+        position = problem.position
+        give_back(ring, owned[:position] + owned[position + 1 :])
+        ring.drop(*owned[position], "M")
+        return str(problem)
+    return Claimed(records[0].group, records[0].admission, tuple(owned), tuple(records))
+
+
+def make_records(ring: Ring, owned: Sequence[tuple[int, int]], own: Lines) -> list[SampleRecord]:
+    """Copy samples out of their slots, checked."""
+    fields = zip(*(own[name].tolist() for name in FIELDS))
     records = []
-    for position, (slot, word) in enumerate(owned):
-        try:
-            records.append(make_record(ring, slot, word))
-            if (text := fault(records[-1])) is not None:
-                raise Malformed(f"sample {records[-1].uid}: {text}")
-        except Malformed as problem:
-            give_back(ring, owned[:position] + owned[position + 1 :])
-            ring.drop(slot, word, "M")
-            return str(problem)
-    first = ring.line(slots[0])
-    return Claimed(int(first["group"]), int(first["admission"]), tuple(owned), tuple(records))
+    for position, (values, payload) in enumerate(zip(fields, _payloads(ring, owned))):
+        counts = [len(part) // 4 for part in payload[1:]]
+        if not counts[0] == counts[1] == counts[2] > 0:
+            text = "{} tokens, {} log-probs, {} versions".format(*counts)
+            raise Malformed(position, f"sample {values[0]}: {text}")
+        found: dict[str, Any] = dict(zip((*FIELDS, *TENSORS), (*values, *payload)))
+        records.append(SampleRecord(**found))
+    return records
 
 
-def make_record(ring: Ring, slot: int, word: int) -> SampleRecord:
-    """Copy one sample out of its slot, checked."""
-    line = ring.line(slot)
-    segments = segments_of(word)
-    tokens = read(ring, slot, "tokens", segments)
-    logprobs = read(ring, slot, "logprobs", segments)
-    versions = read(ring, slot, "versions", segments)
-    uid = int(line["uid"])
-    if not len(tokens) == len(logprobs) == len(versions) > 0:
-        raise Malformed(f"sample {uid}: {len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions")
-    return SampleRecord(
-        uid=uid,
-        group=int(line["group"]),
-        admission=int(line["admission"]),
-        member=int(line["member"]),
-        attempt=int(line["attempt"]),
-        prompt_crc=int(line["prompt_crc"]),
-        reward=float(line["reward"]),
-        temperature=float(line["temperature"]),
-        version=int(line["version"]),
-        step=int(line["step"]),
-        finish=int(line["finish"]),
-        prompt_ids=ring.get(slot, "prompt_ids").tobytes(),
-        token_ids=tokens.tobytes(),
-        logprobs=logprobs.tobytes(),
-        versions=versions.tobytes(),
-    )
+def _payloads(ring: Ring, owned: Sequence[tuple[int, int]]) -> Iterable[tuple[bytes, ...]]:
+    """For each slot the bytes of its prompt, tokens, log-probabilities and versions."""
+    if all(segments_of(word) == 1 for _, word in owned):
+        with contextlib.suppress(NoSuchTensor, RingMismatch):  # which slot it is, is found one by one below
+            columns = [ring.copies(owned, "prompt_ids")]
+            columns += [ring.copies(owned, name, last_segment=True) for name in SEGMENTED]
+            return list(zip(*columns))
+    return [_payload(ring, position, slot, segments_of(word)) for position, (slot, word) in enumerate(owned)]
+
+
+def _payload(ring: Ring, position: int, slot: int, segments: int) -> tuple[bytes, ...]:
+    try:
+        parts = [read(ring, slot, name, segments) for name in SEGMENTED]
+        return (ring.get(slot, "prompt_ids").tobytes(), *(part.tobytes() for part in parts))
+    except (NoSuchTensor, RingMismatch, ValueError) as problem:
+        raise Malformed(position, str(problem)) from None
 
 
 def give_back(ring: Ring, owned: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> None:

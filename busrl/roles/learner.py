@@ -159,8 +159,7 @@ class Learner(Actor):
     def _claim(self, view: GroupView, action: Claim) -> bool:
         lines = self.ring.lines()
         for draw in action.draws:
-            slots = view.slots_of(draw)
-            got = claim_group(self.ring, slots, [int(lines["word"][slot]) for slot in slots], self.training.fault)
+            got = claim_group(self.ring, lines, view.slots_of(draw), self.training.fault)
             if isinstance(got, str):
                 self.warn("learner", f"{got}; dropped as malformed, its group is looked at again", "error")
             if got is None or isinstance(got, str):

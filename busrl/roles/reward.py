@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from busrl.protocol import messages as m
 from busrl.rewards import Item, Outcome, RewardPool
 from busrl.ring import State
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.trajectory import read, read_task, read_text, segments_of, seq_of
+from busrl.roles.trajectory import read, segments_of, seq_of, text_of
 
 BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.012
@@ -47,7 +48,7 @@ class Reward(Actor):
     def step(self) -> bool:
         taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=BATCH - len(self.held))
         if taken:
-            self.pool.submit([self._item(slot, word) for slot, word in taken])
+            self.pool.submit(self._items(taken))
         # In a stream of answers one look takes many; the last ones of a round come few at a time and are not kept.
         self.streaming = len(taken) >= STREAM_BATCH
         return bool(self._settle(0.0)) and not self.streaming
@@ -64,38 +65,42 @@ class Reward(Actor):
     def _settle(self, timeout_s: float) -> int:
         """Commit what the judges have answered, waiting at most `timeout_s` for a first answer."""
         outcomes = self.pool.poll(timeout_s)
+        self._commit([outcome for outcome in outcomes if outcome.error is None])
         for outcome in outcomes:
-            self._commit(outcome)
+            if outcome.error is not None:
+                self._drop(outcome)
         self.ring_bell(self.bell)
         if outcomes:
             self.ring.add(samples=len(outcomes))
         return len(outcomes)
 
-    def _item(self, slot: int, word: int) -> Item:
-        self.held[slot] = word
-        return Item(
-            key=slot,
-            record_line=read_task(self.ring, slot),
-            completion=read_text(self.ring, slot, segments_of(word)),
-            token_ids=read(self.ring, slot, "tokens", segments_of(word)).tolist() if self.wants_ids else [],
-        )
+    def _items(self, taken: Sequence[tuple[int, int]]) -> list[Item]:
+        self.held.update(taken)
+        tasks = self.ring.copies(taken, "task")
+        texts = map(text_of, self.ring.copies(taken, "text", last_segment=True))
+        ids = [self._ids(slot, word) if self.wants_ids else [] for slot, word in taken]
+        return [Item(held[0], *parts) for held, parts in zip(taken, zip(tasks, texts, ids))]
 
-    def _commit(self, outcome: Outcome) -> None:
-        slot = outcome.key
-        word = self.held.pop(slot)
-        if outcome.error is not None:
-            self._drop(slot, word, outcome)
-            return
-        if outcome.parts:
-            self.ring.put(slot, word, "reward_parts", np.array(list(outcome.parts.values()), np.float32))
-        self.ring.set(slot, word, reward=outcome.value, reward_parts=1)
-        self.bell.add(lambda: self._message(slot, word, outcome.value))
-        self.ring.release(slot, word, State.REWARDED)
+    def _ids(self, slot: int, word: int) -> list[int]:
+        ids: list[int] = read(self.ring, slot, "tokens", segments_of(word)).tolist()
+        return ids
+
+    def _commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Write the rewards of judged samples and let their slots go on."""
+        owned = [(outcome.key, self.held.pop(outcome.key)) for outcome in outcomes]
+        for (slot, word), outcome in zip(owned, outcomes):
+            if outcome.parts:
+                self.ring.put(slot, word, "reward_parts", np.array(list(outcome.parts.values()), np.float32))
+        if owned:
+            self.bell.add(lambda: self._message(*owned[0], outcomes[0].value), len(owned))
+            self.ring.commit_rewards(owned, [outcome.value for outcome in outcomes])
 
     def _message(self, slot: int, word: int, reward: float) -> m.RewardComputed:
         return m.RewardComputed(slot_id=slot, seq=seq_of(word), uid=int(self.ring.line(slot)["uid"]), reward=reward)
 
-    def _drop(self, slot: int, word: int, outcome: Outcome) -> None:
+    def _drop(self, outcome: Outcome) -> None:
+        slot = outcome.key
+        word = self.held.pop(slot)
         uid = int(self.ring.line(slot)["uid"])
         self.warn("reward", f"sample {uid} {outcome.error}: {outcome.text}", kind=outcome.error or "")
         self.bell.add(lambda: self._message(slot, word, 0.0))

@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import ClassVar
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,14 +31,27 @@ from busrl.protocol.topics import topic
 from busrl.ring import SlotTooSmall, State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.limits import admission_limits
-from busrl.roles.trajectory import Generated, read, read_task, segments_of, seq_of, write_segment, write_text
+from busrl.roles.trajectory import Generated, read, segments_of, seq_of, write_segment, write_text
 from busrl.weights import Receiver, make_receiver
 
 log = logging.getLogger("busrl")
 REQUEST_EVERY_S = 1.0
 BELL_EVERY_S, SPARSE = 0.015, 4
 WEIGHTS_TURN_S = 0.25
+PROMPTS_KEPT = 1024
+LINE_FIELDS = ("uid", "version", "step", "max_new_tokens", "temperature", "top_p")
 Ids = npt.NDArray[np.int32]
+NO_TOKENS: Ids = np.empty(0, np.int32)
+
+
+class Task(NamedTuple):
+    """A slot in our hands: the word that owns it, and what its line said at the claim."""
+
+    word: int
+    uid: int
+    version: int  # at its admission,
+    step: int  # and the learner's step then
+    prompt_tokens: int = 0
 
 
 class Rollout(Actor):
@@ -44,7 +59,8 @@ class Rollout(Actor):
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
 
     def setup(self) -> None:
-        self.held: dict[int, int] = {}  # slot -> the word that we own it by
+        self.held: dict[int, Task] = {}  # by slot
+        self.prompts: OrderedDict[bytes, Ids] = OrderedDict()  # of the last groups: their members come one by one
         self.bell = Doorbell()
         self.alone = False
         self.limits = admission_limits(self.topology)
@@ -139,10 +155,21 @@ class Rollout(Actor):
             self.alone = bool(taken)
             for slot, word in taken:
                 self.ring.mark_alone(slot, word)
-        requests = [request for slot, word in taken if (request := self._request(slot, word)) is not None]
-        if requests:
-            self.engine.add(requests)
+        if taken:
+            self.engine.add(self._requests(taken))
         return bool(taken)
+
+    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
+        """What the engine shall do for each claimed slot; a prompt that can not be used is dropped here."""
+        own = self.ring.lines()[[slot for slot, _ in taken]]
+        described = zip(*(own[name].tolist() for name in LINE_FIELDS))
+        lines = self.ring.copies(taken, "task")
+        requests = []
+        for (slot, word), task, values in zip(taken, lines, described):
+            request = self._request(slot, word, task, dict(zip(LINE_FIELDS, values)))
+            if request is not None:
+                requests.append(request)
+        return requests
 
     def _left_behind(self) -> bool:
         """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
@@ -150,37 +177,37 @@ class Rollout(Actor):
         behind = self.ring.header("version_step") - self.step_of[self.version]
         return bound is not None and self.topology.learner.forced_age == 0 and behind >= max(1, bound)
 
-    def _request(self, slot: int, word: int) -> Request | None:
-        line = self.ring.line(slot)
-        self.held[slot] = word
-        segments = segments_of(word)
-        own_step = self.step_of[self.version]
-        if own_step < int(line["step"]):
+    def _request(self, slot: int, word: int, task: bytes, line: dict[str, Any]) -> Request | None:
+        version, step = line["version"], line["step"]
+        if self.step_of[self.version] < step:
             # Admitted with newer weights than these: say so now, the learner counts its age from it.
-            self.ring.set(slot, word, version=self.version, step=own_step)
-        prompt = self._prompt_ids(slot, word, segments)
+            version, step = self.version, self.step_of[self.version]
+            self.ring.set(slot, word, version=version, step=step)
+        self.held[slot] = Task(word, line["uid"], version, step)
+        segments = segments_of(word)
+        prompt = self._prompt_ids(slot, word, task, segments)
         if prompt is None:
             return None
-        prefix = read(self.ring, slot, "tokens", segments).copy() if segments else np.empty(0, np.int32)
+        self.held[slot] = self.held[slot]._replace(prompt_tokens=len(prompt))
+        prefix = read(self.ring, slot, "tokens", segments).copy() if segments else NO_TOKENS
         return Request(
             key=slot,
-            uid=int(line["uid"]),
+            uid=line["uid"],
             segment=segments,
             prompt_ids=prompt,
             prefix_ids=prefix,
-            max_new_tokens=int(line["max_new_tokens"]) - len(prefix),
-            temperature=float(line["temperature"]),
-            top_p=float(line["top_p"]),
+            max_new_tokens=line["max_new_tokens"] - len(prefix),
+            temperature=line["temperature"],
+            top_p=line["top_p"],
             seed=self.topology.run.seed,
         )
 
-    def _prompt_ids(self, slot: int, word: int, segments: int) -> Ids | None:
+    def _prompt_ids(self, slot: int, word: int, task: bytes, segments: int) -> Ids | None:
         if segments:
             earlier: Ids = self.ring.get(slot, "prompt_ids").copy()
             return earlier
         try:
-            text = render(msgspec.json.decode(read_task(self.ring, slot)), self.topology.data)
-            ids = np.asarray(self.engine.encode(text), np.int32)
+            ids = self._encode(task)
         except Exception as problem:
             self._drop(slot, word, "X", f"the prompt cannot be rendered: {problem}")
             return None
@@ -191,12 +218,22 @@ class Rollout(Actor):
         self.ring.put(slot, word, "prompt_ids", ids)
         return ids
 
+    def _encode(self, task: bytes) -> Ids:
+        """Token ids of a prompt's JSONL line; raises whatever the template or the tokenizer raises."""
+        ids = self.prompts.get(task)
+        if ids is None:
+            text = render(msgspec.json.decode(task), self.topology.data)
+            ids = self.prompts[task] = np.asarray(self.engine.encode(text), np.int32)
+            if len(self.prompts) > PROMPTS_KEPT:
+                self.prompts.popitem(last=False)
+        return ids
+
     def _commit(self, sequence: Finished) -> None:
-        slot, word = sequence.key, self.held.pop(sequence.key)
+        slot, task = sequence.key, self.held.pop(sequence.key)
+        word = task.word
         if not len(sequence.token_ids):
             self._drop(slot, word, "l", f"its prompt leaves no room in the engine's {self.engine.max_length} tokens")
             return
-        line = self.ring.line(slot)
         segment = segments_of(word)
         part = Generated(sequence.token_ids, sequence.logprobs, sequence.versions)
         try:
@@ -206,24 +243,22 @@ class Rollout(Actor):
         except SlotTooSmall as problem:
             self._drop(slot, word, "M", str(problem))
             return
-        self._note(slot, word, line, sequence, len(whole))
+        self._note(slot, task, sequence, len(whole))
         done = self.ring.commit_segment(slot, word, True)
         self.bell.add(
-            lambda: m.DataGenerated(
-                slot_id=slot, seq=seq_of(done), uid=int(line["uid"]), version=int(sequence.versions[-1])
-            )
+            lambda: m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=task.uid, version=int(sequence.versions[-1]))
         )
 
-    def _note(self, slot: int, word: int, line: np.void, sequence: Finished, length: int) -> None:
+    def _note(self, slot: int, task: Task, sequence: Finished, length: int) -> None:
         """Fill the control line. The oldest version is that of admission, or of older weights that made a token."""
-        oldest = int(sequence.versions.min())
-        version, step = int(line["version"]), int(line["step"])
+        oldest = int(sequence.versions[0])  # versions only grow
+        version, step = task.version, task.step
         if oldest < version:
             version, step = oldest, min(step, self.step_of[oldest])
         self.ring.set(
-            slot, word,
+            slot, task.word,
             version=version, step=step, finish=sequence.finish, response_tokens=length,
-            prompt_tokens=len(self.ring.get(slot, "prompt_ids")),
+            prompt_tokens=task.prompt_tokens,
         )  # fmt: skip
 
     def _drop(self, slot: int, word: int, fate: str, why: str) -> None:
@@ -233,8 +268,8 @@ class Rollout(Actor):
         self.ring.drop(slot, word, fate)
 
     def teardown(self) -> None:
-        for slot, word in self.held.items():
-            self.ring.release(slot, word, State.QUEUED)
+        for slot, task in self.held.items():
+            self.ring.release(slot, task.word, State.QUEUED)
         self.receiver.close()
 
 

@@ -87,7 +87,7 @@ class Scheduler(Actor):
         sent = 0
         for todo in view.todo:
             index = todo.admission if todo.admission >= 0 else self._newest_index()
-            if not self._put(todo.uid, todo.member, self._fields(todo.draw, index)):
+            if not self._put(todo.uid, todo.member, 1, self._fields(todo.draw, index)):
                 break
             sent += 1
         return sent
@@ -128,13 +128,7 @@ class Scheduler(Actor):
     def _open_group(self, candidate: Candidate) -> int:
         """Dispatch all members; one that finds no slot is dispatched by the next scan, before any new group."""
         draw, index = candidate.draw, self.ring.header("next_admission")
-        fields = self._fields(draw, index)
-        first = uid_of(draw, 0, 0, self.group_size)
-        sent = 0
-        for member in range(self.group_size):
-            if not self._put(first + member, member, fields):
-                break
-            sent += 1
+        sent = self._put(uid_of(draw, 0, 0, self.group_size), 0, self.group_size, self._fields(draw, index))
         if sent:
             # After its members: who sees the index counted finds the whole group in the ring.
             self.ring.set_header("next_admission", index + 1)
@@ -157,14 +151,14 @@ class Scheduler(Actor):
             "version": self.ring.header("version"), "step": self.ring.header("version_step"),
         }  # fmt: skip
 
-    def _put(self, uid: int, member: int, fields: dict[str, Any]) -> bool:
-        self.fates.reserve(uid + 1)
-        done = self.ring.dispatch(uid=uid, member=member, **fields)
-        if done is None:
-            return False
-        slot, word = done
-        self.bell.add(lambda: m.NewTask(worker_id="", slot_id=slot, seq=seq_of(word), uid=uid))
-        return True
+    def _put(self, uid: int, member: int, members: int, fields: dict[str, Any]) -> int:
+        """Dispatch `members` of a group, `member` the first of them; how many found a slot."""
+        self.fates.reserve(uid + members)
+        done = self.ring.dispatch(uid=uid, member=member, members=members, **fields)
+        if done:
+            slot, word = done[0]
+            self.bell.add(lambda: m.NewTask(worker_id="", slot_id=slot, seq=seq_of(word), uid=uid), len(done))
+        return len(done)
 
     # -- telling ------------------------------------------------------------------------------------------------
 

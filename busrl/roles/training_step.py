@@ -24,7 +24,7 @@ from busrl.ledger.wal import SampleRecord
 from busrl.topology import Topology
 from busrl.topology.schema import Learner
 from busrl.training import checkpoint
-from busrl.training.batch import Sample
+from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.memory import keep_freed_memory
 from busrl.training.model import load, vocabulary
@@ -53,9 +53,13 @@ class TrainingStep:
         """Whether micro-batches may run before the whole step is known."""
         return get(config.loss).streamable and config.updates_per_batch == 1
 
-    def fault(self, record: SampleRecord) -> str | None:
-        """Why a sample must not be trained, or None."""
-        return to_sample(record).fault(self.vocabulary)
+    def fault(self, records: Sequence[SampleRecord]) -> tuple[int, str] | None:
+        """The position of a sample that must not be trained, and why; None if all are sound."""
+        samples = [to_sample(record) for record in records]
+        if all_sound(samples, self.vocabulary):
+            return None
+        texts = ((i, sample.fault(self.vocabulary)) for i, sample in enumerate(samples))
+        return next(((i, text) for i, text in texts if text is not None), None)
 
     # -- training -----------------------------------------------------------------------------------------------
 

@@ -46,7 +46,12 @@ def write_text(ring: Ring, slot: int, word: int, segment: int, text: str) -> Non
 
 
 def read_text(ring: Ring, slot: int, segments: int) -> str:
-    return ring.get(slot, "text", segments - 1).tobytes().decode("utf-8", "replace").rstrip("\0")
+    return text_of(ring.get(slot, "text", segments - 1).tobytes())
+
+
+def text_of(data: bytes) -> str:
+    """The tensor `text` as a string; an empty text is stored as one zero byte."""
+    return data.decode("utf-8", "replace").rstrip("\0")
 
 
 def read_task(ring: Ring, slot: int) -> bytes:

@@ -146,14 +146,12 @@ class Validator(Actor):
         generation = self.topology.generation
         version, step = self.ring.header("version"), self.ring.header("step")
         self.validate_fates.reserve((uid & ~VALIDATE_BIT) + 1)
-        return (
-            self.ring.dispatch(
-                uid=uid, group=uid, admission=0, member=0, group_size=1, cls=CLS_VALIDATE, task=item.line,
-                prompt_crc=item.crc, priority=PRIORITY, max_new_tokens=generation.max_new_tokens,
-                temperature=self.topology.validation.temperature, top_p=1.0, version=version, step=step,
-            )
-            is not None
+        done = self.ring.dispatch(
+            uid=uid, group=uid, admission=0, member=0, group_size=1, cls=CLS_VALIDATE, task=item.line,
+            prompt_crc=item.crc, priority=PRIORITY, max_new_tokens=generation.max_new_tokens,
+            temperature=self.topology.validation.temperature, top_p=1.0, version=version, step=step,
         )  # fmt: skip
+        return bool(done)
 
     def _collect(self) -> int:
         taken = self.ring.take(State.REWARDED, State.TRAINING, cls=CLS_VALIDATE, limit=256)

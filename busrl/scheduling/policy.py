@@ -87,9 +87,7 @@ class Fifo:
     def next(self) -> Candidate | None:
         if not self._pool:
             return None
-        oldest = min(self._pool)
-        within = [w for draw, w in self._pool.items() if draw < oldest + self.horizon]
-        chosen = self._choose(within).candidate
+        chosen = self._choose(min(self._pool)).candidate
         del self._pool[chosen.draw]
         return chosen
 
@@ -99,8 +97,9 @@ class Fifo:
     def _predict(self, candidates: Sequence[Candidate]) -> Sequence[float]:
         return [0.0] * len(candidates)
 
-    def _choose(self, within: list[_Waiting]) -> _Waiting:
-        return min(within, key=lambda w: w.candidate.draw)
+    def _choose(self, oldest: int) -> _Waiting:
+        """The next one; `oldest` is the smallest draw in the pool."""
+        return self._pool[oldest]
 
 
 class Sjf(Fifo):
@@ -130,8 +129,8 @@ class Sjf(Fifo):
         found: list[float] = self.predictor.predict(candidates).tolist()
         return found
 
-    def _choose(self, within: list[_Waiting]) -> _Waiting:
-        oldest = min(w.candidate.draw for w in within)
+    def _choose(self, oldest: int) -> _Waiting:
+        within = [w for draw, w in self._pool.items() if draw < oldest + self.horizon]
         per_token = self.strength * len(within) / max(1e-9, sum(w.predicted for w in within))
         per_draw = 2.0 * self.aging / self.horizon
 

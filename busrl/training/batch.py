@@ -58,6 +58,19 @@ class Sample:
         return None if self.temperature > 0 else f"temperature {self.temperature}: training needs one above 0"
 
 
+def all_sound(samples: Sequence[Sample], vocabulary: int) -> bool:
+    """Whether none of `samples` has a `fault`, looked at together: much cheaper than one by one."""
+    for s in samples:
+        counted = len(s.token_ids) == len(s.logprobs) == len(s.versions) > 0 and len(s.prompt_ids) > 0
+        if not counted or s.temperature <= 0:
+            return False
+    ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.token_ids)])
+    logprobs = np.concatenate([s.logprobs for s in samples])
+    # NaN compares as false with everything, and minus infinity is below every float.
+    below = bool((logprobs <= 0).all()) and float(logprobs.min()) >= np.finfo(np.float32).min
+    return below and int(ids.min()) >= 0 and int(ids.max()) < vocabulary
+
+
 def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[list[int]]:
     """Micro-batches as lists of indices, each sorted by length, so that little is padded; padded size at most `budget`.
 

@@ -103,6 +103,9 @@ py::array get(const Handle& ring, uint32_t slot, const std::string& name, uint32
 py::dict tensors(const Handle& ring, uint32_t slot);
 void set_fields(const Handle& ring, uint32_t slot, uint64_t word, const py::kwargs& fields);
 
+// bulk.cpp
+void bind_bulk(py::class_<Handle>& ring);
+
 // watch.cpp
 void bind_records(py::module_& m);
 void bind_locks(py::module_& m);

@@ -96,13 +96,20 @@ void bind_state(py::module_& m) {
     m.attr("State") = g_state;
 }
 
-py::object dispatch_task(Handle& ring, const py::bytes& task, Task t, double offer_s) {
+// Members of one group: `t` describes the first, the others differ by uid and member only. Ends at the first for which
+// no slot is free.
+py::list dispatch_members(Handle& ring, const py::bytes& task, Task t, uint16_t members, double offer_s) {
     const Segment& seg = ring.writable();
     t.bytes = PyBytes_AS_STRING(task.ptr());
     t.nbytes = uint64_t(PyBytes_GET_SIZE(task.ptr()));
     t.offer_until_ns = t.offer_to != 0 ? monotonic_ns() + uint64_t(std::max(0.0, offer_s) * 1e9) : 0;
-    const auto held = dispatch(seg, ring.me(), ring.fates, t, ring.cursor);
-    return held ? py::object(py::make_tuple(held->slot, held->word)) : py::none();
+    py::list out;
+    for (uint16_t i = 0; i < members; ++i, ++t.uid, ++t.member) {
+        const auto held = dispatch(seg, ring.me(), ring.fates, t, ring.cursor);
+        if (!held) break;
+        out.append(py::make_tuple(held->slot, held->word));
+    }
+    return out;
 }
 
 void bind_life(py::class_<Handle>& ring) {
@@ -147,16 +154,17 @@ void bind_slots(py::class_<Handle>& ring) {
             "dispatch",
             [](Handle& r, uint64_t uid, uint64_t group, uint64_t admission, uint16_t member, uint16_t group_size,
                uint32_t cls, const py::bytes& task, uint32_t prompt_crc, int32_t priority, uint32_t max_new_tokens,
-               float temperature, float top_p, uint64_t version, uint32_t step, uint16_t offer_to, double offer_s) {
+               float temperature, float top_p, uint64_t version, uint32_t step, uint16_t members, uint16_t offer_to,
+               double offer_s) {
                 const Task t{uid,         group, admission,  version,        0,       nullptr,
                              0,           cls,   prompt_crc, max_new_tokens, step,    priority,
                              temperature, top_p, member,     group_size,     offer_to};
-                return dispatch_task(r, task, t, offer_s);
+                return dispatch_members(r, task, t, members, offer_s);
             },
             py::kw_only(), py::arg("uid"), py::arg("group"), py::arg("admission"), py::arg("member"),
             py::arg("group_size"), py::arg("cls"), py::arg("task"), py::arg("prompt_crc"), py::arg("priority") = 0,
             py::arg("max_new_tokens"), py::arg("temperature"), py::arg("top_p") = 1.0f, py::arg("version") = 0,
-            py::arg("step") = 0, py::arg("offer_to") = 0, py::arg("offer_s") = 0.0)
+            py::arg("step") = 0, py::arg("members") = 1, py::arg("offer_to") = 0, py::arg("offer_s") = 0.0)
         .def(
             "claim",
             [](const Handle& r, uint32_t slot, uint64_t word, uint32_t to) {
@@ -365,6 +373,7 @@ PYBIND11_MODULE(_ring, m) {
     bind_life(ring);
     bind_slots(ring);
     bind_data(ring);
+    bind_bulk(ring);
     bind_watch(ring);
     py::list names;
     for (const char* name : busrl::kHeaderWords) names.append(name);

@@ -37,8 +37,9 @@ def hear():
     return sys.stdin.readline().strip()
 
 def dispatch(uid, ring=ring):
-    return ring.dispatch(uid=uid, group=uid // 8, admission=uid // 8, member=uid % 8, group_size=8, cls=0,
+    done = ring.dispatch(uid=uid, group=uid // 8, admission=uid // 8, member=uid % 8, group_size=8, cls=0,
                          task=b'{"prompt": "%d"}' % uid, prompt_crc=uid, max_new_tokens=64, temperature=1.0)
+    return done[0] if done else None
 
 def take(frm, to, limit=1):
     return ring.take(frm, to, cls=None, limit=limit, max_attempt=255)
@@ -108,7 +109,7 @@ class World:
         return self.children[-1]
 
     def dispatch(self, uid: int, ring: Ring | None = None) -> tuple[int, int] | None:
-        return (ring or self.ring).dispatch(
+        done = (ring or self.ring).dispatch(
             uid=uid,
             group=uid // 8,
             admission=uid // 8,
@@ -120,6 +121,7 @@ class World:
             max_new_tokens=64,
             temperature=1.0,
         )
+        return done[0] if done else None
 
     def take(self, frm: State, to: State, limit: int = 64) -> list[tuple[int, int]]:
         return self.ring.take(frm, to, cls=None, limit=limit, max_attempt=255)

@@ -12,7 +12,9 @@ from busrl.ring import (
     HEADER_WORDS,
     UID_NONE,
     FateRefused,
+    NoSuchTensor,
     NoSuchTransition,
+    NotOwner,
     NotRegistered,
     Ring,
     RingClosed,
@@ -185,3 +187,32 @@ def test_labels_longer_than_their_field_are_cut_and_stay_text(world):
     other.register("prüfer", "ü" * 100)
     [_, process] = world.ring.processes()
     assert process.role == "prüfer" and process.label.startswith("ü" * 19) and "ü" * 19 in repr(process)
+
+
+def test_a_group_is_dispatched_in_one_call_and_ends_where_no_slot_is_free(world):
+    fields = {"group": 0, "admission": 0, "group_size": 8, "cls": 0, "task": b"t", "prompt_crc": 0}
+    fields |= {"max_new_tokens": 1, "temperature": 1.0}
+    first = world.ring.dispatch(uid=0, member=0, members=6, **fields)
+    assert [int(world.ring.line(slot)["uid"]) for slot, _ in first] == list(range(6))
+    assert [int(world.ring.line(slot)["member"]) for slot, _ in first] == list(range(6))
+    assert len(world.ring.dispatch(uid=16, member=0, members=6, **fields)) == 2  # of 8 slots
+    assert world.fate(17) == "D" and world.fate(18) == ""
+
+
+def test_many_rewards_are_committed_in_one_call_by_their_owner_only(world):
+    for uid in range(3):
+        world.dispatch(uid)
+    for slot, word in world.take(State.QUEUED, State.GENERATING):
+        world.ring.put(slot, word, "text", b"%d" % slot, 0)
+        world.ring.commit_segment(slot, word, True)
+    held = world.take(State.GENERATED, State.REWARDING)
+    assert world.ring.copies(held, "text", last_segment=True) == [b"%d" % slot for slot, _ in held]
+    assert world.ring.copies(held, "task") == [b'{"prompt": "%d"}' % uid for uid in range(3)]
+    with pytest.raises(NoSuchTensor, match="logits"):
+        world.ring.copies(held, "logits")
+    assert all(world.ring.commit_rewards(held, [0.5, 1.0, 0.0]))
+    assert [float(world.ring.line(slot)["reward"]) for slot, _ in held] == [0.5, 1.0, 0.0]
+    with pytest.raises(NotOwner):
+        world.ring.commit_rewards(held[:1], [1.0])
+    with pytest.raises(NotOwner):
+        world.ring.copies(held[:1], "task")

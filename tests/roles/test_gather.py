@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from busrl.ledger.wal import SampleRecord
 from busrl.ring import Fates, Ring, State
 from busrl.roles.gather import Claimed, claim_group, end, excerpt, give_back
 from busrl.roles.trajectory import Generated, write_segment, write_text
@@ -52,6 +51,10 @@ def rewarded_group(ring: Ring, lengths: tuple[int, ...] = (3, 4, 5, 6), logprob:
     return slots
 
 
+def claim(ring: Ring, slots: list[int], lines=None, fault=lambda records: None):  # type: ignore[no-untyped-def]
+    return claim_group(ring, ring.lines() if lines is None else lines, slots, fault)
+
+
 def words(ring: Ring, slots: list[int]) -> list[int]:
     return [int(ring.lines()["word"][slot]) for slot in slots]
 
@@ -60,13 +63,9 @@ def states(ring: Ring, slots: list[int]) -> list[int]:
     return [int(ring.lines()["state"][slot]) for slot in slots]
 
 
-def sound(record: SampleRecord) -> str | None:
-    return None
-
-
 def test_a_claimed_group_is_a_copy_that_outlives_its_slots(ring: Ring) -> None:
     slots = rewarded_group(ring)
-    claimed = claim_group(ring, slots, words(ring, slots), sound)
+    claimed = claim(ring, slots)
     assert isinstance(claimed, Claimed)
     assert states(ring, slots) == [State.TRAINING] * GROUP
     shown = excerpt(ring, claimed)
@@ -79,16 +78,16 @@ def test_a_claimed_group_is_a_copy_that_outlives_its_slots(ring: Ring) -> None:
 
 def test_a_slot_that_moved_gives_the_whole_group_back(ring: Ring) -> None:
     slots = rewarded_group(ring)
-    before = words(ring, slots)
-    stolen = ring.claim(slots[2], before[2], State.TRAINING)
+    before = ring.lines()
+    stolen = ring.claim(slots[2], int(before["word"][slots[2]]), State.TRAINING)
     assert stolen
-    assert claim_group(ring, slots, before, sound) is None
+    assert claim(ring, slots, before) is None
     assert states(ring, slots) == [State.REWARDED, State.REWARDED, State.TRAINING, State.REWARDED]
 
 
 def test_a_sample_that_can_not_be_trained_is_dropped_and_the_others_go_back(ring: Ring) -> None:
     slots = rewarded_group(ring)
-    found = claim_group(ring, slots, words(ring, slots), lambda record: "bad id" if record.member == 1 else None)
+    found = claim(ring, slots, fault=lambda records: (1, "bad id"))
     assert found == "sample 1: bad id"
     assert states(ring, slots) == [State.REWARDED, State.FREE, State.REWARDED, State.REWARDED]
     assert ring.stats().drops == {"M": 1} or sum(ring.stats().drops.values()) == 1
@@ -101,3 +100,14 @@ def test_counts_that_differ_make_a_sample_malformed(ring: Ring) -> None:
         ring.put(slots[0], word, "logprobs", np.zeros(1, np.float32), 0)
     give_back(ring, [(slots[0], word)])
     assert states(ring, slots)[0] == State.REWARDED
+
+
+def test_the_culprit_of_a_group_is_dropped_wherever_it_stands(ring: Ring) -> None:
+    slots = rewarded_group(ring)
+    word = ring.claim(slots[3], words(ring, slots)[3], State.TRAINING)
+    ring.put(slots[3], word, "prompt_ids", np.zeros(0, np.int32))
+    ring.release(slots[3], word, State.REWARDED)
+    steps = []
+    found = claim(ring, slots, fault=lambda records: steps.append(len(records)) or (3, "no prompt"))
+    assert found == "sample 3: no prompt" and steps == [GROUP]
+    assert states(ring, slots)[3] == State.FREE and states(ring, slots)[:3] == [State.REWARDED] * 3

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.training import batch
-from busrl.training.batch import Sample
+from busrl.training.batch import Sample, all_sound
 from busrl.training.schedule import Schedule
 
 
@@ -79,3 +79,28 @@ def test_the_rate_is_coupled_to_the_square_root_of_the_groups_within_bounds() ->
 def test_warm_up_counts_groups_and_the_first_step_is_not_wasted() -> None:
     schedule = Schedule(lr=1.0, n_min=10, warmup_groups=40)
     assert [schedule(trained, 10) for trained in (0, 10, 20, 30, 40, 1000)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(-1, 8), max_size=3),
+            st.lists(st.integers(-1, 8), max_size=3),
+            st.sampled_from([-1.0, 0.0, 0.5, float("nan"), float("-inf"), float("inf")]),
+            st.sampled_from([1.0, 0.0]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_looking_at_samples_together_finds_what_looking_at_each_finds(drawn: list[Any]) -> None:
+    samples = [
+        Sample(
+            uid=i, group=0, member=i, prompt_ids=np.array(prompt, np.int32), token_ids=np.array(tokens, np.int32),
+            logprobs=np.full(len(tokens) + short, logprob, np.float32), versions=np.zeros(len(tokens), np.uint32),
+            temperature=temperature,
+        )
+        for i, (prompt, tokens, logprob, temperature, short) in enumerate(drawn)
+    ]  # fmt: skip
+    assert all_sound(samples, 8) == all(sample.fault(8) is None for sample in samples)
