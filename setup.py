@@ -1,15 +1,19 @@
-"""Builds `busrl._ring`, the C++ core of the slot ring; everything else about the package is in pyproject.toml.
+"""Builds the C++ core of the slot ring twice: for Python as `busrl._ring`, and for everybody else as libbusrl_ring.so.
 
+The library and its header lie together in `busrl/ring/capi`, in a wheel as in a source tree; see docs/c-abi.md.
 SANITIZE=address,undefined (or thread) builds with those sanitizers; DEBUG=1 builds without optimisation.
 """
 
 import os
+import shutil
 
-from pybind11.setup_helpers import Pybind11Extension
-from setuptools import setup
+from pybind11.setup_helpers import Pybind11Extension, build_ext
+from setuptools import Extension, setup
 
 SANITIZE = os.environ.get("SANITIZE", "")
 DEBUG = os.environ.get("DEBUG", "") not in ("", "0")
+LIBRARY = "busrl.ring.capi.libbusrl_ring"
+HEADER = "csrc/include/busrl_ring.h"
 
 compile_args = ["-Wall", "-Wextra", "-O0" if DEBUG else "-O2", *(["-g"] if DEBUG or SANITIZE else ["-g0"])]
 link_args = []
@@ -17,20 +21,58 @@ if SANITIZE:
     compile_args += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"]
     link_args += [f"-fsanitize={SANITIZE}"]
 
+core = [
+    *(f"csrc/include/busrl/{name}" for name in sorted(os.listdir("csrc/include/busrl"))),
+    HEADER,
+    "csrc/capi/handle.hpp",
+    "csrc/capi/exports.map",
+]
+
+
+class Build(build_ext):
+    """As pybind11's, but a library for C has no Python in its name, and its header beside it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        if fullname.split(".")[-1] == LIBRARY.split(".")[-1]:
+            return os.path.join(*fullname.split(".")) + ".so"
+        return super().get_ext_filename(fullname)
+
+    def build_extension(self, ext: Extension) -> None:
+        before = self.build_temp
+        self.build_temp = os.path.join(before, ext.name)  # both compile ring.cpp, each in its own way
+        super().build_extension(ext)
+        self.build_temp = before
+
+    def run(self) -> None:
+        super().run()
+        where = os.path.dirname(self.get_ext_fullpath(LIBRARY))
+        shutil.copyfile(HEADER, os.path.join(where, os.path.basename(HEADER)))
+
+
 setup(
+    cmdclass={"build_ext": Build},
     ext_modules=[
         Pybind11Extension(
             "busrl._ring",
-            [f"csrc/python/{name}.cpp" for name in ("arrays", "bulk", "module", "watch")],
+            ["csrc/capi/ring.cpp", *(f"csrc/python/{name}.cpp" for name in ("arrays", "bulk", "module", "watch"))],
             include_dirs=["csrc/include"],
-            depends=[
-                *(f"csrc/include/busrl/{name}" for name in sorted(os.listdir("csrc/include/busrl"))),
-                "csrc/python/handle.hpp",
-                "csrc/python/watch.hpp",
-            ],
+            depends=[*core, "csrc/python/handle.hpp", "csrc/python/watch.hpp"],
+            define_macros=[("BUSRL_RING_STATIC", None)],
             cxx_std=17,
             extra_compile_args=compile_args,
             extra_link_args=link_args,
-        )
+        ),
+        Extension(
+            LIBRARY,
+            ["csrc/capi/ring.cpp"],
+            include_dirs=["csrc/include"],
+            depends=core,
+            extra_compile_args=[
+                *compile_args, "-std=c++17", "-pthread", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
+            ],
+            extra_link_args=[
+                *link_args, "-pthread", "-Wl,--version-script=csrc/capi/exports.map", "-Wl,-soname,libbusrl_ring.so",
+            ],
+        ),
     ],
-)
+)  # fmt: skip

@@ -1,5 +1,5 @@
-// What the Python class Ring holds: one mapping, perhaps one registration, the bound fate tables.
-// Every call goes through live(), writable() or me(), which refuse closed, inherited, read-only and unregistered use.
+// What the Python class Ring holds: a busrl_ring, on which the calls of the C ABI work, and the base of its views.
+// What the C ABI has is called through it; dispatching, finishing, and looking at many lines go to the core.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -8,8 +8,8 @@
 
 #include <functional>
 
+#include "../capi/handle.hpp"
 #include "busrl/lock.hpp"
-#include "busrl/reap.hpp"
 
 namespace py = pybind11;
 
@@ -19,89 +19,37 @@ struct Mapping {  // the base object of every view: the memory stays while a vie
     std::shared_ptr<Segment> segment;
 };
 
-class Handle {
+class Handle : public busrl_ring {
   public:
-    explicit Handle(std::shared_ptr<Segment> segment)
-        : mapping(py::cast(Mapping{segment})), segment_(std::move(segment)) {}
-    ~Handle() {
-        try {
-            close();
-        } catch (const std::exception&) {  // the process is ending; what is left behind is reaped
-        }
-    }
-    Handle(const Handle&) = delete;
-    Handle& operator=(const Handle&) = delete;
-
-    const Segment& live() const {
-        if (!segment_) throw Error(Fault::closed, "the ring handle is closed");
-        if (segment_->in_forked_child())
-            throw Error(Fault::closed, "the ring handle was inherited over fork(); attach and register in the child");
-        return *segment_;
-    }
-    const Segment& writable() const {
-        const Segment& seg = live();
-        if (seg.read_only) throw Error(Fault::read_only, "ring " + seg.path + " is attached read-only");
-        return seg;
-    }
-    uint32_t me() const {
-        if (!member_) throw Error(Fault::not_registered, "this process is not registered in the ring; call register");
-        return member_->index();
-    }
-    uint32_t index() const { return member_ ? member_->index() : 0; }
-    ProcEntry& entry() const {
-        writable();
-        me();
-        return member_->entry();
-    }
-
-    uint32_t join(const std::string& role, const std::string& label) {
-        const Segment& seg = writable();
-        if (member_) throw Error(Fault::general, "already registered as entry " + std::to_string(index()));
-        try {
-            member_ = std::make_unique<Membership>(segment_, role, label);
-        } catch (const Error& e) {
-            if (e.fault != Fault::table_full) throw;
-            reap(seg, fates, 0);  // entries of the dead may be all that is missing
-            member_ = std::make_unique<Membership>(segment_, role, label);
-        }
-        return index();
-    }
+    explicit Handle(busrl_ring&& opened) : busrl_ring(std::move(opened)), mapping(py::cast(Mapping{segment()})) {}
 
     void close() {
-        if (!segment_) return;
-        if (!segment_->in_forked_child() && member_) {
-            if (surrender(*segment_, fates, member_->index()))
-                member_->leave();
-            else
-                member_->abandon();
-        }
-        member_.reset();
-        fates = {};
         mapping = py::none();
-        segment_.reset();
+        busrl_ring::close();
     }
-    bool closed() const { return !segment_; }
 
-    FateBook fates;
-    uint32_t cursor = 0;  // where the next search for a FREE slot begins
     py::object mapping;
-
-  private:
-    std::shared_ptr<Segment> segment_;
-    std::unique_ptr<Membership> member_;
 };
+
+// A negative code of the C calls becomes the exception of the same meaning.
+inline int check(int code) {
+    if (code >= 0) return code;
+    uint64_t needed, available;
+    const std::string text = busrl_ring_error(&needed, &available);
+    throw Error(code >= BUSRL_E_READ_ONLY ? Fault(-1 - code) : Fault::general, text, needed, available);
+}
 
 // arrays.cpp
 py::array lines(const Handle& ring);
 py::object line(const Handle& ring, uint32_t slot);
 py::array words(const Handle& ring);
-void put(const Handle& ring, uint32_t slot, uint64_t word, const std::string& name, const py::object& array,
-         uint32_t segment, bool checksum);
-py::array alloc(const Handle& ring, uint32_t slot, uint64_t word, const std::string& name, const py::object& dtype,
+void put(Handle& ring, uint32_t slot, uint64_t word, const std::string& name, const py::object& array, uint32_t segment,
+         bool checksum);
+py::array alloc(Handle& ring, uint32_t slot, uint64_t word, const std::string& name, const py::object& dtype,
                 const py::object& shape, uint32_t segment);
-py::array get(const Handle& ring, uint32_t slot, const std::string& name, uint32_t segment);
-py::dict tensors(const Handle& ring, uint32_t slot);
-void set_fields(const Handle& ring, uint32_t slot, uint64_t word, const py::kwargs& fields);
+py::array get(Handle& ring, uint32_t slot, const std::string& name, uint32_t segment);
+py::dict tensors(Handle& ring, uint32_t slot);
+void set_fields(Handle& ring, uint32_t slot, uint64_t word, const py::kwargs& fields);
 
 // bulk.cpp
 void bind_bulk(py::class_<Handle>& ring);

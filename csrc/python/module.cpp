@@ -1,4 +1,4 @@
-// The Python module busrl._ring: names and argument lists only; what they do is in csrc/include/busrl.
+// The Python module busrl._ring: names and argument lists only; what they do is in csrc/capi and csrc/include/busrl.
 #include "watch.hpp"
 
 namespace busrl::python {
@@ -117,19 +117,30 @@ void bind_life(py::class_<Handle>& ring) {
             "create",
             [](const std::string& name, uint32_t slots, uint64_t slot_bytes, uint32_t processes,
                const py::bytes& uuid) {
-                return std::make_unique<Handle>(Segment::create(name, {slots, processes, slot_bytes}, uuid_arg(uuid)));
+                return std::make_unique<Handle>(
+                    busrl_ring(Segment::create(name, {slots, processes, slot_bytes}, uuid_arg(uuid))));
             },
             py::arg("name"), py::kw_only(), py::arg("slots"), py::arg("slot_bytes"), py::arg("processes") = 64,
             py::arg("uuid"))
         .def_static(
             "attach",
             [](const std::string& name, bool read_only) {
-                return std::make_unique<Handle>(Segment::attach(name, read_only));
+                busrl_ring* opened;
+                check(busrl_ring_attach(BUSRL_RING_ABI, name.c_str(), read_only ? BUSRL_ATTACH_READ_ONLY : 0, &opened));
+                const std::unique_ptr<busrl_ring> moved(opened);
+                return std::make_unique<Handle>(std::move(*moved));
             },
             py::arg("name"), py::kw_only(), py::arg("read_only") = false)
         .def_static("unlink", &Segment::unlink, py::arg("name"))
-        .def("register", &Handle::join, py::arg("role"), py::arg("label"))
-        .def("set_ready", [](const Handle& r) { r.entry().ready.store(1, std::memory_order_release); })
+        .def(
+            "register",
+            [](Handle& r, const std::string& role, const std::string& label) {
+                uint32_t index;
+                check(busrl_ring_register(&r, role.substr(0, 15).c_str(), label.substr(0, 39).c_str(), &index));
+                return index;
+            },
+            py::arg("role"), py::arg("label"))
+        .def("set_ready", [](Handle& r) { check(busrl_ring_ready(&r)); })
         .def("close", &Handle::close)
         .def_property_readonly("closed", &Handle::closed)
         .def_property_readonly("index", &Handle::index)
@@ -167,36 +178,43 @@ void bind_slots(py::class_<Handle>& ring) {
             py::arg("step") = 0, py::arg("members") = 1, py::arg("offer_to") = 0, py::arg("offer_s") = 0.0)
         .def(
             "claim",
-            [](const Handle& r, uint32_t slot, uint64_t word, uint32_t to) {
-                return claim(r.writable(), r.me(), slot, word, state_arg(to));
+            [](Handle& r, uint32_t slot, uint64_t word, uint32_t to) {
+                uint64_t mine;
+                check(busrl_ring_claim(&r, slot, word, to, &mine));
+                return mine;
             },
             py::arg("slot"), py::arg("word"), py::arg("to"))
         .def(
             "take",
-            [](const Handle& r, uint32_t frm, uint32_t to, std::optional<uint32_t> cls, uint32_t limit,
+            [](Handle& r, uint32_t frm, uint32_t to, std::optional<uint32_t> cls, uint32_t limit,
                uint32_t max_attempt) {
-                const Wanted want{state_arg(frm), state_arg(to), cls ? int64_t(*cls) : -1, limit, max_attempt};
+                std::vector<busrl_held> held(std::min(limit, r.live().shape.n_slots));
+                const int64_t wanted = cls ? int64_t(*cls) : BUSRL_ANY_CLASS;
+                uint32_t count;
+                check(busrl_ring_take(&r, frm, to, wanted, max_attempt, held.data(), uint32_t(held.size()), &count));
                 py::list out;
-                for (const Held& held : take(r.writable(), r.me(), want))
-                    out.append(py::make_tuple(held.slot, held.word));
+                for (uint32_t i = 0; i < count; ++i) out.append(py::make_tuple(held[i].slot, held[i].word));
                 return out;
             },
             py::arg("frm"), py::arg("to"), py::kw_only(), py::arg("cls"), py::arg("limit"), py::arg("max_attempt") = 1)
         .def(
             "release",
-            [](const Handle& r, uint32_t slot, uint64_t word, uint32_t to) {
-                return release(r.writable(), r.me(), slot, word, state_arg(to));
+            [](Handle& r, uint32_t slot, uint64_t word, uint32_t to) {
+                uint64_t next;
+                check(busrl_ring_release(&r, slot, word, to, &next));
+                return next;
             },
             py::arg("slot"), py::arg("word"), py::arg("to"))
         .def(
             "commit_segment",
-            [](const Handle& r, uint32_t slot, uint64_t word, bool done) {
-                return commit_segment(r.writable(), r.me(), slot, word, done);
+            [](Handle& r, uint32_t slot, uint64_t word, bool done) {
+                uint64_t next;
+                check(busrl_ring_commit(&r, slot, word, done, &next));
+                return next;
             },
             py::arg("slot"), py::arg("word"), py::arg("done"))
         .def(
-            "mark_alone",
-            [](const Handle& r, uint32_t slot, uint64_t word) { mark_alone(r.writable(), r.me(), slot, word); },
+            "mark_alone", [](Handle& r, uint32_t slot, uint64_t word) { check(busrl_ring_mark_alone(&r, slot, word)); },
             py::arg("slot"), py::arg("word"))
         .def(
             "finish",
@@ -206,8 +224,8 @@ void bind_slots(py::class_<Handle>& ring) {
             py::arg("slot"), py::arg("word"), py::arg("fate"))
         .def(
             "drop",
-            [](const Handle& r, uint32_t slot, uint64_t word, const py::object& fate) {
-                return drop(r.writable(), r.index(), r.fates, slot, word, fate_code(fate));
+            [](Handle& r, uint32_t slot, uint64_t word, const py::object& fate) {
+                return check(busrl_ring_drop(&r, slot, word, char(fate_code(fate)))) == BUSRL_OK;
             },
             py::arg("slot"), py::arg("word"), py::arg("fate"))
         .def("finish_drops", [](const Handle& r) { return finish_drops(r.writable(), r.fates); })
@@ -245,10 +263,10 @@ void bind_watch(py::class_<Handle>& ring) {
                 const State state = state_arg(s);
                 const Segment& seg = r.live();
                 const py::object keep = r.mapping;  // close() in another thread must not unmap what we wait on
+                const uint32_t me = r.index();
                 if (transitions(seg, state) == seen)
                     wait_for(timeout_s, [&](uint64_t left) {
-                        nap(seg, state, seen, r.index(), left);
-                        return transitions(seg, state) != seen;
+                        return wait_for_entry(seg, me, state, seen, std::min(left, kWaitSliceNs));
                     });
                 return transitions(seg, state);
             },
@@ -267,33 +285,17 @@ void bind_watch(py::class_<Handle>& ring) {
             },
             py::arg("index"))
         .def("stats", &stats)
-        .def("progress",
-             [](const Handle& r) {
-                 ProcEntry& e = r.entry();
-                 e.progress_ns.store(monotonic_ns(), std::memory_order_release);
-                 e.progress.fetch_add(1, std::memory_order_release);
-             })
+        .def("progress", [](Handle& r) { check(busrl_ring_progress(&r)); })
         .def(
             "activity",
-            [](const Handle& r, const std::string& name, double deadline_s) {
-                ProcEntry& e = r.entry();
-                e.deadline_ns.store(uint64_t(std::max(0.0, std::min(deadline_s, 1e9)) * 1e9),
-                                    std::memory_order_release);
-                store_text(e.activity, name);
-                e.activity_ns.store(monotonic_ns(), std::memory_order_release);
-                e.progress.fetch_add(1, std::memory_order_release);  // to begin something is to get on
+            [](Handle& r, const std::string& name, double deadline_s) {
+                check(busrl_ring_activity(&r, name.c_str(), deadline_s));
             },
             py::arg("name"), py::arg("deadline_s") = 0.0)
         .def(
             "add",
-            [](const Handle& r, uint64_t busy_ns, uint64_t idle_ns, uint64_t tokens, uint64_t samples) {
-                ProcEntry& e = r.entry();
-                e.busy_ns.fetch_add(busy_ns, std::memory_order_relaxed);
-                e.idle_ns.fetch_add(idle_ns, std::memory_order_relaxed);
-                e.tokens.fetch_add(tokens, std::memory_order_relaxed);
-                e.samples.fetch_add(samples, std::memory_order_relaxed);
-                // The entry goes with its process; what all of them generated stays.
-                if (tokens) r.writable().header().counters[kTokens].value.fetch_add(tokens, std::memory_order_relaxed);
+            [](Handle& r, uint64_t busy_ns, uint64_t idle_ns, uint64_t tokens, uint64_t samples) {
+                check(busrl_ring_add(&r, busy_ns, idle_ns, tokens, samples));
             },
             py::kw_only(), py::arg("busy_ns") = 0, py::arg("idle_ns") = 0, py::arg("tokens") = 0,
             py::arg("samples") = 0)
@@ -303,8 +305,10 @@ void bind_watch(py::class_<Handle>& ring) {
             py::arg("version"))
         .def(
             "header",
-            [](const Handle& r, const std::string& name) {
-                return header_word(r.live(), name).load(std::memory_order_acquire);
+            [](Handle& r, const std::string& name) {
+                uint64_t value;
+                check(busrl_ring_header(&r, name.c_str(), &value));
+                return value;
             },
             py::arg("name"))
         .def(

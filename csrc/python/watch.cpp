@@ -59,28 +59,24 @@ std::vector<Process> processes(const Handle& ring) {
     return out;
 }
 
-Stats stats(const Handle& ring) {
-    const Segment& seg = ring.live();
-    Stats s;
+Stats stats(Handle& ring) {
+    busrl_stats found;
+    found.size = sizeof(found);
+    check(busrl_ring_stats(&ring, &found));
+    Stats s{};
     for (uint32_t k = 0; k < kStates; ++k) {
-        s.occupancy[name_of(State(k))] = 0;
-        s.transitions[name_of(State(k))] = transitions(seg, State(k));
-    }
-    for (uint32_t i = 0; i < seg.shape.n_slots; ++i) {
-        const uint32_t k = state_index(load_word(seg, i));
-        if (k < kStates) ++s.occupancy[name_of(State(k))];
+        s.occupancy[name_of(State(k))] = found.occupancy[k];
+        s.transitions[name_of(State(k))] = found.transitions[k];
     }
     for (uint32_t k = 0; k < 64; ++k)
-        if (const uint64_t n = seg.header().drops[k].load(std::memory_order_relaxed))
-            s.drops[std::string(1, char(64 + k))] = n;
-    auto counter = [&](Counter c) { return seg.header().counters[c].value.load(std::memory_order_relaxed); };
-    s.claims = counter(kClaims);
-    s.commits = counter(kCommits);
-    s.reaps = counter(kReaps);
-    s.dropped = counter(kDrops);
-    s.finished = counter(kFinished);
-    s.dispatched = counter(kDispatches);
-    s.tokens = counter(kTokens);
+        if (found.drops[k] != 0) s.drops[std::string(1, char(64 + k))] = found.drops[k];
+    s.claims = found.claims;
+    s.commits = found.commits;
+    s.reaps = found.reaps;
+    s.dropped = found.dropped;
+    s.finished = found.finished;
+    s.dispatched = found.dispatched;
+    s.tokens = found.tokens;
     return s;
 }
 
@@ -135,7 +131,7 @@ void bind_locks(py::module_& m) {
         .def(py::init([](const std::string& path, bool create, uint64_t capacity, bool read_only) {
                  return FatesFace{std::make_shared<Fates>(path, create, capacity, read_only)};
              }),
-             py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("capacity") = uint64_t{1} << 26,
+             py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("capacity") = kFateCapacity,
              py::arg("read_only") = false)
         .def(
             "get", [](const FatesFace& f, uint64_t i) { return f.open().get(row(i)); }, py::arg("i"))

@@ -35,7 +35,7 @@ struct Stats {
 };
 
 std::vector<Process> processes(const Handle& ring);
-Stats stats(const Handle& ring);
+Stats stats(Handle& ring);
 std::shared_ptr<Fates> fates_of(const py::object& face);
 
 }  // namespace busrl::python
