@@ -198,6 +198,12 @@ class NoSuchTensor(RingError):
     family = "busrl itself"
 
 
+class BadTensor(RingError):
+    """A descriptor or payload of one slot contradicts itself; costs that sample (fate M), never the process."""
+
+    family = "another process"
+
+
 class NotRegistered(RingError):
     """A call that needs an entry in the process table, before `register`."""
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from busrl.ledger.wal import SampleRecord
 from busrl.ring import Ring, State
-from busrl.roles.trajectory import read, read_task, read_text, segments_of
+from busrl.roles.trajectory import UNREADABLE, read, read_prompt_ids, read_task, read_text, segments_of
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,16 @@ def claim_group(
             records.append(make_record(ring, slot, word))
             if (text := fault(records[-1])) is not None:
                 raise Malformed(f"sample {records[-1].uid}: {text}")
-        except Malformed as problem:
+        except (Malformed, *UNREADABLE) as problem:
             give_back(ring, owned[:position] + owned[position + 1 :])
             ring.drop(slot, word, "M")
-            return str(problem)
+            return str(problem) if isinstance(problem, Malformed) else f"sample {_uid(ring, slot)}: {problem}"
     first = ring.line(slots[0])
     return Claimed(int(first["group"]), int(first["admission"]), tuple(owned), tuple(records))
+
+
+def _uid(ring: Ring, slot: int) -> int:
+    return int(ring.line(slot)["uid"])
 
 
 def make_record(ring: Ring, slot: int, word: int) -> SampleRecord:
@@ -96,7 +100,7 @@ def make_record(ring: Ring, slot: int, word: int) -> SampleRecord:
         version=int(line["version"]),
         step=int(line["step"]),
         finish=int(line["finish"]),
-        prompt_ids=ring.get(slot, "prompt_ids").tobytes(),
+        prompt_ids=read_prompt_ids(ring, slot).tobytes(),
         token_ids=tokens.tobytes(),
         logprobs=logprobs.tobytes(),
         versions=versions.tobytes(),
@@ -122,10 +126,18 @@ def excerpt(ring: Ring, claimed: Claimed) -> dict[str, object]:
     return {
         "uid": record.uid,
         "group": record.group,
-        "prompt": read_task(ring, slot).decode("utf-8", "replace"),
-        "completion": read_text(ring, slot, segments_of(word)),
+        "prompt": _for_people(lambda: read_task(ring, slot).decode("utf-8", "replace")),
+        "completion": _for_people(lambda: read_text(ring, slot, segments_of(word))),
         "reward": record.reward,
         "version": record.version,
         "versions": sorted(set(np.frombuffer(record.versions, np.uint32).tolist())),
         "rewards_of_group": claimed.rewards.tolist(),
     }
+
+
+def _for_people(read_it: Callable[[], str]) -> str:
+    """A text that training does not need: a sample without it is trained all the same."""
+    try:
+        return read_it()
+    except UNREADABLE as problem:
+        return f"({problem})"

@@ -20,7 +20,7 @@ from busrl.protocol import messages as m
 from busrl.rewards import Item, Outcome, RewardPool
 from busrl.ring import State
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.trajectory import read, read_task, read_text, segments_of, seq_of
+from busrl.roles.trajectory import UNREADABLE, read, read_task, read_text, segments_of, seq_of
 
 BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.012
@@ -47,7 +47,7 @@ class Reward(Actor):
     def step(self) -> bool:
         taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=BATCH - len(self.held))
         if taken:
-            self.pool.submit([self._item(slot, word) for slot, word in taken])
+            self.pool.submit([item for slot, word in taken if (item := self._item(slot, word)) is not None])
         # In a stream of answers one look takes many; the last ones of a round come few at a time and are not kept.
         self.streaming = len(taken) >= STREAM_BATCH
         return bool(self._settle(0.0)) and not self.streaming
@@ -71,20 +71,26 @@ class Reward(Actor):
             self.ring.add(samples=len(outcomes))
         return len(outcomes)
 
-    def _item(self, slot: int, word: int) -> Item:
+    def _item(self, slot: int, word: int) -> Item | None:
+        """What the judge needs; None if the slot can not be read: its sample is dropped as malformed."""
+        try:
+            item = Item(
+                key=slot,
+                record_line=read_task(self.ring, slot),
+                completion=read_text(self.ring, slot, segments_of(word)),
+                token_ids=read(self.ring, slot, "tokens", segments_of(word)).tolist() if self.wants_ids else [],
+            )
+        except UNREADABLE as problem:
+            self._drop(slot, word, "malformed", f"has a payload that can not be read: {problem}")
+            return None
         self.held[slot] = word
-        return Item(
-            key=slot,
-            record_line=read_task(self.ring, slot),
-            completion=read_text(self.ring, slot, segments_of(word)),
-            token_ids=read(self.ring, slot, "tokens", segments_of(word)).tolist() if self.wants_ids else [],
-        )
+        return item
 
     def _commit(self, outcome: Outcome) -> None:
         slot = outcome.key
         word = self.held.pop(slot)
         if outcome.error is not None:
-            self._drop(slot, word, outcome)
+            self._drop(slot, word, outcome.error, f"{outcome.error}: {outcome.text}")
             return
         if outcome.parts:
             self.ring.put(slot, word, "reward_parts", np.array(list(outcome.parts.values()), np.float32))
@@ -95,11 +101,11 @@ class Reward(Actor):
     def _message(self, slot: int, word: int, reward: float) -> m.RewardComputed:
         return m.RewardComputed(slot_id=slot, seq=seq_of(word), uid=int(self.ring.line(slot)["uid"]), reward=reward)
 
-    def _drop(self, slot: int, word: int, outcome: Outcome) -> None:
+    def _drop(self, slot: int, word: int, error: str, text: str) -> None:
         uid = int(self.ring.line(slot)["uid"])
-        self.warn("reward", f"sample {uid} {outcome.error}: {outcome.text}", kind=outcome.error or "")
+        self.warn("reward", f"sample {uid} {text}", kind=error)
         self.bell.add(lambda: self._message(slot, word, 0.0))
-        self.ring.drop(slot, word, FATE_OF[outcome.error or "raised"])
+        self.ring.drop(slot, word, FATE_OF[error])
 
     def teardown(self) -> None:
         self.pool.close()

@@ -29,7 +29,17 @@ from busrl.protocol.topics import topic
 from busrl.ring import SlotTooSmall, State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.limits import admission_limits
-from busrl.roles.trajectory import Generated, read, read_task, segments_of, seq_of, write_segment, write_text
+from busrl.roles.trajectory import (
+    UNREADABLE,
+    Generated,
+    read,
+    read_prompt_ids,
+    read_task,
+    segments_of,
+    seq_of,
+    write_segment,
+    write_text,
+)
 from busrl.weights import Receiver, make_receiver
 
 log = logging.getLogger("busrl")
@@ -158,10 +168,14 @@ class Rollout(Actor):
         if own_step < int(line["step"]):
             # Admitted with newer weights than these: say so now, the learner counts its age from it.
             self.ring.set(slot, word, version=self.version, step=own_step)
-        prompt = self._prompt_ids(slot, word, segments)
+        try:
+            prompt = self._prompt_ids(slot, word, segments)
+            prefix = read(self.ring, slot, "tokens", segments).copy() if segments else np.empty(0, np.int32)
+        except UNREADABLE as problem:
+            self._drop(slot, word, "M", f"an earlier segment can not be read: {problem}")
+            return None
         if prompt is None:
             return None
-        prefix = read(self.ring, slot, "tokens", segments).copy() if segments else np.empty(0, np.int32)
         return Request(
             key=slot,
             uid=int(line["uid"]),
@@ -176,7 +190,7 @@ class Rollout(Actor):
 
     def _prompt_ids(self, slot: int, word: int, segments: int) -> Ids | None:
         if segments:
-            earlier: Ids = self.ring.get(slot, "prompt_ids").copy()
+            earlier: Ids = read_prompt_ids(self.ring, slot).copy()
             return earlier
         try:
             text = render(msgspec.json.decode(read_task(self.ring, slot)), self.topology.data)
@@ -203,10 +217,10 @@ class Rollout(Actor):
             write_segment(self.ring, slot, word, segment, part)
             whole: Ids = read(self.ring, slot, "tokens", segment + 1) if segment else sequence.token_ids
             write_text(self.ring, slot, word, segment, self.engine.decode(whole, sequence.finish == 1))
-        except SlotTooSmall as problem:
+            self._note(slot, word, line, sequence, len(whole))
+        except (SlotTooSmall, *UNREADABLE) as problem:
             self._drop(slot, word, "M", str(problem))
             return
-        self._note(slot, word, line, sequence, len(whole))
         done = self.ring.commit_segment(slot, word, True)
         self.bell.add(
             lambda: m.DataGenerated(
@@ -223,7 +237,7 @@ class Rollout(Actor):
         self.ring.set(
             slot, word,
             version=version, step=step, finish=sequence.finish, response_tokens=length,
-            prompt_tokens=len(self.ring.get(slot, "prompt_ids")),
+            prompt_tokens=len(read_prompt_ids(self.ring, slot)),
         )  # fmt: skip
 
     def _drop(self, slot: int, word: int, fate: str, why: str) -> None:

@@ -91,14 +91,13 @@ TensorEntry begin_entry(const std::string& name, uint32_t segment) {
 void set_shape(TensorEntry& entry, const py::ssize_t* shape, size_t ndim) {
     if (ndim > kMaxDims) throw Error(Fault::general, "a tensor has at most 4 dimensions, got " + std::to_string(ndim));
     entry.ndim = uint8_t(ndim);
-    unsigned __int128 bytes = entry.bits / 8;
     for (size_t d = 0; d < ndim; ++d) {
         if (shape[d] < 0) throw Error(Fault::general, "a tensor has no negative dimension");
         entry.shape[d] = uint64_t(shape[d]);
-        bytes *= entry.shape[d];
-        if (bytes >> 62) throw Error(Fault::slot_too_small, "a tensor of more than 2**62 bytes fits no slot");
     }
-    entry.nbytes = uint64_t(bytes);
+    const auto bytes = shape_bytes(entry);
+    if (!bytes) throw Error(Fault::slot_too_small, "a tensor of more than 2**62 bytes fits no slot");
+    entry.nbytes = *bytes;
 }
 
 py::array view_of(const Handle& ring, const Segment& seg, uint32_t slot, const TensorEntry& e, bool writable) {
@@ -118,7 +117,7 @@ py::array view_of(const Handle& ring, const Segment& seg, uint32_t slot, const T
 }
 
 [[noreturn]] void bad_entry(uint32_t slot, const TensorEntry& e, const char* why) {
-    throw Error(Fault::corrupt, "slot " + std::to_string(slot) + ": " + describe_name(e) + ": " + why);
+    throw Error(Fault::bad_tensor, "slot " + std::to_string(slot) + ": tensor " + describe_name(e) + ": " + why);
 }
 
 bool may_see(const Handle& ring, uint64_t word, uint32_t segment) {
@@ -212,7 +211,7 @@ py::array get(const Handle& ring, uint32_t slot, const std::string& name, uint32
     const auto index = find_entry(table, TensorName(name), uint8_t(segment));
     if (!index) no_tensor(seg, slot, name, segment);
     const TensorEntry entry = load_entry(table, *index);
-    if (!entry_is_sound(entry, seg.shape.slot_bytes)) bad_entry(slot, entry, "its descriptor breaks the layout");
+    if (const char* why = entry_fault(entry, seg.shape.slot_bytes)) bad_entry(slot, entry, why);
     if ((entry.flags & kTensorHasCrc) && crc32c(seg.payload(slot) + entry.offset, entry.nbytes) != entry.crc32c)
         bad_entry(slot, entry, "its checksum is wrong");
     return view_of(ring, seg, slot, entry, false);
@@ -227,7 +226,7 @@ py::dict tensors(const Handle& ring, uint32_t slot) {
     for (uint32_t i = 0, used = used_entries(table); i < used; ++i) {
         const TensorEntry entry = load_entry(table, i);
         if (!(entry.flags & kTensorValid) || !may_see(ring, word, entry.segment)) continue;
-        if (!entry_is_sound(entry, seg.shape.slot_bytes)) bad_entry(slot, entry, "its descriptor breaks the layout");
+        if (const char* why = entry_fault(entry, seg.shape.slot_bytes)) bad_entry(slot, entry, why);
         const py::str name = readable(std::string(entry.name, ::strnlen(entry.name, kNameBytes)));
         out[py::make_tuple(name, entry.segment)] = view_of(ring, seg, slot, entry, false);
     }

@@ -101,3 +101,34 @@ def test_counts_that_differ_make_a_sample_malformed(ring: Ring) -> None:
         ring.put(slots[0], word, "logprobs", np.zeros(1, np.float32), 0)
     give_back(ring, [(slots[0], word)])
     assert states(ring, slots)[0] == State.REWARDED
+
+
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        (np.zeros(3, np.int64), "tensor prompt_ids is int64 with 1 dimensions, expected int32 with 1"),
+        (np.zeros((3, 1), np.int32), "tensor prompt_ids is int32 with 2 dimensions, expected int32 with 1"),
+    ],
+)
+def test_a_tensor_of_another_type_or_rank_costs_its_sample_only(ring, array, why):
+    for member in range(GROUP):
+        ring.dispatch(
+            uid=member, group=0, admission=7, member=member, group_size=GROUP, cls=0, task=b"{}", prompt_crc=1,
+            max_new_tokens=8, temperature=1.0, version=3, step=2,
+        )  # fmt: skip
+    slots = []
+    for slot, word in ring.take(State.QUEUED, State.GENERATING, cls=None, limit=GROUP):
+        ids = array if not slots else np.arange(2, dtype=np.int32)
+        ring.put(slot, word, "prompt_ids", ids)
+        part = Generated(np.arange(3, dtype=np.int32), np.full(3, -1.0, np.float32), np.full(3, 3, np.uint32))
+        write_segment(ring, slot, word, 0, part)
+        ring.commit_segment(slot, word, True)
+        slots.append(slot)
+    for slot, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=GROUP):
+        ring.release(slot, word, State.REWARDED)
+    told = claim_group(ring, slots, words(ring, slots), lambda record: None)
+    assert told is not None and why in str(told)
+    assert states(ring, slots) == [int(State.FREE), *[int(State.REWARDED)] * 3]
+    left = claim_group(ring, slots[1:], words(ring, slots[1:]), lambda record: None)
+    assert isinstance(left, Claimed)
+    assert "has no tensor" in str(excerpt(ring, left)["completion"])  # nobody wrote a text: trained all the same
