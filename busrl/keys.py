@@ -65,7 +65,7 @@ def init(directory: Path, replace: bool = False) -> Pair:
             f"{directory}: there are keys already; `busrl keys add NAME` lets a client in, `busrl keys init --replace` "
             "makes a new pair of the broker, after which every client needs its file again"
         )
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for one in (directory, directory / "allowed", directory / "clients"):
         private_directory(one, "key directory", "use --dir with a directory of your own")
     pair = _new_pair()
@@ -151,9 +151,13 @@ def broken(directory: Path) -> list[str]:
 
 
 def _listed(directory: Path) -> list[tuple[str, str]]:
-    """(name, public key or problem) of each file; who may write them is a matter of the directory's rights."""
+    """(name, public key or problem) of each file; who may write them is a matter of the directory's rights.
+
+    An OSError of the machine (no descriptor left) is passed on: it says nothing about any key.
+    """
     found = []
-    for file in sorted((directory / "allowed").glob("*.key"))[:MAX_CLIENTS]:
+    folder = directory / "allowed"
+    for file in sorted(folder / name for name in os.listdir(folder) if name.endswith(".key"))[:MAX_CLIENTS]:
         try:
             found.append((file.name.removesuffix(".key"), _read(file, ("public-key",))["public-key"]))
         except BadKeys as problem:
@@ -172,7 +176,7 @@ def load_client(file: Path) -> ClientKeys:
 
 
 def _check(directory: Path) -> None:
-    for path in (directory, directory / "server.key_secret"):
+    for path in (directory, directory / "allowed", directory / "server.key_secret"):
         if not path.exists():
             raise BadKeys(f"{path} does not exist; make keys with `busrl keys init --dir {directory}`")
     for path in (directory, directory / "allowed", directory / "clients"):
@@ -195,7 +199,7 @@ def _open(file: Path) -> str:
             raise BadKeys(f"{file}: {why}; `chmod 600 {file}`, and make a new key if anybody may have read this one")
         with open(file, encoding="ascii", errors="replace") as stream:
             return stream.read(MAX_FILE_BYTES)
-    except OSError as error:
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise BadKeys(f"{file}: {error.strerror}; `busrl keys list` shows what there is") from None
 
 

@@ -93,7 +93,7 @@ class Proxy:
             if door is not None:
                 door.open(self._context, self._sockets)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._close()  # not context.destroy: the door's thread must close its socket itself
             raise
         self._thread = threading.Thread(target=self._serve, name="proxy", daemon=True)
 
@@ -107,6 +107,13 @@ class Proxy:
         finally:
             for socket in self._sockets:
                 socket.close(0)
+
+    def _close(self) -> None:
+        for socket in self._sockets:
+            socket.close(0)
+        self._context.term()
+        if self._door is not None:
+            self._door.close()
 
     def __enter__(self) -> Proxy:
         self._thread.start()

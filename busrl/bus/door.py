@@ -4,7 +4,8 @@ Talks to libzmq (CURVE and its authentication protocol ZAP) and to the key direc
 local sockets are bound before, without encryption: libzmq takes the options that a socket has when it is bound, so one
 socket serves both sides.
 
-- The list is read at every handshake: a key that was added or removed counts at once, without a restart.
+- The list is read at every handshake: a key that was added or removed counts at once, without a restart. A client that
+  was refused does not try again by itself (libzmq), so it costs one handshake, and has to be started again.
 - It fails closed: without the thread that answers, libzmq refuses everybody (ZAP_ENFORCE_DOMAIN).
 - A refusal is counted by address and key; memory is bounded whatever knocks.
 """
@@ -92,18 +93,15 @@ class Door:
         number = frames[1] if len(frames) > 1 else b""
         if len(frames) == 7 and frames[5] == b"CURVE" and len(frames[6]) == 32:
             key = z85.encode(frames[6]).decode()
-            name = self._name_of(key)
+            try:
+                listed = keys.allowed(self._directory)
+            except OSError:  # no descriptor left, say: the peer may try again, while after a 400 it gives up for good
+                return [b"1.0", number, b"300", b"try again", b"", b""]
+            name = next((name for name, public in listed.items() if public == key), "")
             if name:
                 return [b"1.0", number, b"200", b"OK", name.encode(), b""]
             self._count(frames[3].decode(errors="replace"), key)
         return [b"1.0", number, b"400", b"not in the allow-list", b"", b""]
-
-    def _name_of(self, key: str) -> str:
-        try:
-            listed = keys.allowed(self._directory)
-        except OSError:  # out of descriptors, or the directory is gone: nobody new is let in
-            return ""
-        return next((name for name, public in listed.items() if public == key), "")
 
     def _count(self, address: str, key: str) -> None:
         with self._lock:

@@ -11,7 +11,6 @@ the user's own rights, or a key that the user has listed.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import re
 from collections.abc import Iterator
@@ -130,11 +129,3 @@ def _listeners(table: str, port: int) -> Iterator[str]:
             part = line.split()
             if part[3] == _LISTENING and int(part[1].rpartition(":")[2], 16) == port:
                 yield part[9]
-
-
-def is_loopback(endpoint: str) -> bool:
-    """Whether only processes of this machine can reach a tcp address."""
-    host = host_and_port(endpoint)[0].strip("[]")
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

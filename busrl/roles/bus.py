@@ -3,7 +3,8 @@
 Runs libzmq's own proxy in a thread. Its liveness is a ping of its own that went through the proxy and came back, so a
 broker whose proxy is stuck makes no progress and is replaced. Knows nothing of the messages.
 
-- Whoever knocks on the TCP side without a listed key is named in errors.jsonl, at most once a minute per address, with the count.
+- Whoever knocks on the TCP side without a listed key is named in errors.jsonl, with the count, at most once a minute
+  per address.
 """
 
 from __future__ import annotations
