@@ -82,7 +82,11 @@ class BadEndpoint(UserError):
 
 
 class InsecureDirectory(UserError):
-    """The socket directory belongs to somebody else; the message says whose and how to choose another."""
+    """A directory that must be private is not: whose it is or what others may do there, and how to mend it."""
+
+
+class BadKeys(UserError):
+    """CURVE keys that are missing, broken, or open to others; the message names the file and the remedy."""
 
 
 class BrokerRunning(RunInUse):
@@ -196,6 +200,12 @@ class NoSuchTensor(RingError):
     """A slot has no tensor of that name and segment that the reader may see."""
 
     family = "busrl itself"
+
+
+class BadTensor(RingError):
+    """A descriptor or payload of one slot contradicts itself; costs that sample (fate M), never the process."""
+
+    family = "another process"
 
 
 class NotRegistered(RingError):

@@ -17,8 +17,9 @@ from typing import Protocol
 import zmq
 
 from busrl.bus.core import DEFAULT_HWM, DEFAULT_MAX_BYTES, configure
+from busrl.bus.door import Door, Refusal
 from busrl.bus.endpoint import Endpoint
-from busrl.bus.security import prepare, private_umask
+from busrl.bus.security import bind, prepare
 from busrl.errors import BrokerRunning, BrokerStuck, BusNotReady
 
 
@@ -38,23 +39,30 @@ def run_broker(
     *,
     on_ready: Callable[[], None] = lambda: None,
     on_progress: Callable[[], None] = lambda: None,
+    door: Door | None = None,
+    on_refused: Callable[[Refusal], None] = lambda refusal: None,
     hwm: int = DEFAULT_HWM,
     max_bytes: int = DEFAULT_MAX_BYTES,
     ping_s: float = 1.0,
     stuck_s: float = 10.0,
 ) -> None:
-    """Serve until `stop` is set. `on_ready` is called after the first round trip, `on_progress` after each."""
+    """Serve until `stop` is set. `on_ready` is called after the first round trip, `on_progress` after each.
+
+    `door` opens the same sockets on tcp, for listed keys; `on_refused` hears who else knocked, from this thread.
+    """
     if not lock.try_acquire():
         raise BrokerRunning(
             f"a broker for {frontend} is already running (pid {lock.holder() or 'unknown'} holds the lock); stop that "
             "run first, or start this one in another run directory"
         )
     try:
-        with Proxy(frontend, backend, hwm, max_bytes) as proxy, Endpoint("bus", frontend, backend) as probe:
+        with Proxy(frontend, backend, hwm, max_bytes, door) as proxy, Endpoint("bus", frontend, backend) as probe:
             _knock(proxy, probe, stuck_s)
             on_ready()
             while not stop.wait(ping_s):
                 _knock(proxy, probe, stuck_s)
+                for refusal in door.refusals() if door else ():
+                    on_refused(refusal)
                 on_progress()
     finally:
         lock.release()
@@ -72,7 +80,8 @@ def _knock(proxy: Proxy, probe: Endpoint, stuck_s: float) -> None:
 class Proxy:
     """XSUB and XPUB, bound, and libzmq's loop between them in a thread of its own. Use with `with`."""
 
-    def __init__(self, frontend: str, backend: str, hwm: int, max_bytes: int) -> None:
+    def __init__(self, frontend: str, backend: str, hwm: int, max_bytes: int, door: Door | None = None) -> None:
+        self._door = door
         self.failure: BaseException | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = [self._context.socket(zmq.XSUB), self._context.socket(zmq.XPUB)]
@@ -80,10 +89,11 @@ class Proxy:
             for socket, endpoint in zip(self._sockets, (frontend, backend)):
                 configure(socket, hwm, max_bytes)
                 prepare(endpoint)
-                with private_umask():
-                    socket.bind(endpoint)
+                bind(socket, endpoint)
+            if door is not None:
+                door.open(self._context, self._sockets)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._close()  # not context.destroy: the door's thread must close its socket itself
             raise
         self._thread = threading.Thread(target=self._serve, name="proxy", daemon=True)
 
@@ -98,6 +108,13 @@ class Proxy:
             for socket in self._sockets:
                 socket.close(0)
 
+    def _close(self) -> None:
+        for socket in self._sockets:
+            socket.close(0)
+        self._context.term()
+        if self._door is not None:
+            self._door.close()
+
     def __enter__(self) -> Proxy:
         self._thread.start()
         return self
@@ -105,3 +122,5 @@ class Proxy:
     def __exit__(self, *_: object) -> None:
         self._context.term()  # ends zmq.proxy with ContextTerminated; returns when the thread has closed the sockets
         self._thread.join()
+        if self._door is not None:
+            self._door.close()

@@ -30,6 +30,7 @@ from busrl.bus.gaps import Gaps
 from busrl.bus.security import check_endpoint
 from busrl.bus.stats import EndpointStats
 from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
+from busrl.keys import ClientKeys
 from busrl.protocol import MAX_ACTIVITY, Fault, Heartbeat, Message, Ping, Pong, Rejected, codec, kind_of, name_of, topic
 
 DEFAULT_HWM: Final = 20_000
@@ -37,6 +38,9 @@ DEFAULT_MAX_BYTES: Final = 1 << 20
 TRANSPORT_SLACK: Final = 4  # libzmq cuts the peer off at this multiple: below it the sender can still be named
 MAX_REPORTED: Final = 1024
 LINGER_MS: Final = 250
+HANDSHAKE_MS: Final = 5000  # half a handshake holds a descriptor no longer than this
+MAX_ADDRESSED: Final = 1024  # topics of one endpoint beyond which pings of new names get no answer
+MAX_LOOKS: Final = 4096  # messages looked at before the caller is asked again: a flood of refused ones can not hold it
 PING_EVERY_S: Final = 0.05
 
 _log = logging.getLogger("busrl.bus")
@@ -51,8 +55,16 @@ def configure(socket: zmq.Socket[bytes], hwm: int, max_bytes: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes * TRANSPORT_SLACK)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
+
+
+def encrypt(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
+    """Only the broker that has the secret of `keys.server` is talked to, and only encrypted: there is no fall-back."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.pair.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.pair.secret.encode())
 
 
 class Core:
@@ -67,6 +79,7 @@ class Core:
         subscribe: Sequence[str] = (),
         hwm: int = DEFAULT_HWM,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        keys: ClientKeys | None = None,
         report: Callable[[str], None] = _log.warning,
     ) -> None:
         self.name, self._frontend, self._backend = name, frontend, backend
@@ -80,22 +93,24 @@ class Core:
         self._seqs: dict[str, int] = {}
         self._topics: dict[tuple[type[Message], str], str] = {}
         self._gaps = Gaps()
-        self._pending: deque[Message] = deque()
+        self._pending: deque[Message] = deque(maxlen=hwm)  # what came before the echo; the oldest may go
         self._own_ping = topic(Ping, name)
         self._token, self._echoed, self._ping_due = os.urandom(8).hex(), False, 0.0
         heard: list[type[Message]] = [*map(kind_of, subscribe), Ping]
         self._kinds = {name_of(kind).encode(): kind for kind in heard}
         for endpoint in (frontend, backend):
-            check_endpoint(endpoint)
-        self._open(hwm, subscribe)
+            check_endpoint(endpoint, keys is not None)
+        self._open(hwm, subscribe, keys)
         _alive.add(self)
 
-    def _open(self, hwm: int, subscribe: Sequence[str]) -> None:
+    def _open(self, hwm: int, subscribe: Sequence[str], keys: ClientKeys | None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._sub = self._context.socket(zmq.SUB)
         for socket in (self._pub, self._sub):
             configure(socket, hwm, self._max_bytes)
+            if keys is not None:
+                encrypt(socket, keys)
         for one in subscribe:
             self._sub.setsockopt(zmq.SUBSCRIBE, one.encode())
         # Last: subscriptions travel in order, so an echo proves that the others have reached the broker as well.
@@ -150,7 +165,7 @@ class Core:
         return taken
 
     def _take_new(self) -> Message | None:
-        while True:
+        for _ in range(MAX_LOOKS):
             if self._closed:
                 raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
             try:
@@ -160,6 +175,7 @@ class Core:
             message = self._accept(frames)
             if message is not None:
                 return message
+        return None
 
     def _accept(self, frames: list[bytes]) -> Message | None:
         """One multipart to a message for the caller; None for what is dropped or answered here."""
@@ -185,6 +201,9 @@ class Core:
     def _answer(self, ping: Ping) -> None:
         """PING is served here: one's own echo proves readiness, another's is answered."""
         if ping.sender != self.name:
+            if len(self._topics) >= MAX_ADDRESSED and (Pong, ping.sender) not in self._topics:
+                self._drop(Rejected(Fault.MALFORMED, "", f"pings from more than {MAX_ADDRESSED} names"))
+                return
             try:
                 self.post(Pong(token=ping.token), to=ping.sender)
             except ValueError:  # a sender whose name can not stand in a topic gets no answer
@@ -207,7 +226,9 @@ class Core:
         if now >= self._ping_due and not self._echoed:
             self._ping_due = now + PING_EVERY_S
             self.post(Ping(token=self._token), to=self.name)
-        while not self._echoed and (message := self._take_new()) is not None:
+        for _ in range(MAX_LOOKS):
+            if self._echoed or (message := self._take_new()) is None:
+                break
             self._pending.append(message)
         return self._echoed
 

@@ -1,42 +1,63 @@
-"""Addresses and directories of the sockets: what may be bound, and who can reach it.
+"""Addresses of the sockets: what may be bound or connected to, and who can reach it.
 
 Talks to the file system only; knows nothing of messages. The bus trusts whoever can connect, so reaching it must need
-the user's own rights.
+the user's own rights, or a key that the user has listed.
 
-- A socket directory belongs to this user and has mode 0700; one that belongs to somebody else is refused, never used.
-- The umask is 077 around bind, so that there is no instant at which the socket file is open to others.
+- An ipc socket lies in a directory of mode 0700 and has mode 0600 from its first instant: the umask is set around bind.
+- TCP without keys is refused on every address, loopback too: any user of the machine could connect there.
 - A path that does not fit into `sun_path` is refused before libzmq cuts or rejects it.
-- TCP is accepted on loopback only, as there is no authentication on it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from busrl.errors import BadEndpoint, InsecureDirectory
+import zmq
+
+from busrl import private
+from busrl.errors import BadEndpoint, BrokerRunning
 
 SUN_PATH_BYTES: Final = 107  # sockaddr_un.sun_path has 108, one is the final zero
-_LOOPBACK: Final = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\]):\d+")
+_TCP: Final = re.compile(r"tcp://(\[[^\]]+\]|[^:\[\]]+):(\d{1,5})")
+_LISTENING: Final = "0A"
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Refuse an address that can not work or would be open to others."""
+def check_endpoint(endpoint: str, keys: bool = False) -> None:
+    """Refuse an address that can not work, or would be open to others; `keys` says that CURVE will guard it."""
     scheme, mark, rest = endpoint.partition("://")
     if not mark or scheme not in ("ipc", "tcp"):
         raise BadEndpoint(f"bus endpoint {endpoint!r}: it must begin with ipc:// or tcp://")
     if scheme == "ipc":
         _check_path(rest)
-    elif not _LOOPBACK.fullmatch(rest):
+        return
+    host_and_port(endpoint)
+    if not keys:
         raise BadEndpoint(
-            f"bus endpoint {endpoint!r}: tcp is accepted on loopback only (127.0.0.1:PORT, localhost:PORT, "
-            "[::1]:PORT), since nothing authenticates a peer there; use ipc"
+            f"bus endpoint {endpoint!r}: tcp needs keys, since without them everybody who can reach the address is "
+            "let in; make them with `busrl keys init` and `busrl keys add NAME`, or use ipc"
         )
+
+
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """The two parts of a tcp address."""
+    found = _TCP.fullmatch(endpoint)
+    if found is None or not 1 <= int(found[2]) <= 65535:
+        raise BadEndpoint(f"bus endpoint {endpoint!r}: expected tcp://HOST:PORT, for example tcp://127.0.0.1:5600")
+    return found[1], int(found[2])
+
+
+def tcp_pair(endpoint: str) -> tuple[str, str]:
+    """Where publishers and subscribers connect: the port that was given, and the one after it."""
+    host, port = host_and_port(endpoint)
+    if port == 65535:
+        raise BadEndpoint(f"bus endpoint {endpoint!r}: two ports are used, this one and the next, so 65534 is the last")
+    return f"tcp://{host}:{port}", f"tcp://{host}:{port + 1}"
 
 
 def _check_path(path: str) -> None:
@@ -54,34 +75,14 @@ def private_directory(path: str | os.PathLike[str]) -> Path:
     """Make (or check) a directory that only this user can enter, and the parent named after the user likewise."""
     made = Path(path)
     if made.parent.name.startswith("busrl-"):
-        _make_private(made.parent)
-    _make_private(made)
-    return made
-
-
-def _make_private(path: Path) -> None:
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        raise InsecureDirectory(
-            f"socket directory {path}: {path.parent} does not exist; create it, or set XDG_RUNTIME_DIR"
-        ) from None
-    info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise InsecureDirectory(
-            f"socket directory {path} belongs to user {info.st_uid} or is no directory; it must be a directory of user "
-            f"{os.getuid()}: remove it, or set XDG_RUNTIME_DIR to a directory of your own"
-        )
-    if info.st_mode & 0o077:
-        path.chmod(0o700)
+        private.private_directory(made.parent)
+    return private.private_directory(made)
 
 
 @contextmanager
 def private_umask() -> Iterator[None]:
     """Files made inside are for this user alone. The umask is the whole process's: only around bind, before threads."""
-    before = os.umask(0o077)
+    before = os.umask(0o177)
     try:
         yield
     finally:
@@ -89,8 +90,42 @@ def private_umask() -> Iterator[None]:
 
 
 def prepare(endpoint: str) -> None:
-    """Everything before a bind: the address is sound and its directory is private."""
+    """Everything before a bind without keys: the address is sound and its directory is private."""
     check_endpoint(endpoint)
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc":
         private_directory(Path(rest).parent)
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Bind, so that nobody else can open the socket's file; an address that is taken names its holder."""
+    try:
+        with private_umask():
+            socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise BrokerRunning(
+                f"bus endpoint {endpoint}: the address is in use by {_holder(endpoint)}; stop that process, or choose "
+                "another port in bus.endpoint"
+            ) from None
+        raise BadEndpoint(f"bus endpoint {endpoint}: it can not be bound: {error.strerror}") from None
+
+
+def _holder(endpoint: str) -> str:
+    """Who listens on a tcp port, as far as /proc shows it to this user."""
+    inodes = {inode for table in ("tcp", "tcp6") for inode in _listeners(table, host_and_port(endpoint)[1])}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to look at
+            for descriptor in (process / "fd").iterdir():
+                if os.readlink(descriptor).removeprefix("socket:").strip("[]") in inodes:
+                    title = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    return f"process {process.name} ({title.strip()[:80]})"
+    return "a process of another user"
+
+
+def _listeners(table: str, port: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            part = line.split()
+            if part[3] == _LISTENING and int(part[1].rpartition(":")[2], 16) == port:
+                yield part[9]

@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     _add_stop(verbs)
     _add_audit(verbs)
     _add_ring(verbs)
+    _add_keys(verbs)
     _verb(verbs, "version", version, "print the version of busrl and of what it uses")
     return top
 
@@ -143,6 +144,12 @@ def _add_ring(verbs: Verbs) -> None:
     made = _verb(inner, "clean", ring_clean, "remove the shared memory of a run that is over", more)
     made.add_argument("ring", metavar="RING", help="name as `busrl ring list` shows it, a run directory, or `all`")
     made.add_argument("--force", action="store_true", help="also while processes use it, or if it can not be read")
+
+
+def _add_keys(verbs: Verbs) -> None:
+    from busrl.cli.keys import add_parsers
+
+    add_parsers(verbs, _verb)
 
 
 # ----------------------------------------------------------------------------------------------------------- verbs

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.errors import NoSuchRun, RingNotFound
+from busrl.launch.problems import problems
 from busrl.launch.progress import duration, short
 from busrl.paths import RunPaths
 from busrl.ring import Process, Ring
@@ -61,6 +62,7 @@ def _going_on(paths: RunPaths, info: dict[str, Any], ring: Ring) -> Iterable[str
         f"dropped · {short(stats.reaps)} slots taken back from dead processes"
     )
     yield from (_process(one) for one in processes)
+    yield from problems(paths.errors)
     yield f"  {paths.root}"
 
 
@@ -82,6 +84,7 @@ def _ended(paths: RunPaths, info: dict[str, Any]) -> Iterable[str]:
         yield f"  step {summary.get('steps')}/{summary.get('max_steps')} in {took} · version {summary.get('version')}"
         if summary.get("open_samples"):
             yield f"  {summary['open_samples']} samples are open: the next start generates them again"
+    yield from problems(paths.errors)
     yield f"  {paths.root}"
 
 

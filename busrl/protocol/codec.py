@@ -4,6 +4,8 @@ Talks to msgspec only; knows nothing of sockets or counters. One encoder and one
 and reused, since making them costs more than using them.
 
 - `decode` never raises anything but `Rejected`, whatever the bytes are: garbage, cut, nested 100,000 deep, mistyped.
+- What a message may hold is bounded: its bytes by `max_bytes`, its strings, lists and maps by their types, and how deep
+  an unknown field may nest by the interpreter's own limit of recursion.
 - Unknown fields are ignored; an unknown `type` is told apart from damage, since it may come from a newer program.
 """
 
@@ -84,6 +86,8 @@ def sender_in(raw: bytes) -> str:
 
 
 def _explain(kind: type[Message], raw: bytes, error: BaseException) -> Rejected:
+    if isinstance(error, RecursionError):
+        return Rejected(Fault.MALFORMED, "", "nested too deep: no field of a message is deeper than a map of a map")
     try:
         seen = _envelope.decode(raw)
     except _BAD:

@@ -23,11 +23,13 @@ MAX_NAME = 64
 MAX_TEXT = 16_384
 MAX_MAP = 4_096
 MAX_ACTIVITY = 256
+MAX_KEY = 256
 
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, Meta(ge=0)]
-Numbers = Annotated[dict[str, float], Meta(max_length=MAX_MAP)]
+Key = Annotated[str, Meta(max_length=MAX_KEY)]
+Numbers = Annotated[dict[Key, float], Meta(max_length=MAX_MAP)]
 
 
 class Message(Struct, tag_field="type", kw_only=True, omit_defaults=False):
@@ -191,7 +193,7 @@ class Heartbeat(Message, tag="HEARTBEAT"):
 
     role: Name = ""
     activity: Annotated[str, Meta(max_length=MAX_ACTIVITY)] = ""
-    last_seqs: Annotated[dict[str, Count], Meta(max_length=MAX_MAP)] = field(default_factory=dict)
+    last_seqs: Annotated[dict[Key, Count], Meta(max_length=MAX_MAP)] = field(default_factory=dict)
 
 
 class Goodbye(Message, tag="GOODBYE"):

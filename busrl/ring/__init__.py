@@ -24,6 +24,7 @@ from busrl._ring import (
     State,
 )
 from busrl.errors import (
+    BadTensor,
     DiskFull,
     FateRefused,
     LockTimeout,
@@ -72,6 +73,7 @@ __all__ = [
     "UID_NONE",
     "UID_VALIDATE",
     "WORKING",
+    "BadTensor",
     "DiskFull",
     "FateRefused",
     "Fates",

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.ledger.wal import SampleRecord
-from busrl.ring import NoSuchTensor, Ring, RingMismatch, State
-from busrl.roles.trajectory import read, read_task, read_text, segments_of
+from busrl.ring import Ring, State
+from busrl.roles.trajectory import UNREADABLE, read, read_many, read_prompt_ids, read_task, read_text, segments_of
 
 
 @dataclass(frozen=True)
@@ -103,19 +103,17 @@ def make_records(ring: Ring, owned: Sequence[tuple[int, int]], own: Lines) -> li
 def _payloads(ring: Ring, owned: Sequence[tuple[int, int]]) -> Iterable[tuple[bytes, ...]]:
     """For each slot the bytes of its prompt, tokens, log-probabilities and versions."""
     if all(segments_of(word) == 1 for _, word in owned):
-        with contextlib.suppress(NoSuchTensor, RingMismatch):  # which slot it is, is found one by one below
-            columns = [ring.copies(owned, "prompt_ids")]
-            columns += [ring.copies(owned, name, last_segment=True) for name in SEGMENTED]
-            return list(zip(*columns))
+        with contextlib.suppress(*UNREADABLE):  # which slot it is, is found one by one below
+            return list(zip(*(read_many(ring, owned, name) for name in ("prompt_ids", *SEGMENTED))))
     return [_payload(ring, position, slot, segments_of(word)) for position, (slot, word) in enumerate(owned)]
 
 
 def _payload(ring: Ring, position: int, slot: int, segments: int) -> tuple[bytes, ...]:
     try:
         parts = [read(ring, slot, name, segments) for name in SEGMENTED]
-        return (ring.get(slot, "prompt_ids").tobytes(), *(part.tobytes() for part in parts))
-    except (NoSuchTensor, RingMismatch, ValueError) as problem:
-        raise Malformed(position, str(problem)) from None
+        return (read_prompt_ids(ring, slot).tobytes(), *(part.tobytes() for part in parts))
+    except UNREADABLE as problem:
+        raise Malformed(position, f"sample {int(ring.line(slot)['uid'])}: {problem}") from None
 
 
 def give_back(ring: Ring, owned: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> None:
@@ -137,10 +135,18 @@ def excerpt(ring: Ring, claimed: Claimed) -> dict[str, object]:
     return {
         "uid": record.uid,
         "group": record.group,
-        "prompt": read_task(ring, slot).decode("utf-8", "replace"),
-        "completion": read_text(ring, slot, segments_of(word)),
+        "prompt": _for_people(lambda: read_task(ring, slot).decode("utf-8", "replace")),
+        "completion": _for_people(lambda: read_text(ring, slot, segments_of(word))),
         "reward": record.reward,
         "version": record.version,
         "versions": sorted(set(np.frombuffer(record.versions, np.uint32).tolist())),
         "rewards_of_group": claimed.rewards.tolist(),
     }
+
+
+def _for_people(read_it: Callable[[], str]) -> str:
+    """A text that training does not need: a sample without it is trained all the same."""
+    try:
+        return read_it()
+    except UNREADABLE as problem:
+        return f"({problem})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import ClassVar
 
-from busrl.ring import Reaped, State
+from busrl.ring import FateRefused, Reaped, State
 from busrl.roles import hold
 from busrl.roles.actor import Actor
 
@@ -25,7 +25,7 @@ class Keeper(Actor):
 
     def step(self) -> bool:
         reaped = self.ring.reap()
-        self.ring.finish_drops()
+        self._finish_drops()
         self._clear_hold()
         self._drop_poison()
         for item in reaped:
@@ -37,6 +37,13 @@ class Keeper(Actor):
             "slot %d went back from %s to %s: its owner %s (pid %d) died",
             item.slot, item.frm.name, item.to.name, item.label, item.pid,
         )  # fmt: skip
+
+    def _finish_drops(self) -> None:
+        """A slot whose uid names no sample can not be settled: that costs the slot, not the keeper."""
+        try:
+            self.ring.finish_drops()
+        except FateRefused as problem:
+            self.warn("keeper", f"a dropped sample can not be recorded, its slot is out of use: {problem}", "error")
 
     def _drop_poison(self) -> None:
         """A prompt that killed two workers which held nothing else is given up; it is re-rolled as any accident."""

@@ -21,7 +21,7 @@ from busrl.protocol import messages as m
 from busrl.rewards import Item, Outcome, RewardPool
 from busrl.ring import State
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.trajectory import read, segments_of, seq_of, text_of
+from busrl.roles.trajectory import UNREADABLE, read, read_many, read_task, read_text, segments_of, seq_of, text_of
 
 BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.02
@@ -68,18 +68,30 @@ class Reward(Actor):
         self._commit([outcome for outcome in outcomes if outcome.error is None])
         for outcome in outcomes:
             if outcome.error is not None:
-                self._drop(outcome)
+                self._drop(outcome.key, outcome.error, f"{outcome.error}: {outcome.text}")
         self.ring_bell(self.bell)
         if outcomes:
             self.ring.add(samples=len(outcomes))
         return len(outcomes)
 
     def _items(self, taken: Sequence[tuple[int, int]]) -> list[Item]:
+        """What the judge needs of each; a sample that can not be read is dropped as malformed."""
         self.held.update(taken)
-        tasks = self.ring.copies(taken, "task")
-        texts = map(text_of, self.ring.copies(taken, "text", last_segment=True))
-        ids = [self._ids(slot, word) if self.wants_ids else [] for slot, word in taken]
-        return [Item(held[0], *parts) for held, parts in zip(taken, zip(tasks, texts, ids))]
+        try:
+            tasks = read_many(self.ring, taken, "task")
+            texts = map(text_of, read_many(self.ring, taken, "text"))
+            ids = [self._ids(slot, word) if self.wants_ids else [] for slot, word in taken]
+            return [Item(held[0], *parts) for held, parts in zip(taken, zip(tasks, texts, ids))]
+        except UNREADABLE:  # which of them it is, is found one by one
+            return [item for slot, word in taken if (item := self._item(slot, word)) is not None]
+
+    def _item(self, slot: int, word: int) -> Item | None:
+        try:
+            ids = self._ids(slot, word) if self.wants_ids else []
+            return Item(slot, read_task(self.ring, slot), read_text(self.ring, slot, segments_of(word)), ids)
+        except UNREADABLE as problem:
+            self._drop(slot, "malformed", f"has a payload that can not be read: {problem}")
+            return None
 
     def _ids(self, slot: int, word: int) -> list[int]:
         ids: list[int] = read(self.ring, slot, "tokens", segments_of(word)).tolist()
@@ -98,13 +110,12 @@ class Reward(Actor):
     def _message(self, slot: int, word: int, reward: float) -> m.RewardComputed:
         return m.RewardComputed(slot_id=slot, seq=seq_of(word), uid=int(self.ring.line(slot)["uid"]), reward=reward)
 
-    def _drop(self, outcome: Outcome) -> None:
-        slot = outcome.key
+    def _drop(self, slot: int, error: str, text: str) -> None:
         word = self.held.pop(slot)
         uid = int(self.ring.line(slot)["uid"])
-        self.warn("reward", f"sample {uid} {outcome.error}: {outcome.text}", kind=outcome.error or "")
+        self.warn("reward", f"sample {uid} {text}", kind=error)
         self.bell.add(lambda: self._message(slot, word, 0.0))
-        self.ring.drop(slot, word, FATE_OF[outcome.error or "raised"])
+        self.ring.drop(slot, word, FATE_OF[error])
 
     def teardown(self) -> None:
         self.pool.close()

@@ -31,7 +31,18 @@ from busrl.protocol.topics import topic
 from busrl.ring import SlotTooSmall, State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.limits import admission_limits
-from busrl.roles.trajectory import Generated, read, segments_of, seq_of, write_segment, write_text
+from busrl.roles.trajectory import (
+    UNREADABLE,
+    Generated,
+    read,
+    read_many,
+    read_prompt_ids,
+    read_task,
+    segments_of,
+    seq_of,
+    write_segment,
+    write_text,
+)
 from busrl.weights import Receiver, make_receiver
 
 log = logging.getLogger("busrl")
@@ -163,13 +174,24 @@ class Rollout(Actor):
         """What the engine shall do for each claimed slot; a prompt that can not be used is dropped here."""
         own = self.ring.lines()[[slot for slot, _ in taken]]
         described = zip(*(own[name].tolist() for name in LINE_FIELDS))
-        lines = self.ring.copies(taken, "task")
         requests = []
-        for (slot, word), task, values in zip(taken, lines, described):
+        for (slot, word), task, values in zip(taken, self._tasks(taken), described):
             request = self._request(slot, word, task, dict(zip(LINE_FIELDS, values)))
             if request is not None:
                 requests.append(request)
         return requests
+
+    def _tasks(self, taken: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The prompts' lines; an empty one, which renders as no prompt, for a slot that can not be read."""
+        try:
+            return read_many(self.ring, taken, "task")
+        except UNREADABLE:
+            return [self._task(slot) for slot, _ in taken]
+
+    def _task(self, slot: int) -> bytes:
+        with contextlib.suppress(*UNREADABLE):
+            return read_task(self.ring, slot)
+        return b""
 
     def _left_behind(self) -> bool:
         """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
@@ -185,11 +207,15 @@ class Rollout(Actor):
             self.ring.set(slot, word, version=version, step=step)
         self.held[slot] = Task(word, line["uid"], version, step)
         segments = segments_of(word)
-        prompt = self._prompt_ids(slot, word, task, segments)
+        try:
+            prompt = self._prompt_ids(slot, word, task, segments)
+            prefix = read(self.ring, slot, "tokens", segments).copy() if segments else NO_TOKENS
+        except UNREADABLE as problem:
+            self._drop(slot, word, "M", f"an earlier segment can not be read: {problem}")
+            return None
         if prompt is None:
             return None
         self.held[slot] = self.held[slot]._replace(prompt_tokens=len(prompt))
-        prefix = read(self.ring, slot, "tokens", segments).copy() if segments else NO_TOKENS
         return Request(
             key=slot,
             uid=line["uid"],
@@ -204,7 +230,7 @@ class Rollout(Actor):
 
     def _prompt_ids(self, slot: int, word: int, task: bytes, segments: int) -> Ids | None:
         if segments:
-            earlier: Ids = self.ring.get(slot, "prompt_ids").copy()
+            earlier: Ids = read_prompt_ids(self.ring, slot).copy()
             return earlier
         try:
             ids = self._encode(task)
@@ -240,10 +266,10 @@ class Rollout(Actor):
             write_segment(self.ring, slot, word, segment, part)
             whole: Ids = read(self.ring, slot, "tokens", segment + 1) if segment else sequence.token_ids
             write_text(self.ring, slot, word, segment, self.engine.decode(whole, sequence.finish == 1))
-        except SlotTooSmall as problem:
+            self._note(slot, task, sequence, len(whole))
+        except (SlotTooSmall, *UNREADABLE) as problem:
             self._drop(slot, word, "M", str(problem))
             return
-        self._note(slot, task, sequence, len(whole))
         done = self.ring.commit_segment(slot, word, True)
         self.bell.add(
             lambda: m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=task.uid, version=int(sequence.versions[-1]))

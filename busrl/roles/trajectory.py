@@ -10,19 +10,37 @@
 | text       | last    | uint8   | rollout    | the whole completion as UTF-8, special tokens visible |
 
 Talks to the ring only. Arrays come back as views of the slot: they are valid while the reader owns the slot.
+
+- Who wrote a slot may be another program: a tensor that is missing, broken or of another type is one of `UNREADABLE`,
+  and costs its sample (fate M), never the reader.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from busrl.ring import Ring, segments_of, seq_of
+from busrl.ring import NO_SEGMENT, BadTensor, NoSuchTensor, Ring, segments_of, seq_of
 
-__all__ = ["Generated", "read", "read_task", "read_text", "segments_of", "seq_of", "write_segment", "write_text"]
+__all__ = [
+    "UNREADABLE", "Generated", "read", "read_many", "read_prompt_ids", "read_task", "read_text", "segments_of",
+    "seq_of", "text_of", "write_segment", "write_text",
+]  # fmt: skip
+
+
+UNREADABLE = (BadTensor, NoSuchTensor)
+DTYPES = {
+    name: np.dtype(kind)
+    for name, kind in (
+        ("task", np.uint8), ("prompt_ids", np.int32), ("tokens", np.int32), ("logprobs", np.float32),
+        ("versions", np.uint32), ("text", np.uint8),
+    )
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -46,7 +64,7 @@ def write_text(ring: Ring, slot: int, word: int, segment: int, text: str) -> Non
 
 
 def read_text(ring: Ring, slot: int, segments: int) -> str:
-    return text_of(ring.get(slot, "text", segments - 1).tobytes())
+    return text_of(_get(ring, slot, "text", segments - 1).tobytes())
 
 
 def text_of(data: bytes) -> str:
@@ -55,11 +73,32 @@ def text_of(data: bytes) -> str:
 
 
 def read_task(ring: Ring, slot: int) -> bytes:
-    return ring.get(slot, "task").tobytes()
+    return _get(ring, slot, "task", NO_SEGMENT).tobytes()
+
+
+def read_prompt_ids(ring: Ring, slot: int) -> npt.NDArray[np.int32]:
+    """The rendered prompt, a view of the slot."""
+    return _get(ring, slot, "prompt_ids", NO_SEGMENT)
 
 
 def read(ring: Ring, slot: int, name: str, segments: int) -> npt.NDArray[Any]:
     """A tensor of all committed segments; a view of the slot when there is one segment."""
     if segments == 1:
-        return ring.get(slot, name, 0)
-    return np.concatenate([ring.get(slot, name, k) for k in range(segments)])
+        return _get(ring, slot, name, 0)
+    return np.concatenate([_get(ring, slot, name, k) for k in range(max(1, segments))])
+
+
+def read_many(ring: Ring, held: Sequence[tuple[int, int]], name: str) -> list[bytes]:
+    """Copies of one tensor of each slot that we hold (of its last segment); `UNREADABLE` if any can not be read."""
+    last = name not in ("task", "prompt_ids")
+    return ring.copies(held, name, DTYPES[name], last_segment=last)
+
+
+def _get(ring: Ring, slot: int, name: str, segment: int) -> npt.NDArray[Any]:
+    """One tensor, of the type and rank in the table above; `UNREADABLE` otherwise."""
+    array: npt.NDArray[Any] = ring.get(slot, name, max(0, segment))
+    if array.dtype != DTYPES[name] or array.ndim != 1:
+        raise BadTensor(
+            f"slot {slot}: tensor {name} is {array.dtype} with {array.ndim} dimensions, expected {DTYPES[name]} with 1"
+        )
+    return array

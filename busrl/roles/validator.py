@@ -24,10 +24,10 @@ import numpy as np
 from busrl.data import JsonlStream
 from busrl.ledger.files import LineFile
 from busrl.protocol import messages as m
-from busrl.ring import State
+from busrl.ring import BadTensor, State
 from busrl.roles import hold
 from busrl.roles.actor import Actor
-from busrl.roles.trajectory import segments_of
+from busrl.roles.trajectory import UNREADABLE, read, segments_of
 
 log = logging.getLogger("busrl")
 VALIDATE_BIT = 1 << 62
@@ -157,7 +157,12 @@ class Validator(Actor):
         taken = self.ring.take(State.REWARDED, State.TRAINING, cls=CLS_VALIDATE, limit=256)
         for slot, word in taken:
             line = self.ring.line(slot)
-            result = self._result(slot, word, line)
+            try:
+                result = self._result(slot, word, line)
+            except UNREADABLE as problem:
+                self.warn("validator", f"sample {int(line['uid'])} is dropped: {problem}", kind="unreadable")
+                self.ring.drop(slot, word, "M")
+                continue
             known = result.uid in self.results or result.round != self.round
             if known or self._append(result):
                 self.ring.finish(slot, word, "V")
@@ -167,12 +172,14 @@ class Validator(Actor):
 
     def _result(self, slot: int, word: int, line: np.void) -> Result:
         uid = int(line["uid"])
-        newest = int(self.ring.get(slot, "versions", segments_of(word) - 1)[-1])
+        versions = read(self.ring, slot, "versions", segments_of(word))
+        if not len(versions):
+            raise BadTensor(f"slot {slot}: no tokens")
         return Result(
             uid=uid,
             round=(uid & ~VALIDATE_BIT) // self.samples,
             reward=float(line["reward"]),
-            version=newest,
+            version=int(versions[-1]),
             oldest=int(line["version"]),
             tokens=int(line["response_tokens"]),
         )

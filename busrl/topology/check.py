@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from busrl import quickstart
+from busrl import keys, quickstart
 from busrl.errors import SharedMemoryFull
 from busrl.topology import files, machine
 from busrl.topology.rules import count
@@ -32,7 +32,7 @@ SECTIONS_OF = {
 
 def report(topology: Topology) -> str:
     """The page."""
-    parts = (_head, _processes, _sums, _sizes, _data, _model, _warnings)
+    parts = (_head, _processes, _bus, _sums, _sizes, _data, _model, _warnings)
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part(topology)))) + "\n"
 
 
@@ -107,6 +107,18 @@ def _processes(t: Topology) -> Iterator[str]:
     outside = [entry.role for entry in t.process if entry.count == 0]
     if outside:
         yield f"expected to join from outside, or not at all: {', '.join(outside)}"
+
+
+def _bus(t: Topology) -> Iterator[str]:
+    yield "bus"
+    yield "  ipc, in a directory that only this user can enter"
+    if t.bus.endpoint != "ipc":
+        directory = keys.directory_of(t.bus.keys)
+        names = keys.allowed(directory)
+        yield f"  {t.bus.endpoint} and the next port, encrypted (CURVE) with the keys in {directory}"
+        yield f"  {len(names)} clients may connect there" + (f": {', '.join(names)}" if names else "")
+        for problem in keys.broken(directory):
+            yield f"  lets nobody in: {problem}"
 
 
 def _sums(t: Topology) -> Iterator[str]:
@@ -185,6 +197,8 @@ def _warnings(t: Topology) -> Iterator[str]:
         found.append(f"[[process]]: {text}")
     if t.data.train not in ("", t.data.validation) and t.derived.train_prompts < t.learner.trigger.n_min:
         found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
+    if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):
+        found.append(f"bus.endpoint: nobody may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`")
     if count(t, "rollout") == 0:
         found.append("[[process]]: no rollout is started here; the run waits until one joins")
     if found:

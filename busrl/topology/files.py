@@ -1,4 +1,4 @@
-"""The files that a topology names: the model folder, the prompt files, the reward function.
+"""The files that a topology names: the model folder, the prompt files, the reward function, the keys of the bus.
 
 Looks at them without torch: sizes, JSON, line by line. A reward is imported in a subprocess with a deadline, since
 importing runs foreign code. Findings come back as problems; nothing is changed.
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from busrl import quickstart
-from busrl.errors import DataError, Problem
+from busrl import keys, quickstart
+from busrl.errors import BadKeys, DataError, Problem
 from busrl.topology.rules import FUNCTION
 from busrl.topology.schema import TINY, Topology
 
@@ -58,10 +58,21 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
     asked = topology.reward.kind == "python" and FUNCTION.fullmatch(topology.reward.function)
     if asked and not skip & {"reward.function", "reward.kind"}:
         reward(topology.reward.function, found)
+    if topology.bus.endpoint != "ipc" and not skip & {"bus.endpoint", "bus.keys"}:
+        bus_keys(topology.bus.keys, found)
     lines, longest = counts.get("data.train", (0, TINY_LINE_BYTES))
     validation_lines, validation_longest = counts.get("data.validation", (lines, longest))
     looked = Looked(lines, validation_lines, max(longest, validation_longest), token_bytes, context)
     return looked, found
+
+
+def bus_keys(setting: str, found: list[KeyProblem]) -> None:
+    """TCP is opened with keys only: the broker's pair has to be there, and private."""
+    try:
+        keys.server_pair(keys.directory_of(setting))
+    except BadKeys as error:
+        rule, _, remedy = str(error).partition("; ")
+        found.append(KeyProblem("bus.keys", Problem("", "", f"tcp needs keys: {rule}", remedy)))
 
 
 def tiny(key: str, path: str, found: list[KeyProblem]) -> None:

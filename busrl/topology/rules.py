@@ -155,6 +155,24 @@ def _validation(t: Topology) -> Iterator[Finding]:
         yield Finding(("validation.at_end", "validation.every", "run.validate_before"), rule, "set one", warning=True)
 
 
+TCP = re.compile(r"tcp://(\*|[0-9.]+|\[[0-9A-Fa-f:.]+\]|localhost):(\d{1,5})")
+
+
+def _bus(t: Topology) -> Iterator[Finding]:
+    if t.bus.endpoint == "ipc":
+        if t.bus.keys:
+            rule = "sockets in a 0700 directory need no keys, so they are not used"
+            yield Finding(("bus.keys", "bus.endpoint"), rule, "remove it, or set endpoint", warning=True)
+        return
+    found = TCP.fullmatch(t.bus.endpoint)
+    if found is None:
+        rule = 'expected "ipc", or tcp://ADDRESS:PORT with a number of this machine, * for all of them, or localhost'
+        yield Finding(("bus.endpoint",), rule, 'for example "tcp://0.0.0.0:5600"')
+    elif not 1 <= int(found[2]) <= 65534:
+        rule = "two ports are used, this one to publish and the next to subscribe"
+        yield Finding(("bus.endpoint",), rule, "choose a port from 1 to 65534")
+
+
 def _processes(t: Topology) -> Iterator[Finding]:
     for role in ("rollout", "reward", "learner"):
         if all(entry.role != role for entry in t.process):
@@ -188,4 +206,4 @@ def wants_rounds(t: Topology) -> bool:
     return t.run.validate_before or t.validation.every > 0 or t.validation.at_end
 
 
-CHECKS: tuple[Check, ...] = (_run, _loss, _trigger, _weights, _reward, _validation, _processes)
+CHECKS: tuple[Check, ...] = (_run, _loss, _trigger, _weights, _reward, _validation, _bus, _processes)

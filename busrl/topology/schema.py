@@ -76,7 +76,8 @@ class Generation:
 class Bus:
     """[bus]: the doorbell."""
 
-    endpoint: str = key("ipc", "where the broker binds; sockets in the run's 0700 directory", choices=("ipc",))
+    endpoint: str = key("ipc", "sockets in the run's 0700 directory; tcp://ADDRESS:PORT: listed keys connect there too")
+    keys: str = key("", "directory of `busrl keys`, needed for tcp; empty: busrl/keys in $XDG_CONFIG_HOME", path=True)
     hwm: int = key(20000, "messages queued per socket before libzmq drops (slower, never wrong)", low=1, high=10**7)
     max_message_bytes: int = key(1 << 20, "a larger message is refused by its receiver", low=4096, high=1 << 30)
 

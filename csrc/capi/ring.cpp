@@ -31,6 +31,7 @@ static_assert(code_of(Fault::no_tensor) == BUSRL_E_NO_TENSOR && code_of(Fault::t
 static_assert(code_of(Fault::not_registered) == BUSRL_E_NOT_REGISTERED && code_of(Fault::closed) == BUSRL_E_CLOSED);
 static_assert(code_of(Fault::fates) == BUSRL_E_FATES && code_of(Fault::disk_full) == BUSRL_E_DISK_FULL);
 static_assert(code_of(Fault::lock_timeout) == BUSRL_E_LOCKED && code_of(Fault::read_only) == BUSRL_E_READ_ONLY);
+static_assert(code_of(Fault::bad_tensor) == BUSRL_E_BAD_TENSOR);
 
 int fail(int code, const char* text, uint64_t needed = 0, uint64_t available = 0) noexcept {
     g_last.needed = needed;
@@ -193,13 +194,12 @@ bool may_see(const busrl_ring& ring, uint64_t word, uint32_t segment) {
 }
 
 void check_entry(const Segment& seg, uint32_t slot, const TensorEntry& e, bool checksum) {
-    const char* why = nullptr;
-    if (!entry_is_sound(e, seg.shape.slot_bytes))
-        why = "its descriptor breaks the layout";
-    else if (checksum && (e.flags & kTensorHasCrc) && crc32c(seg.payload(slot) + e.offset, e.nbytes) != e.crc32c)
+    const char* why = entry_fault(e, seg.shape.slot_bytes);
+    if (why == nullptr && checksum && (e.flags & kTensorHasCrc) &&
+        crc32c(seg.payload(slot) + e.offset, e.nbytes) != e.crc32c)
         why = "its checksum is wrong";
     if (why != nullptr)
-        throw Error(Fault::corrupt, "slot " + std::to_string(slot) + ": " + describe_name(e) + ": " + why);
+        throw Error(Fault::bad_tensor, "slot " + std::to_string(slot) + ": tensor " + describe_name(e) + ": " + why);
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ enum busrl_code {
     BUSRL_E_MISSING = -2,         /* no ring of that name: the run has ended */
     BUSRL_E_NO_FILE = -3,         /* no fate table under that path */
     BUSRL_E_EXISTS = -4,          /* the name of a new ring is taken */
-    BUSRL_E_CORRUPT = -5,         /* bytes in shared memory contradict the layout; leave that slot alone */
+    BUSRL_E_CORRUPT = -5,         /* bytes in shared memory contradict the layout */
     BUSRL_E_LAYOUT = -6,          /* the ring has another layout version */
     BUSRL_E_STALE = -7,           /* the ring was made before the last boot */
     BUSRL_E_SHM_TOO_SMALL = -8,   /* /dev/shm can not hold it */
@@ -63,8 +63,9 @@ enum busrl_code {
     BUSRL_E_DISK_FULL = -17,      /* the file system of the fate table is full */
     BUSRL_E_LOCKED = -18,         /* another process holds the lock */
     BUSRL_E_READ_ONLY = -19,      /* the handle was attached read-only */
-    BUSRL_E_ABI = -20,            /* this library speaks another ABI version */
-    BUSRL_E_MEMORY = -21          /* out of memory */
+    BUSRL_E_BAD_TENSOR = -20,     /* a descriptor or payload of one slot contradicts itself; leave that slot alone */
+    BUSRL_E_ABI = -21,            /* this library speaks another ABI version */
+    BUSRL_E_MEMORY = -22          /* out of memory */
 };
 
 /* States of a slot. A working state (*) has an owner, a resting one never has.

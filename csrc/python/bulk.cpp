@@ -7,27 +7,36 @@ namespace {
 
 using SlotWord = std::pair<uint32_t, uint64_t>;
 
-py::bytes copy_of(const Handle& ring, const SlotWord& held, const TensorName& name, const std::string& readable,
+// The tensor of one slot: `kind` says name, number type and rank 1.
+py::bytes copy_of(const Handle& ring, const SlotWord& held, const TensorName& name, const TensorEntry& kind,
                   bool last) {
     const Segment& seg = ring.live();
     const auto& [slot, word] = held;
     check_owner(seg, ring.me(), slot, word);
     const uint32_t segs = segs_of(word);
-    const uint32_t segment = last && segs > 0 ? segs - 1 : kNoSegment;
     const TensorTable& table = seg.table(slot);
-    const auto index = find_entry(table, name, uint8_t(segment));
-    if (!index) throw Error(Fault::no_tensor, "slot " + std::to_string(slot) + " has no tensor \"" + readable + "\"");
+    const auto index = find_entry(table, name, uint8_t(last && segs > 0 ? segs - 1 : kNoSegment));
+    if (!index) throw Error(Fault::no_tensor, "slot " + std::to_string(slot) + " has no tensor " + describe_name(kind));
     const TensorEntry entry = load_entry(table, *index);
-    if (!entry_is_sound(entry, seg.shape.slot_bytes))
-        throw Error(Fault::corrupt, "slot " + std::to_string(slot) + ": " + describe_name(entry) +
-                                        ": its descriptor breaks the layout");
+    const char* why = entry_fault(entry, seg.shape.slot_bytes);
+    if (why == nullptr && (entry.code != kind.code || entry.bits != kind.bits || entry.ndim != 1))
+        why = "it is of another type or rank than was asked for";
+    if (why != nullptr)
+        throw Error(Fault::bad_tensor,
+                    "slot " + std::to_string(slot) + ": tensor " + describe_name(entry) + ": " + why);
     return py::bytes(reinterpret_cast<const char*>(seg.payload(slot) + entry.offset), entry.nbytes);
 }
 
-py::list copies(const Handle& ring, const std::vector<SlotWord>& held, const std::string& name, bool last) {
+py::list copies(const Handle& ring, const std::vector<SlotWord>& held, const std::string& name, const py::dtype& dtype,
+                bool last) {
     const TensorName wanted(name);
+    TensorEntry kind{};
+    std::memcpy(kind.name, wanted.word, kNameBytes);
+    kind.segment = kNoSegment;
+    kind.code = dtype.kind() == 'i' ? kInt : dtype.kind() == 'f' ? kFloat : dtype.kind() == 'b' ? kBool : kUint;
+    kind.bits = uint8_t(dtype.itemsize() * 8);
     py::list out;
-    for (const SlotWord& one : held) out.append(copy_of(ring, one, wanted, name, last));
+    for (const SlotWord& one : held) out.append(copy_of(ring, one, wanted, kind, last));
     return out;
 }
 
@@ -52,7 +61,8 @@ std::vector<uint64_t> commit_rewards(const Handle& ring, const std::vector<SlotW
 }  // namespace
 
 void bind_bulk(py::class_<Handle>& ring) {
-    ring.def("copies", &copies, py::arg("held"), py::arg("name"), py::kw_only(), py::arg("last_segment") = false)
+    ring.def("copies", &copies, py::arg("held"), py::arg("name"), py::arg("dtype"), py::kw_only(),
+             py::arg("last_segment") = false)
         .def("commit_rewards", &commit_rewards, py::arg("held"), py::arg("rewards"));
 }
 

@@ -38,6 +38,8 @@ const char* class_of(Fault fault) {
             return "LockTimeout";
         case Fault::read_only:
             return "RingReadOnly";
+        case Fault::bad_tensor:
+            return "BadTensor";
         case Fault::no_file:
         case Fault::general:
             break;

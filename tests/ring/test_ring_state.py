@@ -11,6 +11,7 @@ import pytest
 from busrl.ring import (
     HEADER_WORDS,
     UID_NONE,
+    BadTensor,
     FateRefused,
     NoSuchTensor,
     NoSuchTransition,
@@ -206,13 +207,15 @@ def test_many_rewards_are_committed_in_one_call_by_their_owner_only(world):
         world.ring.put(slot, word, "text", b"%d" % slot, 0)
         world.ring.commit_segment(slot, word, True)
     held = world.take(State.GENERATED, State.REWARDING)
-    assert world.ring.copies(held, "text", last_segment=True) == [b"%d" % slot for slot, _ in held]
-    assert world.ring.copies(held, "task") == [b'{"prompt": "%d"}' % uid for uid in range(3)]
+    assert world.ring.copies(held, "text", np.dtype("u1"), last_segment=True) == [b"%d" % slot for slot, _ in held]
+    assert world.ring.copies(held, "task", np.dtype("u1")) == [b'{"prompt": "%d"}' % uid for uid in range(3)]
+    with pytest.raises(BadTensor, match="task: it is of another type"):
+        world.ring.copies(held, "task", np.dtype("i4"))
     with pytest.raises(NoSuchTensor, match="logits"):
-        world.ring.copies(held, "logits")
+        world.ring.copies(held, "logits", np.dtype("f4"))
     assert all(world.ring.commit_rewards(held, [0.5, 1.0, 0.0]))
     assert [float(world.ring.line(slot)["reward"]) for slot, _ in held] == [0.5, 1.0, 0.0]
     with pytest.raises(NotOwner):
         world.ring.commit_rewards(held[:1], [1.0])
     with pytest.raises(NotOwner):
-        world.ring.copies(held[:1], "task")
+        world.ring.copies(held[:1], "task", np.dtype("u1"))

@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from busrl.ring import NO_SEGMENT, NoSuchTensor, NotOwner, Ring, RingError, RingMismatch, SlotTooSmall, State
+from busrl.ring import NO_SEGMENT, BadTensor, NoSuchTensor, NotOwner, Ring, RingError, SlotTooSmall, State
 
 
 def claimed(world) -> tuple[int, int]:
@@ -122,7 +122,7 @@ def test_a_checksum_finds_bytes_that_changed_afterwards(world):
     address = world.ring.get(slot, "x").ctypes.data
     raw = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * 8).from_address(address))
     raw[3] ^= 1
-    with pytest.raises(RingMismatch, match="checksum"):
+    with pytest.raises(BadTensor, match="checksum"):
         world.ring.get(slot, "x")
 
 

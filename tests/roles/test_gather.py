@@ -111,3 +111,34 @@ def test_the_culprit_of_a_group_is_dropped_wherever_it_stands(ring: Ring) -> Non
     found = claim(ring, slots, fault=lambda records: steps.append(len(records)) or (3, "no prompt"))
     assert found == "sample 3: no prompt" and steps == [GROUP]
     assert states(ring, slots)[3] == State.FREE and states(ring, slots)[:3] == [State.REWARDED] * 3
+
+
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        (np.zeros(3, np.int64), "tensor prompt_ids is int64 with 1 dimensions, expected int32 with 1"),
+        (np.zeros((3, 1), np.int32), "tensor prompt_ids is int32 with 2 dimensions, expected int32 with 1"),
+    ],
+)
+def test_a_tensor_of_another_type_or_rank_costs_its_sample_only(ring, array, why):
+    for member in range(GROUP):
+        ring.dispatch(
+            uid=member, group=0, admission=7, member=member, group_size=GROUP, cls=0, task=b"{}", prompt_crc=1,
+            max_new_tokens=8, temperature=1.0, version=3, step=2,
+        )  # fmt: skip
+    slots = []
+    for slot, word in ring.take(State.QUEUED, State.GENERATING, cls=None, limit=GROUP):
+        ids = array if not slots else np.arange(2, dtype=np.int32)
+        ring.put(slot, word, "prompt_ids", ids)
+        part = Generated(np.arange(3, dtype=np.int32), np.full(3, -1.0, np.float32), np.full(3, 3, np.uint32))
+        write_segment(ring, slot, word, 0, part)
+        ring.commit_segment(slot, word, True)
+        slots.append(slot)
+    for slot, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=GROUP):
+        ring.release(slot, word, State.REWARDED)
+    told = claim(ring, slots)
+    assert told is not None and why in str(told)
+    assert states(ring, slots) == [int(State.FREE), *[int(State.REWARDED)] * 3]
+    left = claim(ring, slots[1:])
+    assert isinstance(left, Claimed)
+    assert "has no tensor" in str(excerpt(ring, left)["completion"])  # nobody wrote a text: trained all the same

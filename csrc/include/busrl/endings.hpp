@@ -163,12 +163,20 @@ inline bool drop(const Segment& seg, uint32_t me, const FateBook& fates, uint32_
     return true;
 }
 
+// One slot whose sample can not be recorded must not keep the others: the first such error comes after all of them.
 inline uint32_t finish_drops(const Segment& seg, const FateBook& fates) {
     uint32_t done = 0;
+    std::optional<Error> first;
     for (uint32_t i = 0; i < seg.shape.n_slots; ++i) {
         const uint64_t word = load_word(seg, i);
-        if (state_of(word) == State::DROPPED && complete_drop(seg, fates, i, word)) ++done;
+        if (state_of(word) != State::DROPPED) continue;
+        try {
+            if (complete_drop(seg, fates, i, word)) ++done;
+        } catch (const Error& e) {
+            if (!first) first.emplace(e.fault, "slot " + std::to_string(i) + ": " + e.what(), e.needed, e.available);
+        }
     }
+    if (first) throw *first;
     return done;
 }
 

@@ -30,6 +30,7 @@ enum class Fault : uint8_t {
     disk_full,       // the file system of the fate table is full
     lock_timeout,    // another process holds the lock
     read_only,       // the handle maps the segment read-only
+    bad_tensor,      // a descriptor or a payload of one slot contradicts itself; the rest of the segment is sound
 };
 
 class Error : public std::runtime_error {

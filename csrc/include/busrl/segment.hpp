@@ -6,8 +6,10 @@
 // Talks to the file system; knows nothing of states.
 #pragma once
 
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/statvfs.h>
+#include <sys/vfs.h>
 
 #include <cstdio>
 #include <memory>
@@ -51,32 +53,79 @@ inline HeaderFixed plan(const Geometry& g, const std::array<uint8_t, 16>& uuid) 
 }
 
 // A private copy of a header is right when it is exactly what this library would have planned for its numbers.
+// Every refusal says what was expected, what was found, and what to do.
 inline void check_header(const HeaderFixed& h, uint32_t crc, uint32_t ready, uint64_t file_bytes,
                          const std::string& path) {
+    constexpr const char* kRemove =
+        "; remove it with `busrl ring clean --force` (what was in its slots is generated again)";
     auto refuse = [&](Fault fault, const std::string& why) { throw Error(fault, "ring " + path + ": " + why); };
-    if (h.magic != kMagic) refuse(Fault::corrupt, "not a busrl ring (its first bytes are not BUSRLRG1)");
+    if (h.magic != kMagic)
+        refuse(Fault::corrupt, "not a busrl ring: its first bytes are " + hex_of(&h.magic, 8) + ", expected " +
+                                   hex_of(&kMagic, 8) + " (BUSRLRG1); give the name that `busrl ring list` shows");
     if (h.layout_major != kLayoutMajor)
         refuse(Fault::layout, "layout version " + std::to_string(h.layout_major) + ", this library reads " +
                                   std::to_string(kLayoutMajor) + "; use the busrl that made it, or `busrl ring clean`");
-    if (crc != crc32c(&h, sizeof(h))) refuse(Fault::corrupt, "its header checksum is wrong");
-    if (ready != 1) refuse(Fault::corrupt, "it was never finished");
+    const uint32_t sum = crc32c(&h, sizeof(h));
+    if (crc != sum)
+        refuse(Fault::corrupt, "its header checksum is wrong: the header says " + hex_of(&crc, 4) +
+                                   ", its bytes give " + hex_of(&sum, 4) + kRemove);
+    if (ready != 1)
+        refuse(Fault::corrupt, "it was never finished: `ready` is " + std::to_string(ready) + ", expected 1" + kRemove);
     if (h.total_bytes != file_bytes)
         refuse(Fault::corrupt, "the header says " + std::to_string(h.total_bytes) + " bytes, the file has " +
-                                   std::to_string(file_bytes));
+                                   std::to_string(file_bytes) + kRemove);
     std::array<uint8_t, 16> uuid;
     std::memcpy(uuid.data(), h.uuid, 16);
     HeaderFixed want;
     try {
         want = plan({h.n_slots, h.n_procs, h.slot_bytes}, uuid);
     } catch (const Error& e) {
-        refuse(Fault::corrupt, e.what());
+        refuse(Fault::corrupt, e.what() + std::string(kRemove));
     }
-    const bool same = want.proc_off == h.proc_off && want.line_off == h.line_off && want.table_off == h.table_off &&
-                      want.data_off == h.data_off && want.slot_stride == h.slot_stride &&
-                      want.slot_bytes == h.slot_bytes && want.total_bytes == h.total_bytes;
-    if (!same) refuse(Fault::corrupt, "its offsets do not follow from its slot and process counts");
+    const struct {
+        const char* name;
+        uint64_t found, expected;
+    } rules[] = {{"proc_off", h.proc_off, want.proc_off},          {"line_off", h.line_off, want.line_off},
+                 {"table_off", h.table_off, want.table_off},       {"data_off", h.data_off, want.data_off},
+                 {"slot_stride", h.slot_stride, want.slot_stride}, {"slot_bytes", h.slot_bytes, want.slot_bytes},
+                 {"total_bytes", h.total_bytes, want.total_bytes}};
+    for (const auto& rule : rules)
+        if (rule.found != rule.expected)
+            refuse(Fault::corrupt, std::string("its offsets do not follow from its slot and process counts: ") +
+                                       rule.name + " is " + std::to_string(rule.found) + ", expected " +
+                                       std::to_string(rule.expected) + kRemove);
     if (std::memcmp(want.boot_id, h.boot_id, 16) != 0)
-        refuse(Fault::stale, "made before the last boot of this machine; remove it with `busrl ring clean`");
+        refuse(Fault::stale, "made before the last boot of this machine (boot " + hex_of(h.boot_id, 16) + ", now " +
+                                 hex_of(want.boot_id, 16) + "); remove it with `busrl ring clean`");
+}
+
+// Whoever may write the file may change what we map; whoever made it with holes may kill us with SIGBUS at a touch.
+// A file that is cut after this look still can: only its owner may cut it, and the next start says what was cut.
+inline void check_file(int fd, const struct stat& info, const std::string& path) {
+    auto refuse = [&](const std::string& why) { throw Error(Fault::corrupt, "ring " + path + ": " + why); };
+    if (!S_ISREG(info.st_mode)) refuse("not a regular file; give the name that `busrl ring list` shows");
+    if (info.st_uid != ::geteuid())
+        refuse("it belongs to user " + std::to_string(info.st_uid) + ", not to you (" + std::to_string(::geteuid()) +
+               "); a ring is only for its maker");
+    if (uint64_t(info.st_size) < sizeof(Header))
+        refuse("it has " + std::to_string(info.st_size) + " bytes, a ring has at least " +
+               std::to_string(sizeof(Header)) + "; remove it with `busrl ring clean --force`");
+    struct statfs where;
+    const bool in_memory = ::fstatfs(fd, &where) == 0 && where.f_type == TMPFS_MAGIC;
+    if (in_memory && uint64_t(info.st_blocks) * 512 < uint64_t(info.st_size))
+        refuse("it has holes: " + std::to_string(info.st_size) + " bytes, " +
+               std::to_string(uint64_t(info.st_blocks) * 512) +
+               " of them allocated, and a ring is allocated in full; remove it with `busrl ring clean --force`");
+}
+
+// After the content, so that a file that is no ring is called that.
+inline void check_mode(const struct stat& info, const std::string& path) {
+    if ((info.st_mode & 0077) == 0) return;
+    char mode[8];
+    std::snprintf(mode, sizeof(mode), "%04o", unsigned(info.st_mode & 07777));
+    throw Error(Fault::corrupt, "ring " + path + ": its mode is " + mode +
+                                    ", expected 0600: others may have changed it; if you trust what is in it, "
+                                    "`chmod 600` it, else remove it with `busrl ring clean --force`");
 }
 
 class Segment : public ForkGuarded {
@@ -124,12 +173,7 @@ class Segment : public ForkGuarded {
             throw Error(errno == ENOENT ? Fault::missing : Fault::general, errno_text("cannot open the ring " + path));
         struct stat info;
         if (::fstat(file.fd(), &info) != 0) throw Error(Fault::general, errno_text("cannot inspect the ring " + path));
-        if (!S_ISREG(info.st_mode) || uint64_t(info.st_size) < sizeof(Header))
-            throw Error(Fault::corrupt, "ring " + path + ": not a regular file of at least " +
-                                            std::to_string(sizeof(Header)) + " bytes");
-        if (info.st_uid != ::geteuid())
-            throw Error(Fault::corrupt, "ring " + path + ": it belongs to user " + std::to_string(info.st_uid) +
-                                            ", not to you; a ring is only for its maker");
+        check_file(file.fd(), info, path);
         struct {
             HeaderFixed fixed;
             uint32_t crc, ready;
@@ -138,6 +182,7 @@ class Segment : public ForkGuarded {
         if (::pread(file.fd(), &copy, sizeof(copy), 0) != ssize_t(sizeof(copy)))
             throw Error(Fault::corrupt, errno_text("cannot read the header of the ring " + path));
         check_header(copy.fixed, copy.crc, copy.ready, uint64_t(info.st_size), path);
+        check_mode(info, path);
         auto segment = std::make_shared<Segment>(Key{}, std::move(file), copy.fixed, path, read_only);
         // [READY observe] acquire, pairs with [READY publish]: everything the creator wrote is visible.
         if (segment->header().ready.load(std::memory_order_acquire) != 1)

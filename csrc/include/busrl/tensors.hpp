@@ -80,17 +80,34 @@ inline bool known_dtype(const TensorEntry& e) {
     }
 }
 
-// The rules that a copied entry must keep before its bytes are looked at.
-inline bool entry_is_sound(const TensorEntry& e, uint64_t slot_bytes) {
-    if (!known_dtype(e) || e.ndim > kMaxDims || e.offset % kTensorAlign != 0) return false;
-    if (e.offset > slot_bytes || e.nbytes > slot_bytes - e.offset) return false;
-    if (e.capacity < e.nbytes || e.capacity > slot_bytes - e.offset) return false;
-    unsigned __int128 bytes = e.bits / 8;
+// Bytes of the array that a copied entry describes; nullopt where no array of that shape can be, not even an empty one:
+// the product is taken over the dimensions that are not 0, since readers multiply them too.
+inline std::optional<uint64_t> shape_bytes(const TensorEntry& e) {
+    if (e.ndim > kMaxDims) return std::nullopt;
+    unsigned __int128 span = e.bits / 8;
+    bool empty = false;
     for (uint32_t d = 0; d < e.ndim; ++d) {
-        bytes *= e.shape[d];
-        if (bytes > slot_bytes) return false;
+        empty = empty || e.shape[d] == 0;
+        if (e.shape[d] != 0) span *= e.shape[d];
+        if (span >> 62) return std::nullopt;
     }
-    return uint64_t(bytes) == e.nbytes;
+    return empty ? 0 : uint64_t(span);
+}
+
+// The rules that a copied entry must keep before its bytes are looked at: what it breaks, or nullptr.
+inline const char* entry_fault(const TensorEntry& e, uint64_t slot_bytes) {
+    if (!known_dtype(e)) return "its number type is unknown";
+    if (e.ndim > kMaxDims) return "it has more than 4 dimensions";
+    if (e.offset % kTensorAlign != 0) return "its offset is not a multiple of 64";
+    if (e.offset > slot_bytes || e.nbytes > slot_bytes - e.offset) return "it reaches beyond its slot";
+    if (e.capacity < e.nbytes || e.capacity > slot_bytes - e.offset) return "the room set aside for it is impossible";
+    const auto bytes = shape_bytes(e);
+    if (!bytes) return "its shape is impossible";
+    return *bytes == e.nbytes ? nullptr : "its size does not follow from its shape";
+}
+
+inline bool entry_is_sound(const TensorEntry& e, uint64_t slot_bytes) {
+    return entry_fault(e, slot_bytes) == nullptr;
 }
 
 // For messages: a hostile name must not make them unreadable.

@@ -44,6 +44,17 @@ inline uint32_t crc32c(const void* data, size_t size) {
     return ~crc;
 }
 
+// For messages: bytes in the order in which they lie in memory.
+inline std::string hex_of(const void* data, size_t size) {
+    static constexpr char digit[] = "0123456789abcdef";
+    std::string text;
+    for (const auto* byte = static_cast<const uint8_t*>(data); size-- > 0; ++byte) {
+        text += digit[*byte >> 4];
+        text += digit[*byte & 15];
+    }
+    return text;
+}
+
 // Text shorter than the field is zero-padded, longer text is cut: these are names for people.
 template <size_t Words>
 void store_text(Text<Words>& field, const std::string& text) {

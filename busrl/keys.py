@@ -1,0 +1,207 @@
+"""CURVE keys of the bus: the broker's pair, the clients' pairs, and the list of who may connect.
+
+Talks to one directory of the user; used by the command `busrl keys`, by the check of a topology and by the broker.
+Knows nothing of sockets. The files are certificates as CZMQ writes them, so other languages can read them too.
+
+    DIR/server.key                the broker's public key
+    DIR/server.key_secret         the broker's pair
+    DIR/allowed/NAME.key          public keys that may connect: this directory is the allow-list
+    DIR/clients/NAME.key_secret   what client NAME needs: its own pair and the broker's public key
+
+- Directories have mode 0700 and files 0600; keys that others can read are refused, as they may be known already.
+- Adding and removing are one rename or unlink each, and a running broker reads the list at every handshake.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from busrl.errors import BadKeys
+from busrl.private import exposed, private_directory, write_private
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85, 32 bytes
+FIELD = re.compile(r'^\s*(public-key|secret-key)\s*=\s*"([^"]*)"\s*$')
+MAX_FILE_BYTES, MAX_CLIENTS = 4096, 4096
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A public and a secret key, 40 characters of Z85 each."""
+
+    public: str
+    secret: str
+
+
+@dataclass(frozen=True)
+class ClientKeys:
+    """What a process needs to connect: its own pair, and the broker's public key."""
+
+    pair: Pair
+    server: str
+
+
+def default_directory() -> Path:
+    """Where keys are unless the topology or --dir says otherwise."""
+    config = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(config) / "busrl" / "keys"
+
+
+def directory_of(setting: str) -> Path:
+    """The directory that `bus.keys` means."""
+    return Path(setting) if setting else default_directory()
+
+
+# ---------------------------------------------------------------------------------------------------------- making
+
+
+def init(directory: Path, replace: bool = False) -> Pair:
+    """Make the directory and the broker's pair; `replace` makes a new pair where there is one."""
+    if (directory / "server.key_secret").exists() and not replace:
+        raise BadKeys(
+            f"{directory}: there are keys already; `busrl keys add NAME` lets a client in, `busrl keys init --replace` "
+            "makes a new pair of the broker, after which every client needs its file again"
+        )
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for one in (directory, directory / "allowed", directory / "clients"):
+        private_directory(one, "key directory", "use --dir with a directory of your own")
+    pair = _new_pair()
+    write_private(directory / "server.key_secret", _text("the broker of a busrl bus; keep it secret", pair))
+    write_private(directory / "server.key", _text("the broker of a busrl bus", Pair(pair.public, "")))
+    for name, public in allowed(directory).items():
+        file = client_file(directory, name)
+        if file.exists():
+            _write_client(file, name, Pair(public, _read(file)["secret-key"]), pair.public)
+    return pair
+
+
+def add(directory: Path, name: str, public: str = "") -> Path | None:
+    """Let client `name` in: with a new pair (its file is returned), or with a public key that it made itself."""
+    if not NAME.fullmatch(name):
+        raise BadKeys(f"client name {name!r}: 1 to 64 letters, digits, dots, dashes or underscores")
+    if public and not KEY.fullmatch(public):
+        raise BadKeys(f"public key {public!r}: a CURVE key has 40 characters of Z85")
+    server, listed = server_pair(directory), allowed(directory)
+    if name in listed:
+        raise BadKeys(f"{directory}: {name} is allowed already; `busrl keys remove {name}` first to give it a new key")
+    if len(listed) >= MAX_CLIENTS:
+        raise BadKeys(f"{directory}: {len(listed)} clients are allowed, which is the most there can be")
+    pair = Pair(public, "") if public else _new_pair()
+    file = client_file(directory, name)
+    if not public:
+        _write_client(file, name, pair, server.public)
+    write_private(directory / "allowed" / f"{name}.key", _text(f"client {name}", Pair(pair.public, "")))
+    return None if public else file
+
+
+def remove(directory: Path, name: str) -> None:
+    """Take a client off the list: it can not connect again. A connection that it has stays until the broker ends."""
+    _check(directory)
+    file = directory / "allowed" / f"{name}.key"
+    if not NAME.fullmatch(name) or not file.exists():
+        names = ", ".join(allowed(directory)) or "nobody"
+        raise BadKeys(f"{directory}: no client {name!r} is allowed; there is {names}")
+    file.unlink()
+    client_file(directory, name).unlink(missing_ok=True)
+
+
+def client_file(directory: Path, name: str) -> Path:
+    """The file that client `name` needs."""
+    return directory / "clients" / f"{name}.key_secret"
+
+
+def _new_pair() -> Pair:
+    import zmq
+
+    public, secret = zmq.curve_keypair()
+    return Pair(public.decode(), secret.decode())
+
+
+def _write_client(file: Path, name: str, pair: Pair, server: str) -> None:
+    text = _text(f"client {name} of a busrl bus; keep it secret", pair)
+    write_private(file, text + f'server\n    public-key = "{server}"\n')
+
+
+def _text(what: str, pair: Pair) -> str:
+    secret = f'    secret-key = "{pair.secret}"\n' if pair.secret else ""
+    return f'# {what}\ncurve\n    public-key = "{pair.public}"\n{secret}'
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def server_pair(directory: Path) -> Pair:
+    """The broker's pair; BadKeys says what is missing, broken or open to others."""
+    _check(directory)
+    fields = _read(directory / "server.key_secret")
+    return Pair(fields["public-key"], fields["secret-key"])
+
+
+def allowed(directory: Path) -> dict[str, str]:
+    """Public keys by client name. A broken file lets nobody in; `broken` names it."""
+    return {name: public for name, public in _listed(directory) if KEY.fullmatch(public)}
+
+
+def broken(directory: Path) -> list[str]:
+    """What is wrong with files of the allow-list, a line each."""
+    return [problem for _, problem in _listed(directory) if not KEY.fullmatch(problem)]
+
+
+def _listed(directory: Path) -> list[tuple[str, str]]:
+    """(name, public key or problem) of each file; who may write them is a matter of the directory's rights.
+
+    An OSError of the machine (no descriptor left) is passed on: it says nothing about any key.
+    """
+    found = []
+    folder = directory / "allowed"
+    for file in sorted(folder / name for name in os.listdir(folder) if name.endswith(".key"))[:MAX_CLIENTS]:
+        try:
+            found.append((file.name.removesuffix(".key"), _read(file, ("public-key",))["public-key"]))
+        except BadKeys as problem:
+            found.append((file.name, str(problem)))
+    return found
+
+
+def load_client(file: Path) -> ClientKeys:
+    """The keys in a file that `busrl keys add` made."""
+    own = _read(file)
+    text = _open(file).partition("\nserver\n")[2]
+    server = _fields(text).get("public-key", "")
+    if not KEY.fullmatch(server):
+        raise BadKeys(f"{file}: no public key of the broker in it; give the file that `busrl keys add` made")
+    return ClientKeys(Pair(own["public-key"], own["secret-key"]), server)
+
+
+def _check(directory: Path) -> None:
+    for path in (directory, directory / "allowed", directory / "server.key_secret"):
+        if not path.exists():
+            raise BadKeys(f"{path} does not exist; make keys with `busrl keys init --dir {directory}`")
+    for path in (directory, directory / "allowed", directory / "clients"):
+        if path.exists() and (why := exposed(path)):
+            raise BadKeys(f"{path}: {why}; `chmod 700 {path}`, and make new keys if anybody may have read these")
+
+
+def _read(file: Path, wanted: tuple[str, ...] = ("public-key", "secret-key")) -> dict[str, str]:
+    """The keys in the first section of a file."""
+    fields = _fields(_open(file).partition("\nserver\n")[0])
+    for name in wanted:
+        if not KEY.fullmatch(fields.get(name, "")):
+            raise BadKeys(f"{file}: no {name} of 40 characters of Z85 in it; was it edited? Make the key again")
+    return fields
+
+
+def _open(file: Path) -> str:
+    try:
+        if file.name.endswith("_secret") and (why := exposed(file)):
+            raise BadKeys(f"{file}: {why}; `chmod 600 {file}`, and make a new key if anybody may have read this one")
+        with open(file, encoding="ascii", errors="replace") as stream:
+            return stream.read(MAX_FILE_BYTES)
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise BadKeys(f"{file}: {error.strerror}; `busrl keys list` shows what there is") from None
+
+
+def _fields(text: str) -> dict[str, str]:
+    return {found[1]: found[2] for line in text.splitlines() if (found := FIELD.match(line))}

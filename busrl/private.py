@@ -1,0 +1,99 @@
+"""Directories and files that only this user can enter or read: made without a race, checked before use.
+
+Talks to the file system only. Sockets and keys are guarded by nothing but these rights, so they are never assumed.
+
+- A directory of another user, or one that others may write into, is refused: what lies in it may be theirs.
+- One that others may only look into is closed. The check and the change are made on an open descriptor, not by name.
+- A file gets its mode when it is made and its name when it is whole: there is no instant at which it is open or half.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from busrl.errors import InsecureDirectory
+
+
+def private_directory(path: str | os.PathLike[str], what: str = "socket directory", remedy: str = "") -> Path:
+    """Make (or check and close) a directory of mode 0700; InsecureDirectory if it can not be trusted."""
+    made = Path(path)
+    remedy = remedy or "set XDG_RUNTIME_DIR to a directory of your own"
+    _check_parent(made.parent, what, remedy)
+    try:
+        made.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise InsecureDirectory(f"{what} {made}: it can not be made: {error.strerror}; {remedy}") from None
+    _close(made, what, remedy)
+    return made
+
+
+def _check_parent(path: Path, what: str, remedy: str) -> None:
+    """Whoever may rename entries of the parent may put another directory in our place."""
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        raise InsecureDirectory(f"{what}: {path} does not exist; create it, or {remedy}") from None
+    if info.st_uid not in (0, os.getuid()):
+        raise InsecureDirectory(
+            f"{what}: {path} belongs to user {info.st_uid}, who could replace what is in it; {remedy}"
+        )
+    if info.st_mode & 0o022 and not info.st_mode & stat.S_ISVTX:
+        raise InsecureDirectory(
+            f"{what}: {path} has mode {stat.S_IMODE(info.st_mode):04o}: others could replace what is in it; "
+            f"`chmod go-w {path}`, or {remedy}"
+        )
+
+
+def _close(path: Path, what: str, remedy: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise InsecureDirectory(
+            f"{what} {path} is no directory that can be opened ({error.strerror}; links are not followed): remove it, "
+            f"or {remedy}"
+        ) from None
+    try:
+        info = os.fstat(descriptor)
+        if info.st_uid != os.getuid():
+            raise InsecureDirectory(
+                f"{what} {path} belongs to user {info.st_uid}, not to user {os.getuid()}: remove it, or {remedy}"
+            )
+        if info.st_mode & 0o022:
+            raise InsecureDirectory(
+                f"{what} {path} has mode {stat.S_IMODE(info.st_mode):04o}: others may have put files into it; look "
+                f"what is there, then `chmod 700 {path}`, or {remedy}"
+            )
+        if info.st_mode & 0o077:
+            os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of mode 0600 in one go; a file of that name is replaced whole."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def exposed(path: Path) -> str:
+    """Why a file or directory is not private, in words; empty if it is."""
+    info = path.stat()
+    if info.st_uid != os.getuid():
+        return f"it belongs to user {info.st_uid}, not to user {os.getuid()}"
+    if info.st_mode & 0o077:
+        return f"its mode is {stat.S_IMODE(info.st_mode):04o}, so others can read it"
+    return ""

@@ -1,0 +1,144 @@
+"""Changed messages through the whole receiving side of an endpoint: each is taken or counted, and memory is bounded."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from busrl.bus import Endpoint
+from busrl.protocol import ALL, Fault, Rejected, codec, name_of, topic
+from busrl.protocol import messages as m
+
+from .mutate import Mutator, golden, sample
+
+GROWTH_BYTES = 64 << 20
+LIMIT = 1 << 20
+# Bounded by the size of the whole message alone: what they hold is as long as a prompt or an answer is.
+PAYLOADS = {"prompt", "record", "completion", "text", "data", "tensors"}
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def feed(endpoint: Endpoint, inputs: int, seed: int) -> None:
+    """`inputs` changed messages, a tenth of them under a changed or another topic."""
+    corpus = golden()
+    mutator = Mutator(seed, [raw for _, raw in corpus])
+    chance = random.Random(seed).random
+    targets = [topic(kind).encode() for kind in ALL]
+    for number in range(inputs):
+        which = int(chance() * len(corpus))
+        target = targets[which]
+        if chance() < 0.1:
+            target = mutator.next(target) if chance() < 0.5 else targets[int(chance() * len(targets))]
+        frames = [target, mutator.next(corpus[which][1])]
+        if number % 1000 == 0:
+            frames = [mutator.next(one) for one in frames * (number // 1000 % 3 + 1)]
+        endpoint._accept(frames or [b""])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "seed"),
+    [(20_000, 1), pytest.param(1_000_000, 2, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+def test_changed_messages_are_taken_or_counted_and_memory_stays_bounded(tmp_path: Path, inputs: int, seed: int) -> None:
+    said: list[str] = []
+    sockets = f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b"
+    with Endpoint("fuzz", *sockets, subscribe=[topic(kind) for kind in ALL], report=said.append) as endpoint:
+        feed(endpoint, 2_000, seed=0)
+        before, size = endpoint.stats(), resident_bytes()
+        feed(endpoint, inputs, seed)
+        grown = resident_bytes() - size
+        stats = endpoint.stats()
+    accepted, dropped = stats.received - before.received, stats.dropped - before.dropped
+    assert grown < GROWTH_BYTES, f"{grown >> 20} MiB more after {inputs} inputs"
+    # A ping that can not be answered counts as both, so the sum may be a little above.
+    assert inputs <= accepted + dropped <= inputs * 1.05
+    assert accepted > inputs / 50 and stats.malformed > inputs / 50  # else the mutations say nothing
+    assert len(said) <= 1024
+
+
+@pytest.mark.parametrize("kind", ALL, ids=name_of)
+def test_the_valid_message_of_a_kind_is_accepted(kind: type[m.Message]) -> None:
+    raw = dict((made, raw) for made, raw in golden())[kind]
+    assert isinstance(codec.decode(kind, raw, LIMIT), kind)
+
+
+@pytest.mark.parametrize("depth", [1_001, 20_000, 1_000_000])
+@pytest.mark.parametrize("level", [b"\x91", b"\x81\xa0"])
+def test_a_message_nested_too_deep_is_malformed_and_says_so(depth: int, level: bytes) -> None:
+    raw = b"\x82\xa4type\xa7GOODBYE\xa1x" + level * depth + b"\xc0"
+    with pytest.raises(Rejected, match="nested too deep") as caught:
+        codec.decode(m.Goodbye, raw, 4 << 20)
+    assert caught.value.fault is Fault.MALFORMED
+
+
+def test_an_unknown_field_that_nests_a_little_is_ignored() -> None:
+    raw = b"\x82\xa4type\xa7GOODBYE\xa1x" + b"\x91" * 100 + b"\xc0"
+    assert isinstance(codec.decode(m.Goodbye, raw, LIMIT), m.Goodbye)
+
+
+def unbounded(info: inspect.Type, where: str) -> set[str]:
+    """Fields below a type whose strings, bytes, lists or maps have no greatest length."""
+    found: set[str] = set()
+    if isinstance(info, (inspect.StrType, inspect.BytesType, inspect.ListType, inspect.DictType, inspect.AnyType)):
+        found |= {where} if getattr(info, "max_length", None) is None else set()
+    if isinstance(info, inspect.ListType):
+        found |= unbounded(info.item_type, where)
+    if isinstance(info, inspect.DictType):
+        found |= unbounded(info.key_type, where) | unbounded(info.value_type, where)
+    if isinstance(info, inspect.UnionType):
+        for one in info.types:
+            found |= unbounded(one, where)
+    if isinstance(info, inspect.StructType):
+        for field in info.fields:
+            found |= unbounded(field.type, field.name)
+    return found
+
+
+@pytest.mark.parametrize("kind", ALL, ids=name_of)
+def test_every_string_list_and_map_of_a_message_has_a_greatest_length(kind: type[m.Message]) -> None:
+    assert unbounded(inspect.type_info(kind), "") <= PAYLOADS
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "size"),
+    [
+        (m.Metrics, {"values": {str(n): 0.0 for n in range(m.MAX_MAP + 1)}}, "length <= 4096"),
+        (m.Metrics, {"values": {"x" * (m.MAX_KEY + 1): 0.0}}, "length <= 256"),
+        (m.Goodbye, {"reason": "x" * (m.MAX_TEXT + 1)}, "length <= 16384"),
+        (m.WeightsGroup, {"members": ["x"] * (m.MAX_MAP + 1)}, "length <= 4096"),
+        (m.Hello, {"sender": "x" * (m.MAX_NAME + 1)}, "length <= 64"),
+    ],
+)
+def test_what_is_too_long_is_malformed_with_its_limit(kind: type[m.Message], changes: dict, size: str) -> None:
+    raw = msgspec.msgpack.encode({**sample(inspect.type_info(kind)), "v": 1, **changes})
+    with pytest.raises(Rejected, match=size):
+        codec.decode(kind, raw, LIMIT)
+
+
+def test_a_header_that_promises_gigabytes_is_refused_without_room_being_made() -> None:
+    raw = b"\x82\xa4type\xa7METRICS\xa6values\xdf\xff\xff\xff\xff"
+    before = resident_bytes()
+    for _ in range(100):
+        with pytest.raises(Rejected):
+            codec.decode(m.Metrics, raw, LIMIT)
+    assert resident_bytes() - before < 1 << 20, sys.version
+
+
+def test_pings_from_ever_new_names_cost_no_memory_and_do_not_spoil_the_heartbeat(tmp_path: Path) -> None:
+    with Endpoint("victim", f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b", report=lambda _: None) as endpoint:
+        target = topic(m.Ping, "victim").encode()
+        for number in range(5_000):
+            endpoint._accept([target, codec.encode(m.Ping(token="t", sender=f"n{number}"))])
+        stats = endpoint.stats()
+        assert stats.sent_by and len(stats.sent_by) <= 1024 and stats.dropped == 5_000 - len(stats.sent_by)
+        beat = m.Heartbeat(last_seqs=dict(endpoint._seqs))
+        assert isinstance(codec.decode(m.Heartbeat, codec.encode(beat), LIMIT), m.Heartbeat)

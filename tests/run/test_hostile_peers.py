@@ -1,0 +1,95 @@
+"""A run with hostile company: an unlisted key at its door, descriptors broken in its ring. It finishes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import zmq
+from harness import Run, read_lines, running
+
+from busrl import keys
+from busrl.bus import Endpoint, tcp_pair
+from busrl.errors import BusNotReady
+from busrl.keys import ClientKeys, Pair
+from busrl.launch.status import status
+from busrl.protocol import messages as m
+from busrl.protocol import topic
+from busrl.ring import Ring, State
+
+pytestmark = [pytest.mark.usefixtures("quickstart"), pytest.mark.slow]
+BROKEN = 3
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return min(port, 65534)
+
+
+def break_descriptors(run: Run) -> list[int]:
+    """Make the task of samples that are being generated unreadable, past the library; their uids."""
+    ring = Ring.attach(run.paths.ring_name, read_only=True)
+    layout = header(run.paths.ring_file)
+    descriptor = os.open(run.paths.ring_file, os.O_RDWR)
+    found: dict[int, int] = {}
+
+    def some() -> bool:
+        lines = ring.lines()
+        for slot in (lines["state"] == State.GENERATING).nonzero()[0].tolist()[: BROKEN - len(found)]:
+            at = layout["table_off"] + slot * (128 + 48 * 128) + 128 + 0x28
+            os.pwrite(descriptor, (8).to_bytes(8, "little"), at)
+            found[int(lines["uid"][slot])] = slot
+        return len(found) >= BROKEN
+
+    try:
+        run.until("samples were in generation", some)
+    finally:
+        os.close(descriptor)
+        ring.close()
+    return list(found)
+
+
+def header(path: Path) -> dict[str, int]:
+    with open(path, "rb") as file:
+        head = file.read(0x78)
+    return {"table_off": int.from_bytes(head[0x58:0x60], "little")}
+
+
+def test_a_run_finishes_in_hostile_company_and_names_who_it_was(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    keys.init(directory)
+    file = keys.add(directory, "laptop")
+    assert file is not None
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    run = Run(tmp_path / "run", f'bus.endpoint="{endpoint}"', f'bus.keys="{directory}"', steps=30)
+    public, secret = zmq.curve_keypair()
+    stranger = ClientKeys(Pair(public.decode(), secret.decode()), keys.server_pair(directory).public)
+    with running(run):
+        run.until_step(2)
+        doors, mine = tcp_pair(endpoint), keys.load_client(file)
+        with Endpoint("laptop", *doors, subscribe=[topic(m.Heartbeat)], keys=mine) as far:
+            far.ready(30.0)
+            assert isinstance(far.recv(30.0), m.Heartbeat)
+        with Endpoint("stranger", *doors, keys=stranger) as outside, contextlib.suppress(BusNotReady):
+            outside.ready(0.5)
+            raise AssertionError("an unlisted key was let in")
+        broken = break_descriptors(run)
+        run.until("the refusal was recorded", lambda: said(run, public.decode()))
+        run.until("a broken sample was recorded", lambda: said(run, "payload that can not be read"))
+        page = status(run.directory)
+        assert public.decode() in page and "127.0.0.1" in page and "can not be read" in page
+        assert run.wait() == 0, run.tail()
+    report = run.audit()
+    assert report.counts.lost == report.counts.trained_twice == 0 and not report.errors, report
+    assert report.counts.step == run.steps and report.accidents == {"malformed": len(broken)}, report
+    assert {chr(run.paths.fates.read_bytes()[uid]) for uid in broken} == {"M"}
+    assert all(run.restarts(name) == 0 for name in ("bus", "learner", "reward/0", "rollout/0", "keeper", "scheduler"))
+
+
+def said(run: Run, text: str) -> bool:
+    return any(text in row["text"] for row in read_lines(run.paths.errors))

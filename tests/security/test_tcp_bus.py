@@ -1,0 +1,177 @@
+"""The TCP side of the broker lets listed keys in and nobody else, while the local side goes on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from busrl import keys
+from busrl.bus import Door, Endpoint, run_broker
+from busrl.bus.door import MAX_KNOCKERS
+from busrl.errors import BadKeys, BrokerRunning, BusNotReady
+from busrl.keys import ClientKeys, Pair
+from busrl.protocol import messages as m
+from busrl.protocol import topic
+from busrl.ring import OfdLock
+
+PATIENCE_S, REFUSED_S = 30.0, 0.7
+HEARD = topic(m.Goodbye)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Callable[..., Endpoint]]:
+    opened: list[Endpoint] = []
+
+    def open_one(name: str, pair: tuple[str, str], *subscribe: str, **options: object) -> Endpoint:
+        opened.append(Endpoint(name, *pair, subscribe=subscribe, **options))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+def laptop(broker) -> ClientKeys:
+    return keys.load_client(keys.client_file(broker.keys, "laptop"))
+
+
+def stranger(broker) -> ClientKeys:
+    public, secret = zmq.curve_keypair()
+    return ClientKeys(Pair(public.decode(), secret.decode()), keys.server_pair(broker.keys).public)
+
+
+def test_a_listed_key_talks_with_local_processes_in_both_directions(broker, endpoint):
+    near, far = endpoint("near", broker.ipc, HEARD), endpoint("far", broker.tcp, HEARD, keys=laptop(broker))
+    for one in (near, far):
+        one.ready(PATIENCE_S)
+    near.send(m.Goodbye(reason="from near"))
+    assert far.recv(PATIENCE_S).reason == "from near"
+    far.send(m.Goodbye(reason="from far"))
+    assert [near.recv(PATIENCE_S).reason for _ in range(2)] == ["from near", "from far"]
+
+
+def test_an_unlisted_key_is_refused_counted_and_named_with_its_address_and_others_go_on(broker, endpoint):
+    far = endpoint("far", broker.tcp, keys=laptop(broker))
+    far.ready(PATIENCE_S)
+    unknown = stranger(broker)
+    with pytest.raises(BusNotReady):
+        endpoint("stranger", broker.tcp, keys=unknown).ready(REFUSED_S)
+    line = broker.until("refused")
+    assert "127.0.0.1" in line and unknown.pair.public in line and "busrl keys add" in line
+    far.ready(PATIENCE_S)
+    broker.beat()
+
+
+def test_a_broker_with_another_key_is_not_talked_to(broker, endpoint):
+    other = zmq.curve_keypair()[0].decode()
+    with pytest.raises(BusNotReady):
+        endpoint("fooled", broker.tcp, keys=ClientKeys(laptop(broker).pair, other)).ready(REFUSED_S)
+    broker.beat()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_peer_without_encryption_is_refused_on_both_ports(broker, endpoint, side):
+    listener = endpoint("near", broker.ipc, HEARD)
+    listener.ready(PATIENCE_S)
+    with zmq.Context() as context, context.socket((zmq.PUB, zmq.SUB)[side]) as bare:
+        bare.setsockopt(zmq.LINGER, 0)
+        if side == 1:
+            bare.setsockopt(zmq.SUBSCRIBE, b"")
+        bare.connect(broker.tcp[side])
+        deadline = 12
+        while deadline and not (side == 1 and bare.poll(50)):
+            deadline -= 1
+            if side == 0:
+                bare.send_multipart([HEARD.encode(), b"\x81\xa4type\xa7GOODBYE"])
+            listener.ready(PATIENCE_S)
+        assert side == 0 or not bare.poll(0)
+    assert listener.drain() == [] and listener.stats().malformed == 0
+
+
+def test_an_encrypting_client_does_not_fall_back_on_the_local_socket(broker, endpoint):
+    with pytest.raises(BusNotReady):
+        endpoint("far", broker.ipc, keys=laptop(broker)).ready(REFUSED_S)
+
+
+def test_a_key_that_is_added_while_the_broker_runs_is_let_in(broker, endpoint):
+    unknown = stranger(broker)
+    with pytest.raises(BusNotReady):
+        endpoint("early", broker.tcp, keys=unknown).ready(REFUSED_S)
+    keys.add(broker.keys, "later", unknown.pair.public)
+    endpoint("later", broker.tcp, keys=unknown).ready(PATIENCE_S)
+
+
+def test_a_listed_key_is_asked_to_try_again_when_the_list_can_not_be_read(key_directory: Path):
+    door = Door("tcp://127.0.0.1:1", key_directory)
+    (key_directory / "allowed").rename(key_directory / "away")
+    verdict = door._answer([b"1.0", b"7", b"busrl", b"10.0.0.1", b"", b"CURVE", bytes(32)])
+    assert verdict[1:3] == [b"7", b"300"] and door.refusals() == []
+
+
+def test_a_removed_key_can_not_connect_again(broker, endpoint):
+    endpoint("far", broker.tcp, keys=laptop(broker)).ready(PATIENCE_S)
+    file = keys.client_file(broker.keys, "laptop")
+    before = keys.load_client(file)
+    keys.remove(broker.keys, "laptop")
+    assert not file.exists()
+    with pytest.raises(BusNotReady):
+        endpoint("again", broker.tcp, keys=before).ready(REFUSED_S)
+    broker.until("refused")
+
+
+def test_clients_come_back_by_themselves_after_the_broker_was_killed_and_started_again(broker, endpoint):
+    far = endpoint("far", broker.tcp, HEARD, keys=laptop(broker))
+    far.ready(PATIENCE_S)
+    broker.kill()
+    broker.start()
+    far.ready(PATIENCE_S)
+    with pytest.raises(BusNotReady):
+        endpoint("stranger", broker.tcp, keys=stranger(broker)).ready(REFUSED_S)
+    broker.until("refused")
+
+
+def test_a_second_broker_for_one_tcp_address_is_refused_with_the_process_that_has_it(broker, tmp_path):
+    (tmp_path / "other").mkdir()
+    second = type(broker)(tmp_path / "other", broker.keys, broker.endpoint).spawn()
+    text = second.communicate(timeout=PATIENCE_S)[1]
+    assert second.returncode != 0
+    assert "BrokerRunning" in text and f"in use by process {broker.process.pid} (" in text and broker.tcp[0] in text
+    broker.beat()
+
+
+def test_the_holder_of_a_port_is_named_whatever_it_is(short_dir, key_directory):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        address = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
+        with pytest.raises(BrokerRunning, match=rf"{address}: .* in use by process {os.getpid()} \("):
+            run_broker(
+                f"ipc://{short_dir}/pub", f"ipc://{short_dir}/sub", OfdLock(str(short_dir / "lock")),
+                threading.Event(), door=Door(address, key_directory),
+            )  # fmt: skip
+
+
+def test_a_door_without_keys_does_not_open(tmp_path):
+    with pytest.raises(BadKeys, match="busrl keys init"):
+        Door("tcp://127.0.0.1:1", tmp_path)
+
+
+def test_a_flood_of_unknown_keys_is_counted_in_bounded_memory(key_directory: Path):
+    door = Door("tcp://127.0.0.1:1", key_directory)
+    for number in range(MAX_KNOCKERS * 3):
+        frames = [b"1.0", b"7", b"busrl", f"10.0.{number % 256}.9".encode(), b"", b"CURVE", number.to_bytes(32, "big")]
+        assert door._answer(frames)[1:3] == [b"7", b"400"]
+    refusals = door.refusals()
+    assert len(refusals) == MAX_KNOCKERS + 1 and sum(one.count for one in refusals) == MAX_KNOCKERS * 3
+    assert door.refusals() == []
+
+
+@pytest.mark.parametrize("frames", [[], [b"1.0"], [b""] * 7, [b"1.0", b"1", b"", b"", b"", b"NULL"], [b"x"] * 9])
+def test_a_request_that_is_none_is_refused(key_directory: Path, frames):
+    assert b"400" in Door("tcp://127.0.0.1:1", key_directory)._answer(frames)
