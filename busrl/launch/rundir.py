@@ -230,6 +230,7 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
         "runtime_dir": str(paths.runtime_dir),
         "frontend": paths.frontend,
         "backend": paths.backend,
+        "tap": paths.tap,
         "launch_pid": os.getpid(),
         "started": time.time(),
         "uuid": uuid.hex(),

@@ -31,6 +31,7 @@ def main(run_dir: str, name: str) -> int:
         run.paths.backend,
         lock,
         stop,
+        tap=run.paths.tap,
         on_ready=ring.set_ready,
         on_progress=ring.progress,
         max_bytes=run.topology.bus.max_message_bytes,
