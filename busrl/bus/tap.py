@@ -86,9 +86,13 @@ class Tap:
                 heard.append(self._seen(frames[0], frames[1]))
         return heard
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether something is here within the time."""
-        return bool(self._socket.poll(max(0, int(timeout_s * 1000)), zmq.POLLIN))
+    def wait(self, timeout_s: float, *others: int) -> bool:
+        """Whether a message is here within the time; one of the descriptors `others` ends the wait as well."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for other in others:
+            poller.register(other, zmq.POLLIN)
+        return any(ready is self._socket for ready, _ in poller.poll(max(0, int(timeout_s * 1000))))
 
     def reopen(self) -> None:
         """Drop what is queued for us here and at the other end, and listen on from now."""

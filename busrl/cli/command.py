@@ -19,7 +19,7 @@ from busrl.errors import BugError, BusrlError, TopologyError
 EPILOG = """\
 A first run:     busrl launch configs/quickstart.toml
 Look before:     busrl check my.toml --set learner.lr=1e-4
-From outside:    busrl status            busrl stop runs/NAME
+From outside:    busrl monitor           busrl status            busrl stop runs/NAME
 Afterwards:      busrl audit runs/NAME
 """
 Verb = Callable[[argparse.Namespace], int]
@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     _add_stop(verbs)
     _add_audit(verbs)
     _add_ring(verbs)
+    _add_monitor(verbs)
     _verb(verbs, "version", version, "print the version of busrl and of what it uses")
     return top
 
@@ -145,6 +146,21 @@ def _add_ring(verbs: Verbs) -> None:
     made.add_argument("--force", action="store_true", help="also while processes use it, or if it can not be read")
 
 
+def _add_monitor(verbs: Verbs) -> None:
+    text = "watch a run, a recording that is replayed, or any endpoint, changing nothing"
+    made = _verb(verbs, "monitor", monitor, text, "Keys of the live view: q quit, e errors.")
+    made.add_argument(
+        "target", nargs="?", metavar="RUN_DIR|ENDPOINT", help="default: the only run of this user that lives"
+    )
+    made.add_argument("--once", action="store_true", help="print the picture once and leave")
+    made.add_argument("--json", action="store_true", help="with --once: one JSON object, its keys as documented")
+    made.add_argument("--plain", action="store_true", help="lines without colours, as on a pipe")
+    made.add_argument(
+        "--seconds", type=float, metavar="S",
+        help="with --once: listen for so long first (default 1; at an endpoint until the replay is over, at most 60)",
+    )  # fmt: skip
+
+
 # ----------------------------------------------------------------------------------------------------------- verbs
 
 
@@ -207,6 +223,12 @@ def ring_clean(options: argparse.Namespace) -> int:
     from busrl.cli.rings import clean
 
     return clean(options.ring, options.force)
+
+
+def monitor(options: argparse.Namespace) -> int:
+    from busrl.cli.monitor import monitor as show
+
+    return show(options.target, options.once, options.json, options.plain, options.seconds)
 
 
 def version(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ Pure, and knows nothing of colours or of what is drawn. Every result has the siz
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,7 +17,7 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     cuts = [round(i * len(values) / width) for i in range(width + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:])]
+    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
