@@ -120,7 +120,7 @@ def _chart(name: str, course: list[float], style: str, form: str, width: int, he
     return Panel(
         Text("\n".join(lines), style, no_wrap=True),
         title=Text.assemble((name, "bold"), "  ", (told, style)), title_align="left",
-        subtitle=Text(f"{len(course)} steps", LABELS), subtitle_align="right",
+        subtitle=Text(f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps", LABELS), subtitle_align="right",
         border_style="grey37", box=box.ROUNDED,
     )  # fmt: skip
 
@@ -182,10 +182,10 @@ def _messages(picture: Picture, room: int) -> Panel:
 
 
 def _facts(picture: Picture, now: float, width: int) -> RenderableType:
-    bar, legend = _slots(picture, width - 11)
+    bar, legend = _slots(picture, width - 12)
     bad = picture.traffic.missed or picture.traffic.lag_s > 1.0
     table = Table.grid(padding=(0, 1))
-    table.add_column(style=LABELS, no_wrap=True, width=9)
+    table.add_column(style=LABELS, no_wrap=True, width=10)
     table.add_column(no_wrap=True, overflow="ellipsis")
     table.add_row(" slots", bar)
     table.add_row("", legend)

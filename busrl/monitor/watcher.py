@@ -31,9 +31,9 @@ LOOK, REPLAY = "LOOK", "REPLAY"  # topics that a replay adds to those of the pro
 
 
 class ReplayMark(msgspec.Struct):
-    """Body of `REPLAY/`: the beginning and the end of a replay; see docs/monitor.md."""
+    """Body of `REPLAY/`: what is replayed, and that it is over; see docs/monitor.md."""
 
-    phase: str  # "begin" or "end"
+    phase: str  # "running" or "over"
     facts: Facts = Facts()
     speed: float = 1.0  # 0: as fast as it goes
     messages: int = 0
@@ -86,7 +86,8 @@ class Watcher:
             self.tap.reopen()
             traffic.resyncs += 1
             self.refresh(now, force=True)
-        traffic.missed, traffic.malformed = self.tap.missed + self._missed_in_record, self.tap.malformed
+        # A replay has the gaps of its recording, which the tap counts again.
+        traffic.missed, traffic.malformed = max(self.tap.missed, self._missed_in_record), self.tap.malformed
         return len(heard)
 
     def close(self) -> None:
@@ -129,11 +130,10 @@ class Watcher:
             self.picture.traffic.malformed += 1
             return
         self._missed_in_record = mark.missed
-        if mark.phase == "begin":
-            self.picture.facts = mark.facts
-            speed = f"at {mark.speed:g}x" if mark.speed else "as fast as it goes"
-            self.picture.replay = f"{mark.facts.run_id or 'a recording'} {speed}"
-        self.picture.replay_over = mark.phase == "end"
+        self.picture.facts = mark.facts
+        speed = f"at {mark.speed:g}x" if mark.speed else "as fast as it goes"
+        self.picture.replay = f"{mark.facts.run_id or 'a recording'} {speed}"
+        self.picture.replay_over = mark.phase == "over"
 
 
 def decoded(name: str, body: bytes) -> Message | None:
