@@ -36,6 +36,7 @@ FRAME: Final = struct.Struct("<II")
 PAYLOAD: Final = struct.Struct("<QBBH")
 MAX_PAYLOAD: Final = 1 << 24
 MAX_HEADER: Final = 1 << 20
+BUFFER: Final = 1 << 16
 
 
 class Kind(IntEnum):
@@ -95,54 +96,49 @@ class Writer:
     def __init__(self, path: Path, header: Header) -> None:
         self.path, self.bytes = path, 0
         try:
-            self._file: BinaryIO = open(path, "xb", buffering=1 << 16)  # noqa: SIM115
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             raise UserError(f"{path} exists; choose another name, or remove it") from None
         except OSError as error:
             raise UserError(f"{path} can not be made: {error.strerror}; choose another place with -o") from None
         packed = msgspec.msgpack.encode(header)
-        self._put(FIXED.pack(MAGIC, FORMAT, len(packed), zlib.crc32(packed)) + packed)
+        self._buffer = bytearray(FIXED.pack(MAGIC, FORMAT, len(packed), zlib.crc32(packed)) + packed)
         self.flush()
 
     def add(self, kind: Kind, topic: bytes, body: bytes, at_ns: int | None = None) -> None:
         """One record; its time is now unless it is given."""
         at = time.monotonic_ns() if at_ns is None else at_ns
         payload = PAYLOAD.pack(at, kind, 0, len(topic)) + topic + body
-        self._put(FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
+        self._buffer += FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+        if len(self._buffer) >= BUFFER:
+            self.flush()
 
     def flush(self) -> None:
         """Hand what is buffered to the system."""
-        try:
-            self._file.flush()
-        except OSError as error:
-            raise self._full(error) from None
+        buffer, self._buffer = self._buffer, bytearray()
+        with memoryview(buffer) as left:
+            done = 0
+            try:
+                while done < len(buffer):
+                    written = os.write(self._fd, left[done:])
+                    done, self.bytes = done + written, self.bytes + written
+            except OSError as error:
+                raise self._failed(error) from None
 
     def close(self) -> None:
         """Write out, sync, close; idempotent."""
-        if self._file.closed:
+        if self._fd < 0:
             return
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self.flush()
+            os.fsync(self._fd)
         except OSError as error:
-            raise self._full(error) from None
+            raise self._failed(error) from None
         finally:
-            self._abandon()
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
-    def _put(self, data: bytes) -> None:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            raise self._full(error) from None
-        self.bytes += len(data)
-
-    def _abandon(self) -> None:
-        try:
-            self._file.close()
-        except OSError:  # what is still buffered has no place; it was told already
-            self._file.detach() if not self._file.closed else None
-
-    def _full(self, error: OSError) -> DiskFull:
+    def _failed(self, error: OSError) -> DiskFull:
         return DiskFull(
             f"{self.path}: {error.strerror} after {self.bytes:,} bytes; what was written before can be replayed. Make "
             "room, or record for a shorter time"

@@ -172,8 +172,8 @@ class Replayer:
             except zmq.Again:
                 if not self._backend.poll(int(STALLED_S * 1000), zmq.POLLOUT):
                     raise PeerTimeout(
-                        f"a listener at {self._bound[0]} has read nothing for {STALLED_S:g} s; the replay stopped after "
-                        f"{self._messages} messages"
+                        f"a listener at {self._bound[0]} has read nothing for {STALLED_S:g} s; the replay stopped "
+                        f"after {self._messages} messages"
                     ) from None
 
 
@@ -196,9 +196,13 @@ def refuse_if_served(endpoint: str) -> None:
         raise BadEndpoint(f"{endpoint}: a file of that name exists and is no socket; choose another name")
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
-        with suppress(ConnectionRefusedError, FileNotFoundError):
+        try:
             probe.connect(str(path))
-            raise _served(endpoint)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return
+        except OSError:  # a full queue: somebody is there who does not get round to it
+            pass
+    raise _served(endpoint)
 
 
 def _served(endpoint: str) -> RunInUse:

@@ -120,7 +120,8 @@ def _chart(name: str, course: list[float], style: str, form: str, width: int, he
     return Panel(
         Text("\n".join(lines), style, no_wrap=True),
         title=Text.assemble((name, "bold"), "  ", (told, style)), title_align="left",
-        subtitle=Text(f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps", LABELS), subtitle_align="right",
+        subtitle=Text(f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps", LABELS),
+        subtitle_align="right",
         border_style="grey37", box=box.ROUNDED,
     )  # fmt: skip
 
