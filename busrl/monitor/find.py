@@ -15,7 +15,7 @@ from busrl.errors import NoSuchRun, RingError, UserError
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Process, Ring
 
-MARK = b"BUSRL_RUN_DIR="  # launch gives it to every child
+LOCK = "run.lock"  # launch holds it, and every child inherits it
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def run_dir_of(ring_name: str) -> Path | None:
     """The directory of the run that uses this ring, told by one of its living processes."""
     for process in living(ring_name):
         with suppress(OSError):
-            for one in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                if one.startswith(MARK):
-                    directory = Path(os.fsdecode(one[len(MARK) :]))
-                    if RunPaths.of(directory).ring_name == ring_name:
-                        return directory
+            # Not from its environment: setting the title of a process overwrites that.
+            for link in Path(f"/proc/{process.pid}/fd").iterdir():
+                opened = Path(os.readlink(link))
+                if opened.name == LOCK and RunPaths.of(opened.parent).ring_name == ring_name:
+                    return opened.parent
     return None
 
 

@@ -51,7 +51,7 @@ class Sizes:
         room -= facts
         table = min(processes + 3, max(0, room - 5))
         room -= table
-        listed = min(errors + 2, max(2, room // 3), room) if errors else min(1, room)
+        listed = min(max(1, errors), max(1, room // 3), room)
         return cls(room - listed, table, facts, listed)
 
 
@@ -183,22 +183,25 @@ def _messages(picture: Picture, room: int) -> Panel:
 
 
 def _facts(picture: Picture, now: float, width: int) -> RenderableType:
-    bar, legend = _slots(picture, width - 12)
+    bar, legend = _slots(picture, width - 13)
     bad = picture.traffic.missed or picture.traffic.lag_s > 1.0
-    table = Table.grid(padding=(0, 1))
-    table.add_column(style=LABELS, no_wrap=True, width=10)
-    table.add_column(no_wrap=True, overflow="ellipsis")
-    table.add_row(" slots", bar)
-    table.add_row("", legend)
-    table.add_row(" trigger", Text(words.trigger(picture, now)))
-    table.add_row(" staleness", Text(words.staleness(picture)))
-    table.add_row(" bus", Text(words.bus(picture, now), "yellow" if bad else ""))
-    return table
+    lines = [
+        _labelled("slots", bar),
+        _labelled("", legend),
+        _labelled("trigger", Text(words.trigger(picture, now))),
+        _labelled("staleness", Text(words.staleness(picture))),
+        _labelled("bus", Text(words.bus(picture, now), "yellow" if bad else "")),
+    ]
+    return Group(*lines)
+
+
+def _labelled(label: str, text: Text) -> Text:
+    return Text.assemble((f" {label:<10}", LABELS), text, no_wrap=True, overflow="ellipsis")
 
 
 def _slots(picture: Picture, width: int) -> tuple[Text, Text]:
     states = words.occupancy(picture)
-    bar, legend = Text(no_wrap=True), Text(no_wrap=True, overflow="ellipsis")
+    bar, legend = Text(), Text()
     for (name, count), cells in zip(states, portions([count for _, count in states], width)):
         bar.append("█" * cells, STATE_STYLE[name])
         legend.append("■ ", STATE_STYLE[name])
@@ -210,9 +213,13 @@ def _errors(picture: Picture, wall: float, height: int) -> RenderableType:
     complaints = picture.complaints
     if not complaints.count:
         return Text(" no errors", LABELS)
+    count = Text(f" {complaints.count} errors  ", "bold yellow")
     lines = [
-        Text(words.complaint(error, wall), SEVERITY_STYLE.get(error.severity, ""), no_wrap=True, overflow="ellipsis")
-        for error in complaints.newest(max(0, height - 2))
-    ]
-    title = Text(f"{complaints.count} errors and warnings", "yellow")
-    return Panel(Group(*lines), title=title, title_align="left", border_style="grey37", box=box.ROUNDED)
+        Text.assemble(
+            count if at == 0 else " " * len(count),
+            (words.complaint(error, wall), SEVERITY_STYLE.get(error.severity, "")),
+            no_wrap=True, overflow="ellipsis",
+        )
+        for at, error in enumerate(complaints.newest(height))
+    ]  # fmt: skip
+    return Group(*lines)

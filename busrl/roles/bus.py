@@ -32,13 +32,18 @@ def main(run_dir: str, name: str) -> int:
         lock,
         stop,
         tap=run.paths.tap,
-        on_ready=ring.set_ready,
+        on_ready=lambda: _ready(ring),
         on_progress=ring.progress,
         max_bytes=run.topology.bus.max_message_bytes,
         hwm=run.topology.bus.hwm,
     )
     ring.close()
     return 0
+
+
+def _ready(ring: Ring) -> None:
+    ring.activity("")
+    ring.set_ready()
 
 
 def wait_for_lock(lock: OfdLock, stop: threading.Event) -> bool:
