@@ -37,7 +37,7 @@ def test_one_snapshot_tells_what_ring_and_files_hold_without_a_single_message(sc
     assert told["progress"]["max_steps"] == 200
     [row] = told["processes"]
     assert (row["name"], row["pid"], row["state"], row["activity"]) == ("rollout/0", os.getpid(), "ready", "compiling")
-    assert row["deadline_s"] == 500.0 and row["progress_age_s"] >= 0 and not row["late"]
+    assert row["deadline_s"] == pytest.approx(500) and row["progress_age_s"] >= 0 and not row["late"]
     assert told["ring"]["occupancy"]["free"] == 16 and told["ring"]["slots"] == 16
     assert told["trigger"]["n_min"] == 8 and told["trigger"]["t_max_s"] == 2.5
     assert (told["trigger"]["groups_ready"], told["trigger"]["groups_open"]) == (0, 0)
