@@ -4,9 +4,10 @@ Talks to a recording and to the sockets that it binds; it never connects to anyt
 
 - It refuses an address that somebody serves, or that lies in the socket directory of a run.
 - It begins when a listener's subscriptions are complete: one to everything (a monitor), or to a PING topic, which an
-  `Endpoint` subscribes to last. Nothing is lost on the way: with a slow listener it waits, and names it in the end.
+  `Endpoint` subscribes to last. Nothing is lost on the way: it waits for a slow listener, and ends with an error when
+  that has read nothing for long, or when the last listener has left.
 - With a frontend it also passes on what actors publish there, so that an unchanged actor finds a bus: its ping comes
-  back, and what it answers can be seen.
+  back, and what it answers can be seen. Then it begins after the first ping, and serves until the last listener leaves.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from busrl.paths import SHM
 STALLED_S: Final = 15.0  # longer than a listener that was stopped takes to be cut off by the transport's heartbeats
 LINGER_MS: Final = 15_000
 REPLAY_TOPIC: Final = b"REPLAY/"
-COMPLETE: Final = (EVERYTHING, EVERYTHING + b"PING/")
+COMPLETE: Final = (b"", b"PING/")  # what a listener whose subscriptions are complete has subscribed to
 
 
 class Replayer:
@@ -46,6 +47,8 @@ class Replayer:
         self._recording, self._speed = recording, speed
         self._bound = [bind, frontend] if frontend else [bind]
         self._messages = self._missed = 0
+        self._pinged = not frontend
+        self._heard_by: set[bytes] = set()  # topics that somebody is subscribed to
         for endpoint in self._bound:
             refuse_if_served(endpoint)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -70,6 +73,10 @@ class Replayer:
                 self._serve_until(start + (entry.at_ns - first) / 1e9 / self._speed)
             self._publish(entry)
         self._mark("over")
+        if self._frontend is not None:
+            with suppress(PeerTimeout):
+                while True:
+                    self._serve(1.0)
         return self._messages
 
     def close(self) -> None:
@@ -109,15 +116,14 @@ class Replayer:
         return made
 
     def _await_listener(self, wait_s: float) -> None:
-        end, some = time.monotonic() + wait_s, False
+        end = time.monotonic() + wait_s
         while True:
             left = end - time.monotonic()
-            for frames in self._received(left):
-                if frames[0].startswith(COMPLETE[1]) or frames[0] == COMPLETE[0]:
-                    return
-                some = some or frames[0][:1] == b"\x01"
+            self._received(left)
+            if self._pinged and any(one == COMPLETE[0] or one.startswith(COMPLETE[1]) for one in self._heard_by):
+                return
             if left <= 0:
-                if some:  # a foreign listener, which need not have a PING topic
+                if self._heard_by:  # a foreign listener, which need not have a PING topic
                     return
                 raise PeerTimeout(f"nobody listened at {self._bound[0]} within {wait_s:g} s; nothing was published")
 
@@ -132,6 +138,8 @@ class Replayer:
     def _serve(self, timeout_s: float) -> None:
         if any(frames[0] == EVERYTHING for frames in self._received(timeout_s)):
             self._mark("running")  # a listener that came later wants to know as well what this is
+        if not self._heard_by:
+            raise PeerTimeout(f"the last listener at {self._bound[0]} left after {self._messages} messages")
 
     def _received(self, timeout_s: float) -> list[list[bytes]]:
         """Wait for anything; subscriptions are given back, messages of actors are passed on."""
@@ -139,12 +147,17 @@ class Replayer:
         if self._frontend is not None and self._frontend in ready:
             with suppress(zmq.Again):
                 for _ in range(1024):
-                    self._send(self._frontend.recv_multipart(zmq.NOBLOCK))
+                    frames = self._frontend.recv_multipart(zmq.NOBLOCK)
+                    self._pinged = self._pinged or frames[0].startswith(b"PING/")
+                    self._send(frames)
         subscriptions = []
         if self._backend in ready:
             with suppress(zmq.Again):
                 for _ in range(1024):
                     subscriptions.append(self._backend.recv_multipart(zmq.NOBLOCK))
+        for frames in subscriptions:
+            change = self._heard_by.add if frames[0][:1] == b"\x01" else self._heard_by.discard
+            change(frames[0][1:])
         return subscriptions
 
     def _publish(self, entry: Entry) -> None:
