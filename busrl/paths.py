@@ -61,6 +61,11 @@ class RunPaths:
         """Endpoint that subscribers connect to."""
         return f"ipc://{self.runtime_dir}/sub.sock"
 
+    @property
+    def tap(self) -> str:
+        """Endpoint that monitors and recorders listen at."""
+        return f"ipc://{self.runtime_dir}/tap.sock"
+
     def lock(self, role: str) -> Path:
         return self.root / f"{role}.lock"
 

@@ -3,6 +3,9 @@
 Talks to every endpoint of a run; knows nothing of messages: no Python runs per message. The main thread sends itself a
 ping through the proxy and reports progress only when it came back, so a supervisor sees a proxy that is stuck.
 
+- A tap, where one is asked for, is a copy of everything on a socket of its own (the proxy's capture). Who listens there
+  subscribes to nothing on the bus itself, so publishers and subscribers can not tell whether anybody does; a listener
+  that does not keep up loses what is beyond `TAP_HWM`, and nobody else waits for it or loses anything.
 - One broker per address: the lock is taken before bind, since an ipc bind silently takes an address over.
 - A broker has no state. Killed and started again, subscriptions come back from the subscribers by themselves; what was
   sent meanwhile is lost, which is safe (see `core.py`).
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import zmq
 
@@ -21,6 +24,9 @@ from busrl.bus.door import Door, Refusal
 from busrl.bus.endpoint import Endpoint
 from busrl.bus.security import bind, prepare
 from busrl.errors import BrokerRunning, BrokerStuck, BusNotReady
+
+TAP_HWM: Final = 4096  # messages kept for a listener at the tap that does not read; the rest is dropped for it
+EVERYTHING: Final = b"\x01"  # what a subscriber to every topic sends upstream
 
 
 class Lock(Protocol):
@@ -37,6 +43,7 @@ def run_broker(
     lock: Lock,
     stop: threading.Event,
     *,
+    tap: str = "",
     on_ready: Callable[[], None] = lambda: None,
     on_progress: Callable[[], None] = lambda: None,
     door: Door | None = None,
@@ -49,6 +56,7 @@ def run_broker(
     """Serve until `stop` is set. `on_ready` is called after the first round trip, `on_progress` after each.
 
     `door` opens the same sockets on tcp, for listed keys; `on_refused` hears who else knocked, from this thread.
+    `tap`: the endpoint at which monitors and recorders may listen; empty for none.
     """
     if not lock.try_acquire():
         raise BrokerRunning(
@@ -56,7 +64,7 @@ def run_broker(
             "run first, or start this one in another run directory"
         )
     try:
-        with Proxy(frontend, backend, hwm, max_bytes, door) as proxy, Endpoint("bus", frontend, backend) as probe:
+        with Proxy(frontend, backend, hwm, max_bytes, tap, door) as proxy, Endpoint("bus", frontend, backend) as probe:
             _knock(proxy, probe, stuck_s)
             on_ready()
             while not stop.wait(ping_s):
@@ -78,28 +86,42 @@ def _knock(proxy: Proxy, probe: Endpoint, stuck_s: float) -> None:
 
 
 class Proxy:
-    """XSUB and XPUB, bound, and libzmq's loop between them in a thread of its own. Use with `with`."""
+    """XSUB and XPUB, bound, and libzmq's loop between them in a thread of its own. Use with `with`.
 
-    def __init__(self, frontend: str, backend: str, hwm: int, max_bytes: int, door: Door | None = None) -> None:
+    With a tap, a PUB socket bound there gets a copy of every message (and of subscriptions, which have one frame).
+    """
+
+    def __init__(
+        self, frontend: str, backend: str, hwm: int, max_bytes: int, tap: str = "", door: Door | None = None
+    ) -> None:
         self._door = door
         self.failure: BaseException | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets = [self._context.socket(zmq.XSUB), self._context.socket(zmq.XPUB)]
+        self._sockets: list[zmq.Socket[bytes]] = []
         try:
-            for socket, endpoint in zip(self._sockets, (frontend, backend)):
-                configure(socket, hwm, max_bytes)
-                prepare(endpoint)
-                bind(socket, endpoint)
+            self._bind(zmq.XSUB, frontend, hwm, max_bytes)
+            self._bind(zmq.XPUB, backend, hwm, max_bytes)
             if door is not None:
                 door.open(self._context, self._sockets)
+            if tap:
+                self._bind(zmq.PUB, tap, min(hwm, TAP_HWM), max_bytes)
+                # Publishers send what somebody has subscribed to. The tap shows the whole bus, whoever listens.
+                self._sockets[0].send(EVERYTHING)
         except BaseException:
             self._close()  # not context.destroy: the door's thread must close its socket itself
             raise
         self._thread = threading.Thread(target=self._serve, name="proxy", daemon=True)
 
+    def _bind(self, kind: int, endpoint: str, hwm: int, max_bytes: int) -> None:
+        socket = self._context.socket(kind)
+        self._sockets.append(socket)
+        configure(socket, hwm, max_bytes)
+        prepare(endpoint)
+        bind(socket, endpoint)
+
     def _serve(self) -> None:
         try:
-            zmq.proxy(self._sockets[0], self._sockets[1])
+            zmq.proxy(*self._sockets)
         except zmq.ContextTerminated:
             pass
         except BaseException as error:  # kept for the main thread, which alone can end the process

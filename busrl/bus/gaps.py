@@ -10,7 +10,25 @@ for a message again, because the ring holds what it announced.
 
 from __future__ import annotations
 
-from busrl.protocol import Heartbeat, Message
+from typing import Protocol
+
+
+class Numbered(Protocol):
+    """What is looked at of a message; a decoded one has it, and so has its bare envelope."""
+
+    @property
+    def sender(self) -> str: ...
+    @property
+    def msg_seq(self) -> int: ...
+    @property
+    def time_ns(self) -> int: ...
+
+
+class Tail(Numbered, Protocol):
+    """A heartbeat, which names the last number of every topic of its sender."""
+
+    @property
+    def last_seqs(self) -> dict[str, int]: ...
 
 
 class Gaps:
@@ -23,7 +41,7 @@ class Gaps:
         self._capacity = capacity
         self._last: dict[tuple[str, bytes], tuple[int, int]] = {}
 
-    def seen(self, topic: bytes, message: Message) -> None:
+    def seen(self, topic: bytes, message: Numbered) -> None:
         """One message arrived."""
         key, seq = (message.sender, topic), message.msg_seq
         last = self._last.get(key)
@@ -38,7 +56,7 @@ class Gaps:
             return
         self._last[key] = (seq, message.time_ns)
 
-    def tail(self, heartbeat: Heartbeat) -> None:
+    def tail(self, heartbeat: Tail) -> None:
         """A heartbeat names the last number of each topic: whatever lies between was lost at the end."""
         for topic, seq in heartbeat.last_seqs.items():
             key = (heartbeat.sender, topic.encode(errors="replace"))

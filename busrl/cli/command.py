@@ -19,7 +19,7 @@ from busrl.errors import BugError, BusrlError, TopologyError
 EPILOG = """\
 A first run:     busrl launch configs/quickstart.toml
 Look before:     busrl check my.toml --set learner.lr=1e-4
-From outside:    busrl status            busrl stop runs/NAME
+From outside:    busrl monitor           busrl status            busrl stop runs/NAME
 Afterwards:      busrl audit runs/NAME
 """
 Verb = Callable[[argparse.Namespace], int]
@@ -73,6 +73,9 @@ def parser() -> argparse.ArgumentParser:
     _add_audit(verbs)
     _add_ring(verbs)
     _add_keys(verbs)
+    _add_monitor(verbs)
+    _add_record(verbs)
+    _add_replay(verbs)
     _verb(verbs, "version", version, "print the version of busrl and of what it uses")
     return top
 
@@ -152,6 +155,43 @@ def _add_keys(verbs: Verbs) -> None:
     add_parsers(verbs, _verb)
 
 
+def _add_monitor(verbs: Verbs) -> None:
+    text = "watch a run, a recording that is replayed, or any endpoint, changing nothing"
+    made = _verb(verbs, "monitor", monitor, text, "Keys of the live view: q quit, e errors.")
+    made.add_argument(
+        "target", nargs="?", metavar="RUN_DIR|ENDPOINT", help="default: the only run of this user that lives"
+    )
+    made.add_argument("--once", action="store_true", help="print the picture once and leave")
+    made.add_argument("--json", action="store_true", help="with --once: one JSON object, its keys as documented")
+    made.add_argument("--plain", action="store_true", help="lines without colours, as on a pipe")
+    made.add_argument(
+        "--seconds", type=float, metavar="S",
+        help="with --once: listen for so long first (default 1; at an endpoint until the replay is over, at most 60)",
+    )  # fmt: skip
+
+
+def _add_record(verbs: Verbs) -> None:
+    more = "It ends with Ctrl-C, with the run, or at a limit; the file can be replayed, or read while it grows."
+    made = _verb(verbs, "record", record, "write what passes the bus of a run into a file, changing nothing", more)
+    made.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="default: the only run of this user that lives")
+    made.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="a new file")
+    made.add_argument("--seconds", type=float, metavar="S", help="record for so long")
+    made.add_argument("--limit", type=float, default=1024.0, metavar="MIB", help="end at this size (default 1024)")
+
+
+def _add_replay(verbs: Verbs) -> None:
+    more = "It begins when somebody listens. An endpoint is ipc:///path."
+    made = _verb(verbs, "replay", replay, "publish a recording again, for a monitor or an actor", more)
+    made.add_argument("file", type=Path, metavar="FILE", help="what `busrl record` wrote")
+    made.add_argument("--speed", default="1", metavar="N|max", help="1: as it was (default); N times as fast; max")
+    made.add_argument(
+        "--bind", default="", metavar="ENDPOINT", help="where listeners connect (default: one of its own)"
+    )
+    made.add_argument("--frontend", default="", metavar="ENDPOINT", help="where an actor under development publishes")
+    made.add_argument("--wait", type=float, default=60.0, metavar="S", help="give up without a listener (default 60)")
+    made.add_argument("--info", action="store_true", help="say what the file holds, and publish nothing")
+
+
 # ----------------------------------------------------------------------------------------------------------- verbs
 
 
@@ -214,6 +254,24 @@ def ring_clean(options: argparse.Namespace) -> int:
     from busrl.cli.rings import clean
 
     return clean(options.ring, options.force)
+
+
+def monitor(options: argparse.Namespace) -> int:
+    from busrl.cli.monitor import monitor as show
+
+    return show(options.target, options.once, options.json, options.plain, options.seconds)
+
+
+def record(options: argparse.Namespace) -> int:
+    from busrl.cli.record import record as write
+
+    return write(options.run_dir, options.out, options.seconds, options.limit)
+
+
+def replay(options: argparse.Namespace) -> int:
+    from busrl.cli.replay import replay as publish
+
+    return publish(options.file, options.speed, options.bind, options.frontend, options.wait, options.info)
 
 
 def version(options: argparse.Namespace) -> int:

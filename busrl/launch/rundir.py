@@ -231,6 +231,7 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
         "frontend": paths.frontend,
         "backend": paths.backend,
         "tcp": "" if topology.bus.endpoint == "ipc" else topology.bus.endpoint,
+        "tap": paths.tap,
         "launch_pid": os.getpid(),
         "started": time.time(),
         "uuid": uuid.hex(),

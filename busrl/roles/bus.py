@@ -51,7 +51,8 @@ def main(run_dir: str, name: str) -> int:
         run.paths.backend,
         lock,
         stop,
-        on_ready=ring.set_ready,
+        tap=run.paths.tap,
+        on_ready=lambda: _ready(ring),
         on_progress=progress,
         door=door_of(run.topology),
         on_refused=refusals.add,
@@ -60,6 +61,11 @@ def main(run_dir: str, name: str) -> int:
     )
     ring.close()
     return 0
+
+
+def _ready(ring: Ring) -> None:
+    ring.activity("")
+    ring.set_ready()
 
 
 def door_of(topology: Topology) -> Door | None:

@@ -158,13 +158,10 @@ TensorEntry begin_entry(const char* name, uint32_t segment, const busrl_tensor& 
     entry.flags = kTensorValid;
     if (!known_dtype(entry)) invalid("no dtype " + std::to_string(t.dtype) + " of " + std::to_string(t.bits) + " bits");
     if (t.ndim > kMaxDims) invalid("a tensor has at most 4 dimensions, got " + std::to_string(t.ndim));
-    unsigned __int128 bytes = entry.bits / 8;
-    for (uint32_t d = 0; d < t.ndim; ++d) {
-        entry.shape[d] = t.shape[d];
-        if (t.shape[d] >> 62 || (bytes *= t.shape[d]) >> 62)
-            throw Error(Fault::slot_too_small, "a tensor of more than 2**62 bytes fits no slot");
-    }
-    entry.nbytes = uint64_t(bytes);
+    for (uint32_t d = 0; d < t.ndim; ++d) entry.shape[d] = t.shape[d];
+    const auto bytes = shape_bytes(entry);
+    if (!bytes) throw Error(Fault::slot_too_small, "a tensor of more than 2**62 bytes fits no slot");
+    entry.nbytes = *bytes;
     return entry;
 }
 

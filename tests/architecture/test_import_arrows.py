@@ -35,7 +35,8 @@ ARROWS: dict[str, set[str]] = {
         "topology", "training", "inference", "weights", "quickstart", "keys",
     },
     "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart"},
-    "cli": {"errors", "paths", "topology", "launch", "ledger", "ring", "quickstart", "bus", "keys"},
+    "monitor": {"errors", "paths", "protocol", "ring", "bus", "scheduling", "launch"},
+    "cli": {"errors", "paths", "topology", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor"},
 }  # fmt: skip
 TORCH_ALLOWED = {"algorithms", "training", "inference", "weights", "quickstart"}
 TORCH_ROLES = {"rollout", "learner", "training_step", "publish"}
@@ -91,6 +92,7 @@ def test_busrl_imports_no_pickle_anywhere() -> None:
 LIGHT = [
     "busrl.cli", "busrl.launch", "busrl.launch.status", "busrl.roles.bus", "busrl.roles.keeper",
     "busrl.roles.scheduler", "busrl.roles.reward", "busrl.roles.validator", "busrl.topology", "busrl.ledger.audit",
+    "busrl.monitor.live",
 ]  # fmt: skip
 
 

@@ -1,0 +1,125 @@
+"""Listening at the tap of a broker, or at a replay: every message of the bus, as bytes with its envelope.
+
+Talks to one SUB socket; decodes no more than the envelope, so that messages of newer programs and damaged ones are seen
+as well. Knows nothing of runs, pictures or files.
+
+- It subscribes to everything, but at the tap, not on the bus: no publisher learns of it.
+- It never sends. Its queue is short, so what it does not read in time is dropped for it alone; the senders' own
+  numbers tell how many those were (`missed`).
+- `reopen` gives up what is queued: for a listener that would rather see the present.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import msgspec
+import zmq
+
+from busrl.bus.core import DEFAULT_MAX_BYTES, configure
+from busrl.bus.gaps import Gaps
+from busrl.bus.security import check_endpoint
+
+QUEUE: Final = 4096  # messages on this side of the wire
+
+
+class Envelope(msgspec.Struct):
+    """What every message carries; `last_seqs` is filled in heartbeats alone."""
+
+    type: str = ""
+    v: int = 0
+    sender: str = ""
+    msg_seq: int = 0
+    time_ns: int = 0
+    last_seqs: dict[str, int] = {}
+
+
+class Heard(NamedTuple):
+    """One message as it came; `envelope` is None if its bytes hold none."""
+
+    topic: bytes
+    body: bytes
+    envelope: Envelope | None
+
+    @property
+    def name(self) -> str:
+        """The message's name, from its topic: `NEW_TASK` of `NEW_TASK/rollout-0/`."""
+        return self.topic.partition(b"/")[0].decode(errors="replace")
+
+
+_decode: Final = msgspec.msgpack.Decoder(Envelope).decode
+
+
+def envelope_of(body: bytes) -> Envelope | None:
+    """The envelope in a message's bytes, None if they are no message."""
+    try:
+        return _decode(body)
+    except (ValueError, RecursionError, MemoryError):
+        return None
+
+
+class Tap:
+    """`take` what has come, `wait` for more; `missed`, `malformed`, `received` and `bytes` are counted."""
+
+    def __init__(self, endpoint: str, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        check_endpoint(endpoint)
+        self.endpoint, self._max_bytes = endpoint, max_bytes
+        self.received = self.bytes = self.malformed = self.reopened = 0
+        self.gaps = Gaps()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._open()
+
+    @property
+    def missed(self) -> int:
+        """Messages that were sent while this listened and did not reach it."""
+        return self.gaps.missed
+
+    def take(self, limit: int = 4096) -> list[Heard]:
+        """What is here already, at most `limit` messages."""
+        heard: list[Heard] = []
+        while len(heard) < limit:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frames) == 2:  # one frame: a subscription on its way to the publishers
+                heard.append(self._seen(frames[0], frames[1]))
+        return heard
+
+    def wait(self, timeout_s: float, *others: int) -> bool:
+        """Whether a message is here within the time; one of the descriptors `others` ends the wait as well."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for other in others:
+            poller.register(other, zmq.POLLIN)
+        return any(ready is self._socket for ready, _ in poller.poll(max(0, int(timeout_s * 1000))))
+
+    def reopen(self) -> None:
+        """Drop what is queued for us here and at the other end, and listen on from now."""
+        self._socket.close(0)
+        self._socket = self._open()
+        self.reopened += 1
+
+    def close(self) -> None:
+        """Leave; idempotent."""
+        self._socket.close(0)
+        self._context.term()
+
+    def _open(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.SUB)
+        configure(socket, QUEUE, self._max_bytes)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(self.endpoint)
+        return socket
+
+    def _seen(self, topic: bytes, body: bytes) -> Heard:
+        envelope = envelope_of(body)
+        self.received += 1
+        self.bytes += len(body)
+        if envelope is None:
+            self.malformed += 1
+        else:
+            self.gaps.seen(topic, envelope)
+            if envelope.last_seqs:
+                self.gaps.tail(envelope)
+        return Heard(topic, body, envelope)

@@ -1,0 +1,245 @@
+"""The file of a recording: how it is written, and how it is read again, whole or torn. The format: docs/monitor.md.
+
+Pure but for one file. Knows nothing of sockets or of runs.
+
+    header:  8 bytes "BUSRLREC", u32 format, u32 bytes of the map, u32 crc32 of the map, the map (msgpack)
+    record:  u32 bytes of the payload, u32 crc32 of the payload, payload
+    payload: u64 monotonic ns, u8 kind, u8 0, u16 bytes of the topic, topic, body
+
+All numbers are little endian. crc32 is the one of zip and zlib.
+
+- A record is whole or it is not there: reading stops at the first one that is cut or damaged, and says so.
+- A writer appends only, so whatever ends it, what it had written before can be read.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
+
+import msgspec
+
+from busrl.errors import DiskFull, FileCorrupt, UserError
+from busrl.monitor.seen import Facts, RingSeen
+from busrl.protocol import VERSION
+
+MAGIC: Final = b"BUSRLREC"
+FORMAT: Final = 1
+FIXED: Final = struct.Struct("<8sIII")
+FRAME: Final = struct.Struct("<II")
+PAYLOAD: Final = struct.Struct("<QBBH")
+MAX_PAYLOAD: Final = 1 << 24
+MAX_HEADER: Final = 1 << 20
+BUFFER: Final = 1 << 16
+
+
+class Kind(IntEnum):
+    """What a record holds. A reader passes over kinds that it does not know."""
+
+    MESSAGE = 0  # a message of the bus: its topic and its bytes
+    LOOK = 1  # a look at the ring (RingSeen, msgpack)
+    DROPS = 2  # Drops: what was missed so far
+    END = 3  # End: the last record of a recording that was ended in order
+
+
+class Drops(msgspec.Struct):
+    """Messages that were sent while this recorded and did not reach it, so far; by sender and topic."""
+
+    missed: int
+    by: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class End(msgspec.Struct):
+    """Why the recording ended, and its sums."""
+
+    why: str
+    messages: int
+    bytes: int
+    missed: int
+
+
+class Header(msgspec.Struct):
+    """What a recording says of itself. `wall_ns` and `monotonic_ns` are one instant: the start."""
+
+    protocol: int
+    uuid: str
+    wall_ns: int
+    monotonic_ns: int
+    busrl: str = ""
+    host: str = ""
+    facts: Facts = Facts()
+
+    @classmethod
+    def now(cls, facts: Facts, version: str) -> Header:
+        """The header of a recording that starts now."""
+        return cls(VERSION, facts.uuid, time.time_ns(), time.monotonic_ns(), version, os.uname().nodename, facts)
+
+
+class Entry(NamedTuple):
+    """One record."""
+
+    at_ns: int
+    kind: int
+    topic: bytes
+    body: bytes
+
+
+class Writer:
+    """Appends records to a new file. DiskFull if it can not; what was written stays readable."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path, self.bytes = path, 0
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            raise UserError(f"{path} exists; choose another name, or remove it") from None
+        except OSError as error:
+            raise UserError(f"{path} can not be made: {error.strerror}; choose another place with -o") from None
+        packed = msgspec.msgpack.encode(header)
+        self._buffer = bytearray(FIXED.pack(MAGIC, FORMAT, len(packed), zlib.crc32(packed)) + packed)
+        self.flush()
+
+    def add(self, kind: Kind, topic: bytes, body: bytes, at_ns: int | None = None) -> None:
+        """One record; its time is now unless it is given."""
+        at = time.monotonic_ns() if at_ns is None else at_ns
+        payload = PAYLOAD.pack(at, kind, 0, len(topic)) + topic + body
+        self._buffer += FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+        if len(self._buffer) >= BUFFER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system."""
+        buffer, self._buffer = self._buffer, bytearray()
+        with memoryview(buffer) as left:
+            done = 0
+            try:
+                while done < len(buffer):
+                    written = os.write(self._fd, left[done:])
+                    done, self.bytes = done + written, self.bytes + written
+            except OSError as error:
+                raise self._failed(error) from None
+
+    def close(self) -> None:
+        """Write out, sync, close; idempotent."""
+        if self._fd < 0:
+            return
+        try:
+            self.flush()
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._failed(error) from None
+        finally:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def _failed(self, error: OSError) -> DiskFull:
+        return DiskFull(
+            f"{self.path}: {error.strerror} after {self.bytes:,} bytes; what was written before can be replayed. Make "
+            "room, or record for a shorter time"
+        )
+
+
+class Recording:
+    """A recording that is read: `header`, then iterate over `entries`. `torn` says where and why reading stopped."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self.torn = Path(path), ""
+        try:
+            self._file: BinaryIO = open(self.path, "rb")  # noqa: SIM115
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; name a file that `busrl record` wrote") from None
+        try:
+            self.header = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+        self._begin = self._file.tell()
+
+    def entries(self) -> Iterator[Entry]:
+        """Every whole record in order, from the first one."""
+        self._file.seek(self._begin)
+        self.torn = ""
+        while True:
+            at = self._file.tell()
+            frame = self._file.read(FRAME.size)
+            if not frame:
+                return
+            entry = self._entry(frame)
+            if isinstance(entry, str):
+                self.torn = f"{entry} at byte {at:,}; what stands before it is whole"
+                return
+            yield entry
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _entry(self, frame: bytes) -> Entry | str:
+        if len(frame) < FRAME.size:
+            return "a record is cut"
+        size, crc = FRAME.unpack(frame)
+        if not PAYLOAD.size <= size <= MAX_PAYLOAD:
+            return "a record is damaged"
+        payload = self._file.read(size)
+        if len(payload) < size:
+            return "a record is cut"
+        at_ns, kind, _, topic_bytes = PAYLOAD.unpack_from(payload)
+        begin = PAYLOAD.size + topic_bytes
+        if zlib.crc32(payload) != crc or begin > size:
+            return "a record is damaged"
+        return Entry(at_ns, kind, payload[PAYLOAD.size : begin], payload[begin:])
+
+    def _read_header(self) -> Header:
+        fixed = self._file.read(FIXED.size)
+        if len(fixed) < FIXED.size or not fixed.startswith(MAGIC):
+            raise UserError(f"{self.path}: this is no recording of busrl (it does not begin with {MAGIC.decode()})")
+        _, number, size, crc = FIXED.unpack(fixed)
+        if number != FORMAT:
+            raise UserError(f"{self.path}: recording format {number}, this program reads {FORMAT}; use a newer busrl")
+        packed = self._file.read(size) if size <= MAX_HEADER else b""
+        if len(packed) < size or zlib.crc32(packed) != crc:
+            raise FileCorrupt(f"{self.path}: its header is damaged, so it can not be read; record again")
+        return _decode(packed, Header, self.path)
+
+
+def _decode(packed: bytes, kind: type[Header], path: Path) -> Header:
+    try:
+        return msgspec.msgpack.decode(packed, type=kind)
+    except ValueError as error:
+        raise FileCorrupt(f"{path}: its header is not understood ({error}); was it written by another busrl?") from None
+
+
+def decode_look(body: bytes) -> RingSeen:
+    """The look at the ring in a record of kind LOOK."""
+    return msgspec.msgpack.decode(body, type=RingSeen)
+
+
+def summary(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a recording holds: `header`, `messages` by name, `seconds`, `missed`, how it `ended`, where it is `torn`."""
+    with Recording(path) as recording:
+        names: dict[str, int] = {}
+        missed, ended, last = 0, "", recording.header.monotonic_ns
+        for entry in recording.entries():
+            last = entry.at_ns
+            if entry.kind == Kind.MESSAGE:
+                name = entry.topic.partition(b"/")[0].decode(errors="replace")
+                names[name] = names.get(name, 0) + 1
+            elif entry.kind == Kind.DROPS:
+                missed = msgspec.msgpack.decode(entry.body, type=Drops).missed
+            elif entry.kind == Kind.END:
+                ended = msgspec.msgpack.decode(entry.body, type=End).why
+        return {
+            "header": recording.header, "messages": names, "missed": missed, "ended": ended, "torn": recording.torn,
+            "seconds": (last - recording.header.monotonic_ns) / 1e9,
+        }  # fmt: skip

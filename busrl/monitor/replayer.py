@@ -1,0 +1,222 @@
+"""Publishes a recording again, on an endpoint of its own: as it was, faster, or as fast as the listener reads.
+
+Talks to a recording and to the sockets that it binds; it never connects to anything. Knows nothing of runs.
+
+- It refuses an address that somebody serves, or that lies in the socket directory of a run.
+- It begins when a listener's subscriptions are complete: one to everything (a monitor), or to a PING topic, which an
+  `Endpoint` subscribes to last. Nothing is lost on the way: it waits for a slow listener, and ends with an error when
+  that has read nothing for long, or when the last listener has left.
+- With a frontend it also passes on what actors publish there, so that an unchanged actor finds a bus: its ping comes
+  back, and what it answers can be seen. Then it begins after the first ping, and serves until the last listener leaves.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket as sockets
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import zmq
+
+from busrl.bus.broker import EVERYTHING
+from busrl.bus.core import DEFAULT_HWM, DEFAULT_MAX_BYTES, configure
+from busrl.bus.security import check_endpoint, private_directory, private_umask
+from busrl.errors import BadEndpoint, PeerTimeout, RunInUse
+from busrl.monitor.recording import Drops, Entry, Kind, Recording
+from busrl.monitor.watcher import ReplayMark
+from busrl.paths import SHM
+
+STALLED_S: Final = 15.0  # longer than a listener that was stopped takes to be cut off by the transport's heartbeats
+LINGER_MS: Final = 15_000
+REPLAY_TOPIC: Final = b"REPLAY/"
+COMPLETE: Final = (b"", b"PING/")  # what a listener whose subscriptions are complete has subscribed to
+
+
+class Replayer:
+    """Binds at once; `run` waits for a listener and publishes. Use with `with`."""
+
+    def __init__(self, recording: Recording, bind: str, *, frontend: str = "", speed: float = 0.0) -> None:
+        """`speed` 1 is as it was, N is N times as fast, 0 as fast as the listener reads."""
+        self._recording, self._speed = recording, speed
+        self._bound = [bind, frontend] if frontend else [bind]
+        self._messages = self._missed = 0
+        self._pinged = not frontend
+        self._heard_by: set[bytes] = set()  # topics that somebody is subscribed to
+        for endpoint in self._bound:
+            refuse_if_served(endpoint)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._backend = self._socket(zmq.XPUB, bind)
+        self._frontend = self._socket(zmq.XSUB, frontend) if frontend else None
+        if self._frontend is not None:
+            self._frontend.send(EVERYTHING)
+        self._poller = zmq.Poller()
+        for one in (self._backend, self._frontend):
+            if one is not None:
+                self._poller.register(one, zmq.POLLIN)
+
+    def run(self, wait_s: float, begun: Callable[[], None] = lambda: None) -> int:
+        """Wait so long for a listener, then publish everything; how many messages that were. PeerTimeout by name."""
+        self._await_listener(wait_s)
+        begun()
+        self._mark("running")
+        start, first = time.monotonic(), None
+        for entry in self._recording.entries():
+            first = entry.at_ns if first is None else first
+            if self._speed > 0:
+                self._serve_until(start + (entry.at_ns - first) / 1e9 / self._speed)
+            self._publish(entry)
+        self._mark("over")
+        if self._frontend is not None:
+            with suppress(PeerTimeout):
+                while True:
+                    self._serve(1.0)
+        return self._messages
+
+    def close(self) -> None:
+        """Let what is queued leave, and take the sockets away; idempotent."""
+        if self._context.closed:
+            return
+        for one in (self._backend, self._frontend):
+            if one is not None:
+                one.close(LINGER_MS)
+        self._context.term()
+        for endpoint in self._bound:
+            if endpoint.startswith("ipc://"):
+                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    def __enter__(self) -> Replayer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        configure(made, DEFAULT_HWM, DEFAULT_MAX_BYTES)
+        if kind == zmq.XPUB:
+            made.setsockopt(zmq.XPUB_NODROP, 1)
+            made.setsockopt(zmq.XPUB_VERBOSE, 1)
+        try:
+            with private_umask():
+                made.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            if error.errno == errno.EADDRINUSE:
+                raise _served(endpoint) from None
+            raise BadEndpoint(f"{endpoint} can not be bound: {error.strerror}; choose another with --bind") from None
+        return made
+
+    def _await_listener(self, wait_s: float) -> None:
+        end = time.monotonic() + wait_s
+        while True:
+            left = end - time.monotonic()
+            self._received(left)
+            if self._pinged and any(one == COMPLETE[0] or one.startswith(COMPLETE[1]) for one in self._heard_by):
+                return
+            if left <= 0:
+                if self._heard_by:  # a foreign listener, which need not have a PING topic
+                    return
+                raise PeerTimeout(f"nobody listened at {self._bound[0]} within {wait_s:g} s; nothing was published")
+
+    def _serve_until(self, due: float) -> None:
+        """Pass on what actors say until it is time for the next message."""
+        while True:
+            left = due - time.monotonic()
+            self._serve(left)
+            if left <= 0:
+                return
+
+    def _serve(self, timeout_s: float) -> None:
+        if any(frames[0] == EVERYTHING for frames in self._received(timeout_s)):
+            self._mark("running")  # a listener that came later wants to know as well what this is
+        if not self._heard_by:
+            raise PeerTimeout(f"the last listener at {self._bound[0]} left after {self._messages} messages")
+
+    def _received(self, timeout_s: float) -> list[list[bytes]]:
+        """Wait for anything; subscriptions are given back, messages of actors are passed on."""
+        ready = dict(self._poller.poll(max(0, min(60_000, int(timeout_s * 1000)))))
+        if self._frontend is not None and self._frontend in ready:
+            with suppress(zmq.Again):
+                for _ in range(1024):
+                    frames = self._frontend.recv_multipart(zmq.NOBLOCK)
+                    self._pinged = self._pinged or frames[0].startswith(b"PING/")
+                    self._send(frames)
+        subscriptions = []
+        if self._backend in ready:
+            with suppress(zmq.Again):
+                for _ in range(1024):
+                    subscriptions.append(self._backend.recv_multipart(zmq.NOBLOCK))
+        for frames in subscriptions:
+            change = self._heard_by.add if frames[0][:1] == b"\x01" else self._heard_by.discard
+            change(frames[0][1:])
+        return subscriptions
+
+    def _publish(self, entry: Entry) -> None:
+        if entry.kind == Kind.MESSAGE:
+            self._messages += 1
+            if self._messages % 256 == 0:
+                self._serve(0.0)
+            self._send([entry.topic, entry.body])
+        elif entry.kind == Kind.LOOK:
+            self._send([entry.topic, entry.body])
+        elif entry.kind == Kind.DROPS:
+            self._missed = msgspec.msgpack.decode(entry.body, type=Drops).missed
+            self._mark("running")
+
+    def _mark(self, phase: str) -> None:
+        facts = self._recording.header.facts
+        mark = ReplayMark(phase, facts, self._speed, self._messages, self._missed)
+        self._send([REPLAY_TOPIC, msgspec.msgpack.encode(mark)])
+
+    def _send(self, frames: list[bytes]) -> None:
+        while True:
+            try:
+                self._backend.send_multipart(frames, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                if not self._backend.poll(int(STALLED_S * 1000), zmq.POLLOUT):
+                    raise PeerTimeout(
+                        f"a listener at {self._bound[0]} has read nothing for {STALLED_S:g} s; the replay stopped "
+                        f"after {self._messages} messages"
+                    ) from None
+
+
+def refuse_if_served(endpoint: str) -> None:
+    """RunInUse if somebody serves this address, or it belongs to a run: binding would take it away from them."""
+    check_endpoint(endpoint)
+    if not endpoint.startswith("ipc://"):
+        return  # the kernel refuses a second bind of a port
+    path = Path(endpoint.removeprefix("ipc://"))
+    folder = path.parent.resolve()
+    if re.fullmatch(r"[0-9a-f]{12}", folder.name) and list(SHM.glob(f"busrl.*.{folder.name}.ring")):
+        raise RunInUse(f"{endpoint} is in the socket directory of a run; a replay needs an endpoint of its own")
+    if not folder.exists():
+        private_directory(folder)
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(kind):
+        raise BadEndpoint(f"{endpoint}: a file of that name exists and is no socket; choose another name")
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return
+        except OSError:  # a full queue: somebody is there who does not get round to it
+            pass
+    raise _served(endpoint)
+
+
+def _served(endpoint: str) -> RunInUse:
+    return RunInUse(f"{endpoint} is served by another process; a replay needs an endpoint of its own (--bind)")

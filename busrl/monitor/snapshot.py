@@ -1,0 +1,125 @@
+"""A picture as plain data, for `busrl monitor --once --json`. The keys are documented in docs/monitor.md and stay.
+
+Pure. Knows nothing of where the picture came from. A number that is not known is null; nothing is estimated.
+
+- Keys are only ever added. What would change or take one away raises `SCHEMA`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import msgspec
+
+from busrl.monitor.picture import Picture, Row
+from busrl.monitor.seen import StepSeen
+
+SCHEMA: Final = 1
+CHART_STEPS: Final = 512
+ERRORS: Final = 20
+
+
+def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
+    """One JSON object; `now` on the picture's clock, `wall` seconds since the epoch."""
+    facts = picture.facts
+    return {
+        "schema": SCHEMA,
+        "time": wall,
+        "run": {
+            "name": facts.name, "run_id": facts.run_id, "uuid": facts.uuid, "run_dir": facts.run_dir,
+            "launch_pid": facts.launch_pid or None, "started": facts.started or None, "state": picture.state,
+            "ended": picture.ended, "replay": picture.replay,
+        },
+        "progress": {
+            "step": picture.at_step, "max_steps": facts.max_steps or None, "version": picture.version,
+            "since_step_s": _round(picture.since_step_s(now)), "left_s": _round(picture.left_s()),
+        },
+        "processes": [_process(row) for row in picture.rows(now)],
+        "ring": _ring(picture),
+        "trigger": _trigger(picture),
+        "staleness": _staleness(picture),
+        "charts": _charts(picture),
+        "validations": [{"round": r, "version": version, "mean": mean} for r, version, mean in picture.validations],
+        "messages": _messages(picture),
+        "errors": {
+            "count": picture.complaints.count,
+            "newest": [msgspec.structs.asdict(error) for error in picture.complaints.newest(ERRORS)],
+        },
+        "throughput": {
+            "samples_per_s": _round(picture.throughput.samples.per_s()),
+            "tokens_per_s": _round(picture.throughput.tokens.per_s()),
+            "steps_per_min": _round(60 * picture.throughput.steps.per_s()),
+        },
+    }  # fmt: skip
+
+
+def _process(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name, "role": row.role, "pid": row.pid or None, "state": row.state, "activity": row.activity,
+        "progress_age_s": _round(row.progress_age_s), "deadline_s": row.deadline_s or None, "late": row.late,
+        "busy": _round(row.busy), "tokens": row.tokens, "samples": row.samples, "version": row.version or None,
+        "behind": row.behind,
+    }  # fmt: skip
+
+
+def _ring(picture: Picture) -> dict[str, Any] | None:
+    ring = picture.ring
+    if ring is None:
+        return None
+    return {
+        "slots": ring.slots, "occupancy": ring.occupancy, "words": ring.words, "dispatched": ring.dispatched,
+        "finished": ring.finished, "dropped": ring.dropped, "drops": ring.drops, "reaps": ring.reaps,
+        "tokens": ring.tokens,
+    }  # fmt: skip
+
+
+def _trigger(picture: Picture) -> dict[str, Any]:
+    facts, ring = picture.facts, picture.ring
+    known = ring is not None and ring.groups_ready >= 0
+    return {
+        "n_min": facts.n_min or None,
+        "t_max_s": facts.t_max_s if math.isfinite(facts.t_max_s) else None,
+        "groups_ready": ring.groups_ready if ring is not None and known else None,
+        "groups_open": ring.groups_open if ring is not None and known else None,
+        "waiting": picture.waiting,
+        "credit": picture.credit if picture.credit >= 0 else None,
+    }
+
+
+def _staleness(picture: Picture) -> dict[str, Any]:
+    newest = picture.steps.newest or StepSeen(0)
+    known = len(picture.steps) > 0
+    return {
+        "mode": picture.facts.mode,
+        "bound": picture.facts.max_staleness if picture.facts.mode == "batch-async" else None,
+        "mean": newest.age_mean if known else None,
+        "p95": newest.age_p95 if known else None,
+        "max": newest.age_max if known else None,
+    }
+
+
+def _charts(picture: Picture) -> dict[str, Any]:
+    steps = picture.steps
+    return {
+        "steps": steps.numbers()[-CHART_STEPS:],
+        "reward": steps.course(lambda one: one.reward)[-CHART_STEPS:],
+        "length": steps.course(lambda one: one.length)[-CHART_STEPS:],
+        "age": steps.course(lambda one: one.age_mean)[-CHART_STEPS:],
+    }
+
+
+def _messages(picture: Picture) -> dict[str, Any]:
+    traffic = picture.traffic
+    return {
+        "count": traffic.count, "bytes": traffic.bytes, "per_s": _round(traffic.per_s()), "missed": traffic.missed,
+        "malformed": traffic.malformed, "lag_s": _round(traffic.lag_s), "resyncs": traffic.resyncs,
+        "by_name": {
+            name: {"count": flow.count, "bytes": flow.bytes, "per_s": _round(flow.rate.per_s())}
+            for name, flow in sorted(traffic.by_name.items())
+        },
+    }  # fmt: skip
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 3)

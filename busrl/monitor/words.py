@@ -1,0 +1,118 @@
+"""A picture in words: the phrases that the plain and the live view share. Pure."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from busrl.launch.progress import duration, first_line, short
+from busrl.monitor.draw import safe
+from busrl.monitor.picture import Picture, Row
+from busrl.monitor.seen import ErrorSeen
+
+ORDER = ("queued", "generating", "generated", "rewarding", "rewarded", "training", "reserved", "dropped", "free")
+
+
+def headline(picture: Picture, wall: float) -> str:
+    """Name, state and age of the run."""
+    facts = picture.facts
+    name = safe(facts.name or facts.run_id or "run")
+    if picture.replay:
+        return f"{name} · replay of {safe(picture.replay)}{' · over' if picture.replay_over else ''}"
+    age = f" · {duration(max(0.0, wall - facts.started))}" if facts.started and picture.ring is not None else ""
+    state = {"left": "nobody runs; the next launch adopts its ring", "unknown": "no ring"}.get(picture.state)
+    return f"{name} · {state or picture.state}{age}"
+
+
+def progress(picture: Picture) -> str:
+    """Step, version and what is left."""
+    goal = f"/{picture.facts.max_steps}" if picture.facts.max_steps else ""
+    left = picture.left_s()
+    rest = f" · about {duration(left)} left" if left is not None and 0 < left < 1e6 else ""
+    return f"step {picture.at_step}{goal} · version {picture.version}{rest}"
+
+
+def speed(picture: Picture) -> str:
+    """Samples, tokens and steps per time."""
+    rates = picture.throughput
+    return (
+        f"{rates.samples.per_s():.1f} samples/s · {short(rates.tokens.per_s())} tokens/s · "
+        f"{60 * rates.steps.per_s():.1f} steps/min"
+    )
+
+
+def occupancy(picture: Picture) -> list[tuple[str, int]]:
+    """Slots by state, in the order in which a sample goes through them; empty states left out."""
+    if picture.ring is None:
+        return []
+    return [(name, picture.ring.occupancy[name]) for name in ORDER if picture.ring.occupancy.get(name)]
+
+
+def trigger(picture: Picture, now: float) -> str:
+    """How far the next step is."""
+    facts, ring = picture.facts, picture.ring
+    ready = str(ring.groups_ready) if ring is not None and ring.groups_ready >= 0 else "?"
+    parts = [f"{ready}/{facts.n_min or '?'} groups ready"]
+    if ring is not None and ring.groups_open >= 0:
+        parts.append(f"{ring.groups_open} open")
+    since = picture.since_step_s(now)
+    limit = "t_max inf" if math.isinf(facts.t_max_s) else f"t_max {facts.t_max_s:g} s"
+    parts.append(f"{limit}, last step {since:.0f} s ago" if since is not None else limit)
+    if picture.waiting:
+        parts.append(f"scheduler waits: {safe(picture.waiting, 60)}")
+    return " · ".join(parts)
+
+
+def staleness(picture: Picture) -> str:
+    """Ages of what was trained last, against the bound."""
+    newest = picture.steps.newest
+    bound = f" (bound {picture.facts.max_staleness})" if picture.facts.mode == "batch-async" else ""
+    mode = f"{picture.facts.mode}{bound}" if picture.facts.mode else "mode not known"
+    if newest is None:
+        return f"{mode} · no step yet"
+    return f"age mean {newest.age_mean:.2f} · p95 {newest.age_p95:.1f} · max {newest.age_max:g} steps · {mode}"
+
+
+def bus(picture: Picture, now: float) -> str:
+    """Messages per second, and whether this picture is complete and of now."""
+    traffic = picture.traffic
+    parts = [f"{short(traffic.per_s())} messages/s · {short(traffic.count)} heard"]
+    if traffic.missed:
+        parts.append(f"{short(traffic.missed)} MISSED")
+    if traffic.malformed:
+        parts.append(f"{short(traffic.malformed)} damaged")
+    if traffic.lag_s > 1.0:
+        parts.append(f"THIS MONITOR LAGS {traffic.lag_s:.1f} s")
+    if traffic.resyncs:
+        parts.append(f"caught up {traffic.resyncs}×")
+    if traffic.last_at is None:
+        parts.append("nothing heard yet")
+    elif now - traffic.last_at > 3.0 and picture.state == "running":
+        parts.append(f"silent for {now - traffic.last_at:.0f} s")
+    return " · ".join(parts)
+
+
+def doing(row: Row) -> str:
+    """What a process does, in a word or two."""
+    if row.state == "dead":
+        return "dead"
+    if row.state == "starting":
+        return f"starting: {safe(row.activity)}" if row.activity not in ("", "starting") else "starting"
+    if row.activity:
+        return safe(row.activity)
+    if row.state != "ready":
+        return row.state
+    return "working" if row.busy is not None and row.busy > 0.02 else "idle"
+
+
+def age(seconds: float) -> str:
+    """An age in few characters."""
+    return f"{seconds:.1f} s" if seconds < 100 else duration(min(seconds, 1e9))
+
+
+def complaint(error: ErrorSeen, wall: float) -> str:
+    """One line of an error."""
+    ago = duration(max(0.0, wall - error.time)) if error.time else "?"
+    if wall - error.time > 86_400:
+        ago = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(0.0, min(error.time, 4e9))))
+    return f"{ago} ago · {safe(error.severity)} · {safe(error.process)}: {safe(first_line(error.text))}"

@@ -1,0 +1,51 @@
+"""Fixtures of the monitor's tests; what they make stands in `monitor_scene`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
+
+from monitor_scene import Scene
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory with a name that is short enough for sockets."""
+    made = Path(tempfile.mkdtemp(prefix="brl"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture
+def scene(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_dir))
+    made = Scene(short_dir)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `busrl VERB ...` as a process of its own; ends what is left after the test."""
+    children: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "stdin": subprocess.DEVNULL}
+        children.append(subprocess.Popen([sys.executable, "-m", "busrl.cli", *arguments], **{**pipes, **options}))
+        return children[-1]
+
+    yield start
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+        child.communicate()

@@ -1,0 +1,187 @@
+"""Attaching shows the truth at once, changes nothing, and leaves without a trace, whatever ends it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from monitor_scene import PATIENCE_S, Scene, finished, metrics_line, until
+
+from busrl.cli import main
+from busrl.monitor.find import living_runs
+from busrl.protocol import messages as m
+from busrl.ring import Ring
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def test_one_snapshot_tells_what_ring_and_files_hold_without_a_single_message(scene: Scene, started: Start) -> None:
+    scene.broker.kill()
+    told = json.loads(finished(started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "0.1")))
+    assert told["schema"] == 1 and told["run"]["state"] == "running" and told["run"]["name"] == "scene"
+    assert told["progress"]["step"] == 40 and told["progress"]["version"] == 41
+    assert told["progress"]["max_steps"] == 200
+    [row] = told["processes"]
+    assert (row["name"], row["pid"], row["state"], row["activity"]) == ("rollout/0", os.getpid(), "ready", "compiling")
+    assert row["deadline_s"] == pytest.approx(500) and row["progress_age_s"] >= 0 and not row["late"]
+    assert told["ring"]["occupancy"]["free"] == 16 and told["ring"]["slots"] == 16
+    assert told["trigger"]["n_min"] == 8 and told["trigger"]["t_max_s"] == 2.5
+    assert (told["trigger"]["groups_ready"], told["trigger"]["groups_open"]) == (0, 0)
+    assert told["staleness"] == {"mode": "batch-async", "bound": 2, "mean": 0.5, "p95": 1.0, "max": 2.0}
+    assert told["charts"]["steps"] == list(range(1, 41)) and told["charts"]["reward"][-1] == 0.4
+    assert told["charts"]["length"][-1] == 17.0
+    assert told["errors"]["count"] == 1 and told["errors"]["newest"][0]["text"] == "sample 7 is poison"
+
+
+def test_what_passes_the_bus_is_counted_by_name(scene: Scene, started: Start) -> None:
+    publisher = scene.endpoint("scheduler")
+    child = started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "3")
+    out: list[str] = []
+    reader = threading.Thread(target=lambda: out.append(finished(child)))
+    reader.start()
+    while reader.is_alive():
+        publisher.send(m.SchedulerState(credit=5, waiting="credit (group 9)"))
+        publisher.send(m.NewTask(worker_id="w", slot_id=1, seq=2, uid=3), to="rollout/7")
+        reader.join(0.05)
+    told = json.loads(out[0])
+    by_name = told["messages"]["by_name"]
+    assert by_name["SCHEDULER_STATE"]["count"] > 5 and by_name["NEW_TASK"]["count"] > 5
+    assert by_name["NEW_TASK"]["per_s"] > 0 and told["messages"]["missed"] == 0
+    assert told["trigger"]["waiting"] == "credit (group 9)" and told["trigger"]["credit"] == 5
+
+
+def test_it_writes_nothing_and_registers_nowhere(scene: Scene, started: Start) -> None:
+    before = scene.state()
+    finished(started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "0.3"))
+    finished(started("monitor", str(scene.paths.root), "--once", "--seconds", "0.1"))
+    assert scene.state() == before
+
+
+def test_a_killed_monitor_leaves_no_trace_and_had_nothing_open_for_writing(scene: Scene, started: Start) -> None:
+    before = scene.state()
+    child = started("monitor", str(scene.paths.root))
+    assert child.stdout is not None
+    until("the first line", child.stdout.readline)
+    assert_reads_only(child.pid, scene)
+    child.send_signal(signal.SIGKILL)
+    child.wait(PATIENCE_S)
+    assert scene.state() == before
+
+
+def assert_reads_only(pid: int, scene: Scene) -> None:
+    """Its mappings and descriptors of the run are for reading; it listens at the tap and nowhere else."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    own = [line for line in maps if str(scene.paths.root) in line or scene.paths.key in line]
+    assert any(scene.paths.ring_name in line for line in own)
+    assert all(line.split()[1] == "r--s" for line in own), own
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        target = os.readlink(link)
+        if target.startswith((str(scene.paths.root), "/dev/shm/")):
+            flags = int(re.search(r"flags:\s+(\d+)", Path(f"/proc/{pid}/fdinfo/{link.name}").read_text())[1], 8)
+            assert flags & os.O_ACCMODE == os.O_RDONLY, target
+
+
+@pytest.mark.parametrize("ending", ["key", "SIGTERM", "SIGINT"])
+def test_the_live_screen_follows_the_terminal_and_gives_it_back_as_it_was(
+    scene: Scene, started: Start, ending: str
+) -> None:
+    before = scene.state()
+    master, slave = pty.openpty()
+    resize(slave, 80, 24)
+    settings = termios.tcgetattr(slave)
+    child = started(
+        "monitor", str(scene.paths.root), stdin=slave, stdout=slave, stderr=slave,
+        env={**os.environ, "TERM": "xterm-256color"},
+    )  # fmt: skip
+    seen = read_until(master, lambda text: "scene · running" in text and "compiling" in text)
+    assert "age of samples" not in seen
+    resize(slave, 120, 40)
+    child.send_signal(signal.SIGWINCH)
+    read_until(master, lambda text: "age of samples" in text)
+    os.write(master, b"e")
+    read_until(master, lambda text: "sample 7 is poison" in text)
+    if ending == "key":
+        os.write(master, b"q")
+    else:
+        child.send_signal(getattr(signal, ending))
+    last = read_until(master, lambda text: "\x1b[?1049l" in text)
+    assert child.wait(PATIENCE_S) == 0
+    assert "\x1b[?25h" in last and termios.tcgetattr(slave) == settings
+    assert scene.state() == before
+    os.close(master)
+    os.close(slave)
+
+
+def resize(terminal: int, width: int, height: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+
+def read_until(master: int, enough: Callable[[str], bool]) -> str:
+    """What the terminal got until it is enough."""
+    text, end = "", time.monotonic() + PATIENCE_S
+    while not enough(re.sub(r"\x1b\[[0-9;]*m", "", text)):
+        assert time.monotonic() < end, text[-3000:]
+        if select.select([master], [], [], 1.0)[0]:
+            text += os.read(master, 65536).decode(errors="replace")
+    return text
+
+
+def test_new_lines_in_the_files_of_a_run_show_up_while_it_is_watched(scene: Scene, started: Start) -> None:
+    child = started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "2")
+    until("it is attached", lambda: scene.paths.ring_name in Path(f"/proc/{child.pid}/maps").read_text())
+    with open(scene.paths.metrics, "ab") as file:
+        file.write(metrics_line(41))
+    assert json.loads(finished(child))["charts"]["steps"][-1] == 41
+
+
+def test_a_run_that_has_ended_is_shown_by_its_files(scene: Scene, started: Start) -> None:
+    Ring.unlink(scene.paths.ring_name)
+    scene.paths.summary.write_text(json.dumps({"outcome": "finished", "why": "the goal is reached"}))
+    out = finished(started("monitor", str(scene.paths.root)))
+    assert "ended" in out and "finished: the goal is reached" in out and "40 steps" in out
+
+
+def test_without_a_name_the_only_living_run_is_found(scene: Scene) -> None:
+    assert scene.paths.root in list(living_runs())
+
+
+def test_without_rich_the_lines_are_plain_and_say_how_to_get_the_live_view(scene: Scene, started: Start) -> None:
+    master, slave = pty.openpty()
+    hide = (
+        "import importlib.util as u, sys; real = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'rich' else real(name, *a)\n"
+        "from busrl.cli import main; sys.exit(main(['monitor', sys.argv[1]]))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", hide, str(scene.paths.root)],
+        stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    text = read_until(master, lambda text: "groups ready" in text)
+    child.terminate()
+    assert "busrl[monitor]" in text and "scene · running" in text
+    assert child.wait(PATIENCE_S) == 0
+    os.close(master)
+    os.close(slave)
+
+
+def test_a_directory_that_is_no_run_and_an_address_that_is_none_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["monitor", str(tmp_path), "--once"]) == 2
+    assert "no run.json there" in capsys.readouterr().err
+    assert main(["monitor", "http://x", "--once"]) == 2
+    assert "ipc:// or tcp://" in capsys.readouterr().err

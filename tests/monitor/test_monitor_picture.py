@@ -1,0 +1,164 @@
+"""The picture does not depend on the order, the number or the loss of the messages that it is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.monitor.complaints import Complaints
+from busrl.monitor.draw import chart, gauge, portions, safe
+from busrl.monitor.follow import Follower
+from busrl.monitor.picture import Picture
+from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, StepSeen
+from busrl.monitor.snapshot import snapshot
+from busrl.monitor.steps import KEPT, Steps
+from busrl.protocol import messages as m
+
+
+def update(step: int) -> m.LearnerStateUpdate:
+    metrics = {"length_ended": 30.0 - step, "age_p95": 1.0, "time_s": 5.0}
+    return m.LearnerStateUpdate(step=step, version=step, reward=step / 10, samples=8, tokens=100, metrics=metrics)
+
+
+def process(name: str = "rollout/0", **changed: object) -> ProcessSeen:
+    fields = {
+        "name": name, "role": "rollout", "pid": 7, "state": "ready", "activity": "", "deadline_s": 0.0,
+        "progress_age_s": 0.1, "activity_age_s": 0.1, "busy_ns": 0, "tokens": 0, "samples": 0, "version": 0,
+    }  # fmt: skip
+    return ProcessSeen(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+def ring(*processes: ProcessSeen, **changed: object) -> RingSeen:
+    fields = {
+        "slots": 16, "occupancy": {"free": 16}, "words": {"step": 9, "version": 10, "run_state": 0}, "dispatched": 0,
+        "finished": 0, "dropped": 0, "reaps": 0, "tokens": 0, "drops": {}, "groups_open": 3, "groups_ready": 2,
+        "processes": processes,
+    }  # fmt: skip
+    return RingSeen(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1))
+def test_steps_told_in_any_order_and_any_number_of_times_make_the_same_charts(told: list[int]) -> None:
+    picture = Picture()
+    for step in told:
+        picture.hear(update(step), 0.0)
+    charts = snapshot(picture, 0.0, 0.0)["charts"]
+    assert charts["steps"] == sorted(set(told))
+    assert charts["reward"] == [step / 10 for step in sorted(set(told))]
+    assert charts["length"] == [30.0 - step for step in sorted(set(told))]
+
+
+@given(st.sets(st.integers(1, 20)), st.sets(st.integers(1, 20)))
+def test_a_step_that_file_and_bus_both_tell_of_counts_once(filed: set[int], heard: set[int]) -> None:
+    picture = Picture()
+    for step in filed:
+        picture.step(StepSeen(step, samples=8), 0.0, old=True)
+    for step in heard:
+        picture.hear(update(step), 0.0)
+    assert picture.steps.numbers() == sorted(filed | heard)
+
+
+def test_the_newest_steps_are_kept_and_memory_is_bounded() -> None:
+    steps = Steps()
+    for step in range(1, KEPT + 500):
+        steps.add(StepSeen(step))
+    assert len(steps) == KEPT and steps.numbers()[-1] == KEPT + 499
+    assert not steps.add(StepSeen(3)) and not steps.add(StepSeen(KEPT))
+
+
+def test_the_ring_is_believed_where_messages_were_lost() -> None:
+    picture = Picture()
+    picture.hear(update(3), 0.0)
+    picture.look(ring(process()), 0.0)
+    assert (picture.at_step, picture.version, picture.state) == (9, 10, "running")
+    picture.look(ring(process(state="dead")), 1.0)
+    assert picture.state == "left"
+
+
+def test_an_error_that_was_filed_and_published_is_shown_once_and_two_alike_twice() -> None:
+    complaints = Complaints()
+    one = ErrorSeen(100.0, "rollout/0", "warning", "rollout", "slow")
+    published = ErrorSeen(100.01, "rollout-0", "warning", "rollout", "slow")
+    for seen, source in ((one, "file"), (published, "bus"), (published, "bus"), (one, "file")):
+        complaints.add(seen, source)
+    assert complaints.count == 2
+    complaints.add(ErrorSeen(500.0, "rollout-0", "warning", "rollout", "slow"), "bus")
+    assert complaints.count == 3 and complaints.newest()[0].time == 500.0
+
+
+def test_a_process_is_late_only_after_the_time_that_it_declared() -> None:
+    picture = Picture(facts=Facts(progress_s=30.0))
+    silent = {"progress_age_s": 40.0}
+    picture.look(ring(process("a", **silent), process("b", activity="step", deadline_s=600.0, **silent)), 0.0)
+    assert [(row.name, row.late) for row in picture.rows(0.0)] == [("a", True), ("b", False)]
+
+
+def test_a_process_without_a_mapping_is_shown_by_its_presence_on_the_bus_until_it_leaves() -> None:
+    picture = Picture()
+    picture.look(ring(process("rollout/0")), 0.0)
+    picture.hear(m.Hello(sender="rollout-0", role="rollout", pid=7, index=1), 0.0)
+    picture.hear(m.Hello(sender="judge", role="reward", pid=99), 0.0)
+    picture.hear(m.Heartbeat(sender="judge", role="reward", activity="judging"), 1.0)
+    row = picture.rows(2.0)[-1]
+    assert [one.name for one in picture.rows(2.0)] == ["rollout/0", "judge"]
+    assert (row.pid, row.activity, row.progress_age_s, row.late) == (99, "judging", 1.0, False)
+    assert picture.rows(60.0)[-1].late
+    picture.hear(m.Goodbye(sender="judge"), 3.0)
+    assert [one.name for one in picture.rows(3.0)] == ["rollout/0"]
+
+
+def test_rates_come_from_the_rings_counters_and_start_anew_with_a_new_ring() -> None:
+    picture = Picture()
+    for second, finished in enumerate((100, 150, 200, 0, 30)):
+        picture.look(ring(process(), finished=finished), float(second))
+        picture.tick(float(second))
+        if second == 2:
+            assert picture.throughput.samples.per_s() == 50.0
+    assert picture.throughput.samples.per_s() == 30.0
+
+
+def test_a_follower_gives_whole_lines_once_and_counts_those_it_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    follower = Follower(path, tail_bytes=20)
+    assert follower.new() == []
+    path.write_bytes(b"".join(b"line %03d\n" % i for i in range(10)) + b"torn")
+    got = follower.new()
+    assert got[-1] == b"line 009" and follower.skipped + len(got) == 10 and follower.new() == []
+    with open(path, "ab") as file:
+        file.write(b" no more\nand")
+    assert follower.new() == [b"torn no more"]
+    path.unlink()
+    path.write_bytes(b"another file\n")
+    assert follower.new() == [b"another file"]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(1, 80), st.integers(1, 12))
+def test_a_chart_has_the_size_that_was_asked_for(values: list[float], width: int, height: int) -> None:
+    assert [len(line) for line in chart(values, width, height)] == [width] * height
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=12), st.integers(1, 120))
+def test_portions_fill_the_bar_and_show_whatever_is_there(counts: list[int], width: int) -> None:
+    cells = portions(counts, width)
+    assert sum(cells) == (width if any(counts) else 0)
+    assert all(cell == 0 for count, cell in zip(counts, cells) if not count)
+    if sum(count > 0 for count in counts) <= width:
+        assert all(cell > 0 for count, cell in zip(counts, cells) if count)
+
+
+@given(st.floats(-5, 5), st.integers(0, 50))
+def test_a_gauge_is_as_wide_as_asked(share: float, width: int) -> None:
+    assert len("".join(gauge(share, width))) == width
+
+
+@given(st.text())
+def test_nothing_that_is_printed_can_move_a_cursor(text: str) -> None:
+    assert all(character.isprintable() for character in safe(text))
+
+
+def test_a_snapshot_is_json_whatever_is_not_known() -> None:
+    told = json.loads(json.dumps(snapshot(Picture(), 0.0, 0.0), allow_nan=False))
+    assert told["ring"] is None and told["progress"]["max_steps"] is None and told["run"]["state"] == "unknown"

@@ -1,0 +1,91 @@
+"""What a person sees fits the terminal, whatever the run is called and however much there is to show."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from busrl.monitor import plain
+from busrl.monitor.picture import Picture
+from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, StepSeen
+from busrl.monitor.view import view
+
+
+def picture(processes: int = 7, errors: int = 3, steps: int = 120, name: str = "quickstart") -> Picture:
+    made = Picture(facts=Facts(name=name, max_steps=150, n_min=32, mode="batch-async", max_staleness=2, started=1000.0))
+    entries = tuple(
+        ProcessSeen(
+            f"rollout/{i}", "rollout", 1000 + i, "ready", "", 0.0, 99.0 if i == 3 else 0.1, 0.1, i * 10**9, 10, 5, 80
+        )
+        for i in range(processes)
+    )
+    occupancy = {"free": 300, "queued": 20, "generating": 256, "rewarded": 90, "training": 100, "dropped": 0}
+    words = {"step": steps, "version": steps + 1, "run_state": 0}
+    for second in (0.0, 1.5):
+        made.look(RingSeen(766, occupancy, words, 9, 9, 0, 0, 9, {}, 60, 21, entries), second)
+        made.tick(second)
+    for step in range(1, steps + 1):
+        made.step(StepSeen(step, step + 1, step / 200, 14.0 - step / 100, age_mean=step % 7 / 7), 0.0, old=True)
+    for number in range(errors):
+        made.error(ErrorSeen(1000.0 + number, f"rollout/{number}", "warning", "rollout", f"trouble {number}"), "file")
+    for name_ in ("DATA_GENERATED", "REWARD_COMPUTED"):
+        made.traffic.heard(name_, 100)
+    return made
+
+
+def shown(made: Picture, width: int, height: int, errors_only: bool = False) -> list[str]:
+    console = Console(width=width, height=height, force_terminal=True, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(view(made, 2.0, 1100.0, width, height, errors_only), end="")
+    return captured.get().rstrip("\n").split("\n")
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60), (60, 15), (30, 8)])
+@pytest.mark.parametrize("processes", [0, 7, 60])
+def test_the_screen_is_as_large_as_the_terminal(width: int, height: int, processes: int) -> None:
+    lines = shown(picture(processes), width, height)
+    assert len(lines) == height
+    assert all(len(line) <= width for line in lines)
+
+
+def test_80_by_24_shows_every_section() -> None:
+    text = "\n".join(shown(picture(), 80, 24))
+    for wanted in (
+        "quickstart · running", "step 120/150", "reward", "length", "rollout/0", "LATE", "generating 256",
+        "21/32 groups ready", "batch-async (bound 2)", "messages/s", "trouble 2", "q quit",
+    ):  # fmt: skip
+        assert wanted in text, text
+
+
+def test_120_by_40_also_shows_ages_and_messages_by_name() -> None:
+    text = "\n".join(shown(picture(), 120, 40))
+    assert "age of samples" in text and "data_generated" in text
+
+
+def test_the_list_of_errors_takes_the_screen_when_it_is_asked_for() -> None:
+    lines = shown(picture(errors=60), 80, 24, errors_only=True)
+    assert sum("trouble" in line for line in lines) >= 18 and len(lines) == 24
+
+
+def test_more_processes_than_lines_are_counted() -> None:
+    assert any("more" in line for line in shown(picture(processes=60), 80, 24))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(max_size=300))
+def test_names_and_texts_from_outside_can_not_break_the_screen_or_the_lines(text: str) -> None:
+    made = picture(name=text)
+    made.error(ErrorSeen(1.0, text, text, text, f"\x1b[2J[bold]{text}"), "bus")
+    made.waiting = text
+    lines = shown(made, 80, 24)
+    assert len(lines) == 24 and not any("\x1b[2J" in line for line in lines)
+    assert not any("\x1b" in line or "\n" in line for line in plain.lines(made, 2.0, 1100.0))
+
+
+def test_plain_lines_tell_the_same() -> None:
+    text = "\n".join(plain.lines(picture(), 2.0, 1100.0))
+    for wanted in ("quickstart · running", "step 120/150", "reward", "21/32 groups ready", "LATE", "trouble 2"):
+        assert wanted in text, text
+    assert "LATE: rollout/3" in plain.line(picture(), 2.0)
