@@ -30,7 +30,8 @@ import msgspec
 import setproctitle
 
 from busrl.bus import Endpoint
-from busrl.errors import DiskFull
+from busrl.errors import BusNotReady, DiskFull
+from busrl.faults import trouble_for
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
@@ -41,6 +42,7 @@ from busrl.topology import Topology
 
 HEARTBEAT_S = 1.0
 SPACE_LOOK_S = 0.5
+BUS_WAIT_S = 3.0
 log = logging.getLogger("busrl")
 
 
@@ -215,6 +217,7 @@ class Actor:
         self.fates = Fates(str(self.paths.fates))
         self.validate_fates = Fates(str(self.paths.validate_fates))
         self.ring.bind_fates(self.fates, self.validate_fates)
+        self.trouble = trouble_for(self.topology.faults, self.role, self.worker_id)
         self.bus = Endpoint(
             self.worker_id,
             self.paths.frontend,
@@ -222,6 +225,7 @@ class Actor:
             subscribe=self.subscriptions(),
             hwm=self.topology.bus.hwm,
             max_bytes=self.topology.bus.max_message_bytes,
+            trouble=self.trouble,
         )
 
     def subscriptions(self) -> list[str]:
@@ -240,11 +244,18 @@ class Actor:
         return 0
 
     def _say_ready(self) -> None:
-        self.bus.ready(self.topology.limits.ready_s)
+        self._find_bus()
         self.bus.send(m.Hello(role=self.role, pid=os.getpid(), host=os.uname().nodename, index=self.ring.index))
         self.ring.activity("")
         self.ring.set_ready()
         log.info("ready")
+
+    def _find_bus(self) -> None:
+        """The bus is only the doorbell: a process that hears nothing says so, and works by the ring alone."""
+        try:
+            self.bus.ready(BUS_WAIT_S)
+        except BusNotReady as problem:
+            self.warn(self.role, f"goes on without the bus: {problem}", kind="no bus")
 
     def _pass(self) -> None:
         for message in self.bus.drain():
@@ -279,6 +290,8 @@ class Actor:
             self.bus.send(m.Error(severity="critical", where=self.role, text=str(problem), traceback=text[-4000:]))
 
     def _leave(self) -> None:
+        if self.trouble is not None:
+            log.info("faults on its messages: %s", self.trouble)
         with contextlib.suppress(Exception):
             self._tell_held_back(time.monotonic(), everything=True)
             self.bus.send(m.Goodbye(reason=self.stopping or "error"))

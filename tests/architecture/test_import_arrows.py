@@ -23,16 +23,17 @@ ARROWS: dict[str, set[str]] = {
     "data": {"errors"},
     "rewards": {"errors", "data"},
     "ledger": {"errors", "paths"},
-    "topology": {"errors", "data", "scheduling", "quickstart", "paths"},
+    "faults": {"protocol", "ring"},
+    "topology": {"errors", "data", "scheduling", "quickstart", "paths", "faults"},
     "quickstart": {"errors", "data"},
     "training": {"errors", "algorithms", "ledger"},
     "inference": {"errors", "topology", "data", "quickstart"},
     "weights": {"errors", "topology", "paths", "ring"},
     "roles": {
         "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
-        "topology", "training", "inference", "weights", "quickstart",
+        "topology", "training", "inference", "weights", "quickstart", "faults",
     },
-    "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart"},
+    "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart", "faults"},
     "cli": {"errors", "paths", "topology", "launch", "ledger", "ring", "quickstart"},
 }  # fmt: skip
 TORCH_ALLOWED = {"algorithms", "training", "inference", "weights", "quickstart"}
