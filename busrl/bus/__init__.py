@@ -3,11 +3,17 @@
 Imports ZeroMQ, `protocol` and `errors`; knows nothing of the ring or of roles.
 """
 
-from busrl.bus.aio import AsyncEndpoint
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from busrl.bus.broker import run_broker
 from busrl.bus.endpoint import Endpoint
 from busrl.bus.security import private_directory
 from busrl.bus.stats import EndpointStats
+
+if TYPE_CHECKING:
+    from busrl.bus.aio import AsyncEndpoint
 
 __all__ = [
     "AsyncEndpoint",
@@ -16,3 +22,12 @@ __all__ = [
     "private_directory",
     "run_broker",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The asyncio face when somebody asks for it: the broker must be back soon after a death, and asyncio is slow."""
+    if name == "AsyncEndpoint":
+        from busrl.bus.aio import AsyncEndpoint
+
+        return AsyncEndpoint
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -49,8 +49,8 @@ def configure(socket: zmq.Socket[bytes], hwm: int, max_bytes: int) -> None:
     socket.setsockopt(zmq.SNDHWM, hwm)
     socket.setsockopt(zmq.RCVHWM, hwm)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes * TRANSPORT_SLACK)
-    socket.setsockopt(zmq.RECONNECT_IVL, 100)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)  # a broker is back in a quarter of a second
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
 

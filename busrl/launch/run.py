@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from busrl.bus import Endpoint
+from busrl.errors import FateRefused
 from busrl.faults import crash_environment, describe, trouble_for
 from busrl.launch.children import Running, last_lines, start
 from busrl.launch.display import Display
@@ -28,13 +29,14 @@ from busrl.launch.progress import Progress, first_line
 from busrl.launch.rundir import OpenRun
 from busrl.launch.shutdown import Ask, Shutdown
 from busrl.launch.signals import Signals
+from busrl.launch.strangers import Strangers
 from busrl.launch.summary import Outcome
 from busrl.launch.supervisor import Child, FairClock, Patience, Phase
 from busrl.launch.usage import Usage
 from busrl.launch.watch import Watch
 from busrl.protocol import address, topic
 from busrl.protocol import messages as m
-from busrl.topology import ProcessName
+from busrl.topology import IMPLIED_ROLES, SINGLE_ROLES, ProcessName
 
 TICK_S = 0.2
 STOP_EVERY_S = 0.5
@@ -60,6 +62,7 @@ class Launch:
         self._goal = {"learner", "validator"} & self._processes.keys()
         self._done: set[str] = set()
         self._watch = Watch(opened.ring)
+        self._strangers = Strangers({*IMPLIED_ROLES, *SINGLE_ROLES}, patience)
         self.usage = Usage()
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
@@ -160,7 +163,8 @@ class Launch:
     def _reap(self) -> None:
         """As the keeper does on its next tick; but here a death is known at once, and the keeper may be the dead."""
         reaped = Counter((one.label, one.pid, one.frm.name, one.to.name) for one in self._run.ring.reap())
-        self._run.ring.finish_drops()
+        with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
+            self._run.ring.finish_drops()
         for (label, pid, before, after), count in reaped.items():
             self._note(f"{count} slots of {label} (pid {pid}) went back from {before} to {after}")
 
@@ -214,9 +218,17 @@ class Launch:
             if kill is not None:
                 self._say(kill.why)
                 self._running[child.name].kill()
+        self._look_at_strangers(passed)
         pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
         self.usage.look(pids, self._watch.entries, self._run.ring.header("step"), now)
         self._picture(now)
+
+    def _look_at_strangers(self, passed: float) -> None:
+        ours = {running.pid for running in self._running.values()}
+        for pid, why in self._strangers.look(self._watch.entries.values(), ours, passed):
+            self._say(why)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
     def _picture(self, now: float) -> None:
         ring = self._run.ring

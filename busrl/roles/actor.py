@@ -18,7 +18,6 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
-import setproctitle
 
 from busrl.bus import Endpoint
 from busrl.errors import BusNotReady, DiskFull
@@ -36,6 +34,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import Fates, OfdLock, Ring
+from busrl.roles.process import configure_process, wait_for_turn
 from busrl.roles.throttle import Throttle
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.topology import Topology
@@ -107,10 +106,11 @@ class Actor:
         configure_process(self.name)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda got, _frame: self.stop(signal.Signals(got).name))
-        if not self._wait_for_lock():
-            return 0
         self._attach()
         try:
+            if not self._have_turn():
+                return 0
+            self._connect()
             return self._live()
         except Exception as problem:
             self._report(problem)
@@ -198,21 +198,17 @@ class Actor:
 
     # -- internals ----------------------------------------------------------------------------------------------
 
-    def _wait_for_lock(self) -> bool:
+    def _have_turn(self) -> bool:
         if not self.singleton:
             return True
         self._lock = OfdLock(str(self.paths.lock(self.name.replace("/", "-"))))
-        while not self.stopping:
-            if self._lock.try_acquire():
-                return True
-            with contextlib.suppress(TimeoutError):
-                self._lock.acquire(timeout_s=0.5)
-                return True
-        return False
+        return wait_for_turn(self._lock, self.ring, lambda: self.stopping)
 
     def _attach(self) -> None:
         self.ring = Ring.attach(self.paths.ring_name)
         self.ring.register(self.role, self.name)
+
+    def _connect(self) -> None:
         self.ring.activity("starting", self.topology.limits.ready_s)
         self.fates = Fates(str(self.paths.fates))
         self.validate_fates = Fates(str(self.paths.validate_fates))
@@ -297,14 +293,6 @@ class Actor:
             self.bus.send(m.Goodbye(reason=self.stopping or "error"))
             self.bus.close()
         self.ring.close()
-
-
-def configure_process(name: str) -> None:
-    """Title for `ps`, and a log format whose lines can be read side by side with those of other processes."""
-    setproctitle.setproctitle(f"busrl:{name}")
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {name} %(levelname).1s %(message)s", force=True
-    )
 
 
 def record_error(paths: RunPaths, process: str, severity: str, where: str, text: str, trace: str = "") -> None:
