@@ -130,4 +130,3 @@ class Trouble:
 
 def _fitting(entries: Sequence[BusFault], name: str) -> BusFault | None:
     return next((one for one in entries if not one.types or name in one.types), None)
-
