@@ -157,8 +157,17 @@ class Launch:
             if how is None:
                 continue
             self._forget(running)
+            child = next(one for one in self.children if one.name == name)
+            self._see_last(child)
             self._reap()
-            yield next(one for one in self.children if one.name == name), how
+            yield child, how
+
+    def _see_last(self, child: Child) -> None:
+        """It may have become ready since the last look; the ring says so until the entry is reaped."""
+        self._watch.look()
+        sight = self._watch.sight(child.pid)
+        if sight is not None and sight.ready:
+            child.became_ready()
 
     def _reap(self) -> None:
         """As the keeper does on its next tick; but here a death is known at once, and the keeper may be the dead."""

@@ -29,7 +29,7 @@ def with_faults(tmp_path: Path, text: str) -> Topology:
         ('[[faults.bus]]\ntypes = ["NEWTASK"]\ndrop = 0.1', "no message 'NEWTASK'; did you mean NEW_TASK?"),
         (
             '[[faults.bus]]\nroles = ["learn"]\ndrop = 0.1',
-            "no role with an end on the bus 'learn'; did you mean learner?",
+            "on the bus 'learn'; did you mean learner?",
         ),
         ("[[faults.bus]]\ndrop = 1.5", "faults.bus.0.drop = 1.5: expected a number >= 0 and <= 1"),
         ("[[faults.bus]]\nseed = 1", "does nothing"),

@@ -1,4 +1,4 @@
-"""Faults at the ends of a real bus: what is lost is lost for that end alone, and late messages wake the one that waits."""
+"""Faults at the ends of a real bus: what is lost is lost for that end alone, and late messages wake who waits."""
 
 from __future__ import annotations
 
