@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
         "topology", "training", "inference", "weights", "quickstart", "faults",
     },
     "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart", "faults"},
-    "cli": {"errors", "paths", "topology", "launch", "ledger", "ring", "quickstart"},
+    "cli": {"errors", "paths", "topology", "launch", "ledger", "ring", "quickstart", "data"},
 }  # fmt: skip
 TORCH_ALLOWED = {"algorithms", "training", "inference", "weights", "quickstart"}
 TORCH_ROLES = {"rollout", "learner", "training_step", "publish"}
