@@ -40,9 +40,9 @@ def wait_for_turn(lock: OfdLock, ring: Ring, stopping: Callable[[], object]) -> 
     """
     if lock.try_acquire():
         return True
-    text = f"waits for {lock.path.rpartition('/')[2]} of pid {lock.holder() or 'unknown'}"
-    log.info(text)
-    ring.activity(text, math.inf)
+    holder = lock.holder() or "unknown"
+    log.info("waits for pid %s, which holds %s", holder, lock.path)
+    ring.activity(f"waits for pid {holder}", math.inf)
     while not stopping():
         with contextlib.suppress(LockTimeout):
             lock.acquire(TURN_S)

@@ -86,7 +86,7 @@ def test_a_second_one_waits_takes_over_and_is_killed_if_it_then_does_nothing(
         run.until_step(3)
         first = holder(run, name)
         with by_hand(run, name) as second:
-            said = f"waits for {name}.lock of pid {first}"
+            said = f"waits for pid {first}"
             run.until("the second one to wait", lambda: activity(run, second.pid) == said)
             os.kill(first, signal.SIGKILL)
             run.until("the second one to have its turn", lambda: holder(run, name) == second.pid)
@@ -118,10 +118,20 @@ def test_two_runs_on_one_host_go_on_side_by_side_and_do_not_meet(tmp_path: Path,
     assert all(prompts) and prompts[0] != prompts[1]
 
 
-def pids_of(run: Run) -> list[int]:
-    """Everything that belongs to a run, launch first."""
+@contextmanager
+def suspended(run: Run) -> Iterator[None]:
+    """The whole run stands still, launch before its children, and goes on in the other order."""
     assert run.child is not None
-    return [run.child.pid, *(int(one.split()[1].rstrip(":")) for one in run.leftover_processes())]
+    names = {run.child.pid: "launch"} | {int(one.split()[1].rstrip(":")): one for one in run.leftover_processes()}
+    stopped = list(names)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    for pid in reversed(stopped):
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            raise AssertionError(f"{names[pid]} ended although it was stopped") from None
 
 
 @pytest.mark.slow
@@ -130,12 +140,8 @@ def test_a_machine_that_was_suspended_goes_on_and_nobody_is_killed_for_it(tmp_pa
     with running(run):
         for step in (3, 15):
             run.until_step(step)
-            stopped = pids_of(run)
-            for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)
-            run.let_pass(12.0)
-            for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
+            with suspended(run):
+                run.let_pass(12.0)
         code = run.wait()
     check_end(run, code)
     processes = run.summary()["processes"]

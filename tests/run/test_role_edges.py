@@ -112,7 +112,7 @@ def test_a_broker_says_that_it_waits_for_the_lock_of_its_dying_predecessor(tmp_p
         [sys.executable, "-c", WAITING, str(path), ring.name], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None and child.stdout.readline() == "waiting False\n"
-    end, said = time.monotonic() + 30, f"waits for bus.lock of pid {os.getpid()}"
+    end, said = time.monotonic() + 30, f"waits for pid {os.getpid()}"
     while not any(one.activity == said and one.deadline_s > 1e8 for one in ring.processes()):
         assert time.monotonic() < end, ring.processes()
     lock.release()
