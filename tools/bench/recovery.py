@@ -66,7 +66,7 @@ def kill_workers(one: BenchRun, names: list[str], times: int, with_keeper: bool,
 
 
 def bus_back(one: BenchRun, client: Endpoint) -> dict[str, float]:
-    """Milliseconds from the kill of the broker to the client's echo and to the new broker's own; that also from exec."""
+    """Milliseconds from the broker's kill to the client's echo and to the new broker's own; that also from exec."""
     broker = one.until("the broker", lambda: one.process("bus"))
     pidfd = os.pidfd_open(broker.pid)
     client.ready(30)
