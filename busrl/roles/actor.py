@@ -29,7 +29,7 @@ import msgspec
 
 from busrl.bus import Endpoint
 from busrl.errors import BusNotReady, DiskFull
-from busrl.faults import trouble_for
+from busrl.faults import Trouble, trouble_for
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
@@ -98,6 +98,7 @@ class Actor:
         self._throttle = Throttle()
         self._random = random.Random(f"{name}:{os.getpid()}")
         self._lock: OfdLock | None = None
+        self.trouble: Trouble | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import pytest
 from checks import check_end
 from harness import ROOT, Run, read_lines, running
 
-from busrl.ring import Fates, OfdLock, Ring, RingError
+from busrl.ring import Fates, OfdLock, Process, Ring, RingError
 
 DEADLY = 3  # a member of the very first group
 REROLL = DEADLY + 8  # uid + G
@@ -60,36 +60,51 @@ def by_hand(run: Run, name: str) -> Iterator[subprocess.Popen[bytes]]:
         child.wait()
 
 
-def activity(run: Run, pid: int) -> str:
-    """What the process table says that a process does."""
+def entry(run: Run, pid: int) -> Process | None:
+    """A process in the process table."""
     try:
         ring = Ring.attach(run.paths.ring_name, read_only=True)
     except RingError:
-        return ""
+        return None
     try:
-        return next((one.activity for one in ring.processes() if one.pid == pid), "")
+        return next((one for one in ring.processes() if one.pid == pid), None)
     finally:
         ring.close()
+
+
+def waits(run: Run, pid: int, said: str) -> bool:
+    found = entry(run, pid)
+    return found is not None and found.activity == said
+
+
+def is_ready(run: Run, pid: int) -> bool:
+    found = entry(run, pid)
+    return found is not None and found.state == "ready" and not found.activity
 
 
 def holder(run: Run, name: str) -> int:
     return OfdLock(str(run.paths.lock(name))).holder() or 0
 
 
+def take_over(run: Run, name: str, second: subprocess.Popen[bytes]) -> None:
+    """The second one waits as long as the first lives, and then works in its place."""
+    first = holder(run, name)
+    run.until("the second one to wait", lambda: waits(run, second.pid, f"waits for pid {first}"))
+    os.kill(first, signal.SIGKILL)
+    run.until("the second one to have its turn", lambda: holder(run, name) == second.pid)
+    run.until("the second one to be at work", lambda: is_ready(run, second.pid))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bus", "keeper", "scheduler", "learner"])
+@pytest.mark.parametrize("name", ["bus", "keeper", "scheduler"])
 def test_a_second_one_waits_takes_over_and_is_killed_if_it_then_does_nothing(
     name: str, tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", "limits.progress_s=5", steps=150)
     with running(run):
         run.until_step(3)
-        first = holder(run, name)
         with by_hand(run, name) as second:
-            said = f"waits for pid {first}"
-            run.until("the second one to wait", lambda: activity(run, second.pid) == said)
-            os.kill(first, signal.SIGKILL)
-            run.until("the second one to have its turn", lambda: holder(run, name) == second.pid)
+            take_over(run, name, second)
             second.send_signal(signal.SIGSTOP)
             assert second.wait(60) == -signal.SIGKILL
         code = run.wait()
@@ -98,6 +113,20 @@ def test_a_second_one_waits_takes_over_and_is_killed_if_it_then_does_nothing(
     assert f"killing {name} (pid {second.pid})" in text and "this launch did not start it" in text, text
     processes = run.summary()["processes"]
     assert processes[name]["restarts"] == 1 and not any(one.get("killed_for_silence") for one in processes.values())
+
+
+@pytest.mark.slow
+def test_a_second_learner_waits_and_goes_on_from_the_log_of_the_first(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", steps=60)
+    with running(run):
+        run.until_step(3)
+        with by_hand(run, "learner") as second:
+            take_over(run, "learner", second)
+            run.until_step(run.step() + 5)
+        assert second.returncode == -signal.SIGKILL  # and the one that launch started meanwhile has its turn
+        code = run.wait()
+    check_end(run, code)
+    assert run.restarts("learner") == 1
 
 
 @pytest.mark.slow
