@@ -82,8 +82,13 @@ def test_several_crashes_of_one_process_come_one_after_the_other_each_in_its_liv
     assert crash_environment(faults, "keeper", 1) == {}
 
 
-def test_the_list_of_crash_points_is_that_of_the_source() -> None:
+def test_the_list_of_crash_points_is_that_of_the_source_and_of_the_page() -> None:
     called: set[str] = set()
     for path in [*ROOT.glob("csrc/**/*.hpp"), *ROOT.glob("csrc/**/*.cpp")]:
         called |= set(re.findall(r'crash_point\("([a-z._]+)"\)', path.read_text()))
     assert called == set(CRASH_POINTS) and len(CRASH_POINTS) == len(called)
+    page = (ROOT / "docs" / "faults.md").read_text()
+    named = {
+        name for row in page.splitlines() if row.startswith("| `") for name in re.findall(r"`([a-z]+\.[a-z]+)`", row)
+    }
+    assert named == set(CRASH_POINTS)
