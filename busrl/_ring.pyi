@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+CRASH_POINTS: tuple[str, ...]
 HEADER_WORDS: tuple[str, ...]
 LAYOUT: tuple[int, int]
 MAX_TENSORS: int

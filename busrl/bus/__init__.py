@@ -3,12 +3,18 @@
 Imports ZeroMQ, `protocol`, `keys` and `errors`; knows nothing of the ring or of roles.
 """
 
-from busrl.bus.aio import AsyncEndpoint
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from busrl.bus.broker import run_broker
 from busrl.bus.door import Door, Refusal
 from busrl.bus.endpoint import Endpoint
 from busrl.bus.security import private_directory, tcp_pair
 from busrl.bus.stats import EndpointStats
+
+if TYPE_CHECKING:
+    from busrl.bus.aio import AsyncEndpoint
 
 __all__ = [
     "AsyncEndpoint",
@@ -20,3 +26,12 @@ __all__ = [
     "run_broker",
     "tcp_pair",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The asyncio face when somebody asks for it: the broker must be back soon after a death, and asyncio is slow."""
+    if name == "AsyncEndpoint":
+        from busrl.bus.aio import AsyncEndpoint
+
+        return AsyncEndpoint
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,7 +30,7 @@ class AsyncEndpoint(Core):
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            await self._readable(left)
+            await self._readable(self.patience(left))
         return message
 
     async def ready(self, timeout_s: float) -> None:

@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import zmq
 
@@ -53,8 +53,8 @@ def configure(socket: zmq.Socket[bytes], hwm: int, max_bytes: int) -> None:
     socket.setsockopt(zmq.SNDHWM, hwm)
     socket.setsockopt(zmq.RCVHWM, hwm)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes * TRANSPORT_SLACK)
-    socket.setsockopt(zmq.RECONNECT_IVL, 100)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)  # a broker is back in a quarter of a second
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
@@ -65,6 +65,14 @@ def encrypt(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.pair.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.pair.secret.encode())
+
+
+class Trouble(Protocol):
+    """Faults on purpose, between the endpoint and its sockets (`busrl.faults` has them)."""
+
+    def lets_out(self, topic: str) -> bool: ...
+    def around(self, receive: Callable[[int], list[bytes]]) -> Callable[[int], list[bytes]]: ...
+    def due_s(self) -> float: ...
 
 
 class Core:
@@ -81,9 +89,10 @@ class Core:
         max_bytes: int = DEFAULT_MAX_BYTES,
         keys: ClientKeys | None = None,
         report: Callable[[str], None] = _log.warning,
+        trouble: Trouble | None = None,
     ) -> None:
         self.name, self._frontend, self._backend = name, frontend, backend
-        self._max_bytes, self._report = max_bytes, report
+        self._max_bytes, self._report, self._trouble = max_bytes, report, trouble
         self._closed = ""
         self._reported: set[tuple[str, Fault]] = set()
         self._faults: Counter[Fault] = Counter()
@@ -101,6 +110,9 @@ class Core:
         for endpoint in (frontend, backend):
             check_endpoint(endpoint, keys is not None)
         self._open(hwm, subscribe, keys)
+        self._receive: Callable[[int], list[bytes]] = self._sub.recv_multipart
+        if trouble is not None:
+            self._receive = trouble.around(self._receive)
         _alive.add(self)
 
     def _open(self, hwm: int, subscribe: Sequence[str], keys: ClientKeys | None) -> None:
@@ -139,8 +151,9 @@ class Core:
                 f"{target} from {self.name!r} has {len(raw)} bytes, the limit is {self._max_bytes}; put the data into "
                 "a slot, or raise bus.max_message_bytes in the topology"
             )
-        self._pub.send(target.encode(), zmq.SNDMORE | zmq.NOBLOCK)
-        self._pub.send(raw, zmq.NOBLOCK)
+        if self._trouble is None or self._trouble.lets_out(target):
+            self._pub.send(target.encode(), zmq.SNDMORE | zmq.NOBLOCK)
+            self._pub.send(raw, zmq.NOBLOCK)
         self._seqs[target] = seq
         self._sent_by[target] += 1
         self._sent_bytes += len(raw)
@@ -169,7 +182,7 @@ class Core:
             if self._closed:
                 raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
             try:
-                frames = self._sub.recv_multipart(zmq.NOBLOCK)
+                frames = self._receive(zmq.NOBLOCK)
             except zmq.Again:
                 return None
             message = self._accept(frames)
@@ -218,6 +231,10 @@ class Core:
             return
         self._reported.add(key)
         self._report(f"bus endpoint {self.name!r} dropped a message: {rejected}; further ones are only counted")
+
+    def patience(self, timeout_s: float) -> float:
+        """How long a wait for the socket may take: a message that is held back makes no socket readable."""
+        return timeout_s if self._trouble is None else min(timeout_s, self._trouble.due_s())
 
     # readiness
 

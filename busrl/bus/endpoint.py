@@ -29,7 +29,7 @@ class Endpoint(Core):
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            self._sub.poll(max(1, int(left * 1000)), zmq.POLLIN)
+            self._sub.poll(max(1, int(self.patience(left) * 1000)), zmq.POLLIN)
         return message
 
     def ready(self, timeout_s: float) -> None:

@@ -141,8 +141,11 @@ def _add_ring(verbs: Verbs) -> None:
     made: argparse.ArgumentParser = verbs.add_parser("ring", help=text, description=text, allow_abbrev=False)
     inner = made.add_subparsers(title="verbs", metavar="VERB", required=True)
     _verb(inner, "list", ring_list, "list the rings in /dev/shm and who uses them")
-    made = _verb(inner, "inspect", ring_inspect, "show a ring's slots by state and its processes")
-    made.add_argument("ring", metavar="RING", help="name as `busrl ring list` shows it, or a run directory")
+    more = "With --uid: all that the run knows of one sample, also when it has ended."
+    made = _verb(inner, "inspect", ring_inspect, "show a ring's slots by state and owner, and its processes", more)
+    text = "name as `busrl ring list` shows it, or a run directory (default: the newest below runs/)"
+    made.add_argument("ring", metavar="RING", nargs="?", default="", help=text)
+    made.add_argument("--uid", default="", metavar="UID", help="tell one sample's history (v7: of a validation sample)")
     more = "A later start of that run generates again what was in its slots."
     made = _verb(inner, "clean", ring_clean, "remove the shared memory of a run that is over", more)
     made.add_argument("ring", metavar="RING", help="name as `busrl ring list` shows it, a run directory, or `all`")
@@ -247,7 +250,7 @@ def ring_list(options: argparse.Namespace) -> int:
 def ring_inspect(options: argparse.Namespace) -> int:
     from busrl.cli.rings import inspect
 
-    return inspect(options.ring)
+    return inspect(options.ring, options.uid)
 
 
 def ring_clean(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """`busrl ring list | inspect | clean`: the shared memory that runs of this user have, or left behind.
 
 Maps rings read-only and asks the ring for proof of life. Removes files only in `clean`. Knows nothing of runs beyond
-the names that `paths` gives.
+the names that `paths` gives; what is known of one sample is told by `sample.py`.
 
 - `clean` refuses while a registered process lives: what it wrote would be lost without anybody noticing.
 - A ring that can not be read may be in use by another version of busrl, so it takes --force too.
@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 from busrl.errors import RunInUse, UserError
+from busrl.launch.status import newest_run
 from busrl.paths import SHM, RunPaths
-from busrl.ring import Ring, RingError, State
+from busrl.ring import UID_NONE, UID_VALIDATE, WORKING, Ring, RingError, State
 
 SUFFIX = ".ring"
 
@@ -32,8 +34,14 @@ def show_all() -> int:
     return 0
 
 
-def inspect(target: str) -> int:
-    """Slots by state, header words, and processes of one ring."""
+def inspect(target: str, uid: str) -> int:
+    """Slots by state with owners and ages, header words, and processes of one ring; or the history of one sample."""
+    target = target or str(newest_run(Path("runs")))
+    if uid:
+        from busrl.cli.sample import history
+
+        print(history(Path(target), uid))
+        return 0
     name = ring_name(target)
     ring = Ring.attach(name, read_only=True)
     try:
@@ -41,6 +49,7 @@ def inspect(target: str) -> int:
         words = ("step", "version", "version_step", "next_admission", "unpublished_groups", "hold", "run_state")
         print("  " + ", ".join(f"{word} {ring.header(word)}" for word in words))
         print("  slots: " + ", ".join(f"{count} {state}" for state, count in states(ring).items()))
+        print("\n".join(render_slots(ring)) or "  no sample in any slot")
         print("\n".join(render_processes(processes(ring))) or "  no processes")
     finally:
         ring.close()
@@ -108,6 +117,25 @@ def states(ring: Ring) -> dict[str, int]:
     for state in map(int, ring.lines()["state"]):
         counts[state] = counts.get(state, 0) + 1
     return {State(state).name: counts[state] for state in sorted(counts)}
+
+
+def render_slots(ring: Ring) -> list[str]:
+    """One line per state and owner of the slots that hold a sample: how many, since when, and which uid the longest."""
+    lines, now = ring.lines(), time.monotonic_ns()
+    held = lines[(lines["state"] != State.FREE) & (lines["uid"] != UID_NONE)]
+    if not len(held):
+        return []
+    owners = {process.index: process.label for process in ring.processes()}
+    table = [f"  {'state':<12}{'owner':<14}{'slots':>6}{'oldest':>10}  its uid"]
+    for state, owner in sorted({(int(line["state"]), int(line["owner"])) for line in held}):
+        here = held[(held["state"] == state) & (held["owner"] == owner)]
+        oldest = here[here["changed_ns"].argmin()]
+        age, uid = (now - int(oldest["changed_ns"])) / 1e9, int(oldest["uid"])
+        # In DROPPED the owner's place holds the reason.
+        name = owners.get(owner, f"process {owner}") if owner and State(state) in WORKING else "-"
+        shown = f"v{uid & ~UID_VALIDATE}" if uid & UID_VALIDATE else str(uid)
+        table.append(f"  {State(state).name:<12}{name:<14}{len(here):>6}{age:>8.1f} s  {shown}")
+    return table
 
 
 def processes(ring: Ring) -> list[dict[str, Any]]:

@@ -19,9 +19,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from busrl.errors import BugError
 from busrl.paths import RunPaths
@@ -29,6 +30,7 @@ from busrl.topology import ProcessName
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+NOTHING: Mapping[str, str] = MappingProxyType({})
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -92,8 +94,8 @@ def command_of(process: ProcessName, paths: RunPaths) -> list[str]:
     return [sys.executable, "-m", "busrl.roles", str(paths.root), process.name]
 
 
-def environment_of(process: ProcessName, paths: RunPaths) -> dict[str, str]:
-    """Variables of a child: thread counts from `threads`, where the run is, then what the topology adds."""
+def environment_of(process: ProcessName, paths: RunPaths, more: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a child: thread counts from `threads`, where the run is, what the topology adds, then `more`."""
     package_root = str(Path(__file__).resolve().parents[2])
     known = os.environ.get("PYTHONPATH")
     return {
@@ -106,11 +108,14 @@ def environment_of(process: ProcessName, paths: RunPaths) -> dict[str, str]:
         "BUSRL_RUN_DIR": str(paths.root),
         "BUSRL_NAME": process.name,
         **process.spec.env,
+        **more,
     }
 
 
-def start(process: ProcessName, paths: RunPaths, keep_fds: tuple[int, ...] = ()) -> Running:
-    """Start one child; its output goes to the end of its log file."""
+def start(
+    process: ProcessName, paths: RunPaths, keep_fds: tuple[int, ...] = (), env: Mapping[str, str] = NOTHING
+) -> Running:
+    """Start one child, `env` added to its environment; its output goes to the end of its log file."""
     if threading.current_thread() is not threading.main_thread():
         raise BugError(f"{process.name} was to be started from a thread, with whose end the kernel would kill it")
     log = paths.log(process.name)
@@ -118,7 +123,7 @@ def start(process: ProcessName, paths: RunPaths, keep_fds: tuple[int, ...] = ())
         output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} started by launch (pid {os.getpid()})\n".encode())
         popen = subprocess.Popen(
             command_of(process, paths),
-            env=environment_of(process, paths),
+            env=environment_of(process, paths, env),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

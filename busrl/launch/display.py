@@ -89,7 +89,7 @@ class LiveDisplay(Display):
 
 def plain_line(progress: Progress, now: float) -> str:
     """One line of progress without colours."""
-    parts = [f"step {progress.step}/{progress.goal}"]
+    parts = [f"{'FAULTS ARE ON · ' if progress.faults else ''}step {progress.step}/{progress.goal}"]
     reward = progress.recent_reward()
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
@@ -112,7 +112,8 @@ def _headline(progress: Progress, now: float) -> str:
     left = progress.left_s()
     rest = f", about {duration(left)} left" if left is not None and progress.step < progress.goal else ""
     doing = " · validating" if progress.validating >= 0 else ""
-    return f"{BOLD}busrl {progress.name}{OFF} · {duration(now - progress.started)}{rest}{CYAN}{doing}{OFF}"
+    faults = f"{YELLOW} · FAULTS ARE ON{OFF}" if progress.faults else ""
+    return f"{BOLD}busrl {progress.name}{OFF} · {duration(now - progress.started)}{rest}{CYAN}{doing}{OFF}{faults}"
 
 
 def _bar(progress: Progress, width: int) -> str:

@@ -66,6 +66,7 @@ class Progress:
     validations: list[tuple[int, float, int]] = field(default_factory=list)
     validating: int = -1
     waiting: str = ""
+    faults: list[str] = field(default_factory=list)  # faults on purpose, in words
     rows: tuple[Row, ...] = ()
     slots: dict[str, int] = field(default_factory=dict)
     token_rate: Rate = field(default_factory=Rate)

@@ -17,25 +17,30 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from busrl.bus import Endpoint
+from busrl.errors import FateRefused
+from busrl.faults import crash_environment, describe, trouble_for
 from busrl.launch.children import Running, last_lines, start
 from busrl.launch.display import Display
 from busrl.launch.progress import Progress, first_line
 from busrl.launch.rundir import OpenRun
 from busrl.launch.shutdown import Ask, Shutdown
 from busrl.launch.signals import Signals
+from busrl.launch.strangers import Strangers
 from busrl.launch.summary import Outcome
 from busrl.launch.supervisor import Child, FairClock, Patience, Phase
 from busrl.launch.usage import Usage
 from busrl.launch.watch import Watch
 from busrl.protocol import address, topic
 from busrl.protocol import messages as m
-from busrl.topology import ProcessName
+from busrl.topology import IMPLIED_ROLES, SINGLE_ROLES, ProcessName
 
 TICK_S = 0.2
 STOP_EVERY_S = 0.5
+STOP_LOOK_S = 0.05
 RUNNING, FINISHED, STOPPING = 0, 1, 2  # header word run_state
 HEARD = (m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.Error, m.Hello)
 
@@ -57,12 +62,13 @@ class Launch:
         self._goal = {"learner", "validator"} & self._processes.keys()
         self._done: set[str] = set()
         self._watch = Watch(opened.ring)
+        self._strangers = Strangers({*IMPLIED_ROLES, *SINGLE_ROLES}, patience)
         self.usage = Usage()
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         topology = opened.topology
-        self.progress = Progress(topology.run.name, topology.run.max_steps, clock())
+        self.progress = Progress(topology.run.name, topology.run.max_steps, clock(), faults=describe(topology.faults))
         self._bus = Endpoint(
             "launch",
             opened.paths.frontend,
@@ -71,11 +77,14 @@ class Launch:
             hwm=topology.bus.hwm,
             max_bytes=topology.bus.max_message_bytes,
             report=self._say,
+            trouble=trouble_for(topology.faults, "launch", "launch"),
         )
         self._fair = FairClock(TICK_S, clock())
 
     def run(self) -> Outcome:
         """Until the goal is reached, the run has failed, or a signal asks for the end."""
+        for line in self.progress.faults:
+            self._say(f"FAULTS ARE ON: {line}")
         try:
             outcome = self._until_decided()
             self._say(f"ending: {outcome.why}")
@@ -116,7 +125,8 @@ class Launch:
 
     def _start(self, child: Child) -> Outcome | None:
         try:
-            running = start(self._processes[child.name], self._paths, (self._run.lock.fileno(),))
+            crash = crash_environment(self._run.topology.faults, child.name, child.restarts + 1)
+            running = start(self._processes[child.name], self._paths, (self._run.lock.fileno(),), crash)
         except OSError as error:
             child.started(0, self._clock())
             return self._died(child, f"it could not be started: {error}")
@@ -128,15 +138,10 @@ class Launch:
 
     def _bury(self) -> Outcome | None:
         """See who has ended. The learner's end may be the run's."""
-        for name, running in list(self._running.items()):
-            how = running.ended()
-            if how is None:
-                continue
-            self._forget(running)
-            child = next(one for one in self.children if one.name == name)
-            if name in self._goal and how == "exit code 0" and self._run.ring.header("run_state") == FINISHED:
+        for child, how in self._ended():
+            if child.name in self._goal and how == "exit code 0" and self._run.ring.header("run_state") == FINISHED:
                 child.finished()
-                self._done.add(name)
+                self._done.add(child.name)
                 continue
             outcome = self._died(child, how)
             if outcome is not None:
@@ -144,6 +149,33 @@ class Launch:
         if "learner" in self._done and self._done == self._goal:
             return Outcome("finished", "the learner has reached the goal", 0)
         return None
+
+    def _ended(self) -> Iterator[tuple[Child, str]]:
+        """Each child that has ended, and how. What it held goes back to rest before anything else is done."""
+        for name, running in list(self._running.items()):
+            how = running.ended()
+            if how is None:
+                continue
+            self._forget(running)
+            child = next(one for one in self.children if one.name == name)
+            self._see_last(child)
+            self._reap()
+            yield child, how
+
+    def _see_last(self, child: Child) -> None:
+        """It may have become ready since the last look; the ring says so until the entry is reaped."""
+        self._watch.look()
+        sight = self._watch.sight(child.pid)
+        if sight is not None and sight.ready:
+            child.became_ready()
+
+    def _reap(self) -> None:
+        """As the keeper does on its next tick; but here a death is known at once, and the keeper may be the dead."""
+        reaped = Counter((one.label, one.pid, one.frm.name, one.to.name) for one in self._run.ring.reap())
+        with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
+            self._run.ring.finish_drops()
+        for (label, pid, before, after), count in reaped.items():
+            self._note(f"{count} slots of {label} (pid {pid}) went back from {before} to {after}")
 
     def _forget(self, running: Running) -> None:
         self._selector.unregister(running)
@@ -195,9 +227,17 @@ class Launch:
             if kill is not None:
                 self._say(kill.why)
                 self._running[child.name].kill()
+        self._look_at_strangers(passed)
         pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
         self.usage.look(pids, self._watch.entries, self._run.ring.header("step"), now)
         self._picture(now)
+
+    def _look_at_strangers(self, passed: float) -> None:
+        ours = {running.pid for running in self._running.values()}
+        for pid, why in self._strangers.look(self._watch.entries.values(), ours, passed):
+            self._say(why)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
     def _picture(self, now: float) -> None:
         ring = self._run.ring
@@ -219,14 +259,14 @@ class Launch:
         for child in self.children:
             child.stop()
         stop_s = self._run.topology.limits.stop_s
-        shutdown, next_stop = Shutdown(stop_s), 0.0
+        shutdown, fair, now, next_stop = Shutdown(stop_s), FairClock(STOP_LOOK_S, self._clock()), 0.0, 0.0
         while self._running and self._signals.count < 2:
-            now = self._clock()
+            now += fair.passed(self._clock())
             if now >= next_stop:
                 next_stop = now + STOP_EVERY_S
                 self._bus.send(m.Stop(reason=outcome.why, drain_s=stop_s))
             self._press(shutdown, now)
-            self._selector.select(0.05)
+            self._selector.select(STOP_LOOK_S)
             self._signals.clear()
             self._bury_quietly()
             self._hear()
@@ -243,12 +283,7 @@ class Launch:
                 running.kill()
 
     def _bury_quietly(self) -> None:
-        for name, running in list(self._running.items()):
-            how = running.ended()
-            if how is None:
-                continue
-            self._forget(running)
-            child = next(one for one in self.children if one.name == name)
+        for child, how in self._ended():
             death = child.ended(how, self._clock())
             if how != "exit code 0":
                 self._say(death.text)

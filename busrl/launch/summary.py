@@ -64,6 +64,7 @@ def build(
                 for child in children
             },
         },
+        "faults": progress.faults,
         "open_samples": still_open,
         "audit": report.to_json() if report else None,
     }
@@ -96,6 +97,7 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
     again = {name: one["restarts"] for name, one in summary["processes"].items() if one.get("restarts")}
     if again:
         lines.append("  restarted: " + ", ".join(f"{name} {count}×" for name, count in again.items()))
+    lines += [f"  WITH FAULTS ON PURPOSE: {line}" for line in summary["faults"]]
     lines.append(f"  {_ledger(summary, report)}")
     lines.append(f"  {paths.root}")
     return lines

@@ -7,7 +7,8 @@ be tested without starting one.
   only those, in a row, count towards giving up.
 - Nobody is killed for silence on the bus. What counts is the progress counter in the ring, timed on the caller's own
   clock from the last change that it saw, without the time for which the caller itself was late.
-- The limit is that of the declared activity if it declares one, else the usual one. A child that does not map the
+- The limit is that of the declared activity if it declares one, else the usual one; what is declared to be endless
+  (waiting for another's lock, for disk space) does not count. A child that does not map the
   ring has no such counter and no such limit; it only has to become ready in time.
 """
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
+ENDLESS_S = 1e8  # the ring cuts infinity to 1e9 s
 
 
 class Phase(enum.Enum):
@@ -111,7 +113,8 @@ class Child:
             return None
         changed = sight is not None and (self.sight is None or sight.progress != self.sight.progress)
         renewed = sight is not None and self.sight is not None and sight.activity != self.sight.activity
-        if self.phase is Phase.READY and (changed or renewed):
+        endless = sight is not None and sight.deadline_s >= ENDLESS_S
+        if endless or (self.phase is Phase.READY and (changed or renewed)):
             self._silent_s = 0.0
         else:
             self._silent_s += passed_s

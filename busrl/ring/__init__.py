@@ -9,6 +9,7 @@ Talks to shared memory and the run directory. Knows nothing of messages, models,
 """
 
 from busrl._ring import (
+    CRASH_POINTS,
     HEADER_WORDS,
     LAYOUT,
     MAX_TENSORS,
@@ -66,6 +67,7 @@ def owner_of(word: int) -> int:
 
 
 __all__ = [
+    "CRASH_POINTS",
     "HEADER_WORDS",
     "LAYOUT",
     "MAX_TENSORS",

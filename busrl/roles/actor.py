@@ -18,7 +18,6 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,20 +26,22 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
-import setproctitle
 
 from busrl.bus import Endpoint
-from busrl.errors import DiskFull
+from busrl.errors import BusNotReady, DiskFull
+from busrl.faults import Trouble, trouble_for
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import Fates, OfdLock, Ring
+from busrl.roles.process import configure_process, record_error, wait_for_turn
 from busrl.roles.throttle import Throttle
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.topology import Topology
 
 HEARTBEAT_S = 1.0
 SPACE_LOOK_S = 0.5
+BUS_WAIT_S = 3.0
 log = logging.getLogger("busrl")
 
 
@@ -97,6 +98,7 @@ class Actor:
         self._throttle = Throttle()
         self._random = random.Random(f"{name}:{os.getpid()}")
         self._lock: OfdLock | None = None
+        self.trouble: Trouble | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -105,10 +107,11 @@ class Actor:
         configure_process(self.name)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda got, _frame: self.stop(signal.Signals(got).name))
-        if not self._wait_for_lock():
-            return 0
         self._attach()
         try:
+            if not self._have_turn():
+                return 0
+            self._connect()
             return self._live()
         except Exception as problem:
             self._report(problem)
@@ -196,25 +199,22 @@ class Actor:
 
     # -- internals ----------------------------------------------------------------------------------------------
 
-    def _wait_for_lock(self) -> bool:
+    def _have_turn(self) -> bool:
         if not self.singleton:
             return True
         self._lock = OfdLock(str(self.paths.lock(self.name.replace("/", "-"))))
-        while not self.stopping:
-            if self._lock.try_acquire():
-                return True
-            with contextlib.suppress(TimeoutError):
-                self._lock.acquire(timeout_s=0.5)
-                return True
-        return False
+        return wait_for_turn(self._lock, self.ring, lambda: self.stopping)
 
     def _attach(self) -> None:
         self.ring = Ring.attach(self.paths.ring_name)
         self.ring.register(self.role, self.name)
+
+    def _connect(self) -> None:
         self.ring.activity("starting", self.topology.limits.ready_s)
         self.fates = Fates(str(self.paths.fates))
         self.validate_fates = Fates(str(self.paths.validate_fates))
         self.ring.bind_fates(self.fates, self.validate_fates)
+        self.trouble = trouble_for(self.topology.faults, self.role, self.worker_id)
         self.bus = Endpoint(
             self.worker_id,
             self.paths.frontend,
@@ -222,6 +222,7 @@ class Actor:
             subscribe=self.subscriptions(),
             hwm=self.topology.bus.hwm,
             max_bytes=self.topology.bus.max_message_bytes,
+            trouble=self.trouble,
         )
 
     def subscriptions(self) -> list[str]:
@@ -240,11 +241,18 @@ class Actor:
         return 0
 
     def _say_ready(self) -> None:
-        self.bus.ready(self.topology.limits.ready_s)
+        self._find_bus()
         self.bus.send(m.Hello(role=self.role, pid=os.getpid(), host=os.uname().nodename, index=self.ring.index))
         self.ring.activity("")
         self.ring.set_ready()
         log.info("ready")
+
+    def _find_bus(self) -> None:
+        """The bus is only the doorbell: a process that hears nothing says so, and works by the ring alone."""
+        try:
+            self.bus.ready(BUS_WAIT_S)
+        except BusNotReady as problem:
+            self.warn(self.role, f"goes on without the bus: {problem}", kind="no bus")
 
     def _pass(self) -> None:
         for message in self.bus.drain():
@@ -279,25 +287,10 @@ class Actor:
             self.bus.send(m.Error(severity="critical", where=self.role, text=str(problem), traceback=text[-4000:]))
 
     def _leave(self) -> None:
+        if self.trouble is not None:
+            log.info("faults on its messages: %s", self.trouble)
         with contextlib.suppress(Exception):
             self._tell_held_back(time.monotonic(), everything=True)
             self.bus.send(m.Goodbye(reason=self.stopping or "error"))
             self.bus.close()
         self.ring.close()
-
-
-def configure_process(name: str) -> None:
-    """Title for `ps`, and a log format whose lines can be read side by side with those of other processes."""
-    setproctitle.setproctitle(f"busrl:{name}")
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {name} %(levelname).1s %(message)s", force=True
-    )
-
-
-def record_error(paths: RunPaths, process: str, severity: str, where: str, text: str, trace: str = "") -> None:
-    """Append one line to errors.jsonl; a full disk must not turn a warning into a death."""
-    line = msgspec.json.encode(
-        {"time": time.time(), "process": process, "severity": severity, "where": where, "text": text, "trace": trace}
-    )
-    with contextlib.suppress(OSError), open(paths.errors, "ab") as file:
-        file.write(line + b"\n")

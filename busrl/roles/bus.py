@@ -3,6 +3,7 @@
 Runs libzmq's own proxy in a thread. Its liveness is a ping of its own that went through the proxy and came back, so a
 broker whose proxy is stuck makes no progress and is replaced. Knows nothing of the messages.
 
+- It imports no NumPy, no asyncio and no topology: whoever rings a doorbell while it is away is not heard.
 - Whoever knocks on the TCP side without a listed key is named in errors.jsonl, with the count, at most once a minute
   per address.
 """
@@ -10,19 +11,20 @@ broker whose proxy is stuck makes no progress and is replaced. Knows nothing of 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import resource
 import signal
 import threading
 import time
+from typing import Any
 
 from busrl.bus import Door, Refusal, run_broker
-from busrl.errors import BrokerRunning
 from busrl.keys import directory_of
-from busrl.ring import LockTimeout, OfdLock, Ring
-from busrl.roles.actor import Run, configure_process, record_error
+from busrl.paths import RunPaths
+from busrl.ring import OfdLock, Ring
+from busrl.roles.process import configure_process, record_error, wait_for_turn
 from busrl.roles.throttle import Throttle
-from busrl.topology import Topology
 
 REFUSALS_EVERY_S = 60.0
 log = logging.getLogger("busrl")
@@ -30,56 +32,60 @@ log = logging.getLogger("busrl")
 
 def main(run_dir: str, name: str) -> int:
     configure_process(name)
-    run = Run.open(run_dir)
-    stop = threading.Event()
+    paths, stop = RunPaths.of(run_dir), threading.Event()
+    settings = json.loads(paths.topology.read_text())["bus"]  # all of busrl.topology would take longer than the rest
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _got, _frame: stop.set())
-    ring = Ring.attach(run.paths.ring_name)
+    ring = Ring.attach(paths.ring_name)
     ring.register("bus", name)
-    lock = OfdLock(str(run.paths.lock("bus")))
-    if not wait_for_lock(lock, stop, run.topology.limits.ready_s / 2):
+    lock = OfdLock(str(paths.lock("bus")))
+    if not wait_for_turn(lock, ring, stop.is_set):
         return 0
+    serve(paths, settings, ring, lock, stop)
+    ring.close()
+    return 0
+
+
+def serve(paths: RunPaths, settings: dict[str, Any], ring: Ring, lock: OfdLock, stop: threading.Event) -> None:
+    """Be the broker until `stop`; the ring shows that it is ready, and that it gets on."""
     allow_many_connections()
-    refusals = Refusals(run)
+    refusals = Refusals(paths)
+
+    def ready() -> None:
+        ring.activity("")
+        ring.set_ready()
 
     def progress() -> None:
         ring.progress()
         refusals.tell()
 
     run_broker(
-        run.paths.frontend,
-        run.paths.backend,
+        paths.frontend,
+        paths.backend,
         lock,
         stop,
-        tap=run.paths.tap,
-        on_ready=lambda: _ready(ring),
+        tap=paths.tap,
+        on_ready=ready,
         on_progress=progress,
-        door=door_of(run.topology),
+        door=door_of(settings),
         on_refused=refusals.add,
-        max_bytes=run.topology.bus.max_message_bytes,
-        hwm=run.topology.bus.hwm,
+        max_bytes=settings["max_message_bytes"],
+        hwm=settings["hwm"],
     )
-    ring.close()
-    return 0
 
 
-def _ready(ring: Ring) -> None:
-    ring.activity("")
-    ring.set_ready()
-
-
-def door_of(topology: Topology) -> Door | None:
+def door_of(settings: dict[str, Any]) -> Door | None:
     """The TCP side that the topology asks for."""
-    if topology.bus.endpoint == "ipc":
+    if settings["endpoint"] == "ipc":
         return None
-    return Door(topology.bus.endpoint, directory_of(topology.bus.keys))
+    return Door(settings["endpoint"], directory_of(settings["keys"]))
 
 
 class Refusals:
     """Who was turned away: told once at once, then once a minute with how often."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._throttle, self._total = run, Throttle(REFUSALS_EVERY_S), 0
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths, self._throttle, self._total = paths, Throttle(REFUSALS_EVERY_S), 0
 
     def add(self, refusal: Refusal) -> None:
         self._total += refusal.count
@@ -93,7 +99,7 @@ class Refusals:
 
     def _write(self, text: str) -> None:
         log.warning(text)
-        record_error(self._run.paths, "bus", "warning", "bus", text)
+        record_error(self._paths, "bus", "warning", "bus", text)
 
 
 def allow_many_connections() -> None:
@@ -101,18 +107,3 @@ def allow_many_connections() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def wait_for_lock(lock: OfdLock, stop: threading.Event, limit_s: float) -> bool:
-    """A predecessor may take a moment to be buried. False if asked to stop; BrokerRunning names one that lives on."""
-    end = time.monotonic() + limit_s
-    while not stop.is_set():
-        with contextlib.suppress(LockTimeout):
-            lock.acquire(0.5)
-            return True
-        if time.monotonic() > end:
-            raise BrokerRunning(
-                f"{lock.path}: another broker serves this run (pid {lock.holder() or 'unknown'}) and has not ended "
-                f"within {limit_s:g} s; stop it first, there is one per run"
-            )
-    return False

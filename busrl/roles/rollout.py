@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -143,14 +144,14 @@ class Rollout(Actor):
     def _wait_for_weights(self, version: int) -> None:
         """Wait for a version in short turns: the learner may be starting too, and the run may be told to end."""
         limit_s = self.topology.limits.ready_s
-        end = time.monotonic() + limit_s
         with self.activity("first weights", limit_s):
-            while not self.stopping:
+            for _ in range(math.ceil(limit_s / WEIGHTS_TURN_S)):  # turns, not time: the machine may be suspended
+                if self.stopping:
+                    return
                 with contextlib.suppress(WeightsTimeout):
                     self.receiver.wait_for(version, WEIGHTS_TURN_S)
                     return
-                if time.monotonic() > end:
-                    raise WeightsTimeout(f"{self.name}: no version {version} after {limit_s:g} s; is the learner up?")
+        raise WeightsTimeout(f"{self.name}: no version {version} after {limit_s:g} s; is the learner up?")
 
     # -- slots --------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from busrl import keys, quickstart
 from busrl.errors import SharedMemoryFull
 from busrl.topology import files, machine
 from busrl.topology.rules import count
-from busrl.topology.schema import TINY, ProcessName, Topology
+from busrl.topology.schema import TINY, Faults, ProcessName, Topology
 
 SECTIONS_OF = {
     "bus": ("bus",),
@@ -62,6 +62,8 @@ def process_configs(topology: Topology) -> list[dict[str, Any]]:
     found = []
     for process in topology.processes():
         used = {name: settings[name] for name in SECTIONS_OF[process.role]}
+        if topology.faults != Faults():
+            used["faults"] = settings["faults"]
         derived = {name: value for name, value in settings["derived"].items() if name not in ("explain", "warnings")}
         found.append(
             {

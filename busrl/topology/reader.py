@@ -53,14 +53,16 @@ class Reader:
         for name in sorted(set(self.source.data) - set(SECTIONS) - {"process"}):
             self._unknown((name,), [*SECTIONS, "process"])
         made = {name: self._table(cls, self.source.data.get(name, {}), (name,)) for name, cls in SECTIONS.items()}
-        made["process"] = self._processes(self.source.data.get("process", []))
+        made["process"] = self._rows(schema.Process, self.source.data.get("process", []), ("process",))
         return made
 
-    def _processes(self, entries: Any) -> tuple[schema.Process, ...]:
+    def _rows(self, cls: type, entries: Any, path: KeyPath) -> tuple[Any, ...]:
         if not isinstance(entries, list):
-            self._add(("process",), entries, "processes are an array of tables", "write [[process]], twice bracketed")
+            name = _dotted(path)
+            rule = "processes are an array of tables" if name == "process" else "is an array of tables"
+            self._add(path, entries, rule, f"write [[{name}]], twice bracketed")
             return ()
-        return tuple(self._table(schema.Process, entry, ("process", index)) for index, entry in enumerate(entries))
+        return tuple(self._table(cls, entry, (*path, index)) for index, entry in enumerate(entries))
 
     def _table(self, cls: type, data: Any, path: KeyPath) -> Any:
         if not isinstance(data, dict):
@@ -73,7 +75,9 @@ class Reader:
                 self._unknown((*path, name), list(fields))
         values: dict[str, Any] = {}
         for name, item in fields.items():
-            if dataclasses.is_dataclass(hints[name]):
+            if row := row_class(hints[name]):
+                values[name] = self._rows(row, data.get(name, []), (*path, name))
+            elif dataclasses.is_dataclass(hints[name]):
                 values[name] = self._table(typing.cast(type, hints[name]), data.get(name, {}), (*path, name))
             elif name in data:
                 values[name] = self._value(hints[name], item, data[name], (*path, name))
@@ -86,8 +90,7 @@ class Reader:
         if rule.required:
             key = (*path, field.name)
             self.bad.add(_dotted(key))
-            table = "[[process]]" if path[0] == "process" else f"[{_dotted(path)}]"
-            remedy = f"add {field.name} = ... to {table}: {rule.doc}"
+            remedy = f"add {field.name} = ... to {_bracket(key)}: {rule.doc}"
             self.problems.append(Problem(self.source.place(key), "", f"{_dotted(key)} is missing", remedy))
         return _fallback(hint, field)
 
@@ -128,6 +131,12 @@ class Reader:
         rule = f"unknown key in {_bracket(path)}" if table else "unknown section"
         self.bad.add(_dotted(path))
         self.problems.append(Problem(self.source.place(path), name, rule, remedy))
+
+
+def row_class(hint: Any) -> type | None:
+    """The dataclass of a key that is an array of tables, None for any other key."""
+    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+    return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
 
 
 def _convert(hint: Any, rule: Rule, value: Any) -> Any:
@@ -228,8 +237,9 @@ def show(value: Any) -> str:
 
 
 def _bracket(path: KeyPath) -> str:
-    if path[0] == "process":
-        return "[[process]]" + "".join(f".{part}" for part in path[2:-1])
+    row = next((at for at, part in enumerate(path) if isinstance(part, int)), 0)
+    if row:
+        return f"[[{_dotted(path[:row])}]]" + "".join(f".{part}" for part in path[row + 1 : -1])
     return f"[{_dotted(path[:-1])}]"
 
 

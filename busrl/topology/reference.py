@@ -14,14 +14,17 @@ from typing import Any
 
 from busrl.topology import schema
 from busrl.topology.keys import Rule, rule_of
-from busrl.topology.reader import SECTIONS, show
+from busrl.topology.reader import SECTIONS, row_class, show
 
 HEAD = """\
 # Every key of a topology with its default, made by `python -m busrl.topology.reference`.
 # A key without a default stands here with an example. Give only what differs; `busrl check FILE` explains a file,
 # `--set section.key=value` changes one for a start (`process.rollout.count=2` for processes).
 """
-EXAMPLES = {"model.path": "tiny:sort", "data.train": "tiny:sort"}
+EXAMPLES = {
+    "model.path": "tiny:sort", "data.train": "tiny:sort", "faults.crash.process": "rollout/0",
+    "faults.crash.point": "commit.before",
+}  # fmt: skip
 PROCESSES = """\
 # Processes: one [[process]] per kind; bus, keeper and scheduler are implied, one each."""
 
@@ -44,11 +47,21 @@ def _section(name: str, cls: type) -> Iterator[str]:
         if dataclasses.is_dataclass(nested):
             yield ""
             yield from _section(f"{name}.{field}", typing.cast(type, nested))
+        elif row := row_class(nested):
+            yield ""
+            yield from (f"# {line}" for line in _rows(f"{name}.{field}", row))
+
+
+def _rows(name: str, cls: type) -> Iterator[str]:
+    """An array of tables is empty by default, so an example of an entry stands there as a comment."""
+    yield f"[[{name}]]  # {(cls.__doc__ or '').split(': ', 1)[-1].rstrip('.')}"
+    for field in dataclasses.fields(cls):
+        yield f"{field.name} = {_default(field, name)}  # {_comment(rule_of(field))}"
 
 
 def _keys(cls: type, prefix: str, explain: bool = True) -> Iterator[str]:
     for field in dataclasses.fields(cls):
-        if field.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(field.default_factory):
+        if "rule" not in field.metadata:  # tables within this one have a place of their own
             continue
         if prefix.startswith("process.") and not explain and field.name != "role":
             continue

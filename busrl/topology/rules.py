@@ -9,13 +9,15 @@ a topology's settings only, never at files or the machine.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from busrl.faults import plan
 from busrl.topology.reader import show
-from busrl.topology.schema import IMPLIED_ROLES, SINGLE_ROLES, Process, Topology
+from busrl.topology.schema import IMPLIED_ROLES, SINGLE_ROLES, BusFault, Process, Topology
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
 
@@ -206,4 +208,34 @@ def wants_rounds(t: Topology) -> bool:
     return t.run.validate_before or t.validation.every > 0 or t.validation.at_end
 
 
-CHECKS: tuple[Check, ...] = (_run, _loss, _trigger, _weights, _reward, _validation, _bus, _processes)
+def _faults(t: Topology) -> Iterator[Finding]:
+    for index, entry in enumerate(t.faults.bus):
+        yield from _bus_fault(f"faults.bus.{index}", entry)
+    names = [process.name for process in t.processes()]
+    for index, crash in enumerate(t.faults.crash):
+        at = f"faults.crash.{index}"
+        yield from _named(f"{at}.process", (crash.process,), names, "process of this topology")
+        yield from _named(f"{at}.point", (crash.point,), plan.POINTS, "crash point")
+    for line in plan.describe(t.faults):
+        yield Finding(("faults",), f"FAULTS ARE ON: {line}", "remove [faults] for real training", True, "[faults]")
+
+
+def _bus_fault(at: str, entry: BusFault) -> Iterator[Finding]:
+    yield from _named(f"{at}.types", entry.types, plan.MESSAGES, "message")
+    yield from _named(f"{at}.roles", entry.roles, plan.ENDS, "role with an end on the bus")
+    if entry.at == plan.SENDER and (entry.duplicate or entry.delay_s or entry.reorder):
+        yield Finding((f"{at}.at",), "a sender can only lose messages", 'use at = "receiver" for anything but drop')
+    if not (entry.drop or entry.duplicate or entry.delay_s or entry.reorder):
+        yield Finding((f"{at}.drop",), "this entry does nothing", "set drop, duplicate, delay_s or reorder")
+
+
+def _named(key: str, given: Iterable[str], known: Sequence[str], what: str) -> Iterator[Finding]:
+    """Every name must be known; a near one is suggested."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            yield Finding((key,), f"there is no {what} {name!r}", remedy)
+
+
+CHECKS: tuple[Check, ...] = (_run, _loss, _trigger, _weights, _reward, _validation, _bus, _processes, _faults)

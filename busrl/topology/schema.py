@@ -198,6 +198,39 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class BusFault:
+    """[[faults.bus]]: trouble for messages; the first entry that fits a message decides about it."""
+
+    types: tuple[str, ...] = key((), "names of messages, for example NEW_TASK; empty = all")
+    roles: tuple[str, ...] = key((), "roles at whose end it happens, launch included; empty = all but the broker")
+    at: str = key("receiver", "each receiver loses its own, or the sender loses it for all",
+                  choices=("receiver", "sender"))  # fmt: skip
+    drop: float = key(0.0, "share of the messages that is lost", low=0, high=1)
+    duplicate: float = key(0.0, "share that arrives twice", low=0, high=1)
+    delay_s: float = key(0.0, "each arrives late, by anything up to this", low=0, high=60)
+    reorder: float = key(0.0, "share that the next message overtakes", low=0, high=1)
+
+
+@dataclass(frozen=True)
+class CrashFault:
+    """[[faults.crash]]: a process ends by SIGKILL at a named step of the ring; see docs/faults.md."""
+
+    process: str = key(REQUIRED, "which process, for example rollout/0")
+    point: str = key(REQUIRED, "name of the step, for example commit.before")
+    count: int = key(1, "it dies when it passes the step for this time", low=1, high=1 << 40)
+    lives: int = key(1, "in so many lives of the process; 0 = in every one", low=0, high=1 << 20)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """[faults]: faults on purpose, for tests and for trying out an actor."""
+
+    seed: int = key(0, "seed of everything that happens by chance here", low=0, high=2**31 - 1)
+    bus: tuple[BusFault, ...] = ()
+    crash: tuple[CrashFault, ...] = ()
+
+
+@dataclass(frozen=True)
 class Process:
     """[[process]]: `count` processes of one role. The bus, keeper and scheduler are implied, one each."""
 
@@ -261,6 +294,7 @@ class Topology:
     limits: Limits
     process: tuple[Process, ...]
     derived: Derived
+    faults: Faults = field(default_factory=Faults)
     source: str = ""
     overrides: tuple[str, ...] = ()
 

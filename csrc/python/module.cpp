@@ -384,6 +384,9 @@ PYBIND11_MODULE(_ring, m) {
     py::list names;
     for (const char* name : busrl::kHeaderWords) names.append(name);
     m.attr("HEADER_WORDS") = py::tuple(names);
+    py::list points;
+    for (const char* point : busrl::kCrashPoints) points.append(point);
+    m.attr("CRASH_POINTS") = py::tuple(points);
     m.attr("UID_NONE") = busrl::kUidNone;
     m.attr("UID_VALIDATE") = busrl::kUidValidate;
     m.attr("NO_SEGMENT") = busrl::kNoSegment;

@@ -25,18 +25,19 @@ ARROWS: dict[str, set[str]] = {
     "data": {"errors"},
     "rewards": {"errors", "data"},
     "ledger": {"errors", "paths"},
-    "topology": {"errors", "data", "scheduling", "quickstart", "paths", "keys"},
+    "faults": {"protocol", "ring"},
+    "topology": {"errors", "data", "scheduling", "quickstart", "paths", "keys", "faults"},
     "quickstart": {"errors", "data"},
     "training": {"errors", "algorithms", "ledger"},
     "inference": {"errors", "topology", "data", "quickstart"},
     "weights": {"errors", "topology", "paths", "ring"},
     "roles": {
         "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
-        "topology", "training", "inference", "weights", "quickstart", "keys",
+        "topology", "training", "inference", "weights", "quickstart", "keys", "faults",
     },
-    "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart"},
+    "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart", "faults"},
     "monitor": {"errors", "paths", "protocol", "ring", "bus", "scheduling", "launch"},
-    "cli": {"errors", "paths", "topology", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor"},
+    "cli": {"errors", "paths", "topology", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor", "data"},
 }  # fmt: skip
 TORCH_ALLOWED = {"algorithms", "training", "inference", "weights", "quickstart"}
 TORCH_ROLES = {"rollout", "learner", "training_step", "publish"}

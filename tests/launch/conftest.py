@@ -77,6 +77,13 @@ ring.register(name.partition("/")[0], name)
 if "never_ready" not in does:
     ring.set_ready()
 me.write_text(f"{os.getpid()} {lives}")
+if "dies_when_ready" in does and lives <= 4:
+    os.kill(os.getpid(), signal.SIGKILL)
+if "holds" in does and lives == 1:
+    from busrl.ring import State
+    while not ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1):
+        time.sleep(0.01)
+    (root / "seen" / "holding").touch()
 if "leaves_a_child" in does:
     import subprocess
     (root / "seen" / "grandchild").write_text(str(subprocess.Popen(["sleep", "1000"]).pid))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,22 +91,30 @@ def test_a_signal_that_comes_when_a_role_is_already_ending_does_not_kill_it(tmp_
 
 
 WAITING = """
-import os, sys, threading
-from busrl.ring import OfdLock
-from busrl.roles.bus import wait_for_lock
-lock = OfdLock(sys.argv[1])
+import os, sys
+from busrl.ring import OfdLock, Ring
+from busrl.roles.process import wait_for_turn
+lock, ring = OfdLock(sys.argv[1]), Ring.attach(sys.argv[2])
+ring.register("bus", "bus")
 print("waiting", lock.try_acquire(), flush=True)
-print("got it", wait_for_lock(lock, threading.Event()), lock.holder() == os.getpid(), flush=True)
+print("got it", wait_for_turn(lock, ring, lambda: False), lock.holder() == os.getpid(), flush=True)
 """
 
 
-def test_a_broker_waits_for_the_lock_of_its_dying_predecessor(tmp_path: Path) -> None:
-    from busrl.ring import OfdLock
+def test_a_broker_says_that_it_waits_for_the_lock_of_its_dying_predecessor(tmp_path: Path) -> None:
+    from busrl.ring import OfdLock, Ring
 
     path = RunPaths.of(tmp_path).lock("bus")
     lock = OfdLock(str(path))
     assert lock.try_acquire() and lock.holder() == os.getpid()
-    child = subprocess.Popen([sys.executable, "-c", WAITING, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    ring = Ring.create(str(tmp_path / "ring"), slots=4, slot_bytes=1024, processes=4, uuid=bytes(16))
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITING, str(path), ring.name], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None and child.stdout.readline() == "waiting False\n"
+    end, said = time.monotonic() + 30, f"waits for pid {os.getpid()}"
+    while not any(one.activity == said and one.deadline_s > 1e8 for one in ring.processes()):
+        assert time.monotonic() < end, ring.processes()
     lock.release()
     assert child.communicate(timeout=60)[0] == "got it True True\n"
+    ring.close()

@@ -1,6 +1,6 @@
 // Named places at which a test may kill this process: BUSRL_CRASH_POINT="name:count" raises SIGKILL the count-th
 // time that the named step is reached. SIGKILL runs no handler, so what is left behind is what a real death leaves.
-// Without the variable a crash point is one predictable branch.
+// Without the variable a crash point is one predictable branch. A topology sets it by [[faults.crash]].
 #pragma once
 
 #include <signal.h>
@@ -11,6 +11,14 @@
 #include <cstring>
 
 namespace busrl {
+
+// Every name that crash_point() is called with, in the order of a sample's life; a test compares with the calls.
+constexpr const char* kCrashPoints[] = {
+    "register.lock", "register.cas",    "dispatch.claimed", "dispatch.reserved", "dispatch.written", "dispatch.uid",
+    "dispatch.fate", "dispatch.queued", "claim.cas",        "take.claimed",      "put.copied",       "put.stored",
+    "commit.before", "commit.after",    "release.before",   "release.after",     "finish.fate",      "finish.free",
+    "drop.cas",      "drop.fate",       "reap.before",      "reap.cas",          "reap.entry",
+};
 
 class CrashPlan {
   public:

@@ -1,0 +1,268 @@
+"""`busrl ring inspect RUN_DIR --uid UID`: the whole history of one sample, from the files of its run and its ring.
+
+Reads fates, draws.log, the write-ahead log, checkpoints, train.jsonl, samples.jsonl, validation.log, open.bin and, if
+there is one, the ring; changes nothing, and works while the run goes on, after it, and after it was killed. Knows
+nothing of the processes that wrote them.
+
+- Every line is what one place says about the uid. Places that say nothing are left out, except where that is the news.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from busrl.data import JsonlStream
+from busrl.errors import BusrlError, NoSuchRun, RingNotFound, UserError
+from busrl.ledger import fates as codes
+from busrl.ledger.drawslog import read_draws
+from busrl.ledger.openbin import read_open
+from busrl.ledger.trained import TrainedSet
+from busrl.ledger.wal import Record, SampleRecord, frames
+from busrl.paths import RunPaths
+from busrl.ring import UID_NONE, UID_VALIDATE, Fates, NoSuchTensor, Ring, RingError, State
+from busrl.topology import Topology
+
+SHOWN = 200  # characters of a text
+_records = msgspec.msgpack.Decoder(Record)
+
+
+def history(run_dir: Path, text: str) -> str:
+    """Everything that the run knows of a sample, line by line. UserError if it knows nothing."""
+    paths = RunPaths.of(run_dir)
+    if not paths.topology.exists():
+        raise NoSuchRun(f"{paths.root}: no topology.json there; --uid needs a run directory")
+    return Sample(paths, number(text)).text()
+
+
+def number(text: str) -> int:
+    """The uid that a person typed: a number, or v and the number of a validation sample."""
+    digits = text[1:] if text.startswith("v") else text
+    if not digits.isascii() or not digits.isdigit() or int(digits) >= UID_NONE:
+        raise UserError(f"--uid {text}: a uid is a whole number below 2**64 - 1 (v7 is a validation sample)")
+    return int(digits) | (UID_VALIDATE if text.startswith("v") else 0)
+
+
+class Sample:
+    """One uid of one run."""
+
+    def __init__(self, paths: RunPaths, uid: int) -> None:
+        self.paths, self.uid = paths, uid
+        self.topology = Topology.from_json(paths.topology.read_text())
+        self.validates = bool(uid & UID_VALIDATE)
+        self.row = uid & ~UID_VALIDATE
+        self.fate = self._fate(paths.validate_fates if self.validates else paths.fates)
+
+    def text(self) -> str:
+        slots = list(self._ring())
+        found = [*slots, *self._files()]
+        if not found and self.fate == codes.Fate.NONE:
+            raise UserError(
+                f"--uid {self._name()}: {self.paths.root} knows no such sample, {self._who()}: it was never "
+                f"dispatched; {self._highest()}"
+            )
+        lines = [f"sample {self._name()} of {self.paths.root}", f"  who       {self._who()}", *self._prompt()]
+        lines.append(f"  fate      {codes.name_of(self.fate)}{self._kind()}")
+        if self.fate == codes.Fate.DISPATCHED and not slots:
+            lines.append("  slot      none: with the run stopped the next start generates it again")
+        return "\n".join([*lines, *found, *self._relatives()])
+
+    # -- who it is ----------------------------------------------------------------------------------------------
+
+    def _name(self) -> str:
+        return f"v{self.row}" if self.validates else str(self.uid)
+
+    def _who(self) -> str:
+        if self.validates:
+            samples = max(1, self.topology.derived.val_samples)
+            return f"validation round {self.row // samples}, sample {self.row % samples}"
+        draw, again, member = self._place()
+        return f"draw {draw}, try {again}, member {member} of {self.topology.groups.size}"
+
+    def _place(self) -> tuple[int, int, int]:
+        """Draw, try, member: uid = (draw x 2 + try) x G + member."""
+        rest, member = divmod(self.uid, self.topology.groups.size)
+        return rest // 2, rest % 2, member
+
+    def _prompt(self) -> Iterator[str]:
+        data = self.topology.data
+        path = (data.validation or data.train) if self.validates else data.train
+        try:
+            with JsonlStream(path, self.topology.run.seed, data.shuffle and not self.validates, data.prompt_key) as one:
+                samples = max(1, self.topology.derived.val_samples)
+                draw = self.row % samples % len(one) if self.validates else self._place()[0]
+                item = one.item(draw)
+                text = short(item.line.decode(errors="replace"))
+                yield f"  prompt    {path}:{item.index + 1} (crc {item.crc:08x}) {text}"
+        except (BusrlError, OSError) as error:
+            yield f"  prompt    can not be read: {error}"
+
+    def _fate(self, path: Path) -> int:
+        if not path.exists():
+            return int(codes.Fate.NONE)
+        table = Fates(str(path), read_only=True)
+        try:
+            return table.get(self.row) if self.row < len(table) else int(codes.Fate.NONE)
+        finally:
+            table.close()
+
+    def _kind(self) -> str:
+        if codes.is_accident(self.fate):
+            return " (an accident)"
+        return " (set aside by rule)" if codes.is_rule(self.fate) else ""
+
+    def _highest(self) -> str:
+        path = self.paths.validate_fates if self.validates else self.paths.fates
+        known = np.flatnonzero(Fates(str(path), read_only=True).view()) if path.exists() else np.empty(0, np.int64)
+        mark = "v" if self.validates else ""
+        return f"the highest uid of this run is {mark}{known[-1]}" if len(known) else "nothing was dispatched yet"
+
+    def _relatives(self) -> Iterator[str]:
+        """A member that ended by accident is rolled again once."""
+        if self.validates:
+            return
+        size, again = self.topology.groups.size, self._place()[1]
+        other = self.uid - size if again else self.uid + size
+        fate = Sample(self.paths, other).fate if other >= 0 else codes.Fate.NONE
+        if again:
+            yield f"  parent    uid {other}, which ended as {codes.name_of(fate)}; this is its re-roll"
+        elif fate:
+            yield f"  re-roll   uid {other}: {codes.name_of(fate)}"
+        elif codes.is_accident(self.fate):
+            yield f"  re-roll   uid {other} is not dispatched yet"
+
+    # -- where it is --------------------------------------------------------------------------------------------
+
+    def _ring(self) -> Iterator[str]:
+        try:
+            ring = Ring.attach(self.paths.ring_name, read_only=True)
+        except RingNotFound:
+            return
+        except RingError as error:
+            yield f"  ring      can not be read: {error}"
+            return
+        try:
+            lines = ring.lines()
+            for slot in np.flatnonzero((lines["uid"] == np.uint64(self.uid)) & (lines["state"] != State.FREE)):
+                yield from self._slot(ring, int(slot), lines[slot])
+        finally:
+            ring.close()
+
+    def _slot(self, ring: Ring, slot: int, line: Any) -> Iterator[str]:
+        state = State(int(line["state"]))
+        age = (time.monotonic_ns() - int(line["changed_ns"])) / 1e9
+        owner = owner_name(ring, int(line["owner"]))
+        held = f", held by {owner}" if owner else ""
+        yield f"  slot      {slot}: {state.name} for {age:.1f} s{held}; claim number {int(line['seq'])}"
+        yield (
+            f"  attempts  {int(line['attempt'])} since the last commit, {int(line['alone_deaths'])} of them alone; "
+            f"admitted as number {int(line['admission'])} at version {int(line['version'])}"
+        )
+        for segment in range(int(line["segs"])):
+            yield f"  segment   {segment}: {segment_text(ring, slot, segment)}"
+        if state in (State.REWARDED, State.TRAINING):
+            yield f"  reward    {float(line['reward']):g}"
+
+    def _files(self) -> Iterator[str]:
+        if self.validates:
+            yield from self._validation()
+        else:
+            yield from self._put_backs()
+            yield from self._log()
+            yield from self._checkpoints()
+            yield from self._train_log()
+            yield from self._excerpt()
+        for one in read_open(self.paths.open_bin) or []:
+            if one.uid == self.uid:
+                yield f"  open.bin  was {State(one.state).name} in slot {one.slot} when the run ended in order"
+
+    def _put_backs(self) -> Iterator[str]:
+        for one in read_draws(self.paths.draws):
+            if self.uid in one.uids:
+                yield f"  put back  {clock(one.time_ns / 1e9)}: {one.why}"
+
+    def _log(self) -> Iterator[str]:
+        for path in sorted(self.paths.wal.glob("*.wal")):
+            for payload, _ in frames(path.read_bytes()):
+                record = _records.decode(payload)
+                for sample in record.samples:
+                    if sample.uid == self.uid:
+                        yield f"  log       {path.name}: step {record.step}, {logged(sample)}"
+
+    def _checkpoints(self) -> Iterator[str]:
+        for path in sorted(self.paths.checkpoints.glob("global_step_*"), key=lambda one: one.name):
+            try:
+                if self.uid in TrainedSet.load(path / "trained.bin"):
+                    yield f"  trained   in checkpoint {path.name}"
+            except (BusrlError, OSError) as error:
+                yield f"  trained   {path.name} can not be read: {error}"
+
+    def _train_log(self) -> Iterator[str]:
+        for line in rows(self.paths.train_log):
+            for uid, attempt, _ in line["samples"]:
+                if uid == self.uid:
+                    version, cause = line["version"], line["cause"]
+                    yield f"  step      {line['step']} (version {version}, {cause}) trained its attempt {attempt}"
+
+    def _excerpt(self) -> Iterator[str]:
+        for line in rows(self.paths.samples):
+            if line["uid"] == self.uid:
+                made = f"reward {line['reward']:g}, versions {line['versions']}"
+                yield f"  answer    {short(line['completion'])} ({made})"
+
+    def _validation(self) -> Iterator[str]:
+        for line in rows(self.paths.root / "validation.log"):
+            if line["uid"] == self.uid:
+                yield (
+                    f"  validated round {line['round']}: reward {line['reward']:g}, {line['tokens']} tokens, versions "
+                    f"{line['oldest']} to {line['version']}"
+                )
+
+
+def logged(sample: SampleRecord) -> str:
+    """What a record of the log says about one sample."""
+    versions = sample.version_array()
+    made = f"versions {versions.min()} to {versions.max()}" if len(versions) else "no tokens"
+    return f"attempt {sample.attempt}, {len(versions)} tokens of {made}, reward {sample.reward:g}"
+
+
+def segment_text(ring: Ring, slot: int, segment: int) -> str:
+    """The tokens of a committed segment and the versions that made them."""
+    try:
+        versions = ring.get(slot, "versions", segment).copy()
+    except (NoSuchTensor, RingError) as error:
+        return f"no versions ({error})"
+    return f"{len(versions)} tokens" + (f" of versions {versions.min()} to {versions.max()}" if len(versions) else "")
+
+
+def owner_name(ring: Ring, index: int) -> str:
+    """Name and pid of an owner; says so if it is dead."""
+    entry = next((one for one in ring.processes() if one.index == index), None) if index else None
+    if entry is None:
+        return f"process {index}" if index else ""
+    return f"{entry.label} (pid {entry.pid}{', dead' if ring.is_dead(index) else ''})"
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a JSONL file that somebody may be writing."""
+    if not path.exists():
+        return
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    for line in whole.splitlines():
+        try:
+            yield msgspec.json.decode(line)
+        except msgspec.DecodeError:  # half a line of a writer that was killed, before it was cut
+            continue
+
+
+def clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."

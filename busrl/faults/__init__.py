@@ -1,0 +1,13 @@
+"""Faults on purpose: messages that get lost, doubled, late or out of order, and processes that die at a named step.
+
+    topology [faults] -> trouble_for (an endpoint's messages), crash_environment (a child's environment)
+
+Used by the roles and by `launch`; off unless a topology asks for it. Imports `protocol` and `ring` for the names that
+it accepts. Knows nothing of what messages mean or of who decides to restart a process.
+"""
+
+from busrl.faults.crash import crash_environment
+from busrl.faults.plan import BusFault, CrashFault, Faults, describe
+from busrl.faults.trouble import Trouble, trouble_for
+
+__all__ = ["BusFault", "CrashFault", "Faults", "Trouble", "crash_environment", "describe", "trouble_for"]

@@ -1,0 +1,88 @@
+"""What a topology's [faults] says, as this package sees it, the names that may stand there, and all of it in words.
+
+Talks to nothing; `topology.schema` has the dataclasses that fit these shapes. Knows nothing of sockets or processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, Protocol
+
+from busrl.protocol.messages import BY_NAME
+from busrl.ring import CRASH_POINTS
+
+MESSAGES: Final = tuple(sorted(BY_NAME))
+POINTS: Final = CRASH_POINTS
+# The broker passes bytes on and has no messages of its own but the pings that prove it alive.
+ENDS: Final = ("keeper", "scheduler", "rollout", "reward", "learner", "validator", "launch")
+RECEIVER, SENDER = "receiver", "sender"
+
+
+class BusFault(Protocol):
+    """One [[faults.bus]]."""
+
+    @property
+    def types(self) -> Sequence[str]: ...
+    @property
+    def roles(self) -> Sequence[str]: ...
+    @property
+    def at(self) -> str: ...
+    @property
+    def drop(self) -> float: ...
+    @property
+    def duplicate(self) -> float: ...
+    @property
+    def delay_s(self) -> float: ...
+    @property
+    def reorder(self) -> float: ...
+
+
+class CrashFault(Protocol):
+    """One [[faults.crash]]."""
+
+    @property
+    def process(self) -> str: ...
+    @property
+    def point(self) -> str: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def lives(self) -> int: ...
+
+
+class Faults(Protocol):
+    """[faults]."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def bus(self) -> Sequence[BusFault]: ...
+    @property
+    def crash(self) -> Sequence[CrashFault]: ...
+
+
+def describe(faults: Faults) -> list[str]:
+    """One line per fault for a person; empty if there is none."""
+    return [_of_bus(one) for one in faults.bus] + [_of_crash(one) for one in faults.crash]
+
+
+def _of_bus(fault: BusFault) -> str:
+    what = ", ".join(fault.types) or "every message"
+    who = ", ".join(fault.roles) or "everybody but the broker"
+    return f"{what} {'from' if fault.at == SENDER else 'to'} {who}: {', '.join(_rates(fault))}"
+
+
+def _rates(fault: BusFault) -> Iterator[str]:
+    if fault.drop:
+        yield f"{fault.drop:.0%} lost"
+    if fault.duplicate:
+        yield f"{fault.duplicate:.0%} doubled"
+    if fault.delay_s:
+        yield f"up to {fault.delay_s:g} s late"
+    if fault.reorder:
+        yield f"{fault.reorder:.0%} overtaken"
+
+
+def _of_crash(fault: CrashFault) -> str:
+    lives = "in every life" if not fault.lives else f"in {fault.lives} {'life' if fault.lives == 1 else 'lives'}"
+    return f"{fault.process} is killed when it passes {fault.point} for the {fault.count}. time, {lives}"

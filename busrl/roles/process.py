@@ -1,0 +1,64 @@
+"""What every process of a run needs before it is a role: its title, its log, and its turn where only one may run.
+
+Talks to the role's lock and to the process's own entry in the ring. Imports next to nothing, so that the broker, for
+which everybody waits, is back in a fraction of a second. Knows nothing of the bus or of topologies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import setproctitle
+
+from busrl.paths import RunPaths
+from busrl.ring import LockTimeout, OfdLock, Ring
+
+TURN_S = 0.5
+log = logging.getLogger("busrl")
+
+
+def configure_process(name: str) -> None:
+    """Title for `ps`, and a log format whose lines can be read side by side with those of other processes."""
+    setproctitle.setproctitle(title_of(name))
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {name} %(levelname).1s %(message)s", force=True
+    )
+
+
+def title_of(name: str) -> str:
+    """What `ps` shows for a process of a run."""
+    return f"busrl:{name}"
+
+
+def wait_for_turn(lock: OfdLock, ring: Ring, stopping: Callable[[], object]) -> bool:
+    """Hold the lock of a role of which there is one; False if asked to stop meanwhile.
+
+    A predecessor may take a moment to be buried, or live: waiting for it is declared, so nobody is killed for it.
+    """
+    if lock.try_acquire():
+        return True
+    holder = lock.holder() or "unknown"
+    log.info("waits for pid %s, which holds %s", holder, lock.path)
+    ring.activity(f"waits for pid {holder}", math.inf)
+    while not stopping():
+        with contextlib.suppress(LockTimeout):
+            lock.acquire(TURN_S)
+            ring.activity("")
+            return True
+        ring.progress()
+    return False
+
+
+def record_error(paths: RunPaths, process: str, severity: str, where: str, text: str, trace: str = "") -> None:
+    """Append one line to errors.jsonl; a full disk must not turn a warning into a death."""
+    line = msgspec.json.encode(
+        {"time": time.time(), "process": process, "severity": severity, "where": where, "text": text, "trace": trace}
+    )
+    with contextlib.suppress(OSError), open(paths.errors, "ab") as file:
+        file.write(line + b"\n")

@@ -1,0 +1,132 @@
+"""Faults at the ends of a real bus: what is lost is lost for that end alone, and late messages wake who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from busrl.bus import AsyncEndpoint, Endpoint
+from busrl.errors import BusNotReady
+from busrl.faults import trouble_for
+from busrl.protocol import messages as m
+from busrl.topology import BusFault, Faults
+
+
+def _bus_fixtures() -> Any:
+    path = Path(__file__).parents[1] / "bus" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("bus_fixtures", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bus_fixtures"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_fixtures = _bus_fixtures()
+short_dir, broker = _fixtures.short_dir, _fixtures.broker
+MANY = 400
+
+
+@pytest.fixture
+def ends(broker: Any) -> Iterator[Any]:
+    opened: list[Endpoint] = []
+
+    def open_one(name: str, *entries: BusFault, ready: bool = True) -> Endpoint:
+        trouble = trouble_for(Faults(bus=entries), "reward", name)
+        subscribe = ["HEARTBEAT/", "METRICS/"]
+        opened.append(Endpoint(name, broker.frontend, broker.backend, subscribe=subscribe, trouble=trouble))
+        if ready:
+            opened[-1].ready(30)
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+def heard(endpoint: Endpoint, last: str = "last") -> list[m.Metrics]:
+    """Everything until the message that says it is the last."""
+    found: list[m.Metrics] = []
+    while True:
+        message = endpoint.recv(30)
+        assert message is not None
+        if isinstance(message, m.Heartbeat) and message.activity == last:
+            return found
+        if isinstance(message, m.Metrics):
+            found.append(message)
+
+
+def publish(endpoint: Endpoint) -> None:
+    for number in range(MANY):
+        endpoint.send(m.Metrics(values={"number": float(number)}))
+    endpoint.send(m.Heartbeat(activity="last"))
+
+
+def numbers(messages: list[m.Metrics]) -> list[int]:
+    return [int(one.values["number"]) for one in messages]
+
+
+def test_a_receiver_loses_its_own_share_counts_it_and_others_lose_nothing(ends: Any) -> None:
+    sender, well = ends("sender"), ends("well")
+    lossy = ends("lossy", BusFault(types=("METRICS",), drop=0.5))
+    publish(sender)
+    assert numbers(heard(well)) == list(range(MANY))
+    left = numbers(heard(lossy))
+    assert MANY * 0.3 < len(left) < MANY * 0.7 and left == sorted(left)
+    assert lossy.stats().missed > 0 and well.stats().missed == 0
+    assert len(left) + lossy._trouble.counts["lost"] == MANY
+
+
+def test_what_a_sender_loses_nobody_hears_and_everybody_can_count(ends: Any) -> None:
+    well = ends("well")
+    sender = ends("sender", BusFault(types=("METRICS",), at="sender", drop=0.5))
+    publish(sender)
+    left = numbers(heard(well))
+    assert MANY * 0.3 < len(left) < MANY * 0.7 and well.stats().missed >= MANY - len(left) - 2
+
+
+def test_doubled_and_overtaken_messages_are_counted_as_repetitions_by_the_listener(ends: Any) -> None:
+    sender = ends("sender")
+    odd = ends("odd", BusFault(types=("METRICS",), duplicate=0.2, reorder=0.2))
+    publish(sender)
+    got = numbers(heard(odd))
+    assert set(got) | {MANY - 1} == set(range(MANY)) and len(got) > MANY and got != sorted(got)
+
+
+def test_a_wait_ends_when_a_late_message_is_due_although_no_socket_is_readable(ends: Any) -> None:
+    sender = ends("sender")
+    late = ends("late", BusFault(types=("METRICS",), delay_s=0.5))
+    sender.send(m.Metrics(values={"number": 1.0}))
+    begun = time.monotonic()
+    message = late.recv(60)
+    assert isinstance(message, m.Metrics) and time.monotonic() - begun < 30
+    assert late._trouble.counts["late"] == 1
+
+
+def test_the_asyncio_end_waits_for_late_messages_too(broker: Any, ends: Any) -> None:
+    sender = ends("sender")
+
+    async def listen() -> m.Message | None:
+        trouble = trouble_for(Faults(bus=(BusFault(types=("METRICS",), delay_s=0.3),)), "reward", "late")
+        async with AsyncEndpoint(
+            "late", broker.frontend, broker.backend, subscribe=["METRICS/"], trouble=trouble
+        ) as end:
+            await end.ready(30)
+            sender.send(m.Metrics(values={"number": 1.0}))
+            return await end.recv(30)
+
+    assert isinstance(asyncio.run(listen()), m.Metrics)
+
+
+def test_with_every_message_lost_an_end_hears_nothing_not_even_itself(ends: Any) -> None:
+    deaf = ends("deaf", BusFault(drop=1.0), ready=False)
+    with pytest.raises(BusNotReady):
+        deaf.ready(0.5)
+    assert deaf.recv(0.1) is None and deaf._trouble.counts["lost"] > 0

@@ -1,0 +1,106 @@
+"""What `launch` itself does about a death: slots at rest without a keeper, early readiness, and processes of others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from busrl.launch.strangers import Strangers, is_titled
+from busrl.launch.supervisor import Child, Patience, Sight
+from busrl.paths import RunPaths
+from busrl.ring import Fates, Ring, State
+
+PATIENCE = Patience(ready_s=60.0, progress_s=30.0, restart_attempts=5)
+ENDLESS = 1e9  # what the ring makes of infinity
+
+
+def test_the_slots_of_a_killed_child_go_back_to_rest_although_there_is_no_keeper(scripted):
+    scripted.start({"rollout/0": "holds", "learner": "learner"})
+    pid = scripted.life("rollout/0")
+    ring = Ring.attach(RunPaths.of(scripted.root).ring_name)
+    ring.register("scheduler", "test")
+    ring.bind_fates(Fates(str(scripted.paths.fates)), None)
+    made = ring.dispatch(
+        uid=3, group=0, admission=0, member=3, group_size=8, cls=0, task=b"{}", prompt_crc=0, max_new_tokens=4,
+        temperature=1.0,
+    )  # fmt: skip
+    assert made is not None
+    scripted.until(lambda: (scripted.root / "seen" / "holding").exists(), "the slot to be held")
+    assert ring.line(made[0])["state"] == State.GENERATING
+    os.kill(pid, signal.SIGKILL)
+    scripted.said(f"1 slots of rollout/0 (pid {pid}) went back from GENERATING to QUEUED")
+    assert ring.line(made[0])["state"] == State.QUEUED
+    ring.close()
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+
+
+def test_a_child_that_was_ready_for_less_than_a_look_is_started_again_without_a_pause(scripted):
+    scripted.start({"rollout/0": "dies_when_ready", "learner": "learner"}, restart_attempts=2)
+    scripted.ready("rollout/0", 5)
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+    assert "starting it again in" not in scripted.log() and "giving up" not in scripted.log()
+
+
+def test_an_endless_wait_that_is_declared_is_never_silence_and_does_not_count_afterwards():
+    child = Child("keeper", PATIENCE)
+    child.started(1, 0.0)
+    waiting = Sight(False, 0, "waits for pid 7", ENDLESS)
+    assert all(child.looked(waiting, 10.0) is None for _ in range(1000))
+    assert child.looked(Sight(False, 0, "starting", 0.0), 59.0) is None
+    kill = child.looked(Sight(False, 0, "starting", 0.0), 2.0)
+    assert kill is not None and "not ready for 61.0 s" in kill.why
+
+
+@dataclass
+class Entry:
+    """A row of the process table."""
+
+    pid: int
+    label: str = "keeper"
+    index: int = 4
+    progress: int = 1
+    activity: str = ""
+    deadline_s: float = 0.0
+
+
+def looks(strangers: Strangers, seconds: int, *entries: Entry, ours: tuple[int, ...] = ()) -> list[tuple[int, str]]:
+    return [one for _ in range(seconds) for one in strangers.look(entries, ours, 1.0)]  # type: ignore[arg-type]
+
+
+def titled(name: str) -> subprocess.Popen[bytes]:
+    """A process that shows itself as one of a run."""
+    code = f"import setproctitle; setproctitle.setproctitle('busrl:{name}'); print(flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline()
+    return child
+
+
+def test_a_stranger_in_the_place_of_one_of_ours_is_condemned_only_without_progress_and_by_its_title():
+    child = titled("keeper")
+    try:
+        strangers = Strangers(["keeper"], PATIENCE)
+        assert looks(strangers, 100, Entry(child.pid), ours=(child.pid,)) == []
+        assert looks(strangers, 100, Entry(child.pid, label="rollout/0")) == []
+        assert looks(strangers, 100, Entry(child.pid, deadline_s=ENDLESS)) == []
+        moving = [strangers.look([Entry(child.pid, progress=n)], (), 1.0) for n in range(100)]  # type: ignore[list-item]
+        assert not any(moving)
+        assert looks(strangers, 29, Entry(child.pid, progress=99)) == []
+        ((pid, why),) = looks(strangers, 3, Entry(child.pid, progress=99))
+        assert pid == child.pid and "killing keeper" in why and "this launch did not start it" in why
+        assert is_titled(child.pid, "keeper") and not is_titled(child.pid, "scheduler")
+        assert looks(Strangers(["scheduler"], PATIENCE), 50, Entry(child.pid, label="scheduler")) == []
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_stranger_that_left_is_forgotten_and_another_in_its_entry_starts_afresh():
+    strangers = Strangers(["keeper"], PATIENCE)
+    looks(strangers, 29, Entry(os.getpid()))
+    looks(strangers, 1)
+    assert looks(strangers, 30, Entry(os.getpid())) == []

@@ -1,0 +1,32 @@
+"""The rollout role with an engine that dies of one sample: what a prompt that crashes an engine looks like."""
+
+import os
+import signal
+import sys
+
+from busrl.roles import rollout
+
+DEADLY = int(os.environ["DEADLY_UID"])
+make_engine = rollout.make_engine
+
+
+def deadly(topology, process=""):
+    engine = make_engine(topology, process)
+    add, step, inside = engine.add, engine.step, set()
+
+    def adds(requests):
+        inside.update(request.uid for request in requests)
+        add(requests)
+
+    def steps():
+        if DEADLY in inside:
+            print(f"dying of {DEADLY} among {engine.active}", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step()
+
+    engine.add, engine.step = adds, steps
+    return engine
+
+
+rollout.make_engine = deadly
+sys.exit(rollout.main(os.environ["BUSRL_RUN_DIR"], os.environ["BUSRL_NAME"]))

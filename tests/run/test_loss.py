@@ -1,0 +1,103 @@
+"""Principle 1 in real runs: messages get lost, doubled, late and out of order, and the run is slower, never wrong."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checks import check_end
+from harness import Run, running
+
+STEPS = 12
+ROLES = ["keeper", "scheduler", "rollout-0", "reward-0", "learner", "validator"]
+
+
+def faulty_run(tmp_path: Path, *entries: str, steps: int = STEPS) -> Run:
+    run = Run(tmp_path / "run", f"faults.bus=[{', '.join(entries)}]", "faults.seed=1", steps=steps)
+    with running(run):
+        code = run.wait()
+    check_end(run, code)
+    assert nobody_was_killed(run)
+    said = "FAULTS ARE ON: " in run.text() and "WITH FAULTS ON PURPOSE: " in run.text()
+    assert said and run.summary()["faults"], run.text()
+    return run
+
+
+def nobody_was_killed(run: Run) -> bool:
+    """Nobody, that is, for being silent."""
+    return not any(one.get("killed_for_silence") for one in run.summary()["processes"].values())
+
+
+def counts(run: Run) -> Iterator[tuple[str, Counter[str]]]:
+    """What each process says at its end about the faults on its messages."""
+    for role in ROLES:
+        text = (run.paths.logs / f"{role}.log").read_text()
+        said = re.findall(r"faults on its messages: (.*)", text)
+        assert said, text[-1000:]
+        yield role, Counter({name: int(number) for number, name in re.findall(r"(\d+) (\w+)", said[-1])})
+
+
+def test_with_every_message_lost_the_quickstart_finishes_with_a_clean_audit(tmp_path: Path, quickstart: None) -> None:
+    run = faulty_run(tmp_path, "{drop=1.0}")
+    for role, count in counts(run):
+        assert count["passed"] == 0 and count["lost"] > 0, (role, count)
+    assert all(one["restarts"] == 0 for name, one in run.summary()["processes"].items() if name != "launch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_with_a_share_of_the_messages_lost_the_quickstart_finishes(
+    share: float, tmp_path: Path, quickstart: None
+) -> None:
+    run = faulty_run(tmp_path, f"{{drop={share}}}", steps=40)
+    total = Counter[str]()
+    for _, count in counts(run):
+        total += count
+    assert total["lost"] == pytest.approx(share * total.total(), rel=0.5), total
+
+
+@pytest.mark.slow
+def test_messages_that_are_doubled_late_and_out_of_order_change_nothing(tmp_path: Path, quickstart: None) -> None:
+    run = faulty_run(tmp_path, "{drop=0.05, duplicate=0.3, delay_s=0.5, reorder=0.3}", steps=40)
+    assert all(count["late"] > 0 for _, count in counts(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["receiver", "sender"])
+def test_losing_only_the_doorbells_of_one_role_changes_nothing(at: str, tmp_path: Path, quickstart: None) -> None:
+    roles = "reward" if at == "receiver" else "rollout"
+    faulty_run(tmp_path, f'{{types=["DATA_GENERATED"], roles=["{roles}"], at="{at}", drop=1.0}}')
+
+
+@pytest.mark.slow
+def test_a_broker_that_is_killed_every_two_seconds_kills_nobody_else(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", "limits.progress_s=10", steps=80)
+    with running(run):
+        run.until_step(1)
+        killed = 0
+        while run.step() < run.steps - 5:
+            killed += run.kill_if_there("bus")
+            run.let_pass(2.0)
+        code = run.wait()
+    check_end(run, code)
+    assert killed >= 3 and run.restarts("bus") == killed and nobody_was_killed(run), run.summary()["processes"]
+    others = {name: one for name, one in run.summary()["processes"].items() if name not in ("bus", "launch")}
+    assert all(one["restarts"] == 0 for one in others.values()), others
+
+
+@pytest.mark.slow
+def test_crash_points_of_a_topology_kill_a_process_in_the_lives_it_says(tmp_path: Path, quickstart: None) -> None:
+    crash = (
+        'faults.crash=[{process="reward/0", point="release.before", count=20}, '
+        '{process="reward/0", point="claim.cas", lives=2}]'
+    )
+    run = Run(tmp_path / "run", crash, steps=STEPS)
+    with running(run):
+        code = run.wait()
+    check_end(run, code)
+    assert run.restarts("reward/0") == 3 and "starting it again in" not in run.text(), run.text()
+    log = (run.paths.logs / "launch.log").read_text()
+    assert re.search(r"slots of reward/0 \(pid \d+\) went back from REWARDING to GENERATED", log), log

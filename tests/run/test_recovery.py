@@ -1,0 +1,177 @@
+"""Recovery beyond the death of one process: deadly prompts, second ones of a kind, neighbours, a suspended machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from checks import check_end
+from harness import ROOT, Run, read_lines, running
+
+from busrl.ring import Fates, OfdLock, Process, Ring, RingError
+
+DEADLY = 3  # a member of the very first group
+REROLL = DEADLY + 8  # uid + G
+
+
+@pytest.mark.slow
+def test_a_prompt_that_kills_its_engine_is_quarantined_dropped_and_rolled_again_and_hurts_nobody_else(
+    tmp_path: Path, quickstart: None
+) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("deadly_rollout.py"))]
+    run = Run(
+        tmp_path / "run", f"process.rollout.command={json.dumps(command)}",
+        f"process.rollout.env={{DEADLY_UID='{DEADLY}', PYTHONPATH='{ROOT}'}}", steps=12,
+    )  # fmt: skip
+    with running(run):
+        code = run.wait()
+    assert code == 0, run.tail()
+    report = run.audit()
+    assert not report.errors and report.counts.lost == 0 and report.counts.trained_twice == 0, report
+    assert sum(report.accidents.values()) == 1, report.accidents
+    fates = Fates(str(run.paths.fates), read_only=True)
+    assert chr(fates.get(DEADLY)) == "P" and chr(fates.get(REROLL)) in "Tf", (fates.get(DEADLY), fates.get(REROLL))
+    deaths = re.findall(r"dying of \d+ among (\d+)", run.paths.log("rollout/0").read_text())
+    assert len(deaths) == run.restarts("rollout/0") == 4, deaths
+    assert [int(one) for one in deaths[2:]] == [1, 1] and min(int(one) for one in deaths[:2]) > 1, deaths
+    assert any(f"sample {DEADLY} is poison" in line["text"] for line in read_lines(run.paths.errors))
+
+
+@contextmanager
+def by_hand(run: Run, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A second process of a name, as a person might start it."""
+    with open(run.paths.logs / f"second-{name}.log", "wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "busrl.roles", str(run.directory), name], cwd=ROOT, stdout=output, stderr=output
+        )
+    try:
+        yield child
+    finally:
+        with suppress(ProcessLookupError):
+            child.kill()
+        child.wait()
+
+
+def entry(run: Run, pid: int) -> Process | None:
+    """A process in the process table."""
+    try:
+        ring = Ring.attach(run.paths.ring_name, read_only=True)
+    except RingError:
+        return None
+    try:
+        return next((one for one in ring.processes() if one.pid == pid), None)
+    finally:
+        ring.close()
+
+
+def waits(run: Run, pid: int, said: str) -> bool:
+    found = entry(run, pid)
+    return found is not None and found.activity == said
+
+
+def is_ready(run: Run, pid: int) -> bool:
+    found = entry(run, pid)
+    return found is not None and found.state == "ready" and not found.activity
+
+
+def holder(run: Run, name: str) -> int:
+    return OfdLock(str(run.paths.lock(name))).holder() or 0
+
+
+def take_over(run: Run, name: str, second: subprocess.Popen[bytes]) -> None:
+    """The second one waits as long as the first lives, and then works in its place."""
+    first = holder(run, name)
+    run.until("the second one to wait", lambda: waits(run, second.pid, f"waits for pid {first}"))
+    os.kill(first, signal.SIGKILL)
+    run.until("the second one to have its turn", lambda: holder(run, name) == second.pid)
+    run.until("the second one to be at work", lambda: is_ready(run, second.pid))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bus", "keeper", "scheduler"])
+def test_a_second_one_waits_takes_over_and_is_killed_if_it_then_does_nothing(
+    name: str, tmp_path: Path, quickstart: None
+) -> None:
+    run = Run(tmp_path / "run", "limits.progress_s=5", steps=150)
+    with running(run):
+        run.until_step(3)
+        with by_hand(run, name) as second:
+            take_over(run, name, second)
+            second.send_signal(signal.SIGSTOP)
+            assert second.wait(60) == -signal.SIGKILL
+        code = run.wait()
+    check_end(run, code)
+    text = run.text()
+    assert f"killing {name} (pid {second.pid})" in text and "this launch did not start it" in text, text
+    processes = run.summary()["processes"]
+    assert processes[name]["restarts"] == 1 and not any(one.get("killed_for_silence") for one in processes.values())
+
+
+@pytest.mark.slow
+def test_a_second_learner_waits_and_goes_on_from_the_log_of_the_first(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", steps=60)
+    with running(run):
+        run.until_step(3)
+        with by_hand(run, "learner") as second:
+            take_over(run, "learner", second)
+            run.until_step(run.step() + 5)
+        assert second.returncode == -signal.SIGKILL  # and the one that launch started meanwhile has its turn
+        code = run.wait()
+    check_end(run, code)
+    assert run.restarts("learner") == 1
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_host_go_on_side_by_side_and_do_not_meet(tmp_path: Path, quickstart: None) -> None:
+    runs = [Run(tmp_path / str(seed), f"run.seed={seed}", steps=12) for seed in (1, 2)]
+    with running(runs[0]), running(runs[1]):
+        for run in runs:
+            run.until_step(2)
+        rings = [Ring.attach(run.paths.ring_name, read_only=True) for run in runs]
+        pids = [{one.pid for one in ring.processes()} for ring in rings]
+        assert rings[0].uuid != rings[1].uuid and not pids[0] & pids[1] and len(pids[0]) == len(pids[1]) == 7
+        for ring in rings:
+            ring.close()
+        codes = [run.wait() for run in runs]
+    for run, code in zip(runs, codes):
+        check_end(run, code)
+    prompts = [{sample["prompt"] for sample in read_lines(run.paths.samples)} for run in runs]
+    assert all(prompts) and prompts[0] != prompts[1]
+
+
+@contextmanager
+def suspended(run: Run) -> Iterator[None]:
+    """The whole run stands still, launch before its children, and goes on in the other order."""
+    assert run.child is not None
+    names = {run.child.pid: "launch"} | {int(one.split()[1].rstrip(":")): one for one in run.leftover_processes()}
+    stopped = list(names)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    for pid in reversed(stopped):
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            raise AssertionError(f"{names[pid]} ended although it was stopped") from None
+
+
+@pytest.mark.slow
+def test_a_machine_that_was_suspended_goes_on_and_nobody_is_killed_for_it(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", "limits.progress_s=4", "limits.ready_s=30", "reward.timeout_s=4", steps=30)
+    with running(run):
+        for step in (3, 15):
+            run.until_step(step)
+            with suspended(run):
+                run.let_pass(12.0)
+        code = run.wait()
+    check_end(run, code)
+    processes = run.summary()["processes"]
+    assert not any(one.get("restarts") or one.get("killed_for_silence") for one in processes.values()), processes
