@@ -9,7 +9,7 @@
 #include <functional>
 
 #include "busrl/lock.hpp"
-#include "busrl/reap.hpp"
+#include "busrl/remote.hpp"
 
 namespace py = pybind11;
 
@@ -44,18 +44,27 @@ class Handle {
         return seg;
     }
     uint32_t me() const {
+        if (remote_ != 0) return remote();
         if (!member_) throw Error(Fault::not_registered, "this process is not registered in the ring; call register");
         return member_->index();
     }
-    uint32_t index() const { return member_ ? member_->index() : 0; }
-    ProcEntry& entry() const {
-        writable();
+    uint32_t index() const { return remote_ != 0 ? remote_ : member_ ? member_->index() : 0; }
+    ProcEntry& entry() const { return writable().proc(me()); }
+
+    // A handle that acts in the name of a remote entry, for the keeper. It owns neither the entry nor its slots.
+    std::unique_ptr<Handle> stand_in(uint32_t index) const {
         me();
-        return member_->entry();
+        check_remote(writable(), index);
+        auto hand = std::make_unique<Handle>(segment_);
+        hand->fates = fates;
+        hand->remote_ = index;
+        hand->remote_ident_ = segment_->proc(index).ident.load(std::memory_order_acquire);
+        return hand;
     }
 
     uint32_t join(const std::string& role, const std::string& label) {
         const Segment& seg = writable();
+        if (remote_ != 0) throw Error(Fault::general, "a stand-in is not registered itself");
         if (member_) throw Error(Fault::general, "already registered as entry " + std::to_string(index()));
         try {
             member_ = std::make_unique<Membership>(segment_, role, label);
@@ -87,6 +96,15 @@ class Handle {
     py::object mapping;
 
   private:
+    uint32_t remote() const {
+        if (live().proc(remote_).ident.load(std::memory_order_acquire) != remote_ident_)
+            throw Error(Fault::not_registered, "process entry " + std::to_string(remote_) +
+                                                   " is no longer the remote worker's that this handle stands for");
+        return remote_;
+    }
+
+    uint32_t remote_ = 0;  // 0: this handle acts for its own process
+    uint64_t remote_ident_ = 0;
     std::shared_ptr<Segment> segment_;
     std::unique_ptr<Membership> member_;
 };

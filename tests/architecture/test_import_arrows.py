@@ -18,6 +18,7 @@ ARROWS: dict[str, set[str]] = {
     "protocol": {"errors"},
     "ring": {"errors", "protocol", "_ring"},
     "bus": {"errors", "protocol", "ring"},
+    "gateway": {"errors", "protocol"},
     "scheduling": set(),
     "algorithms": set(),
     "data": {"errors"},
@@ -30,9 +31,9 @@ ARROWS: dict[str, set[str]] = {
     "weights": {"errors", "topology", "paths", "ring"},
     "roles": {
         "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
-        "topology", "training", "inference", "weights", "quickstart",
+        "topology", "training", "inference", "weights", "quickstart", "gateway",
     },
-    "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart"},
+    "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart", "gateway"},
     "cli": {"errors", "paths", "topology", "launch", "ledger", "ring", "quickstart"},
 }  # fmt: skip
 TORCH_ALLOWED = {"algorithms", "training", "inference", "weights", "quickstart"}
