@@ -59,7 +59,9 @@ class Gateway:
         now = time.monotonic()
         if isinstance(message, m.Remote):
             self._look_at_version()
-            self._send(message.sender, self.desk.handle(message, now))
+            answers = self.desk.handle(message, now)
+            self._tell_drop(message, answers)
+            self._send(message.sender, answers)
         elif isinstance(message, m.Heartbeat):
             self.desk.heartbeat(message.sender, now)
 
@@ -78,6 +80,14 @@ class Gateway:
         """Nobody holds anything after an orderly end."""
         self.desk.goodbye()
         self._save()
+
+    def _tell_drop(self, message: m.Remote, answers: list[m.Message]) -> None:
+        """A sample that was given up is an accident that a person should read about."""
+        if isinstance(message, m.RemoteFail) and message.drop:
+            for answer in answers:
+                if isinstance(answer, m.GatewayAnswer) and answer.code == "done":
+                    text = f"task {message.task} was given up by {message.sender}: {message.drop}: {message.text}"
+                    self.tell("gateway", text, "warning", f"{message.drop} {message.sender}")
 
     def _look_at_version(self) -> None:
         step, version = self.ring.header("version_step"), self.ring.header("version")
