@@ -125,6 +125,11 @@ class RunPaths:
         return self.root / "errors.jsonl"
 
     @property
+    def gateway(self) -> Path:
+        """What the keeper's gateway counted, for `busrl status`."""
+        return self.root / "gateway.json"
+
+    @property
     def open_bin(self) -> Path:
         return self.root / "open.bin"
 

@@ -93,6 +93,7 @@ class Core:
     ) -> None:
         self.name, self._frontend, self._backend = name, frontend, backend
         self._max_bytes, self._report, self._trouble = max_bytes, report, trouble
+        self.on_reject: Callable[[Rejected, bytes], None] | None = None  # also told of what was dropped, and its topic
         self._closed = ""
         self._reported: set[tuple[str, Fault]] = set()
         self._faults: Counter[Fault] = Counter()
@@ -201,6 +202,8 @@ class Core:
             message = codec.decode(kind, raw, self._max_bytes)
         except Rejected as rejected:
             self._drop(rejected)
+            if self.on_reject is not None:
+                self.on_reject(rejected, target)
             return None
         self._received_by[name_of(kind)] += 1
         self._gaps.seen(target, message)

@@ -94,7 +94,7 @@ def users(name: str) -> str:
     except RingError as error:
         return f"it can not be read ({error}), so another version of busrl may use it"
     try:
-        living = [f"{row['label']} (pid {row['pid']})" for row in processes(ring) if row["alive"]]
+        living = [f"{row['label']} (pid {row['pid']})" for row in processes(ring) if row["alive"] and not row["remote"]]
     finally:
         ring.close()
     return f"in use by {', '.join(living)}" if living else ""
@@ -149,6 +149,7 @@ def processes(ring: Ring) -> list[dict[str, Any]]:
                 "alive": not ring.is_dead(process.index), "state": process.state,
                 "busy": process.busy_ns / total if total else 0.0,
                 "samples": process.samples, "tokens": process.tokens, "version": process.version,
+                "remote": process.remote,
             }
         )  # fmt: skip
     return rows

@@ -168,7 +168,9 @@ def adopt(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
 
 def _remove_stale(paths: RunPaths, ring: Ring) -> None:
     """A ring under this run's name that belongs to another run, whose directory was removed."""
-    alive = [f"{process.label} (pid {process.pid})" for process in ring.processes() if not ring.is_dead(process.index)]
+    # A remote entry is no process here: it keeps nothing alive, and nothing proves its death.
+    living = [process for process in ring.processes() if not process.remote and not ring.is_dead(process.index)]
+    alive = [f"{process.label} (pid {process.pid})" for process in living]
     ring.close()
     if alive:
         raise RunInUse(

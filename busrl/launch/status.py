@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.errors import NoSuchRun, RingNotFound
+from busrl.gateway.tally import BAD
 from busrl.launch.problems import problems
 from busrl.launch.progress import duration, short
 from busrl.paths import RunPaths
@@ -49,7 +50,7 @@ def _going_on(paths: RunPaths, info: dict[str, Any], ring: Ring) -> Iterable[str
     processes = [one for one in ring.processes() if not ring.is_dead(one.index)]
     goal = Topology.from_json(paths.topology.read_text()).run.max_steps
     since = duration(time.time() - float(info.get("started", time.time())))
-    if processes:
+    if any(not one.remote for one in processes):
         state = {0: "running", 1: "finishing", 2: "stopping"}.get(ring.header("run_state"), "running")
         yield f"{info.get('run_id')}: {state}, {since} since launch (pid {info.get('launch_pid')})"
     else:
@@ -63,6 +64,7 @@ def _going_on(paths: RunPaths, info: dict[str, Any], ring: Ring) -> Iterable[str
     )
     yield from (_process(one) for one in processes)
     yield from problems(paths.errors)
+    yield from _refusals(paths)
     yield f"  {paths.root}"
 
 
@@ -71,7 +73,17 @@ def _process(process: Process) -> str:
     doing = process.activity or process.state
     tokens = f" · {short(process.tokens)} tokens" if process.tokens else ""
     samples = f" · {short(process.samples)} samples" if process.samples else ""
-    return f"  {process.label:<14} pid {process.pid:<8} {doing:<22} last progress {quiet:.1f} s ago{tokens}{samples}"
+    where = "elsewhere   " if process.remote else f"pid {process.pid:<8}"
+    return f"  {process.label:<14} {where} {doing:<22} last progress {quiet:.1f} s ago{tokens}{samples}"
+
+
+def _refusals(paths: RunPaths) -> Iterable[str]:
+    """What the keeper's gateway had to refuse, by worker."""
+    workers = _read(paths.gateway).get("workers", {})
+    for name, counts in workers.items():
+        bad = [f"{counts[code]} {code.replace('_', ' ')}" for code in BAD if counts.get(code)]
+        if bad:
+            yield f"  gateway refused {name}: {', '.join(bad)}; the latest {counts.get('latest', '')}"
 
 
 def _ended(paths: RunPaths, info: dict[str, Any]) -> Iterable[str]:

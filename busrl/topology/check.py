@@ -109,6 +109,7 @@ def _processes(t: Topology) -> Iterator[str]:
     outside = [entry.role for entry in t.process if entry.count == 0]
     if outside:
         yield f"expected to join from outside, or not at all: {', '.join(outside)}"
+        yield f"  (through the keeper's gateway, or by mapping the ring; a task's lease is {t.limits.lease_s:g} s)"
 
 
 def _bus(t: Topology) -> Iterator[str]:

@@ -194,6 +194,8 @@ class Limits:
     progress_s: float = key(30.0, "a process without progress for this long is killed and restarted",
                             low=0, open_low=True)  # fmt: skip
     stop_s: float = key(10.0, "a stopping process is killed after this time", low=0, open_low=True)
+    lease_s: float = key(20.0, "a task of a worker without a mapping of the ring goes back after this silence",
+                         low=0, open_low=True, high=3600)  # fmt: skip
     restart_attempts: int = key(5, "deaths before ready, in a row, until the run gives up", low=0, high=1000)
 
 

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "busrl/reap.hpp"
+#include "busrl/remote.hpp"
 #include "busrl_ring.h"
 
 struct busrl_ring {
@@ -38,21 +39,26 @@ struct busrl_ring {
         return seg;
     }
     uint32_t me() const {
+        if (remote_ != 0) return remote();
         if (!member_)
             throw busrl::Error(busrl::Fault::not_registered,
                                "this process is not registered in the ring; call register");
         return member_->index();
     }
-    uint32_t index() const { return member_ ? member_->index() : 0; }
-    busrl::ProcEntry& entry() const {
-        writable();
-        me();
-        return member_->entry();
+    uint32_t index() const { return remote_ != 0 ? remote_ : member_ ? member_->index() : 0; }
+    busrl::ProcEntry& entry() const { return writable().proc(me()); }
+
+    // From now on this handle acts for a remote entry, for the keeper. It owns neither the entry nor its slots.
+    void act_for(uint32_t index) {
+        busrl::check_remote(writable(), index);
+        remote_ = index;
+        remote_ident_ = segment_->proc(index).ident.load(std::memory_order_acquire);
     }
     const std::shared_ptr<busrl::Segment>& segment() const { return segment_; }
 
     uint32_t join(const std::string& role, const std::string& label) {
         const busrl::Segment& seg = writable();
+        if (remote_ != 0) throw busrl::Error(busrl::Fault::general, "a stand-in is not registered itself");
         if (member_)
             throw busrl::Error(busrl::Fault::general, "already registered as entry " + std::to_string(index()));
         try {
@@ -83,6 +89,16 @@ struct busrl_ring {
     uint32_t cursor = 0;  // where the next search for a FREE slot begins
 
   private:
+    uint32_t remote() const {
+        if (live().proc(remote_).ident.load(std::memory_order_acquire) != remote_ident_)
+            throw busrl::Error(busrl::Fault::not_registered,
+                               "process entry " + std::to_string(remote_) +
+                                   " is no longer the remote worker's that this handle stands for");
+        return remote_;
+    }
+
+    uint32_t remote_ = 0;  // 0: this handle acts for its own process
+    uint64_t remote_ident_ = 0;
     std::shared_ptr<busrl::Segment> segment_;
     std::unique_ptr<busrl::Membership> member_;
 };

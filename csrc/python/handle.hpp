@@ -23,6 +23,15 @@ class Handle : public busrl_ring {
   public:
     explicit Handle(busrl_ring&& opened) : busrl_ring(std::move(opened)), mapping(py::cast(Mapping{segment()})) {}
 
+    // A handle that acts in the name of a remote entry, for the keeper. It owns neither the entry nor its slots.
+    std::unique_ptr<Handle> stand_in(uint32_t index) const {
+        me();
+        auto hand = std::make_unique<Handle>(busrl_ring(segment()));
+        hand->fates = fates;
+        hand->act_for(index);
+        return hand;
+    }
+
     void close() {
         mapping = py::none();
         busrl_ring::close();

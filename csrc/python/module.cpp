@@ -255,6 +255,32 @@ void bind_data(py::class_<Handle>& ring) {
             py::arg("slot"), py::arg("word"), py::arg("from_segment"));
 }
 
+// The keeper's calls for processes without a mapping.
+void bind_remote(py::class_<Handle>& ring) {
+    ring.def(
+            "enter_remote",
+            [](const Handle& r, const std::string& role, const std::string& label, uint64_t life) {
+                r.me();
+                return enter_remote(r.writable(), role, label, life);
+            },
+            py::arg("role"), py::arg("label"), py::kw_only(), py::arg("life"))
+        .def("stand_in", &Handle::stand_in, py::arg("index"))
+        .def(
+            "leave_remote",
+            [](const Handle& r, uint32_t index) {
+                r.me();
+                leave_remote(r.writable(), index);
+            },
+            py::arg("index"))
+        .def(
+            "expire",
+            [](const Handle& r, uint32_t slot, uint64_t word) {
+                check_remote(r.writable(), r.me());
+                return expire(r.writable(), r.me(), slot, word);
+            },
+            py::arg("slot"), py::arg("word"));
+}
+
 void bind_watch(py::class_<Handle>& ring) {
     ring.def(
             "transitions", [](const Handle& r, uint32_t s) { return transitions(r.live(), state_arg(s)); },
@@ -380,6 +406,7 @@ PYBIND11_MODULE(_ring, m) {
     bind_slots(ring);
     bind_data(ring);
     bind_bulk(ring);
+    bind_remote(ring);
     bind_watch(ring);
     py::list names;
     for (const char* name : busrl::kHeaderWords) names.append(name);

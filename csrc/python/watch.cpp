@@ -53,7 +53,9 @@ std::vector<Process> processes(const Handle& ring) {
                   get(e.tokens),
                   get(e.samples),
                   get(e.started_ns),
-                  get(e.version)};
+                  get(e.version),
+                  is_remote(ident),
+                  is_remote(ident) ? get(e.start_ticks) : 0};
         if (e.ident.load(std::memory_order_acquire) == ident) out.push_back(std::move(p));
     }
     return out;
@@ -99,6 +101,8 @@ void bind_records(py::module_& m) {
         .def_readonly("samples", &Process::samples)
         .def_readonly("started_ns", &Process::started_ns)
         .def_readonly("version", &Process::version)
+        .def_readonly("remote", &Process::remote)
+        .def_readonly("life", &Process::life)
         .def("__repr__", [](const Process& p) {
             return py::str("Process(index={}, pid={}, label={!r}, activity={!r})")
                 .format(p.index, p.pid, readable(p.label), readable(p.activity));

@@ -25,6 +25,8 @@ struct Process {
     uint64_t samples;
     uint64_t started_ns;
     uint64_t version;
+    bool remote;    // it does not map the ring: the keeper speaks for it
+    uint64_t life;  // of a remote one, which start of that name this is
 };
 
 struct Stats {

@@ -20,6 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "private": {"errors"},
     "keys": {"errors", "private"},
     "bus": {"errors", "protocol", "ring", "private", "keys"},
+    "gateway": {"errors", "protocol"},
     "scheduling": set(),
     "algorithms": set(),
     "data": {"errors"},
@@ -33,9 +34,9 @@ ARROWS: dict[str, set[str]] = {
     "weights": {"errors", "topology", "paths", "ring"},
     "roles": {
         "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
-        "topology", "training", "inference", "weights", "quickstart", "keys", "faults",
+        "topology", "training", "inference", "weights", "quickstart", "keys", "faults", "gateway",
     },
-    "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart", "faults"},
+    "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart", "faults", "gateway"},
     "monitor": {"errors", "paths", "protocol", "ring", "bus", "scheduling", "launch"},
     "cli": {"errors", "paths", "topology", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor", "data"},
 }  # fmt: skip

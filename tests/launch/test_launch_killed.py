@@ -15,11 +15,10 @@ def dispatch_one(paths: RunPaths, uid: int) -> None:
     ring = Ring.attach(paths.ring_name)
     ring.register("scheduler", "test")
     ring.bind_fates(Fates(str(paths.fates)), Fates(str(paths.validate_fates)))
-    made = ring.dispatch(
+    assert ring.dispatch(
         uid=uid, group=uid // 8, admission=0, member=uid % 8, group_size=8, cls=0, task=b"{}", prompt_crc=0,
         max_new_tokens=4, temperature=1.0,
     )  # fmt: skip
-    assert made is not None
     ring.close()
 
 

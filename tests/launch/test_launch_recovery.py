@@ -23,11 +23,10 @@ def test_the_slots_of_a_killed_child_go_back_to_rest_although_there_is_no_keeper
     ring = Ring.attach(RunPaths.of(scripted.root).ring_name)
     ring.register("scheduler", "test")
     ring.bind_fates(Fates(str(scripted.paths.fates)), None)
-    made = ring.dispatch(
+    [made] = ring.dispatch(
         uid=3, group=0, admission=0, member=3, group_size=8, cls=0, task=b"{}", prompt_crc=0, max_new_tokens=4,
         temperature=1.0,
     )  # fmt: skip
-    assert made is not None
     scripted.until(lambda: (scripted.root / "seen" / "holding").exists(), "the slot to be held")
     assert ring.line(made[0])["state"] == State.GENERATING
     os.kill(pid, signal.SIGKILL)

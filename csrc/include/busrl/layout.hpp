@@ -92,7 +92,8 @@ static_assert(offsetof(Header, counters) == 0x900 && offsetof(Header, drops) == 
 static_assert(kStates <= 16 && kCounters <= 32);
 
 // ---------------------------------------------------------------- process table, proc_off
-// ident = pid:32 | epoch:24 | live:8. A free entry keeps its epoch, a registration raises it.
+// ident = pid:32 | epoch:24 | flags:8 (bit 0 live, bit 1 remote). A free entry keeps its epoch, a registration raises
+// it.
 constexpr uint64_t make_ident(uint32_t pid, uint32_t epoch, bool live) {
     return uint64_t(pid) << 32 | uint64_t(epoch & 0xFFFFFF) << 8 | uint64_t(live);
 }
@@ -105,13 +106,20 @@ constexpr uint32_t epoch_of(uint64_t ident) {
 constexpr bool is_live(uint64_t ident) {
     return (ident & 0xFF) != 0;
 }
+constexpr uint64_t kRemoteBit = 2;  // the entry of a process without a mapping, see remote.hpp
+constexpr uint64_t make_remote_ident(uint32_t epoch) {
+    return make_ident(0, epoch, true) | kRemoteBit;
+}
+constexpr bool is_remote(uint64_t ident) {
+    return (ident & kRemoteBit) != 0;
+}
 
 template <size_t Words>
 using Text = A<uint64_t>[Words];  // zero-padded UTF-8, 8 bytes a word
 
 struct ProcEntry {
     U64 ident;
-    U64 start_ticks;  // field 22 of /proc/<pid>/stat
+    U64 start_ticks;  // field 22 of /proc/<pid>/stat; of a remote entry, the number of its life
     U64 pid_ns;       // inode of /proc/self/ns/pid
     U64 started_ns;
     A<uint32_t> ready;

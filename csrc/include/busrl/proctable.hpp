@@ -4,6 +4,7 @@
 //    byte = index). The lock is taken first; then one CAS stores pid and epoch together.
 //  * Dead = that lock is free AND, where the pid is visible, it is gone, has another start time, or is a zombie.
 //    Death is final: once proven for (pid, epoch) it stays true, so reapers may act on it late.
+//  * A remote entry (remote.hpp) has no process here, so there is never proof of its death.
 //  * Entry 0 is never used: owner 0 means nobody.
 // Talks to /proc and fcntl; knows nothing of slots.
 #pragma once
@@ -56,7 +57,7 @@ inline bool proven_dead(const Segment& seg, uint32_t index, uint64_t* proven) {
     const uint64_t ident = entry.ident.load(std::memory_order_acquire);
     const uint64_t start = entry.start_ticks.load(std::memory_order_acquire);
     const uint64_t pid_ns = entry.pid_ns.load(std::memory_order_acquire);
-    if (!is_live(ident) || byte_is_held(seg.fd(), index)) return false;
+    if (!is_live(ident) || is_remote(ident) || byte_is_held(seg.fd(), index)) return false;
     if (pid_ns == pid_namespace()) {
         const StatLine now = read_stat(pid_of(ident));
         const bool gone = now.found ? now.start_ticks != start || now.state == 'Z' || now.state == 'X'
@@ -66,6 +67,22 @@ inline bool proven_dead(const Segment& seg, uint32_t index, uint64_t* proven) {
     if (entry.ident.load(std::memory_order_acquire) != ident) return false;  // reaped and reused meanwhile
     *proven = ident;
     return true;
+}
+
+// Fills an entry that nobody sees yet: its lock is held and its ident is not live.
+inline void describe_entry(ProcEntry& e, const std::string& role, const std::string& label, uint64_t start,
+                           uint64_t pid_ns) {
+    const uint64_t now = monotonic_ns();
+    for (U64* zero : {&e.progress, &e.deadline_ns, &e.busy_ns, &e.idle_ns, &e.tokens, &e.samples, &e.version})
+        zero->store(0, std::memory_order_release);
+    for (auto& wait : e.waits) wait.store(0, std::memory_order_release);
+    e.ready.store(0, std::memory_order_release);
+    e.start_ticks.store(start, std::memory_order_release);
+    e.pid_ns.store(pid_ns, std::memory_order_release);
+    for (U64* stamp : {&e.started_ns, &e.progress_ns, &e.activity_ns}) stamp->store(now, std::memory_order_release);
+    store_text(e.role, role);
+    store_text(e.label, label);
+    store_text(e.activity, "starting");
 }
 
 class Membership : public ForkGuarded {  // this process's entry; giving it up is the destructor's job
@@ -121,7 +138,7 @@ class Membership : public ForkGuarded {  // this process's entry; giving it up i
             ::fcntl(lock_.fd(), F_OFD_SETLK, &lock);
             return false;
         }
-        describe(e, role, label);
+        describe_entry(e, role, label, read_stat(uint32_t(getpid())).start_ticks, pid_namespace());
         const uint64_t mine = make_ident(uint32_t(getpid()), epoch_of(before) + 1, true);
         // [ENTRY publish] release, pairs with [ENTRY read]. The lock keeps every other registration away.
         if (!e.ident.compare_exchange_strong(before, mine, std::memory_order_acq_rel, std::memory_order_acquire))
@@ -130,20 +147,6 @@ class Membership : public ForkGuarded {  // this process's entry; giving it up i
         ident_ = mine;
         crash_point("register.cas");
         return true;
-    }
-
-    static void describe(ProcEntry& e, const std::string& role, const std::string& label) {
-        const uint64_t now = monotonic_ns();
-        for (U64* zero : {&e.progress, &e.deadline_ns, &e.busy_ns, &e.idle_ns, &e.tokens, &e.samples, &e.version})
-            zero->store(0, std::memory_order_release);
-        for (auto& wait : e.waits) wait.store(0, std::memory_order_release);
-        e.ready.store(0, std::memory_order_release);
-        e.start_ticks.store(read_stat(uint32_t(getpid())).start_ticks, std::memory_order_release);
-        e.pid_ns.store(pid_namespace(), std::memory_order_release);
-        for (U64* stamp : {&e.started_ns, &e.progress_ns, &e.activity_ns}) stamp->store(now, std::memory_order_release);
-        store_text(e.role, role);
-        store_text(e.label, label);
-        store_text(e.activity, "starting");
     }
 
     void in_child() noexcept override {  // the entry stays the parent's

@@ -73,6 +73,7 @@ inline void after_claim(const Segment& seg, uint32_t slot, uint64_t word, State 
 inline void before_rest(const Segment& seg, uint32_t slot, uint64_t word, bool committed) {
     Line& line = seg.line(slot);
     line.changed_ns.store(monotonic_ns(), std::memory_order_release);
+    if (committed) line.last_commit_seq.store(seq_of(word), std::memory_order_release);
     if (state_of(word) != State::GENERATING) return;
     const uint32_t flags = line.flags.load(std::memory_order_relaxed);
     const uint16_t attempt = line.attempt.load(std::memory_order_relaxed);
@@ -80,7 +81,6 @@ inline void before_rest(const Segment& seg, uint32_t slot, uint64_t word, bool c
     if (committed) {
         line.alone_deaths.store(0, std::memory_order_release);
         line.attempt.store(0, std::memory_order_release);
-        line.last_commit_seq.store(seq_of(word), std::memory_order_release);
     } else {
         if ((flags & kFlagAlone) && alone > 0) line.alone_deaths.store(uint16_t(alone - 1), std::memory_order_release);
         if (attempt > 0) line.attempt.store(uint16_t(attempt - 1), std::memory_order_release);
@@ -112,7 +112,7 @@ inline uint64_t release(const Segment& seg, uint32_t me, uint32_t slot, uint64_t
     if (is_working(to) || to == State::DROPPED || to == State::FREE)
         throw Error(Fault::transition, std::string(name_of(state_of(word))) + " -> " + name_of(to) +
                                            " is not a release; use finish() or drop()");
-    detail::before_rest(seg, slot, word, to == State::GENERATED);
+    detail::before_rest(seg, slot, word, to != rest_of(state_of(word)));  // going back is no commit
     crash_point("release.before");
     const uint64_t next = move_slot(seg, slot, word, to, 0);
     crash_point("release.after");

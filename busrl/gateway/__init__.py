@@ -1,0 +1,28 @@
+"""The keeper's gateway for workers that do not map the ring: who they are, what they hold, and what is answered.
+
+Pure: fed with messages and a clock value, it decides and calls a `Book`, which is the ledger as it needs it. Imports
+the protocol and NumPy; knows nothing of sockets, rings or files.
+"""
+
+from busrl.gateway.book import Answer, Book, Gone, Held, Member, Room, task_id
+from busrl.gateway.checks import Broken, Limits
+from busrl.gateway.desk import Desk, Settings
+from busrl.gateway.steps import VersionSteps
+from busrl.gateway.tally import BAD, Tally
+
+__all__ = [
+    "BAD",
+    "Answer",
+    "Book",
+    "Broken",
+    "Desk",
+    "Gone",
+    "Held",
+    "Limits",
+    "Member",
+    "Room",
+    "Settings",
+    "Tally",
+    "VersionSteps",
+    "task_id",
+]

@@ -1,0 +1,350 @@
+"""The gateway's decisions: one request in, the ledger moved through a `Book`, the answers out.
+
+Talks to a `Book` and to nothing else; the clock value comes with each call. `busrl.roles.keeper` feeds it from the bus.
+Knows nothing of sockets, of arrays in shared memory, or of how answers travel.
+
+**The wire is the bus itself**, not a socket of the keeper's own. A remote worker needs PUB and SUB to the broker anyway
+(HELLO, HEARTBEAT, STOP, doorbells), so it needs nothing more; broker and keeper may be killed at any time without a
+session to set up again; and what secures the bus secures this. PUB/SUB loses messages: so every request may be sent
+again, and every answer is a function of the ledger, not of a conversation.
+
+Invariants (ledger, section 3), held by `tests/gateway` under loss, doubling, reordering and death of the keeper:
+- A claim is named for ever by (slot, seq, uid). Only the name that holds it can settle it, and only once; after that
+  a copy is answered "already" (from `recent`, or from `last_commit_seq` by a keeper that came later), never done again.
+- What a worker holds stands in the ledger. This class remembers only clocks and courtesies, so a keeper that is killed
+  loses nothing: its successor finds entries and slots and grants every lease in full.
+- Claims are idempotent without a memory of requests: a worker says what it knows of, and is sent what it holds beyond.
+- A lease that ends gives its slot back with one attempt counted; a result that comes after that is refused as "late".
+- A newer life of a name takes the place of the older one, whose claims go back; the older one is told to exit.
+- Nothing is written before all of it was checked, and a refusal leaves the claim where it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from busrl.gateway import checks
+from busrl.gateway.book import Book, Gone, Held, Member, Room
+from busrl.gateway.leases import FairClock, Lease, Leases
+from busrl.gateway.tally import Tally
+from busrl.protocol import messages as m
+from busrl.protocol.messages import Message, Remote, name_of
+
+MOST_HELD = 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # it stands in a topic, and the process table keeps 39 bytes
+RECENT = 8192
+FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds nothing is struck off
+TASK_OVERHEAD = 512
+FATES = {
+    "rollout": {"prompt": "X", "too_long": "l", "malformed": "M"},
+    "reward": {"raised": "R", "hung": "H", "malformed": "M"},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the topology says. `reserved` are names of the run's own processes; `biggest` bytes a task may have."""
+
+    lease_s: float
+    max_message_bytes: int
+    biggest: int
+    reserved: frozenset[str]
+    welcome: m.GatewayWelcome  # its constant fields
+
+
+@dataclass
+class _Known:
+    """A member, and what is remembered of it for as long as this keeper lives."""
+
+    member: Member
+    heard: float
+    claim_req: int = 0
+
+
+class Desk:
+    """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end."""
+
+    def __init__(self, book: Book, settings: Settings, tally: Tally, now: float) -> None:
+        self.book, self.settings, self.tally = book, settings, tally
+        self.limits = checks.Limits(settings.welcome.max_prompt_tokens, 0)
+        self.clock = FairClock(now)
+        self.leases = Leases(settings.lease_s)
+        self.known: dict[str, _Known] = {}
+        self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> who did it
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Find again what an earlier keeper worked on: every lease begins anew."""
+        by_index = {}
+        for member in self.book.members():
+            self.known[member.name] = _Known(member, self.clock.time)
+            by_index[member.index] = member
+        for index, held in self.book.held():
+            self.leases.grant(by_index[index].name, held, self.clock.time)
+
+    # -- what comes in --------------------------------------------------------------------------------------------
+
+    def handle(self, message: Remote, now: float) -> list[Message]:
+        """Do what a request asks; the answers go to its sender."""
+        self.clock.advance(now)
+        if isinstance(message, m.RemoteJoin):
+            return [self._join(message)]
+        known = self.known.get(message.sender)
+        if known is None or message.life > known.member.life:
+            # Not counted: it is what every worker meets whose keeper or name was new.
+            return [_answer(message, "unknown", "this keeper does not know you: send REMOTE_JOIN, then this again")]
+        if message.life < known.member.life:
+            return [self._replaced(message)]
+        self._heard(known)
+        if isinstance(message, m.RemoteClaim):
+            return self._claim(known, message)
+        return [self._other(known, message)]
+
+    def _other(self, known: _Known, message: Remote) -> Message:
+        if isinstance(message, m.RemoteExtend):
+            lost = self.leases.renew(message.sender, message.holding, self.clock.time)
+            return _answer(message, "done", lost=lost)
+        if isinstance(message, m.RemoteGenerated):
+            return self._settle(known, message, message.task, self._generated(known, message))
+        if isinstance(message, m.RemoteRewarded):
+            return self._settle(known, message, message.task, self._rewarded(known, message))
+        if isinstance(message, m.RemoteFail):
+            return self._settle(known, message, message.task, self._failed(known, message))
+        self._remove(known, self.book.give_back)
+        return _answer(message, "done")
+
+    def heartbeat(self, name: str, now: float) -> None:
+        """A sign of life: it keeps the worker's entry, not its leases."""
+        self.clock.advance(now)
+        if name in self.known:
+            self._heard(self.known[name])
+
+    def unreadable(self, sender: str, code: str, about: str, detail: str) -> list[Message]:
+        """Bytes that were no message of this protocol, from a sender that could still be read."""
+        self.tally.add(sender, code, text=f"{about}: {detail}")
+        return [m.GatewayAnswer(code=code, about=about[: m.MAX_NAME], text=detail)] if sender else []
+
+    def tick(self, now: float) -> list[Lease]:
+        """End what is over. Returns the claims that were taken back, for people."""
+        time = self.clock.advance(now)
+        over = self.leases.over(time)
+        for lease in over:
+            self._expire(lease)
+        silent = FORGOTTEN_LEASES * self.settings.lease_s
+        for known in list(self.known.values()):
+            if time - known.heard > silent and not self.leases.of(known.member.name):
+                self._remove(known, self.book.give_back)
+        return over
+
+    def goodbye(self) -> None:
+        """An orderly end of the run: nobody holds anything any more."""
+        for known in list(self.known.values()):
+            self._remove(known, self.book.give_back)
+
+    # -- workers --------------------------------------------------------------------------------------------------
+
+    def _join(self, message: m.RemoteJoin) -> Message:
+        known = self.known.get(message.sender)
+        if known is not None and message.life < known.member.life:
+            return self._replaced(message)
+        problem = self._unwelcome(message)
+        if problem is not None:
+            return problem
+        if known is not None and (message.life > known.member.life or message.role != known.member.role):
+            self._remove(known, self.book.expire)  # its work ended with it, as in any death
+            known = None
+        if known is None:
+            try:
+                index = self.book.enter(message.role, message.sender, message.life)
+            except Room as problem_:
+                return self._refuse(message, "full", str(problem_))
+            member = Member(index, message.role, message.sender, message.life)
+            known = self.known[message.sender] = _Known(member, self.clock.time)
+            self.tally.add(message.sender, "joined")
+        self._heard(known)
+        return self._welcome(message, known.member.index)
+
+    def _unwelcome(self, message: m.RemoteJoin) -> Message | None:
+        settings, name = self.settings, message.sender
+        if message.role not in FATES:
+            return self._refuse(message, "refused", f"role {message.role!r}: it must be rollout or reward")
+        if not _NAME.fullmatch(name):
+            rule = "a worker's name has 1 to 39 letters, digits, dots, dashes or underscores"
+            return self._refuse(message, "refused", f"sender {name!r}: {rule}")
+        if name in settings.reserved:
+            return self._refuse(message, "refused", f"{name!r} is a process of this run: choose another name")
+        if settings.biggest > settings.max_message_bytes:
+            rule = f"a task may have {settings.biggest} bytes, a message {settings.max_message_bytes}"
+            remedy = f"set bus.max_message_bytes to {settings.biggest} or more"
+            return self._refuse(message, "too_large", f"{rule}: {remedy}")
+        return None
+
+    def _welcome(self, message: m.RemoteJoin, index: int) -> Message:
+        made = self.settings.welcome
+        return m.GatewayWelcome(
+            life=message.life, req=message.req, index=index, lease_s=self.settings.lease_s, max_capacity=MOST_HELD,
+            max_message_bytes=self.settings.max_message_bytes, max_prompt_tokens=made.max_prompt_tokens,
+            seed=made.seed, model=made.model, prompt_key=made.prompt_key, answer_key=made.answer_key,
+            template=made.template,
+        )  # fmt: skip
+
+    def _replaced(self, message: Remote) -> Message:
+        return _answer(message, "replaced", "a newer life of this name has joined: exit, or take another name")
+
+    def _heard(self, known: _Known) -> None:
+        known.heard = self.clock.time
+        self.book.heard(known.member.index, len(self.leases.of(known.member.name)))
+
+    def _remove(self, known: _Known, end: Callable[[int, Held], object]) -> None:
+        index, name = known.member.index, known.member.name
+        for lease in self.leases.of(name):
+            self.leases.settle(lease)
+            end(index, lease.held)
+        self.book.leave(index)
+        del self.known[name]
+
+    # -- claims ---------------------------------------------------------------------------------------------------
+
+    def _claim(self, known: _Known, message: m.RemoteClaim) -> list[Message]:
+        if message.req < known.claim_req:
+            return []  # a late copy: its capacity and what it holds are not true any more
+        known.claim_req = message.req
+        name, member = message.sender, known.member
+        self.leases.renew(name, message.holding, self.clock.time)
+        named = set(message.holding)
+        to_send = [lease for lease in self.leases.of(name) if lease.held.task not in named]
+        to_send += self._take(member, min(message.capacity, MOST_HELD))
+        self._heard(known)
+        return self._tasks(message, member, to_send)
+
+    def _take(self, member: Member, capacity: int) -> list[Lease]:
+        holding = self.leases.of(member.name)
+        room = capacity - len(holding)
+        if room <= 0 or any(lease.held.alone for lease in holding):
+            return []
+        taken = self.book.take(member.index, member.role, room, not holding)
+        if taken:
+            self.tally.add(member.name, "claimed", len(taken))
+        return [self.leases.grant(member.name, held, self.clock.time) for held in taken]
+
+    def _tasks(self, message: m.RemoteClaim, member: Member, leases: list[Lease]) -> list[Message]:
+        """The claims in as few messages as their size allows; at least one message."""
+        packs: list[list[m.Task]] = [[]]
+        size = 0
+        for lease in leases:
+            task = self.book.task(member.index, lease.held)
+            if task is None:
+                self.leases.settle(lease)
+                continue
+            weight = _weight(task)
+            if packs[-1] and size + weight > self.settings.max_message_bytes // 2:
+                packs.append([])
+                size = 0
+            packs[-1].append(task)
+            size += weight
+        return [m.GatewayTasks(life=message.life, req=message.req, tasks=pack) for pack in packs]
+
+    def _expire(self, lease: Lease) -> None:
+        self.leases.settle(lease)
+        dropped = self.book.expire(self.known[lease.name].member.index, lease.held)
+        self.tally.add(lease.name, "dropped" if dropped else "expired")
+
+    # -- results --------------------------------------------------------------------------------------------------
+
+    def _generated(self, known: _Known, message: m.RemoteGenerated) -> Callable[[Held], str]:
+        def act(held: Held) -> str:
+            if known.member.role != "rollout":
+                raise checks.Broken(f"{message.sender} is a {known.member.role} worker: it has no answers to give")
+            most, segment = self.book.most_tokens(held)
+            answer = checks.answer(message, self.limits, most, segment)
+            self.book.commit_answer(known.member.index, held, answer)
+            return "answered"
+
+        return act
+
+    def _rewarded(self, known: _Known, message: m.RemoteRewarded) -> Callable[[Held], str]:
+        def act(held: Held) -> str:
+            if known.member.role != "reward":
+                raise checks.Broken(f"{message.sender} is a {known.member.role} worker: it has no rewards to give")
+            self.book.commit_reward(known.member.index, held, checks.reward(message), message.parts)
+            return "rewarded"
+
+        return act
+
+    def _failed(self, known: _Known, message: m.RemoteFail) -> Callable[[Held], str]:
+        def act(held: Held) -> str:
+            if not message.drop:
+                self.book.give_back(known.member.index, held)
+                return "handed_back"
+            fates = FATES[known.member.role]
+            if message.drop not in fates:
+                raise checks.Broken(f"drop = {message.drop!r}: a {known.member.role} worker drops for {sorted(fates)}")
+            self.book.drop(known.member.index, held, fates[message.drop])
+            return "dropped"
+
+        return act
+
+    def _settle(self, known: _Known, message: Remote, task: str, act: Callable[[Held], str]) -> Message:
+        """End a claim by `act`, which gives the word for the tally; or say why not."""
+        lease = self.leases.find(task)
+        if lease is None:
+            return self._settled_before(message, task)
+        if lease.name != message.sender:
+            return self._refuse(message, "not_yours", f"task {task} is held by {lease.name}", task)
+        try:
+            event = act(lease.held)
+        except (checks.Broken, Room) as problem:
+            return self._refuse(message, "refused", str(problem), task)
+        except Gone:
+            self.leases.settle(lease)
+            return _answer(message, "late", task=task)
+        self.leases.settle(lease)
+        self._remember(task, message.sender)
+        self.tally.add(message.sender, event)
+        return _answer(message, "done", task=task)
+
+    def _settled_before(self, message: Remote, task: str) -> Message:
+        by = self._recent.get(task)
+        if by is not None and by != message.sender:
+            return self._refuse(message, "not_yours", f"task {task} was {by}'s", task)
+        claim = _parse(task)
+        if claim is None:
+            return self._refuse(message, "refused", f"task {task!r}: no claim has such a name (slot.seq.uid)", task)
+        if by is not None or self.book.committed(*claim):
+            return _answer(message, "already", task=task)
+        self.tally.add(message.sender, "late")
+        return _answer(message, "late", "this claim has ended: its lease was over, or it was handed back", task)
+
+    def _remember(self, task: str, name: str) -> None:
+        self._recent[task] = name
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+
+    def _refuse(self, message: Remote, code: str, text: str, task: str = "") -> Message:
+        self.tally.add(message.sender, code, text=text)
+        return _answer(message, code, f"{message.sender}: {text}", task)
+
+
+def _answer(message: Remote, code: str, text: str = "", task: str = "", lost: list[str] | None = None) -> Message:
+    return m.GatewayAnswer(
+        code=code, life=message.life, req=message.req, about=name_of(type(message)), task=task, text=text,
+        lost=lost or [],
+    )  # fmt: skip
+
+
+def _parse(task: str) -> tuple[int, int, int] | None:
+    """(slot, seq, uid) of a claim's name."""
+    parts = task.split(".")
+    if len(parts) != 3 or not all(part.isascii() and part.isdecimal() and len(part) <= 20 for part in parts):
+        return None
+    slot, seq, uid = map(int, parts)
+    return slot, seq, uid
+
+
+def _weight(task: m.Task) -> int:
+    """An upper bound of a task's bytes on the wire."""
+    arrays = sum(len(tensor.data) + 64 for tensor in task.tensors.values())
+    return len(task.record.encode()) + len(task.completion.encode()) + arrays + TASK_OVERHEAD

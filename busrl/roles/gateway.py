@@ -1,0 +1,156 @@
+"""The keeper's side of the gateway: requests from the bus to the desk, its answers and doorbells back to the bus.
+
+Talks to the bus, to the ring through `RemoteBook`, and to `gateway.json`, which `busrl status` shows. All decisions are
+made by `busrl.gateway`, whose module `desk` says why the wire is the bus and what holds under loss and death. Knows
+nothing of the keeper's other work.
+
+- Nothing that arrives can end the keeper: what can not be read is answered by name where there is one, and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from busrl.bus import Endpoint
+from busrl.errors import MessageTooLarge
+from busrl.gateway import BAD, Desk, Limits, Settings, Tally, VersionSteps
+from busrl.paths import RunPaths
+from busrl.protocol import Fault, Rejected, address, kind_of
+from busrl.protocol import messages as m
+from busrl.ring import Ring
+from busrl.roles.remote_book import RemoteBook
+from busrl.topology import Topology
+from busrl.topology.machine import model_facts
+
+FIELD_BYTES = 4096  # what a task has on the wire besides the bytes of its slot
+SAVE_EVERY_S = 1.0
+CODES = {
+    Fault.MALFORMED: "malformed",
+    Fault.UNKNOWN_TYPE: "malformed",
+    Fault.WRONG_VERSION: "version",
+    Fault.OVERSIZE: "oversize",
+}
+Tell = Callable[[str, str, str, str], None]  # where, text, severity, kind
+
+
+class Gateway:
+    """`hear` every message of a subscribed kind, `tick` in every pass, `close` at an orderly end."""
+
+    def __init__(self, ring: Ring, bus: Endpoint, paths: RunPaths, topology: Topology, tell: Tell) -> None:
+        self.ring, self.bus, self.paths, self.tell = ring, bus, paths, tell
+        self.steps = VersionSteps()
+        self.tally = Tally(read_counts(paths.gateway))
+        book = RemoteBook(ring, self.steps, bus.send)
+        self.desk = Desk(book, settings_of(topology), self.tally, time.monotonic())
+        self._prompt_tokens = topology.generation.max_prompt_tokens
+        self._vocabulary = model_facts(Path(topology.model.path), 0).vocabulary
+        self._next_save = 0.0
+        self._look_at_version()
+        bus.on_reject = self._unreadable
+
+    def hear(self, message: m.Message) -> None:
+        """A request, or any worker's sign of life."""
+        now = time.monotonic()
+        if isinstance(message, m.Remote):
+            self._look_at_version()
+            answers = self.desk.handle(message, now)
+            self._tell_drop(message, answers)
+            self._send(message.sender, answers)
+        elif isinstance(message, m.Heartbeat):
+            self.desk.heartbeat(message.sender, now)
+
+    def tick(self) -> None:
+        """End leases that are over, and save the counts now and then."""
+        now = time.monotonic()
+        self._look_at_version()
+        for lease in self.desk.tick(now):
+            text = f"sample {lease.held.uid} was taken back from {lease.name}, which did not extend its lease"
+            self.tell("gateway", text, "warning", f"lease of {lease.name}")
+        if self.tally.changed and now >= self._next_save:
+            self._next_save = now + SAVE_EVERY_S
+            self._save()
+
+    def close(self) -> None:
+        """Nobody holds anything after an orderly end."""
+        self.desk.goodbye()
+        self._save()
+
+    def _tell_drop(self, message: m.Remote, answers: list[m.Message]) -> None:
+        """A sample that was given up is an accident that a person should read about."""
+        if isinstance(message, m.RemoteFail) and message.drop:
+            for answer in answers:
+                if isinstance(answer, m.GatewayAnswer) and answer.code == "done":
+                    text = f"task {message.task} was given up by {message.sender}: {message.drop}: {message.text}"
+                    self.tell("gateway", text, "warning", f"{message.drop} {message.sender}")
+
+    def _look_at_version(self) -> None:
+        step, version = self.ring.header("version_step"), self.ring.header("version")
+        self.steps.note(version, step)
+        self.desk.limits = Limits(self._prompt_tokens, self._vocabulary, version)
+
+    def _unreadable(self, rejected: Rejected, target: bytes) -> None:
+        about = target.decode("ascii", "replace")
+        name = about.partition("/")[0]
+        try:
+            asked = issubclass(kind_of(f"{name}/"), m.Remote)
+        except ValueError:
+            return
+        if asked:
+            code = CODES[rejected.fault]
+            self._send(rejected.sender, self.desk.unreadable(rejected.sender, code, name, str(rejected)))
+
+    def _send(self, to: str, answers: list[m.Message]) -> None:
+        for answer in answers:
+            if isinstance(answer, m.GatewayAnswer) and answer.code in BAD:
+                self.tell("gateway", f"{to or 'an unnamed sender'}: {answer.text}", "warning", f"{answer.code} {to}")
+            try:
+                address(to)
+                self.bus.send(answer, to)
+            except ValueError:
+                return  # a name that no topic can hold: it was counted, and nobody can hear the answer
+            except MessageTooLarge as problem:
+                self.tally.add(to, "too_large", text=str(problem))
+
+    def _save(self) -> None:
+        """For people only: a full disk costs these counts their freshness."""
+        self.tally.changed = False
+        temporary = self.paths.gateway.with_name(f".{self.paths.gateway.name}.new")
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps({"workers": self.tally.plain()}, indent=1) + "\n")
+            os.replace(temporary, self.paths.gateway)
+
+
+def settings_of(topology: Topology) -> Settings:
+    """What the desk needs of a topology. A task's message holds at most what its slot holds, and the fields."""
+    data = topology.data
+    return Settings(
+        lease_s=topology.limits.lease_s,
+        max_message_bytes=topology.bus.max_message_bytes,
+        biggest=topology.derived.slot_bytes + FIELD_BYTES,
+        reserved=frozenset(address(p.name) for p in topology.processes() if not p.spec.command) | {"launch"},
+        welcome=m.GatewayWelcome(
+            life=0,
+            max_prompt_tokens=topology.generation.max_prompt_tokens,
+            seed=topology.run.seed,
+            model=topology.model.path,
+            prompt_key=data.prompt_key,
+            answer_key=topology.reward.answer_key or data.answer_key,
+            template=data.template,
+        ),
+    )
+
+
+def read_counts(path: Path) -> dict[str, Any]:
+    """The counts in gateway.json by worker; empty where there are none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    workers = found.get("workers") if isinstance(found, dict) else None
+    return workers if isinstance(workers, dict) else {}

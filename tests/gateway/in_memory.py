@@ -1,0 +1,148 @@
+"""A ledger, workers and a network in memory: what the gateway's rules are tested with, without a socket or a ring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from busrl.gateway import Answer, Desk, Held, Member, Room, Settings, Tally
+from busrl.gateway.checks import tensor
+from busrl.protocol import messages as m
+
+LEASE_S = 10.0
+MOST_TRIES = 3
+
+
+class Killed(Exception):
+    """The keeper dies at this point."""
+
+
+@dataclass
+class Slot:
+    """One sample's slot: `owner` 0 = at rest. `ended` holds "" while it is open."""
+
+    uid: int
+    seq: int = 1
+    owner: int = 0
+    attempt: int = 0
+    last_commit: int = 0
+    alone: bool = False
+    ended: str = ""
+
+
+@dataclass
+class Ledger:
+    """`busrl.gateway.Book` in memory. It outlives every keeper. `kill_in_commit` ends the keeper between its two stores."""
+
+    slots: list[Slot]
+    entries: dict[int, Member] = field(default_factory=dict)
+    most_entries: int = 8
+    kill_in_commit: bool = False
+    commits: list[tuple[int, int, str]] = field(default_factory=list)  # slot, seq, name
+    expired: list[tuple[int, int]] = field(default_factory=list)
+    told: dict[int, int] = field(default_factory=dict)
+
+    def members(self) -> list[Member]:
+        return list(self.entries.values())
+
+    def held(self) -> list[tuple[int, Held]]:
+        return [(slot.owner, self._held(i)) for i, slot in enumerate(self.slots) if slot.owner and not slot.ended]
+
+    def _held(self, i: int) -> Held:
+        slot = self.slots[i]
+        return Held(i, slot.seq << 8 | slot.owner, slot.seq, slot.uid, slot.alone)
+
+    def enter(self, role: str, name: str, life: int) -> int:
+        free = next((i for i in range(1, self.most_entries + 1) if i not in self.entries), None)
+        if free is None:
+            raise Room("all entries are taken")
+        assert all(member.name != name for member in self.entries.values()), "one entry for one name"
+        self.entries[free] = Member(free, role, name, life)
+        return free
+
+    def leave(self, index: int) -> None:
+        assert not any(slot.owner == index for slot in self.slots), "an entry is freed only when it holds nothing"
+        del self.entries[index]
+
+    def heard(self, index: int, tasks: int) -> None:
+        assert tasks == sum(slot.owner == index for slot in self.slots)
+        self.told[index] = tasks
+
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[Held]:
+        assert index in self.entries and limit > 0
+        free = [i for i, slot in enumerate(self.slots) if not slot.owner and not slot.ended]
+        fresh = [i for i in free if self.slots[i].attempt <= 1]
+        alone = not fresh and idle
+        taken = fresh[:limit] or (free[:1] if idle else [])
+        for i in taken:
+            slot = self.slots[i]
+            slot.owner, slot.seq, slot.attempt, slot.alone = index, slot.seq + 1, slot.attempt + 1, alone
+        return [self._held(i) for i in taken]
+
+    def task(self, index: int, held: Held) -> m.Task | None:
+        self._check(index, held)
+        return m.Task(held.task, held.slot, held.seq, held.uid, "{}", max_new_tokens=8)
+
+    def most_tokens(self, held: Held) -> tuple[int, int]:
+        return 8, 0
+
+    def commit_answer(self, index: int, held: Held, answer: Answer) -> None:
+        self._commit(index, held)
+
+    def commit_reward(self, index: int, held: Held, reward: float, parts: dict[str, float]) -> None:
+        self._commit(index, held)
+
+    def _commit(self, index: int, held: Held) -> None:
+        self._check(index, held)
+        slot = self.slots[held.slot]
+        slot.last_commit = slot.seq
+        if self.kill_in_commit:
+            self.kill_in_commit = False
+            raise Killed
+        slot.owner, slot.ended = 0, "done"
+        self.commits.append((held.slot, held.seq, self.entries[index].name))
+
+    def give_back(self, index: int, held: Held) -> None:
+        self._check(index, held)
+        slot = self.slots[held.slot]
+        slot.owner, slot.attempt, slot.alone = 0, slot.attempt - 1, False
+
+    def expire(self, index: int, held: Held) -> bool:
+        self._check(index, held)
+        slot = self.slots[held.slot]
+        slot.owner, slot.last_commit = 0, 0
+        self.expired.append((held.slot, held.seq))
+        return False
+
+    def drop(self, index: int, held: Held, fate: str) -> None:
+        self._check(index, held)
+        slot = self.slots[held.slot]
+        slot.owner, slot.ended = 0, fate
+
+    def committed(self, slot: int, seq: int, uid: int) -> bool:
+        return slot < len(self.slots) and self.slots[slot].uid == uid and self.slots[slot].last_commit == seq
+
+    def _check(self, index: int, held: Held) -> None:
+        slot = self.slots[held.slot]
+        assert slot.owner == index and slot.seq == held.seq and not slot.ended, "written only under the claim's own word"
+
+
+def settings(lease_s: float = LEASE_S, reserved: frozenset[str] = frozenset(), biggest: int = 4096) -> Settings:
+    return Settings(lease_s, 1 << 20, biggest, reserved, m.GatewayWelcome(life=0, max_prompt_tokens=16))
+
+
+def new_desk(ledger: Ledger, now: float = 0.0, **changed: object) -> Desk:
+    return Desk(ledger, settings(**changed), Tally(), now)  # type: ignore[arg-type]
+
+
+def answer_to(task: str, *, life: int = 1, sender: str = "a", count: int = 3, **changed: object) -> m.RemoteGenerated:
+    """A sound answer of a rollout worker; `changed` breaks one field."""
+    fields = {
+        "tokens": tensor(np.arange(count, dtype=np.int32)),
+        "logprobs": tensor(np.full(count, -0.5, np.float32)),
+        "versions": tensor(np.zeros(count, np.uint32)),
+        "prompt_ids": tensor(np.arange(4, dtype=np.int32)),
+        "text": "abc",
+    }
+    return m.RemoteGenerated(life=life, task=task, sender=sender, **{**fields, **changed})

@@ -1,0 +1,73 @@
+"""A keeper's desk on a real ring, and the requests of two workers that take one sample from QUEUED to REWARDED.
+
+Run as a program (`python on_a_ring.py FOLDER`) it is a keeper that a test may kill at a crash point.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from in_memory import answer_to, settings
+
+from busrl.gateway import Desk, Limits, Tally, VersionSteps
+from busrl.protocol import messages as m
+from busrl.ring import Fates, Ring
+from busrl.roles.remote_book import RemoteBook
+
+LEASE_S = 10.0
+
+
+class Keeper:
+    """One life of a keeper; `bells` are the doorbells that it rang."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ring = Ring.attach(str(folder / "ring"))
+        self.ring.register("keeper", "keeper")
+        self.fates = [Fates(str(folder / name), create=True, capacity=1 << 16) for name in ("f.bin", "v.bin")]
+        self.ring.bind_fates(*self.fates)
+        self.bells: list[m.Message] = []
+        self.steps = VersionSteps()
+        book = RemoteBook(self.ring, self.steps, self.bells.append)
+        self.desk = Desk(book, settings(LEASE_S), Tally(), 0.0)
+        self.desk.limits = Limits(16, 0, self.ring.header("version"))
+        self.now = 0.0
+
+    def ask(self, sender: str, message: m.Remote) -> list[m.Message]:
+        message.sender = sender
+        return self.desk.handle(message, self.now)
+
+    def claim(self, sender: str, **fields: object) -> list[m.Task]:
+        answers = self.ask(sender, m.RemoteClaim(life=1, **{"capacity": 1, **fields}))  # type: ignore[arg-type]
+        return [task for answer in answers for task in answer.tasks]  # type: ignore[attr-defined]
+
+    def pass_lease(self) -> list[str]:
+        """Time in which nobody extends; the tasks that were taken back."""
+        back = []
+        for _ in range(int(LEASE_S) + 1):
+            self.now += 1.0
+            back += [lease.held.task for lease in self.desk.tick(self.now)]
+        return back
+
+    def close(self) -> None:
+        self.ring.close()
+
+
+def play(keeper: Keeper) -> list[str]:
+    """All requests of both workers, as they would send them again after a keeper's death; the codes of results."""
+    codes = []
+    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    for task in keeper.claim("gen"):
+        [answer] = keeper.ask("gen", answer_to(task.task))
+        codes.append(answer.code)  # type: ignore[attr-defined]
+    keeper.ask("judge", m.RemoteJoin(life=1, role="reward"))
+    for task in keeper.claim("judge"):
+        [answer] = keeper.ask("judge", m.RemoteRewarded(life=1, task=task.task, reward=0.5, parts={"half": 0.5}))
+        codes.append(answer.code)  # type: ignore[attr-defined]
+    for name in ("gen", "judge"):
+        keeper.ask(name, m.RemoteLeave(life=1))
+    return codes
+
+
+if __name__ == "__main__":
+    play(Keeper(Path(sys.argv[1])))

@@ -1,0 +1,272 @@
+"""What the gateway answers to each request, and what it counts: one behaviour a test."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from in_memory import LEASE_S, Ledger, Slot, answer_to, new_desk
+
+from busrl.gateway import Desk, Tally
+from busrl.gateway.checks import tensor
+from busrl.protocol import messages as m
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger([Slot(uid) for uid in range(4)])
+
+
+def ask(desk: Desk, message: m.Remote, now: float = 0.0, sender: str = "a") -> list[m.Message]:
+    message.sender = sender
+    return desk.handle(message, now)
+
+
+def join(desk: Desk, name: str = "a", life: int = 1, role: str = "rollout", now: float = 0.0) -> m.Message:
+    [answer] = ask(desk, m.RemoteJoin(life=life, role=role), now, name)
+    return answer
+
+
+def claim(desk: Desk, capacity: int = 1, now: float = 0.0, name: str = "a", req: int = 1, **fields) -> list[str]:
+    """Names of the tasks that came."""
+    answers = ask(desk, m.RemoteClaim(life=1, req=req, capacity=capacity, **fields), now, name)
+    return [task.task for answer in answers for task in answer.tasks]
+
+
+def code(answers: list[m.Message]) -> str:
+    [answer] = answers
+    assert isinstance(answer, m.GatewayAnswer)
+    return answer.code
+
+
+def test_a_worker_is_told_how_long_a_lease_is_and_its_entry(ledger: Ledger) -> None:
+    answer = join(new_desk(ledger))
+    assert isinstance(answer, m.GatewayWelcome)
+    assert (answer.lease_s, answer.index, answer.max_prompt_tokens) == (LEASE_S, 1, 16)
+
+
+def test_joining_again_changes_nothing(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    [task] = claim(desk)
+    join(desk)
+    assert [held.task for _, held in ledger.held()] == [task]
+
+
+def test_a_newer_life_takes_the_name_and_the_older_one_is_told_to_exit(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    claim(desk, 2)
+    join(desk, life=2)
+    assert ledger.held() == [] and [slot.attempt for slot in ledger.slots[:2]] == [1, 1]
+    assert code(ask(desk, m.RemoteExtend(life=1))) == "replaced"
+    assert join(desk, life=1).code == "replaced"
+
+
+def test_who_has_not_joined_is_told_so(ledger: Ledger) -> None:
+    assert code(ask(new_desk(ledger), m.RemoteClaim(life=1))) == "unknown"
+
+
+def test_a_claim_that_is_repeated_sends_the_same_tasks_again(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    first = claim(desk, 2)
+    assert len(first) == 2 and claim(desk, 2) == first
+    assert claim(desk, 2, holding=first) == []
+
+
+def test_a_claim_sends_what_the_worker_lost_and_fills_it_up(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    first = claim(desk, 2)
+    assert claim(desk, 3, holding=first[:1], req=2)[0] == first[1] and len(ledger.held()) == 3
+
+
+def test_a_late_copy_of_a_claim_is_ignored(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    claim(desk, 1, req=5)
+    assert ask(desk, m.RemoteClaim(life=1, req=4, capacity=4)) == [] and len(ledger.held()) == 1
+
+
+def test_what_a_claim_or_an_extension_names_is_leased_anew_and_nothing_else(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    first, second, third = claim(desk, 3)
+    for now in range(1, 10):
+        desk.tick(float(now))
+    ask(desk, m.RemoteClaim(life=1, req=2, capacity=0, holding=[first]), 9.0)
+    [answer] = ask(desk, m.RemoteExtend(life=1, holding=[second, "3.1.1"]), 9.0)
+    assert answer.lost == ["3.1.1"]
+    assert [lease.held.task for lease in desk.tick(10.0)] == [third]
+    assert code(ask(desk, answer_to(third), 10.0)) == "late"
+    assert code(ask(desk, answer_to(first), 10.0)) == "done"
+
+
+def test_a_result_counts_once_and_its_copies_are_told_already(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    [task] = claim(desk)
+    assert [code(ask(desk, answer_to(task))) for _ in range(3)] == ["done", "already", "already"]
+    desk = new_desk(ledger)  # another keeper: the slot's own mark answers
+    join(desk)
+    assert code(ask(desk, answer_to(task))) == "already"
+    assert len(ledger.commits) == 1
+
+
+def test_a_task_handed_back_is_as_if_it_had_never_been_claimed(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    [task] = claim(desk)
+    assert code(ask(desk, m.RemoteFail(life=1, task=task))) == "done"
+    assert ledger.held() == [] and ledger.slots[0].attempt == 0
+    assert code(ask(desk, m.RemoteFail(life=1, task=task))) == "already"
+
+
+@pytest.mark.parametrize(("role", "drop", "fate"), [("rollout", "prompt", "X"), ("reward", "hung", "H")])
+def test_a_task_given_up_ends_with_the_fate_of_its_reason(ledger: Ledger, role: str, drop: str, fate: str) -> None:
+    desk = new_desk(ledger)
+    join(desk, role=role)
+    [task] = claim(desk)
+    assert code(ask(desk, m.RemoteFail(life=1, task=task, drop="mood"))) == "refused"
+    assert code(ask(desk, m.RemoteFail(life=1, task=task, drop=drop))) == "done"
+    assert ledger.slots[0].ended == fate
+
+
+def test_leaving_hands_everything_back_and_frees_the_entry(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    claim(desk, 3)
+    assert code(ask(desk, m.RemoteLeave(life=1))) == "done"
+    assert ledger.held() == [] and ledger.entries == {} and ledger.slots[0].attempt == 0
+    assert code(ask(desk, m.RemoteLeave(life=1))) == "unknown"
+
+
+def test_a_silent_worker_loses_its_tasks_then_its_entry_and_a_heartbeat_keeps_only_the_entry(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk, "a")
+    join(desk, "b")
+    claim(desk, 2)
+    for now in range(1, 30):
+        desk.heartbeat("b", float(now))
+        desk.tick(float(now))
+    assert ledger.held() == [] and [member.name for member in ledger.members()] == ["b"]
+
+
+def test_a_suspect_sample_goes_only_to_a_worker_that_holds_nothing_and_gets_nothing_else(ledger: Ledger) -> None:
+    for slot in ledger.slots:
+        slot.attempt = 2
+    ledger.slots[3].attempt = 0
+    desk = new_desk(ledger)
+    join(desk)
+    assert claim(desk, 4) == ["3.2.3"]
+    ask(desk, answer_to("3.2.3"))
+    assert claim(desk, 4, req=2) == ["0.2.0"] and claim(desk, 4, req=3, holding=["0.2.0"]) == []
+
+
+BROKEN = {
+    "tokens says": {"tokens": m.Tensor("int32", [5], b"\0" * 8)},
+    "dtype 'int64'": {"tokens": m.Tensor("int64", [3], b"\0" * 24)},
+    "one dimension": {"tokens": m.Tensor("int32", [1, 3], b"\0" * 12)},
+    "0 elements": {"tokens": m.Tensor("int32", [0], b"")},
+    "1 to 8": {"tokens": tensor(np.zeros(9, np.int32))},
+    "as many of each": {"logprobs": tensor(np.zeros(2, np.float32))},
+    "not finite": {"logprobs": tensor(np.array([0, np.nan, 0], np.float32))},
+    "at most 0": {"logprobs": tensor(np.array([0, 0.5, 0], np.float32))},
+    "newest version": {"versions": tensor(np.full(3, 1, np.uint32))},
+    "ids from -1": {"tokens": tensor(np.array([1, -1, 1], np.int32))},
+    "prompt_ids is missing": {"prompt_ids": None},
+    "1 to 16": {"prompt_ids": tensor(np.zeros(17, np.int32))},
+    "finish = 7": {"finish": 7},
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_an_answer_that_breaks_a_rule_is_refused_by_that_rule_and_leaves_the_claim(ledger: Ledger, rule: str) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    [task] = claim(desk)
+    [answer] = ask(desk, answer_to(task, **BROKEN[rule]))
+    assert answer.code == "refused" and rule in answer.text and answer.text.startswith("a: ")
+    assert ledger.commits == [] and len(ledger.held()) == 1
+    assert code(ask(desk, answer_to(task))) == "done"
+    assert desk.tally.workers["a"]["refused"] == 1
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_refused(ledger: Ledger, reward: float) -> None:
+    desk = new_desk(ledger)
+    join(desk, role="reward")
+    [task] = claim(desk)
+    assert code(ask(desk, m.RemoteRewarded(life=1, task=task, reward=reward))) == "refused"
+    assert code(ask(desk, m.RemoteRewarded(life=1, task=task, reward=1.0, parts={"x": reward}))) == "refused"
+    assert code(ask(desk, answer_to(task))) == "refused", "a reward worker has no answers to give"
+
+
+def test_the_task_of_another_is_refused_by_name_before_and_after_it_ended(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk, "a")
+    join(desk, "thief")
+    [task] = claim(desk)
+    [answer] = ask(desk, answer_to(task), sender="thief")
+    assert answer.code == "not_yours" and "held by a" in answer.text and answer.text.startswith("thief")
+    ask(desk, answer_to(task))
+    assert code(ask(desk, answer_to(task), sender="thief")) == "not_yours"
+    assert desk.tally.workers["thief"]["not_yours"] == 2
+
+
+@pytest.mark.parametrize("task", ["", "1.2", "x.1.1", "-1.1.1", "99999.1.1", "0.99999999999999999999.1", "1.1.1.1"])
+def test_a_task_name_that_was_never_given_out_is_no_claim(ledger: Ledger, task: str) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    assert code(ask(desk, answer_to(task))) in ("refused", "late")
+    assert ledger.commits == []
+
+
+@pytest.mark.parametrize("name", ["", "js/1", "a b", "x" * 40, "naïve"])
+def test_a_name_that_no_topic_or_table_can_hold_is_refused(ledger: Ledger, name: str) -> None:
+    assert join(new_desk(ledger), name).code == "refused"
+    assert ledger.entries == {}
+
+
+def test_a_name_of_the_run_s_own_and_a_role_that_is_none_are_refused(ledger: Ledger) -> None:
+    desk = new_desk(ledger, reserved=frozenset({"rollout-0"}))
+    assert join(desk, "rollout-0").code == "refused" and join(desk, role="learner").code == "refused"
+
+
+def test_without_a_free_entry_a_worker_is_told_that_the_run_is_full(ledger: Ledger) -> None:
+    ledger.most_entries = 1
+    desk = new_desk(ledger)
+    join(desk, "a")
+    assert join(desk, "b").code == "full"
+
+
+def test_slots_that_no_message_can_hold_are_said_at_once_with_the_key_to_change(ledger: Ledger) -> None:
+    answer = join(new_desk(ledger, biggest=2 << 20))
+    assert answer.code == "too_large" and "bus.max_message_bytes" in answer.text
+
+
+def test_bytes_that_could_not_be_read_are_counted_and_answered_where_there_is_a_name(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    [answer] = desk.unreadable("a", "malformed", "REMOTE_CLAIM", "capacity is a map")
+    assert (answer.code, answer.about, answer.life) == ("malformed", "REMOTE_CLAIM", 0)
+    assert desk.unreadable("", "malformed", "REMOTE_CLAIM", "no map") == []
+    assert desk.tally.workers["a"]["malformed"] == 1 and desk.tally.workers["(unnamed)"]["malformed"] == 1
+
+
+def test_counts_go_on_after_a_restart_and_names_from_outside_do_not_fill_the_memory() -> None:
+    tally = Tally()
+    for number in range(400):
+        tally.add(f"w{number}", "malformed", text="x")
+    assert len(tally.workers) == 257 and tally.workers["(others)"]["malformed"] == 144
+    again = Tally(tally.plain())
+    again.add("w3", "malformed")
+    assert again.workers["w3"]["malformed"] == 2 and Tally({"w": 3, "x": {"y": "z"}}).plain() == {"x": {}}
+
+
+def test_a_long_list_of_tasks_travels_in_several_messages(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    big = m.Task("", 0, 0, 0, "x" * 300_000)
+    monkeypatch.setattr(ledger, "task", lambda index, held: big)
+    desk = new_desk(ledger)
+    join(desk)
+    answers = ask(desk, m.RemoteClaim(life=1, capacity=4))
+    assert [len(answer.tasks) for answer in answers] == [1, 1, 1, 1]

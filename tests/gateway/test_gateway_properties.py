@@ -1,0 +1,262 @@
+"""The gateway under everything a bus can do: loss, doubling, reordering, death of keeper and workers, time."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from in_memory import LEASE_S, Killed, Ledger, Slot, new_desk
+
+from busrl.protocol import messages as m
+
+NAMES = ("a", "b")
+CAPACITY = 3
+FINAL = ("done", "already", "late")
+
+
+class Worker:
+    """A reward worker as the documentation asks for one. It may be a zombie: an old life that has not seen the new."""
+
+    def __init__(self, name: str, life: int) -> None:
+        self.name, self.life, self.req = name, life, 0
+        self.joined = self.replaced = False
+        self.held: dict[str, bool] = {}  # task -> whether its result was made
+        self.told: dict[str, str] = {}
+
+    def _ask(self, message: m.Remote) -> m.Remote:
+        self.req += 1
+        message.sender, message.req = self.name, self.req
+        return message
+
+    def speak(self) -> list[m.Remote]:
+        """What it sends in one turn of its timers."""
+        if self.replaced:
+            return []
+        if not self.joined:
+            return [self._ask(m.RemoteJoin(life=self.life, role="reward"))]
+        results = [m.RemoteRewarded(life=self.life, task=task, reward=1.0) for task, made in self.held.items() if made]
+        claim = m.RemoteClaim(life=self.life, capacity=CAPACITY, holding=list(self.held))
+        return [self._ask(message) for message in (*results, claim)]
+
+    def work(self) -> None:
+        self.held = dict.fromkeys(self.held, True)
+
+    def hear(self, message: m.Message) -> None:
+        if message.life != self.life:  # type: ignore[attr-defined]
+            return
+        if isinstance(message, m.GatewayWelcome):
+            self.joined = True
+        elif isinstance(message, m.GatewayTasks):
+            for task in message.tasks:
+                if task.task not in self.told:
+                    self.held.setdefault(task.task, False)
+        elif isinstance(message, m.GatewayAnswer):
+            self._answered(message)
+
+    def _answered(self, message: m.GatewayAnswer) -> None:
+        if message.code == "unknown":
+            self.joined = False
+        elif message.code == "replaced":
+            self.replaced = True
+        elif message.task:
+            assert message.code in FINAL, message
+            self.held.pop(message.task, None)
+            self.told[message.task] = message.code
+
+
+class Gateway(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger([Slot(uid) for uid in range(6)])
+        self.now = 0.0
+        self.desk = new_desk(self.ledger)
+        self.born = 0.0
+        self.lives = Counter(NAMES)
+        self.workers = [Worker(name, 1) for name in NAMES]
+        self.requests: list[m.Remote] = []
+        self.answers: list[tuple[str, m.Message]] = []
+
+    # -- what workers do
+
+    @rule(which=st.integers(0, 5))
+    def a_worker_speaks(self, which: int) -> None:
+        self.requests += self.workers[which % len(self.workers)].speak()
+
+    @rule(which=st.integers(0, 5))
+    def a_worker_works(self, which: int) -> None:
+        self.workers[which % len(self.workers)].work()
+
+    @rule(name=st.sampled_from(NAMES), zombie=st.booleans())
+    def a_worker_is_started_again(self, name: str, zombie: bool) -> None:
+        self.lives[name] += 1
+        if not zombie:
+            self.workers = [worker for worker in self.workers if worker.name != name]
+        elif sum(worker.name == name for worker in self.workers) > 2:
+            return
+        self.workers.append(Worker(name, self.lives[name]))
+
+    @rule(which=st.integers(0, 5), copies=st.booleans())
+    def a_worker_gets_on_undisturbed(self, which: int, copies: bool) -> None:
+        """One turn in which nothing is lost; copies of what it sent may come again at any time."""
+        worker = self.workers[which % len(self.workers)]
+        for request in worker.speak():
+            if copies:
+                self.requests.append(copy.deepcopy(request))
+            known = len(self.answers)
+            self._deliver(request)
+            for _, answer in self.answers[known:]:
+                worker.hear(answer)
+            del self.answers[known:]
+        worker.work()
+
+    @precondition(lambda self: self.ledger.held())
+    @rule(thief=st.sampled_from(NAMES), data=st.data())
+    def a_worker_answers_a_task_that_may_be_anothers(self, thief: str, data: st.DataObject) -> None:
+        index, held = data.draw(st.sampled_from(self.ledger.held()))
+        if self.ledger.entries[index].name != thief and thief in self.desk.known:
+            message = m.RemoteRewarded(life=self.desk.known[thief].member.life, task=held.task, reward=0.0)
+            message.sender = thief
+            [answer] = self.desk.handle(message, self.now)
+            assert isinstance(answer, m.GatewayAnswer) and answer.code == "not_yours"
+            assert (index, held) in self.ledger.held()
+
+    # -- what the bus does
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), keep=st.booleans())
+    def a_request_arrives(self, data: st.DataObject, keep: bool) -> None:
+        """Any of them, in any order; kept, it will come again."""
+        at = data.draw(st.integers(0, len(self.requests) - 1))
+        message = self.requests[at] if keep else self.requests.pop(at)
+        self._deliver(copy.deepcopy(message))
+
+    @precondition(lambda self: self.answers)
+    @rule(data=st.data(), keep=st.booleans())
+    def an_answer_arrives(self, data: st.DataObject, keep: bool) -> None:
+        at = data.draw(st.integers(0, len(self.answers) - 1))
+        name, message = self.answers[at] if keep else self.answers.pop(at)
+        for worker in self.workers:
+            if worker.name == name:
+                worker.hear(message)
+
+    @rule(what=st.integers(0, 3))
+    def messages_are_lost(self, what: int) -> None:
+        self.requests, self.answers = self.requests[what:], self.answers[what:]
+
+    # -- what the keeper does
+
+    @rule(seconds=st.floats(0.01, LEASE_S * 0.6))
+    def time_passes(self, seconds: float) -> None:
+        """The keeper looks every now and then while it passes."""
+        while seconds > 0:
+            self.now += min(seconds, 0.5)
+            seconds -= 0.5
+            self._tick()
+
+    @rule(seconds=st.floats(LEASE_S, 1000.0))
+    def the_machine_is_suspended(self, seconds: float) -> None:
+        before = len(self.ledger.expired)
+        held = len(self.ledger.held())
+        ages = [lease.until - self.desk.clock.time for lease in self.desk.leases.over(float("inf"))]
+        self.now += seconds
+        self._tick()
+        assert len(self.ledger.expired) - before == sum(age <= 1.0 for age in ages) <= held
+
+    @rule()
+    def the_keeper_is_killed(self) -> None:
+        self._restart()
+
+    @rule()
+    def the_keeper_will_be_killed_inside_its_next_commit(self) -> None:
+        self.ledger.kill_in_commit = True
+
+    def _deliver(self, message: m.Remote) -> None:
+        known = self.desk.known.get(message.sender)
+        if known is not None and message.life < known.member.life:
+            before = copy.deepcopy(self.ledger)
+            [answer] = self.desk.handle(message, self.now)
+            assert isinstance(answer, m.GatewayAnswer) and answer.code == "replaced" and self.ledger == before
+            self.answers.append((message.sender, answer))
+            return
+        try:
+            answers = self.desk.handle(message, self.now)
+        except Killed:
+            self._restart()
+            return
+        self.answers += [(message.sender, answer) for answer in answers]
+        for answer in answers:
+            if isinstance(answer, m.GatewayAnswer) and answer.task:
+                self._check_answer(message, answer)
+
+    def _check_answer(self, message: m.Remote, answer: m.GatewayAnswer) -> None:
+        """What a worker is told is true."""
+        slot, seq, _ = map(int, answer.task.split("."))
+        done = any(commit[:2] == (slot, seq) for commit in self.ledger.commits)
+        if answer.code in ("done", "already"):
+            assert done
+        elif answer.code == "late":
+            assert not done
+            now = self.ledger.slots[slot]
+            assert not (now.owner and now.seq == seq), "nobody is told late of a claim that is still held"
+
+    def _restart(self) -> None:
+        before = {(held.slot, held.seq) for _, held in self.ledger.held()}
+        self.desk = new_desk(self.ledger, self.now)
+        self.born = self.now
+        after = {(lease.held.slot, lease.held.seq) for lease in self.desk.leases.over(float("inf"))}
+        assert after == before, "a new keeper knows every claim"
+        assert all(lease.until - self.desk.clock.time == LEASE_S for lease in self.desk.leases.over(float("inf")))
+
+    def _tick(self) -> None:
+        before = len(self.ledger.expired)
+        self.desk.tick(self.now)
+        if len(self.ledger.expired) > before:
+            assert self.now - self.born >= LEASE_S, "a new keeper grants every lease in full"
+
+    # -- what always holds
+
+    @invariant()
+    def no_claim_is_committed_twice(self) -> None:
+        assert len(self.ledger.commits) == len({commit[:2] for commit in self.ledger.commits})
+        assert len({commit[0] for commit in self.ledger.commits}) == len(self.ledger.commits)
+
+    @invariant()
+    def what_is_held_is_leased_to_its_owner(self) -> None:
+        leases = {(one.held.slot, one.held.seq): one.name for one in self.desk.leases.over(float("inf"))}
+        held = {(one.slot, one.seq): self.ledger.entries[index].name for index, one in self.ledger.held()}
+        assert leases == held
+
+    def teardown(self) -> None:
+        """Once the bus is sound, every sample ends: nothing that happened before can hold it for ever."""
+        self.ledger.kill_in_commit = False
+        self.requests, self.answers = [], []
+        newest = {worker.name: worker for worker in self.workers}
+        for worker in self.workers:
+            newest[worker.name] = max(newest[worker.name], worker, key=lambda one: one.life)
+        for _ in range(200):
+            if all(slot.ended for slot in self.ledger.slots):
+                return
+            for worker in newest.values():
+                worker.replaced = False
+                for request in worker.speak():
+                    for answer in self.desk.handle(request, self.now):
+                        worker.hear(answer)
+                worker.work()
+            self.now += 0.5
+            self._tick()
+        raise AssertionError([slot for slot in self.ledger.slots if not slot.ended])
+
+
+TestGateway = Gateway.TestCase
+TestGateway.settings = settings(
+    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.slow
+class TestGatewayAtLength(Gateway.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=3000, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,215 @@
+"""The gateway on a real ring: entries that no death removes, payloads that arrive whole, keepers killed at each step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from in_memory import answer_to
+from on_a_ring import Keeper, play
+
+from busrl.gateway.checks import tensor
+from busrl.protocol import messages as m
+from busrl.ring import NotRegistered, Ring, RingError, RingFull, State
+
+HERE = Path(__file__).parent
+POINTS = [
+    "remote.described:1", "remote.entered:1", "claim.cas:1", "take.claimed:1", "put.copied:1", "put.stored:3",
+    "commit.before:1", "commit.after:1", "remote.described:2", "claim.cas:2", "put.stored:6", "release.before:1",
+    "release.after:1", "remote.rested:1", "remote.rested:2",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="busrl.test.", dir="/dev/shm"))
+    ring = Ring.create(str(path / "ring"), slots=4, slot_bytes=4096, processes=8, uuid=bytes(16))
+    yield path
+    ring.close()
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def keeper(folder: Path) -> Iterator[Keeper]:
+    made = Keeper(folder)
+    yield made
+    made.close()
+
+
+def dispatch(ring: Ring, uid: int, version: int = 0, step: int = 0) -> None:
+    assert ring.dispatch(
+        uid=uid, group=0, admission=0, member=uid, group_size=4, cls=0, task=b'{"prompt": "%d"}' % uid, prompt_crc=uid,
+        max_new_tokens=8, temperature=1.0, version=version, step=step,
+    )  # fmt: skip
+
+
+def states(ring: Ring) -> dict[str, int]:
+    return {name: count for name, count in ring.stats().occupancy.items() if count and name != "FREE"}
+
+
+def killed_keeper(folder: Path, point: str) -> None:
+    env = {**os.environ, "BUSRL_CRASH_POINT": point, "PYTHONPATH": f"{HERE.parents[1]}:{HERE}"}
+    child = subprocess.run([sys.executable, str(HERE / "on_a_ring.py"), str(folder)], env=env, timeout=60)
+    assert child.returncode == -signal.SIGKILL, f"{point} was not reached"
+
+
+def test_what_a_worker_sent_is_what_stands_in_the_slot(keeper: Keeper) -> None:
+    dispatch(keeper.ring, 2)
+    assert play(keeper) == ["done", "done"]
+    line = keeper.ring.lines()[0]
+    assert line["state"] == State.REWARDED and line["reward"] == 0.5 and line["finish"] == 1
+    assert (line["prompt_tokens"], line["response_tokens"]) == (4, 3)
+    assert keeper.ring.get(0, "tokens", 0).tolist() == [0, 1, 2]
+    assert keeper.ring.get(0, "logprobs", 0).tolist() == [-0.5] * 3
+    assert keeper.ring.get(0, "prompt_ids").tolist() == [0, 1, 2, 3]
+    assert keeper.ring.get(0, "text", 0).tobytes() == b"abc"
+    assert [type(bell).__name__ for bell in keeper.bells] == ["DataGenerated", "RewardComputed"]
+    assert not [process for process in keeper.ring.processes() if process.remote]
+
+
+def test_a_reward_worker_gets_the_whole_answer_inline(keeper: Keeper) -> None:
+    dispatch(keeper.ring, 2)
+    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    [task] = keeper.claim("gen")
+    assert (task.record, task.max_new_tokens, task.segment, task.tensors) == ('{"prompt": "2"}', 8, 0, {})
+    keeper.ask("gen", answer_to(task.task, done=False))
+    [task] = keeper.claim("gen", req=2)
+    assert (task.max_new_tokens, task.segment, sorted(task.tensors)) == (
+        5, 1, ["logprobs", "prompt_ids", "tokens", "versions"],
+    )  # fmt: skip
+    assert keeper.ask("gen", answer_to(task.task, count=6))[0].code == "refused"
+    keeper.ask("gen", answer_to(task.task, prompt_ids=None))
+    keeper.ask("judge", m.RemoteJoin(life=1, role="reward"))
+    [task] = keeper.claim("judge")
+    assert task.completion == "abc" and task.tensors["tokens"] == tensor(np.array([0, 1, 2, 0, 1, 2], np.int32))
+    assert task.tensors["logprobs"].dtype == "float32" and task.tensors["versions"].shape == [6]
+
+
+def test_tokens_of_older_weights_than_those_of_the_dispatch_set_the_age_of_the_sample(keeper: Keeper) -> None:
+    keeper.steps.note(3, 30)
+    keeper.steps.note(5, 50)
+    keeper.desk.limits = type(keeper.desk.limits)(16, 0, 6)
+    dispatch(keeper.ring, 0, version=5, step=50)
+    dispatch(keeper.ring, 1, version=5, step=50)
+    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    first, second = keeper.claim("gen", capacity=2)
+    keeper.ask("gen", answer_to(first.task, versions=tensor(np.array([4, 5, 6], np.uint32))))
+    keeper.ask("gen", answer_to(second.task, versions=tensor(np.array([5, 5, 6], np.uint32))))
+    lines = keeper.ring.lines()
+    assert (lines["version"][0], lines["step"][0]) == (4, 30), "version 4 was never seen: the newest older one counts"
+    assert (lines["version"][1], lines["step"][1]) == (5, 50)
+
+
+def test_an_answer_that_does_not_fit_its_slot_is_refused_and_the_claim_stays(keeper: Keeper) -> None:
+    dispatch(keeper.ring, 1)
+    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    [task] = keeper.claim("gen")
+    [answer] = keeper.ask("gen", answer_to(task.task, text="x" * 5000))
+    assert answer.code == "refused" and "ring.slot_bytes" in answer.text
+    assert keeper.ask("gen", answer_to(task.task))[0].code == "done"
+
+
+def test_a_lease_that_ends_counts_an_attempt_and_the_third_for_a_reward_is_an_accident(keeper: Keeper) -> None:
+    dispatch(keeper.ring, 1)
+    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    keeper.claim("gen")
+    keeper.pass_lease()
+    assert states(keeper.ring) == {"QUEUED": 1} and keeper.ring.line(0)["attempt"] == 1
+    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("gen", answer_to(keeper.claim("gen", req=2)[0].task))
+    for attempt in (1, 2):
+        keeper.ask("judge", m.RemoteJoin(life=1, role="reward"))
+        [task] = keeper.claim("judge", req=attempt)
+        keeper.pass_lease()
+        assert keeper.ring.line(0)["attempt"] == attempt and states(keeper.ring) == {"GENERATED": 1}
+        keeper.ask("judge", m.RemoteJoin(life=1, role="reward"))
+        assert keeper.ask("judge", m.RemoteRewarded(life=1, task=task.task, reward=1.0))[0].code == "late"
+    keeper.claim("judge", req=3)
+    keeper.pass_lease()
+    assert states(keeper.ring) == {} and chr(keeper.fates[0].get(1)) == "H"
+
+
+def test_two_silent_ends_while_it_held_nothing_else_make_a_sample_suspect_of_poison(keeper: Keeper) -> None:
+    dispatch(keeper.ring, 1)
+    for _ in range(4):
+        keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+        assert keeper.claim("gen", req=int(keeper.now))
+        keeper.pass_lease()
+    assert keeper.ring.line(0)["alone_deaths"] == 2, "the first two claims were not alone ones"
+
+
+def test_no_reaper_takes_what_a_remote_worker_holds_even_with_the_keeper_dead(folder: Path) -> None:
+    maker = Keeper(folder)
+    dispatch(maker.ring, 1)
+    maker.close()
+    killed_keeper(folder, "take.claimed:1")
+    other = Ring.attach(str(folder / "ring"))
+    other.register("x", "x")
+    other.reap()
+    [entry] = [process for process in other.processes() if process.remote]
+    assert (entry.label, entry.role, entry.life, entry.pid) == ("gen", "rollout", 1, 0)
+    assert states(other) == {"GENERATING": 1} and not other.is_dead(entry.index)
+    other.close()
+
+
+def test_an_entry_without_a_lock_is_not_taken_by_those_who_register(keeper: Keeper, folder: Path) -> None:
+    index = keeper.ring.enter_remote("reward", "far", life=9)
+    rings = []
+    with pytest.raises(RingFull):
+        for _ in range(8):
+            rings.append(Ring.attach(str(folder / "ring")))
+            assert rings[-1].register("x", "x") != index
+    for ring in rings:
+        ring.close()
+
+
+def test_a_stand_in_acts_for_its_entry_only_while_it_is_the_same_worker_s(keeper: Keeper) -> None:
+    dispatch(keeper.ring, 1)
+    index = keeper.ring.enter_remote("rollout", "far", life=1)
+    hand = keeper.ring.stand_in(index)
+    [(slot, word)] = hand.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+    with pytest.raises(RingError):
+        keeper.ring.release(slot, word, State.QUEUED)  # not its own
+    keeper.ring.leave_remote(index)
+    assert states(keeper.ring) == {"QUEUED": 1} and keeper.ring.enter_remote("rollout", "near", life=2) == index
+    with pytest.raises(NotRegistered):
+        hand.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+    with pytest.raises(NotRegistered):
+        keeper.ring.stand_in(keeper.ring.index)
+    keeper.ring.leave_remote(index)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_keeper_killed_at_this_step_is_followed_by_one_that_ends_the_sample_once(folder: Path, point: str) -> None:
+    maker = Keeper(folder)
+    dispatch(maker.ring, 1)
+    maker.close()
+    killed_keeper(folder, point)
+    keeper = Keeper(folder)
+    keeper.ring.reap()
+    play(keeper)
+    line = keeper.ring.lines()[0]
+    assert line["state"] == State.REWARDED and line["reward"] == 0.5
+    assert keeper.ring.get(0, "tokens", 0).tolist() == [0, 1, 2]
+    assert [process.label for process in keeper.ring.processes()] == ["keeper"]
+    keeper.close()
+
+
+def test_a_commit_that_a_keeper_died_in_is_not_taken_for_done_once_its_lease_is_over(folder: Path) -> None:
+    maker = Keeper(folder)
+    dispatch(maker.ring, 1)
+    maker.close()
+    killed_keeper(folder, "commit.before:1")
+    keeper = Keeper(folder)
+    [task] = keeper.pass_lease()
+    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    assert keeper.ask("gen", answer_to(task))[0].code == "late" and states(keeper.ring) == {"QUEUED": 1}
+    keeper.close()
