@@ -1,0 +1,274 @@
+"""The golden vectors: messages with fixed contents, their bytes, and bytes that must be refused.
+
+Written to docs/vectors by `python -m busrl.protocol.reference --vectors`; programs in other languages check their
+codec against them. Uses `codec` for every byte of `messages.json`; knows nothing of sockets. Format: docs/protocol.md.
+
+- Every message has `minimal` (required fields only), `typical` and `wide` (large numbers, long and non-ASCII text).
+- Values follow from the field's name or type, so a new message has vectors without a line here.
+- JSON has no bytes and no safe integer above 2**53: they stand as {"$bin": hex} and {"$int": decimal}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+from msgspec import inspect as kinds
+
+from busrl.protocol import codec
+from busrl.protocol import messages as m
+from busrl.protocol.catalog import ROUTES, Reach
+from busrl.protocol.messages import ALL, BY_NAME, Message, name_of
+from busrl.protocol.topics import topic
+from busrl.protocol.version import VERSION
+
+SENDER: Final = "rollout-0"
+TIME_NS: Final = 1_700_000_000_123_456_789
+LIMIT: Final = 1 << 20
+SAFE: Final = 1 << 53
+UNICODE: Final = "aß水🚌"  # 1, 2, 3 and 4 bytes of UTF-8
+
+TYPICAL: Final[dict[str, Any]] = {
+    "worker_id": "rollout-0", "capacity": 8, "slot_id": 17, "seq": 41, "uid": 1289, "count": 3, "version": 12,
+    "prompt": "", "step": 12, "round": 12, "samples": 64, "tokens": 5321, "groups": 8, "role": "rollout", "pid": 4711,
+    "host": "node-1", "index": 5, "activity": "compile", "last_seqs": {"TASK_REQUEST/": 7, "HEARTBEAT/": 31},
+    "token": "8f1d0c5e", "reason": "all steps are done", "drain_s": 10.0, "severity": "warning", "where": "reward",
+    "text": "sample 1289 raised", "traceback": "", "transport": "shm", "nbytes": 1_048_576, "epoch": 2,
+    "store": "tcp://127.0.0.1:29500", "members": ["learner", "rollout-0"], "waiting": "credit", "mean": 0.8125,
+    "reward": 0.75, "entropy": 1.5, "metrics": {"loss": 0.25}, "values": {"credit": 4.0}, "status": "generated",
+    "draws": 96, "admitted": 96, "open_groups": 12, "queued": 30, "free": 128, "credit": 4, "age_mean": 1.25,
+}  # fmt: skip
+WIDE: Final[dict[str, Any]] = {"seq": (1 << 36) - 1, "uid": (1 << 62) + SAFE + 1}
+
+
+# -- messages.json: what busrl writes -----------------------------------------------------------------------------
+
+
+def samples() -> Iterator[tuple[str, Message]]:
+    """Every message in three sizes, the envelope filled in with fixed values."""
+    for kind in ALL:
+        for size, make in (("minimal", _minimal), ("typical", _typical), ("wide", _wide)):
+            message = kind(**_fields(kind, make, required_only=size == "minimal"))
+            message.sender, message.msg_seq, message.time_ns = SENDER, 1, TIME_NS
+            yield f"{name_of(kind)}.{size}", message
+
+
+def messages() -> list[dict[str, Any]]:
+    """The vectors of messages.json."""
+    return [
+        {
+            "name": name,
+            "topic": topic(type(message), "rollout-0" if ROUTES[type(message)].reach is Reach.ONE else ""),
+            "hex": codec.encode(message).hex(),
+            "map": plain(as_map(message)),
+        }
+        for name, message in samples()
+    ]
+
+
+def as_map(message: Message) -> dict[str, Any]:
+    """The fields as they go to the wire, bytes and large integers as they are."""
+    found: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it without loss; `natural` is the way back."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"$bin": bytes(value).hex()}
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > SAFE:
+        return {"$int": str(value)}
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return value
+
+
+def natural(value: Any) -> Any:
+    """What `plain` made, turned back."""
+    if isinstance(value, dict):
+        if set(value) == {"$bin"}:
+            return bytes.fromhex(value["$bin"])
+        if set(value) == {"$int"}:
+            return int(value["$int"])
+        return {key: natural(one) for key, one in value.items()}
+    return [natural(one) for one in value] if isinstance(value, list) else value
+
+
+# -- variants.json: what other encoders may write, and means the same --------------------------------------------------
+
+
+def variants() -> list[dict[str, Any]]:
+    """Bytes that busrl never writes and must read as the named message of messages.json."""
+    return [{"name": name, "equals": equals, "hex": raw.hex()} for name, equals, raw in _variants()]
+
+
+def _variants() -> Iterator[tuple[str, str, bytes]]:
+    by_name = dict(samples())
+    for name in BY_NAME:
+        fields = as_map(by_name[f"{name}.typical"])
+        yield f"{name}.unknown_field", f"{name}.typical", _pack(fields | {"from_tomorrow": [1, {"x": None}]})
+        yield f"{name}.keys_reversed", f"{name}.typical", _pack(dict(reversed(fields.items())))
+        minimal = as_map(by_name[f"{name}.minimal"])
+        asked = {"type", "sender", "msg_seq", "time_ns", *_required(BY_NAME[name])}
+        yield f"{name}.defaults_left_out", f"{name}.minimal", _pack({k: v for k, v in minimal.items() if k in asked})
+    reward = as_map(by_name["REWARD_COMPUTED.typical"])
+    yield "REWARD_COMPUTED.float_32", "REWARD_COMPUTED.typical", _with(reward, "reward", "ca3f400000")
+    yield "REWARD_COMPUTED.uint_64", "REWARD_COMPUTED.typical", _with(reward, "slot_id", "cf0000000000000011")
+    long_text = "db00000009" + SENDER.encode().hex()
+    yield "REWARD_COMPUTED.str_32", "REWARD_COMPUTED.typical", _with(reward, "sender", long_text)
+    zero = as_map(by_name["REWARD_COMPUTED.minimal"])
+    yield "REWARD_COMPUTED.integer_for_float", "REWARD_COMPUTED.minimal", _with(zero, "reward", "00")
+
+
+def _with(fields: dict[str, Any], name: str, hexed: str) -> bytes:
+    """The map with one value replaced by raw bytes, under a map-32 header."""
+    body = b"".join(_pack(key) + (bytes.fromhex(hexed) if key == name else _pack(one)) for key, one in fields.items())
+    return b"\xdf" + len(fields).to_bytes(4, "big") + body
+
+
+# -- rejected.json: what must be dropped and counted -------------------------------------------------------------------
+
+
+def rejected() -> list[dict[str, Any]]:
+    """Bytes on the topic of `message` that hold none, with the fault that a receiver counts."""
+    return [
+        {"name": name, "message": message, "hex": raw.hex(), "fault": _fault(BY_NAME[message], raw)}
+        for name, message, raw in _rejected()
+    ]
+
+
+def _rejected() -> Iterator[tuple[str, str, bytes]]:
+    request = as_map(dict(samples())["TASK_REQUEST.typical"])
+    whole = _pack(request)
+    wrong: dict[str, bytes] = {
+        "no_bytes": b"",
+        "cut_in_the_middle": whole[:-3],
+        "bytes_after_the_map": whole + b"\xc0",
+        "an_array": _pack(list(request)),
+        "the_reserved_byte_c1": b"\xc1",
+        "a_length_of_4_gigabytes": bytes.fromhex("dfffffffff"),
+        "a_newer_protocol": _pack(request | {"v": VERSION + 1}),
+        "another_message": _pack(request | {"type": "NEW_TASK"}),
+        "an_unknown_type": _pack(request | {"type": "FROM_TOMORROW"}),
+        "a_required_field_is_missing": _pack({key: one for key, one in request.items() if key != "worker_id"}),
+        "text_for_a_number": _pack(request | {"capacity": "8"}),
+        "a_float_for_an_integer": _pack(request | {"capacity": 8.0}),
+        "nil_for_text": _pack(request | {"worker_id": None}),
+        "a_negative_count": _pack(request | {"capacity": -1}),
+        "a_name_of_65_characters": _pack(request | {"worker_id": "x" * (m.MAX_NAME + 1)}),
+        "text_that_is_no_utf8": _with(request, "worker_id", "a2c328"),
+        "bytes_for_text": _with(request, "worker_id", "c40177"),
+        "a_key_that_is_no_text": b"\x81\x01\xc3",
+    }
+    for name, raw in wrong.items():
+        yield name, "TASK_REQUEST", raw
+
+
+def _fault(kind: type[Message], raw: bytes) -> str:
+    try:
+        codec.decode(kind, raw, LIMIT)
+    except codec.Rejected as rejected:
+        return rejected.fault.value
+    raise ValueError(f"{raw.hex()} was to be refused as {name_of(kind)} and was not")
+
+
+# -- values that follow from a field --------------------------------------------------------------------------------
+
+
+def _fields(kind: type[Message], make: Any, required_only: bool) -> dict[str, Any]:
+    envelope = Message.__struct_fields__
+    return {
+        field.name: make(field.name, field.type)
+        for field in _described(kind).fields
+        if field.name not in envelope and (field.required or not required_only)
+    }
+
+
+def _required(kind: type[Message]) -> list[str]:
+    return [field.name for field in _described(kind).fields if field.required]
+
+
+def _described(kind: type) -> kinds.StructType:
+    found = kinds.type_info(kind)
+    assert isinstance(found, kinds.StructType)
+    return found
+
+
+def _minimal(name: str, kind: kinds.Type) -> Any:
+    return _value(name, kind, text="", number=0, real=0.0, flag=False, raw=b"", repeat=0, make=_minimal)
+
+
+def _typical(name: str, kind: kinds.Type) -> Any:
+    value = TYPICAL.get(name)
+    if value is not None and _fits(value, kind):
+        return value
+    return _value(name, kind, text=name, number=7, real=0.5, flag=True, raw=b"\1\2\3\4", repeat=1, make=_typical)
+
+
+def _wide(name: str, kind: kinds.Type) -> Any:
+    if name in WIDE and isinstance(kind, kinds.IntType):
+        return WIDE[name]
+    long = UNICODE * 80
+    return _value(
+        name, kind, text=long, number=(1 << 64) - 1, real=-1.7976931348623157e308, flag=True, raw=bytes(range(256)) * 2,
+        repeat=20, make=_wide,
+    )  # fmt: skip
+
+
+_PYTHON: Final[dict[type, type]] = {
+    kinds.IntType: int, kinds.FloatType: float, kinds.StrType: str, kinds.BoolType: bool, kinds.BytesType: bytes,
+    kinds.DictType: dict, kinds.ListType: list,
+}  # fmt: skip
+
+
+def _fits(value: Any, kind: kinds.Type) -> bool:
+    """A new message may use a known name for another type; then the sample follows from the type."""
+    return type(value) is _PYTHON.get(type(kind))
+
+
+def _value(
+    name: str, kind: kinds.Type, *, text: str, number: int, real: float, flag: bool, raw: bytes, repeat: int, make: Any
+) -> Any:
+    """A value of a described type; TypeError for a type that no message may have."""
+    if isinstance(kind, kinds.Metadata):
+        kind = kind.type
+    if isinstance(kind, kinds.StrType):
+        return text[: kind.max_length]
+    if isinstance(kind, kinds.IntType):
+        return min(number, kind.le) if kind.le is not None else max(number, kind.ge or 0)
+    if isinstance(kind, kinds.FloatType):
+        return real
+    if isinstance(kind, kinds.BoolType):
+        return flag
+    if isinstance(kind, kinds.BytesType):
+        return raw[: kind.max_length]
+    if isinstance(kind, (kinds.ListType, kinds.VarTupleType)):
+        return [make(name, kind.item_type) for _ in range(min(repeat, kind.max_length or repeat))]
+    if isinstance(kind, kinds.DictType):
+        return {f"{text[:8]}{i}": make("", kind.value_type) for i in range(repeat)}
+    if isinstance(kind, kinds.UnionType):
+        return make(name, next(one for one in kind.types if not isinstance(one, kinds.NoneType)))
+    if isinstance(kind, kinds.StructType):
+        return kind.cls(**{field.name: make(field.name, field.type) for field in kind.fields})
+    raise TypeError(f"field {name}: {type(kind).__name__} has no sample value; busrl/protocol/vectors.py makes them")
+
+
+def _pack(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def files() -> dict[str, str]:
+    """File name -> text. One vector a line, so that a change shows as a line."""
+    made = {"messages": messages(), "variants": variants(), "rejected": rejected()}
+    return {f"{name}.json": _lines(vectors) for name, vectors in made.items()}
+
+
+def _lines(made: list[dict[str, Any]]) -> str:
+    return "[\n" + ",\n".join(json.dumps(one, ensure_ascii=False) for one in made) + "\n]\n"
