@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import enum
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from msgspec import inspect as kinds
 
 from busrl.protocol import messages as m
 from busrl.protocol.messages import ALL, Message, name_of
@@ -55,10 +58,20 @@ ROUTES: Final[dict[type[Message], Route]] = {
     m.Ping: Route("everybody", "the process named in the topic", Reach.ONE),
     m.Pong: Route("everybody", "the sender of the PING", Reach.ONE),
     m.Stop: Route("launch", "everybody"),
+    m.RemoteJoin: Route("remote worker", "keeper"),
+    m.RemoteClaim: Route("remote worker", "keeper"),
+    m.RemoteExtend: Route("remote worker", "keeper"),
+    m.RemoteGenerated: Route("remote rollout", "keeper"),
+    m.RemoteRewarded: Route("remote reward", "keeper"),
+    m.RemoteFail: Route("remote worker", "keeper"),
+    m.RemoteLeave: Route("remote worker", "keeper"),
+    m.GatewayWelcome: Route("keeper", "the sender of REMOTE_JOIN", Reach.ONE),
+    m.GatewayTasks: Route("keeper", "the sender of REMOTE_CLAIM", Reach.ONE),
+    m.GatewayAnswer: Route("keeper", "the sender of the request", Reach.ONE),
 }
 
-# Version of the protocol -> message -> the fields that it brought. The first number is `v` of the envelope; the second
-# counts additions, which need no new `v`. "" is the envelope.
+# Version of the protocol -> message or record -> the fields that it brought. The first number is `v` of the envelope;
+# the second counts additions, which need no new `v`. "" is the envelope.
 HISTORY: Final[dict[str, dict[str, str]]] = {
     "1.0": {
         "": "v sender msg_seq time_ns",
@@ -82,6 +95,22 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "PONG": "token",
         "STOP": "reason drain_s",
     },
+    "1.1": {
+        "REMOTE_JOIN": "life req role",
+        "REMOTE_CLAIM": "life req capacity holding",
+        "REMOTE_EXTEND": "life req holding",
+        "REMOTE_GENERATED": "life req task tokens logprobs versions text prompt_ids finish done",
+        "REMOTE_REWARDED": "life req task reward parts",
+        "REMOTE_FAIL": "life req task drop text",
+        "REMOTE_LEAVE": "life req reason",
+        "GATEWAY_WELCOME": "life req index lease_s max_capacity max_message_bytes max_prompt_tokens seed model"
+        " prompt_key answer_key template",
+        "GATEWAY_TASKS": "life req tasks",
+        "GATEWAY_ANSWER": "code life req about task text lost",
+        "Tensor": "dtype shape data",
+        "Task": "task slot_id seq uid record segment attempt max_new_tokens temperature top_p version completion"
+        " tensors",
+    },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone
 
@@ -104,10 +133,60 @@ def topic_form(kind: type[Message]) -> str:
     return topic(kind) + ("ADDRESSEE/" if ROUTES[kind].reach is Reach.ONE else "")
 
 
+def records() -> list[type]:
+    """Structs that stand inside messages, in order of first use."""
+    found: dict[type, None] = {}
+    for kind in ALL:
+        for field in described(kind):
+            _collect(field.type, found)
+    return list(found)
+
+
+def described(kind: type) -> Sequence[kinds.Field]:
+    """The fields of a struct as msgspec sees them."""
+    found = kinds.type_info(kind)
+    assert isinstance(found, kinds.StructType)
+    return found.fields
+
+
+def fields_of(kind: type[Message]) -> list[str]:
+    """The names of a message's own fields, in the order of the struct, without the envelope."""
+    return [name for name in kind.__struct_fields__ if name not in Message.__struct_fields__]
+
+
+# -- what is missing -----------------------------------------------------------------------------------------------
+
+
 def check() -> list[str]:
     """What is missing or left over, each with its remedy; empty when structs and catalog agree."""
-    problems = [problem for kind in ALL for problem in _check_kind(kind)]
-    known = {name_of(kind): set(fields_of(kind)) for kind in ALL} | {"": set(Message.__struct_fields__)}
+    known = {"": list(Message.__struct_fields__)}
+    known |= {record.__name__: [field.name for field in described(record)] for record in records()}
+    known |= {name_of(kind): fields_of(kind) for kind in ALL}
+    problems = [problem for kind in (*ALL, *records()) for problem in _check_kind(kind)]
+    problems += [problem for name, names in known.items() for problem in _check_dates(name, names)]
+    return problems + _check_history(known)
+
+
+def _check_kind(kind: type) -> list[str]:
+    problems = []
+    if not inspect.cleandoc(kind.__doc__ or ""):
+        problems.append(f"{kind.__name__} in busrl/protocol/messages.py has no docstring; say in a line what it means")
+    if issubclass(kind, Message) and kind not in ROUTES:
+        problems.append(f"{kind.__name__} has no route; add it to ROUTES in busrl/protocol/catalog.py")
+    return problems
+
+
+def _check_dates(name: str, names: list[str]) -> list[str]:
+    dated = [one for added in HISTORY.values() for one in added.get(name, "").split()]
+    missing = " ".join(one for one in names if one not in dated)
+    if not missing and any(name in added for added in HISTORY.values()):
+        return []
+    line = f'"{name}": "{missing}"'
+    return [f"{name}: no version brought {missing or 'it'}; add {line} to the newest of HISTORY in catalog.py"]
+
+
+def _check_history(known: dict[str, list[str]]) -> list[str]:
+    problems: list[str] = []
     seen: set[tuple[str, str]] = set()
     for version, added in HISTORY.items():
         for message, names in added.items():
@@ -116,30 +195,19 @@ def check() -> list[str]:
                 if (message, name) in seen:
                     problems.append(f"{place} stands there twice; keep the older one")
                 seen.add((message, name))
-                if name not in known.get(message, set()) and (message, name) not in REMOVED:
+                if name not in known.get(message, []) and (message, name) not in REMOVED:
                     problems.append(f"{place} is in no struct; remove it, or add it to REMOVED if it was ever released")
     return problems
 
 
-def fields_of(kind: type[Message]) -> list[str]:
-    """The names of a message's own fields, in the order of the struct, without the envelope."""
-    return [name for name in kind.__struct_fields__ if name not in Message.__struct_fields__]
-
-
-def _check_kind(kind: type[Message]) -> list[str]:
-    name, problems = name_of(kind), []
-    if not inspect.cleandoc(kind.__doc__ or ""):
-        problems.append(f"{kind.__name__} in busrl/protocol/messages.py has no docstring; say in a line what it means")
-    if kind not in ROUTES:
-        problems.append(f"{name} has no route; add {kind.__name__} to ROUTES in busrl/protocol/catalog.py")
-    missing = [field for field in fields_of(kind) if not _dated(name, field)]
-    if missing or not any(name in added for added in HISTORY.values()):
-        problems.append(
-            f"{name}: no version brought {' '.join(missing) or 'it'}; add "
-            f'"{name}": "{" ".join(missing)}" to the newest version of HISTORY in busrl/protocol/catalog.py'
-        )
-    return problems
-
-
-def _dated(message: str, name: str) -> bool:
-    return any(name in added.get(message, "").split() for added in HISTORY.values())
+def _collect(kind: kinds.Type, found: dict[type, None]) -> None:
+    if isinstance(kind, kinds.StructType):
+        found[kind.cls] = None
+        for field in kind.fields:
+            _collect(field.type, found)
+    for name in ("type", "item_type", "value_type"):
+        inner = getattr(kind, name, None)
+        if isinstance(inner, kinds.Type):
+            _collect(inner, found)
+    for inner in getattr(kind, "types", ()):
+        _collect(inner, found)

@@ -21,7 +21,16 @@ from msgspec import inspect as kinds
 
 from busrl.protocol import codec, meanings, session, vectors
 from busrl.protocol import messages as m
-from busrl.protocol.catalog import ROUTES, check, fields_of, message_since, since, topic_form
+from busrl.protocol.catalog import (
+    ROUTES,
+    check,
+    described,
+    fields_of,
+    message_since,
+    records,
+    since,
+    topic_form,
+)
 from busrl.protocol.messages import ALL, Message, name_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -39,7 +48,8 @@ class Incomplete(ValueError):
 def complete() -> None:
     """Raise `Incomplete` if anything about a message is missing."""
     problems = check() + [line for kind in ALL for line in meanings.missing(name_of(kind), fields_of(kind))]
-    problems += [line for record in records() for line in _check_record(record)]
+    for record in records():
+        problems += meanings.missing(record.__name__, [field.name for field in described(record)])
     if problems:
         raise Incomplete("\n".join(problems))
 
@@ -75,13 +85,6 @@ def _at_most(length: int | None) -> str:
     return "" if length is None else f", at most {length}"
 
 
-def described(kind: type) -> Sequence[kinds.Field]:
-    """The fields of a struct as msgspec sees them."""
-    found = kinds.type_info(kind)
-    assert isinstance(found, kinds.StructType)
-    return found.fields
-
-
 def presence(field: kinds.Field) -> str:
     """`required`, or what a receiver takes where the field is absent."""
     if field.required:
@@ -89,35 +92,6 @@ def presence(field: kinds.Field) -> str:
     if field.default_factory is not msgspec.NODEFAULT:
         return f"default `{json.dumps(field.default_factory())}`"
     return f"default `{json.dumps(field.default)}`"
-
-
-def records() -> list[type]:
-    """Structs that stand inside messages, in order of first use."""
-    found: dict[type, None] = {}
-    for kind in ALL:
-        for field in described(kind):
-            _collect(field.type, found)
-    return list(found)
-
-
-def _collect(kind: kinds.Type, found: dict[type, None]) -> None:
-    if isinstance(kind, kinds.StructType):
-        found[kind.cls] = None
-        for field in kind.fields:
-            _collect(field.type, found)
-    for name in ("type", "item_type", "value_type"):
-        inner = getattr(kind, name, None)
-        if isinstance(inner, kinds.Type):
-            _collect(inner, found)
-    for inner in getattr(kind, "types", ()):
-        _collect(inner, found)
-
-
-def _check_record(record: type) -> list[str]:
-    names = [field.name for field in described(record)]
-    return meanings.missing(record.__name__, names) + (
-        [] if inspect.cleandoc(record.__doc__ or "") else [f"{record.__name__} has no docstring; say what it holds"]
-    )
 
 
 # -- the generated parts --------------------------------------------------------------------------------------------
@@ -196,11 +170,7 @@ def _section(kind: type[Message], example: Message) -> str:
 
 def _record_section(record: type) -> str:
     text = " ".join(inspect.cleandoc(record.__doc__ or "").split())
-    rows = ["| field | type | presence | meaning |", "|---|---|---|---|"]
-    for field in described(record):
-        line = meanings.meaning(record.__name__, field.encode_name)
-        rows.append(f"| `{field.encode_name}` | {words(field.type)} | {presence(field)} | {line} |")
-    return "\n".join([f"### Record {record.__name__}", text, "", *rows])
+    return "\n".join([f"### Record {record.__name__}", text, "", _table(record.__name__, described(record))])
 
 
 def _table(name: str, fields: Sequence[kinds.Field]) -> str:

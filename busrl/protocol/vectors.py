@@ -11,15 +11,16 @@ codec against them. Uses `codec` for every byte of `messages.json`; knows nothin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, Final
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import inspect as kinds
 
 from busrl.protocol import codec
 from busrl.protocol import messages as m
-from busrl.protocol.catalog import ROUTES, Reach
+from busrl.protocol.catalog import ROUTES, Reach, described
 from busrl.protocol.messages import ALL, BY_NAME, Message, name_of
 from busrl.protocol.topics import topic
 from busrl.protocol.version import VERSION
@@ -28,17 +29,37 @@ SENDER: Final = "rollout-0"
 TIME_NS: Final = 1_700_000_000_123_456_789
 LIMIT: Final = 1 << 20
 SAFE: Final = 1 << 53
+Make = Callable[[str, kinds.Type], Any]  # (MESSAGE.field, its type) -> a sample value
 UNICODE: Final = "aß水🚌"  # 1, 2, 3 and 4 bytes of UTF-8
 
+TASK: Final = "17.41.1289"
+
+
+def _array(dtype: str, values: Sequence[float]) -> dict[str, Any]:
+    form = {"int32": "i", "uint32": "I", "float32": "f"}[dtype]
+    return {"dtype": dtype, "shape": [len(values)], "data": struct.pack(f"<{len(values)}{form}", *values)}
+
+
+ARRAYS: Final = {
+    "prompt_ids": _array("int32", [1, 14, 12, 13, 2]), "tokens": _array("int32", [12, 13, 14, 2]),
+    "logprobs": _array("float32", [-0.125, -0.5, 0.0, -0.25]), "versions": _array("uint32", [12, 12, 12, 12]),
+}  # fmt: skip
 TYPICAL: Final[dict[str, Any]] = {
     "worker_id": "rollout-0", "capacity": 8, "slot_id": 17, "seq": 41, "uid": 1289, "count": 3, "version": 12,
-    "prompt": "", "step": 12, "round": 12, "samples": 64, "tokens": 5321, "groups": 8, "role": "rollout", "pid": 4711,
+    "prompt": "", "step": 12, "round": 12, "samples": 64, "groups": 8, "role": "rollout", "pid": 4711,
     "host": "node-1", "index": 5, "activity": "compile", "last_seqs": {"TASK_REQUEST/": 7, "HEARTBEAT/": 31},
     "token": "8f1d0c5e", "reason": "all steps are done", "drain_s": 10.0, "severity": "warning", "where": "reward",
     "text": "sample 1289 raised", "traceback": "", "transport": "shm", "nbytes": 1_048_576, "epoch": 2,
     "store": "tcp://127.0.0.1:29500", "members": ["learner", "rollout-0"], "waiting": "credit", "mean": 0.8125,
     "reward": 0.75, "entropy": 1.5, "metrics": {"loss": 0.25}, "values": {"credit": 4.0}, "status": "generated",
     "draws": 96, "admitted": 96, "open_groups": 12, "queued": 30, "free": 128, "credit": 4, "age_mean": 1.25,
+    "life": 1_700_000_000_000, "req": 3, "task": TASK, "holding": [TASK], "lost": [TASK], "finish": 1, "done": True,
+    "drop": "raised", "parts": {"length": 0.5}, "lease_s": 20.0, "max_capacity": 1024, "max_message_bytes": LIMIT,
+    "max_prompt_tokens": 64, "seed": 0, "model": "/models/sort", "prompt_key": "prompt", "answer_key": "answer",
+    "template": "none", "code": "done", "about": "REMOTE_REWARDED", "GATEWAY_ANSWER.text": "", "segment": 0,
+    "attempt": 1, "max_new_tokens": 32, "temperature": 1.0, "top_p": 1.0, "record": '{"prompt":"312=","answer":"123"}',
+    "completion": "123", "REMOTE_GENERATED.text": "123", "tensors": ARRAYS, **ARRAYS,
+    "LEARNER_STATE_UPDATE.tokens": 5321,
 }  # fmt: skip
 WIDE: Final[dict[str, Any]] = {"seq": (1 << 36) - 1, "uid": (1 << 62) + SAFE + 1}
 
@@ -50,7 +71,8 @@ def samples() -> Iterator[tuple[str, Message]]:
     """Every message in three sizes, the envelope filled in with fixed values."""
     for kind in ALL:
         for size, make in (("minimal", _minimal), ("typical", _typical), ("wide", _wide)):
-            message = kind(**_fields(kind, make, required_only=size == "minimal"))
+            fields = _fields(kind, make, required_only=size == "minimal")
+            message = msgspec.convert({"type": name_of(kind), **fields}, kind)
             message.sender, message.msg_seq, message.time_ns = SENDER, 1, TIME_NS
             yield f"{name_of(kind)}.{size}", message
 
@@ -179,44 +201,47 @@ def _fault(kind: type[Message], raw: bytes) -> str:
 # -- values that follow from a field --------------------------------------------------------------------------------
 
 
-def _fields(kind: type[Message], make: Any, required_only: bool) -> dict[str, Any]:
+def _fields(kind: type[Message], make: Make, required_only: bool) -> dict[str, Any]:
     envelope = Message.__struct_fields__
     return {
-        field.name: make(field.name, field.type)
-        for field in _described(kind).fields
+        field.name: make(f"{name_of(kind)}.{field.name}", field.type)
+        for field in described(kind)
         if field.name not in envelope and (field.required or not required_only)
     }
 
 
 def _required(kind: type[Message]) -> list[str]:
-    return [field.name for field in _described(kind).fields if field.required]
+    return [field.name for field in described(kind) if field.required]
 
 
-def _described(kind: type) -> kinds.StructType:
-    found = kinds.type_info(kind)
-    assert isinstance(found, kinds.StructType)
-    return found
+def _minimal(place: str, kind: kinds.Type) -> Any:
+    return _value(place, kind, _Size("", 0, 0.0, False, b"", 0), _minimal)
 
 
-def _minimal(name: str, kind: kinds.Type) -> Any:
-    return _value(name, kind, text="", number=0, real=0.0, flag=False, raw=b"", repeat=0, make=_minimal)
+def _typical(place: str, kind: kinds.Type) -> Any:
+    name = place.rpartition(".")[2]
+    for value in (TYPICAL.get(place), TYPICAL.get(name)):
+        if value is not None and _fits(value, kind):
+            return value
+    return _value(place, kind, _Size(name, 7, 0.5, True, b"\1\2\3\4", 1), _typical)
 
 
-def _typical(name: str, kind: kinds.Type) -> Any:
-    value = TYPICAL.get(name)
-    if value is not None and _fits(value, kind):
-        return value
-    return _value(name, kind, text=name, number=7, real=0.5, flag=True, raw=b"\1\2\3\4", repeat=1, make=_typical)
-
-
-def _wide(name: str, kind: kinds.Type) -> Any:
+def _wide(place: str, kind: kinds.Type) -> Any:
+    name = place.rpartition(".")[2]
     if name in WIDE and isinstance(kind, kinds.IntType):
         return WIDE[name]
-    long = UNICODE * 80
-    return _value(
-        name, kind, text=long, number=(1 << 64) - 1, real=-1.7976931348623157e308, flag=True, raw=bytes(range(256)) * 2,
-        repeat=20, make=_wide,
-    )  # fmt: skip
+    return _value(place, kind, _Size(UNICODE * 80, (1 << 64) - 1, -1.5e308, True, bytes(range(256)) * 2, 20), _wide)
+
+
+class _Size(NamedTuple):
+    """What a sample value is made of."""
+
+    text: str
+    number: int
+    real: float
+    flag: bool
+    raw: bytes
+    repeat: int
 
 
 _PYTHON: Final[dict[type, type]] = {
@@ -227,34 +252,39 @@ _PYTHON: Final[dict[type, type]] = {
 
 def _fits(value: Any, kind: kinds.Type) -> bool:
     """A new message may use a known name for another type; then the sample follows from the type."""
+    if isinstance(kind, kinds.UnionType):
+        return any(_fits(value, one) for one in kind.types)
+    if isinstance(kind, kinds.StructType):
+        return isinstance(value, dict) and set(value) == {field.name for field in kind.fields}
     return type(value) is _PYTHON.get(type(kind))
 
 
-def _value(
-    name: str, kind: kinds.Type, *, text: str, number: int, real: float, flag: bool, raw: bytes, repeat: int, make: Any
-) -> Any:
+def _value(place: str, kind: kinds.Type, size: _Size, make: Make) -> Any:
     """A value of a described type; TypeError for a type that no message may have."""
-    if isinstance(kind, kinds.Metadata):
-        kind = kind.type
     if isinstance(kind, kinds.StrType):
-        return text[: kind.max_length]
+        return size.text[: kind.max_length]
     if isinstance(kind, kinds.IntType):
-        return min(number, kind.le) if kind.le is not None else max(number, kind.ge or 0)
-    if isinstance(kind, kinds.FloatType):
-        return real
-    if isinstance(kind, kinds.BoolType):
-        return flag
+        return min(size.number, kind.le) if kind.le is not None else max(size.number, kind.ge or 0)
+    if isinstance(kind, (kinds.FloatType, kinds.BoolType)):
+        return size.real if isinstance(kind, kinds.FloatType) else size.flag
     if isinstance(kind, kinds.BytesType):
-        return raw[: kind.max_length]
+        return size.raw[: kind.max_length]
     if isinstance(kind, (kinds.ListType, kinds.VarTupleType)):
-        return [make(name, kind.item_type) for _ in range(min(repeat, kind.max_length or repeat))]
+        return [make(place, kind.item_type) for _ in range(_repeat(size, kind.item_type, kind.max_length))]
     if isinstance(kind, kinds.DictType):
-        return {f"{text[:8]}{i}": make("", kind.value_type) for i in range(repeat)}
+        many = _repeat(size, kind.value_type, kind.max_length)
+        return {f"{size.text[:8]}{i}": make(place, kind.value_type) for i in range(many)}
     if isinstance(kind, kinds.UnionType):
-        return make(name, next(one for one in kind.types if not isinstance(one, kinds.NoneType)))
+        return make(place, next(one for one in kind.types if not isinstance(one, kinds.NoneType)))
     if isinstance(kind, kinds.StructType):
-        return kind.cls(**{field.name: make(field.name, field.type) for field in kind.fields})
-    raise TypeError(f"field {name}: {type(kind).__name__} has no sample value; busrl/protocol/vectors.py makes them")
+        return {field.name: make(f"{kind.cls.__name__}.{field.name}", field.type) for field in kind.fields}
+    raise TypeError(f"{place}: {type(kind).__name__} has no sample value; busrl/protocol/vectors.py makes them")
+
+
+def _repeat(size: _Size, inner: kinds.Type, most: int | None) -> int:
+    """Many plain values, few records: a record is large."""
+    many = min(size.repeat, 2) if isinstance(inner, kinds.StructType) else size.repeat
+    return min(many, most if most is not None else many)
 
 
 def _pack(value: Any) -> bytes:

@@ -74,8 +74,8 @@ def test_a_message_that_nobody_described_says_all_that_is_missing(monkeypatch):
         reference.complete()
     said = str(refused.value)
     assert "Silent in busrl/protocol/messages.py has no docstring" in said
-    assert "add Silent to ROUTES" in said
-    assert '"SILENT": "worker_id" to the newest version of HISTORY' in said
+    assert "Silent has no route; add it to ROUTES" in said
+    assert 'add "SILENT": "worker_id" to the newest of HISTORY' in said
 
 
 def test_a_field_that_is_in_no_version_or_has_no_meaning_is_named(monkeypatch):
@@ -96,14 +96,14 @@ def test_history_names_no_field_twice_and_none_that_never_was(monkeypatch):
 def test_a_new_message_with_records_and_bytes_gets_its_tables_and_vectors_without_further_code(monkeypatch):
     module_level(monkeypatch, Brought)
     monkeypatch.setitem(catalog.ROUTES, Brought, catalog.Route("rollout", "keeper"))
-    monkeypatch.setitem(catalog.HISTORY, "1.1", {"BROUGHT": "worker_id tensors remark"})
+    monkeypatch.setitem(catalog.HISTORY, "1.9", {"BROUGHT": "worker_id tensors remark", "Shape": "name shape data"})
     for name in ("tensors", "remark", "name", "shape", "data"):
         monkeypatch.setitem(meanings.MEANINGS, name, f"What {name} means.")
     reference.complete()
     page = reference.details()
-    assert "| `tensors` | array of [Shape](#record-shape) | default `[]` | 1.1 |" in page
-    assert "| `remark` | text or nil | default `null` | 1.1 |" in page
-    assert "### Record Shape" in page and "| `data` | bytes | required |" in page
+    assert "| `tensors` | array of [Shape](#record-shape) | default `[]` | 1.9 |" in page
+    assert "| `remark` | text or nil | default `null` | 1.9 |" in page
+    assert "### Record Shape" in page and "| `data` | bytes | required | 1.9 |" in page
     assert "[`BROUGHT`](#brought) | rollout | `BROUGHT/`" in reference.overview()
     for name, message in vectors.samples():
         if name.startswith("BROUGHT."):
