@@ -91,7 +91,7 @@ def presence(field: kinds.Field) -> str:
         return "required"
     if field.default_factory is not msgspec.NODEFAULT:
         return f"default `{json.dumps(field.default_factory())}`"
-    return f"default `{json.dumps(field.default)}`"
+    return "default nil" if field.default is None else f"default `{json.dumps(field.default)}`"
 
 
 # -- the generated parts --------------------------------------------------------------------------------------------

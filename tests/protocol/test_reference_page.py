@@ -102,7 +102,7 @@ def test_a_new_message_with_records_and_bytes_gets_its_tables_and_vectors_withou
     reference.complete()
     page = reference.details()
     assert "| `tensors` | array of [Shape](#record-shape) | default `[]` | 1.9 |" in page
-    assert "| `remark` | text or nil | default `null` | 1.9 |" in page
+    assert "| `remark` | text or nil | default nil | 1.9 |" in page
     assert "### Record Shape" in page and "| `data` | bytes | required | 1.9 |" in page
     assert "[`BROUGHT`](#brought) | rollout | `BROUGHT/`" in reference.overview()
     for name, message in vectors.samples():
