@@ -43,18 +43,23 @@ def tokens(raw: bytes) -> list[Token]:
 
 
 def fields(raw: bytes) -> list[tuple[bytes, str]]:
-    """The pieces of a map, in order, that together are `raw`: its header, then each key with its value; with a text."""
-    first, *rest = tokens(raw)
-    pieces = [(first.raw, f"{first.form} of {first.children // 2}")]
-    keys = 0
-    for token in rest:
-        keys += token.depth == 1
-        raw_before, text = pieces[-1]
-        if token.depth == 1 and keys % 2:
-            pieces.append((token.raw, f"{token.form} {token.text}:"))
+    """The pieces of a value, in order, that together are `raw`: a new one at each key of a map; with a text."""
+    pieces: list[tuple[bytes, str]] = []
+    open_: list[list[int]] = []  # of each map or array around: values still to come, 1 if it is a map
+    for token in tokens(raw):
+        while open_ and open_[-1][0] == 0:
+            open_.pop()
+        is_key = bool(open_ and open_[-1][1] and open_[-1][0] % 2 == 0)
+        if open_:
+            open_[-1][0] -= 1
+        said = " ".join(filter(None, (token.form, token.text)))
+        if is_key:
+            pieces.append((token.raw, "  " * (sum(one[1] for one in open_) - 1) + said + ":"))
         else:
-            said = " ".join(filter(None, (token.form, token.text)))
-            pieces[-1] = (raw_before + token.raw, f"{text} {said}")
+            before, text = pieces.pop() if pieces else (b"", "")
+            pieces.append((before + token.raw, f"{text} {said}" if text else said))
+        if "map" in token.form or "array" in token.form:
+            open_.append([token.children, int("map" in token.form)])
     return pieces
 
 
@@ -75,9 +80,9 @@ def _token(raw: bytes, at: int, depth: int) -> Token:
     if head < 0x80:
         return _made(raw, at, 1, "fixint", str(head), depth)
     if head < 0x90:
-        return _made(raw, at, 1, "fixmap", "", depth, 2 * (head & 15))
+        return _made(raw, at, 1, "fixmap", f"of {head & 15}", depth, 2 * (head & 15))
     if head < 0xA0:
-        return _made(raw, at, 1, "fixarray", "", depth, head & 15)
+        return _made(raw, at, 1, "fixarray", f"of {head & 15}", depth, head & 15)
     if head < 0xC0:
         return _text(raw, at, 1, head & 31, "fixstr", depth)
     if head >= 0xE0:
@@ -99,7 +104,7 @@ def _sized(raw: bytes, at: int, head: int, depth: int) -> Token:
     if head in _NESTED:
         width = 2 if head in (0xDC, 0xDE) else 4
         count = int.from_bytes(raw[at + 1 : at + 1 + width], "big")
-        return _made(raw, at, 1 + width, _NESTED[head], "", depth, 2 * count if head >= 0xDE else count)
+        return _made(raw, at, 1 + width, _NESTED[head], f"of {count}", depth, 2 * count if head >= 0xDE else count)
     raise ValueError(f"byte {head:#04x} at {at} begins nothing that a message may hold")
 
 

@@ -11,15 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+import msgspec
+
 from busrl.protocol import codec
 from busrl.protocol import messages as m
 from busrl.protocol.explain import fields
 from busrl.protocol.messages import Message
 from busrl.protocol.topics import topic
+from busrl.protocol.vectors import ARRAYS
 
-WORKER: Final = "rollout-9"
+WORKER: Final = "reward-9"
+LIFE: Final = 1_700_000_000_000
 BEGIN_NS: Final = 1_700_000_000_000_000_000
-MORE, LAST, COMMAND = 1, 0, 4
+MORE, LAST, LONG, COMMAND = 1, 0, 2, 4
 WIDTH: Final = 24  # bytes a line
 
 
@@ -47,8 +51,8 @@ class _Script:
         self._time += 1_000_000
         raw, text = codec.encode(message), target.encode()
         self.put(socket, arrow, bytes([MORE, len(text)]) + text, f'frame, more follow, {len(text)} bytes: "{target}"')
-        assert len(raw) < 256, "a longer frame has flag 2 and a size of 8 bytes"
-        self.put(socket, arrow, bytes([LAST, len(raw)]), f"frame, the last one, {len(raw)} bytes")
+        head = bytes([LAST, len(raw)]) if len(raw) < 256 else bytes([LAST | LONG]) + len(raw).to_bytes(8, "big")
+        self.put(socket, arrow, head, f"frame, the last one, {len(raw)} bytes")
         for piece, words in fields(raw):
             self.put(socket, arrow, piece, words)
 
@@ -81,23 +85,53 @@ def lines() -> list[str]:
     script = _Script()
     _connect(script, "SUB", "XPUB", "Connect to sub.sock. Both sides greet, then say what they are.")
     _connect(script, "PUB", "XSUB", "The same on pub.sock.")
-    script.say("Subscribe: a message whose first byte is 1, then the prefix. STOP, NEW_TASK to us, our own PING.")
-    for prefix in (topic(m.Stop), topic(m.NewTask, WORKER), topic(m.Ping, WORKER)):
+    script.say("Subscribe: a message whose first byte is 1, then the prefix. Our own PING comes last.")
+    answers = [topic(kind, WORKER) for kind in (m.GatewayWelcome, m.GatewayTasks, m.GatewayAnswer)]
+    for prefix in (topic(m.Stop), topic(m.DataGenerated), *answers, topic(m.Ping, WORKER)):
         script.put("SUB", ">", bytes([LAST, 1 + len(prefix), 1]) + prefix.encode(), f'subscribe "{prefix}"')
     script.say("Are we heard? A PING to ourselves, repeated until it comes back.")
     before = len(script.lines)
     script.message("PUB", ">", m.Ping(token="7c0ffee7"), WORKER, WORKER)
     script.echo("SUB", before)
     script.say("Say who we are. index 0: this process does not map the ring.")
-    script.message("PUB", ">", m.Hello(role="rollout", pid=4711, host="node-1"), WORKER)
-    script.say("Ask for work; again every second, since this message may be lost like any other.")
-    script.message("PUB", ">", m.TaskRequest(worker_id=WORKER, capacity=1), WORKER)
-    script.say("The scheduler rings: three slots became QUEUED, slot 17 is the first of them.")
-    task = m.NewTask(worker_id=WORKER, slot_id=17, seq=41, uid=1289, count=3)
-    script.message("SUB", "<", task, "scheduler", WORKER)
-    script.say("An orderly end. Then close both sockets.")
-    script.message("PUB", ">", m.Goodbye(reason="done"), WORKER)
+    script.message("PUB", ">", m.Hello(role="reward", pid=4711, host="node-1"), WORKER)
+    _work(script)
+    script.say("The run ends. Hand back what we hold (nothing), say goodbye, close both sockets.")
+    script.message("SUB", "<", m.Stop(reason="all steps are done", drain_s=10.0), "launch")
+    script.message("PUB", ">", m.RemoteLeave(life=LIFE, req=4, reason="STOP"), WORKER)
+    script.message("SUB", "<", m.GatewayAnswer(code="done", life=LIFE, req=4, about="REMOTE_LEAVE"), "keeper", WORKER)
+    script.message("PUB", ">", m.Goodbye(reason="STOP"), WORKER)
     return script.lines
+
+
+def _work(script: _Script) -> None:
+    """Joining, a doorbell, one task and its answer."""
+    script.say("Join the gateway; again every half second until it answers.")
+    script.message("PUB", ">", m.RemoteJoin(life=LIFE, req=1, role="reward"), WORKER)
+    welcome = m.GatewayWelcome(
+        life=LIFE, req=1, index=9, lease_s=20.0, max_capacity=1024, max_message_bytes=1 << 20, max_prompt_tokens=64,
+        model="/models/sort", prompt_key="prompt", answer_key="answer", template="none",
+    )  # fmt: skip
+    script.message("SUB", "<", welcome, "keeper", WORKER)
+    script.say("A doorbell: three slots were GENERATED, slot 17 is the first of them. So ask for work.")
+    bell = m.DataGenerated(slot_id=17, seq=41, uid=1289, version=12, count=3)
+    script.message("SUB", "<", bell, "rollout-0")
+    script.message("PUB", ">", m.RemoteClaim(life=LIFE, req=2, capacity=1), WORKER)
+    script.say("One task. Its name is slot 17, claim 42, sample 1289; it is ours for 20 seconds.")
+    script.message("SUB", "<", m.GatewayTasks(life=LIFE, req=2, tasks=[_task()]), "keeper", WORKER)
+    script.say("Judge it and answer; again every half second until the keeper has said what became of it.")
+    reward = m.RemoteRewarded(life=LIFE, req=3, task="17.42.1289", reward=1.0)
+    script.message("PUB", ">", reward, WORKER)
+    done = m.GatewayAnswer(code="done", life=LIFE, req=3, about="REMOTE_REWARDED", task="17.42.1289")
+    script.message("SUB", "<", done, "keeper", WORKER)
+
+
+def _task() -> m.Task:
+    arrays = {name: msgspec.convert(array, m.Tensor) for name, array in ARRAYS.items()}
+    return m.Task(
+        task="17.42.1289", slot_id=17, seq=42, uid=1289, record='{"prompt":"312=","answer":"123"}', segment=1,
+        version=12, completion="123", tensors=arrays,
+    )  # fmt: skip
 
 
 def _connect(script: _Script, ours: str, theirs: str, words: str) -> None:

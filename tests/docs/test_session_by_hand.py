@@ -1,6 +1,6 @@
 """The session of docs/protocol.md, played from the page's own bytes on plain Unix sockets against a real broker.
 
-Nothing of busrl and no ZeroMQ on the worker's side: what the page says is all that is used.
+On the worker's side nothing of busrl and no ZeroMQ: what the page says is all that is used.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import zmq
+
+from busrl.protocol import codec, kind_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
 SERVE = """
@@ -114,52 +116,76 @@ def folder() -> Iterator[Path]:
 
 
 def frames(raw: bytes) -> list[bytes]:
-    """The bodies of short message frames."""
+    """The bodies of message frames."""
     found, at = [], 0
     while at < len(raw):
-        found.append(raw[at + 2 : at + 2 + raw[at + 1]])
-        at += 2 + raw[at + 1]
+        head = 9 if raw[at] & LONG else 2
+        size = int.from_bytes(raw[at + 1 : at + head], "big")
+        found.append(raw[at + head : at + head + size])
+        at += head + size
     return found
+
+
+class Others:
+    """Everybody else on the bus: hears all, and publishes what the page says that the worker receives."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context = zmq.Context()
+        self.says, self.hears = self.context.socket(zmq.XPUB), self.context.socket(zmq.SUB)
+        self.says.connect(f"ipc://{folder}/pub.sock")
+        self.hears.connect(f"ipc://{folder}/sub.sock")
+        self.hears.subscribe(b"")
+        self.wishes: set[bytes] = set()
+
+    def say(self, target: bytes, body: bytes) -> None:
+        """Publish once the broker has told that somebody wants the topic: earlier it would be dropped."""
+        while target not in self.wishes:
+            assert self.says.poll(PATIENCE_S * 1000), f"nobody wants {target!r}"
+            self.wishes.add(self.says.recv()[1:])
+        self.says.send_multipart([target, body])
+
+    def heard_until(self, last: bytes) -> list[bytes]:
+        """All frames up to this one, without those of the broker's own PING."""
+        heard: list[bytes] = []
+        while not heard or heard[-1] != last:
+            assert self.hears.poll(PATIENCE_S * 1000), f"heard {heard}"
+            parts = self.hears.recv_multipart()
+            heard += [] if parts[0] == b"PING/bus/" else parts
+        return heard
 
 
 def test_the_session_of_the_page_can_be_followed_byte_by_byte(folder):
     peers = {"SUB": Peer(folder / "sub.sock"), "PUB": Peer(folder / "pub.sock")}
-    context = zmq.Context()
-    scheduler, listener = context.socket(zmq.XPUB), context.socket(zmq.SUB)
-    scheduler.connect(f"ipc://{folder}/pub.sock")
-    listener.connect(f"ipc://{folder}/sub.sock")
-    listener.subscribe(b"")
+    others = Others(folder)
     sent: list[bytes] = []
     try:
         for name, arrow, raw in steps():
-            if arrow == "<":
-                if b"NEW_TASK" in raw:
-                    offer(scheduler, frames(raw))
-                assert peers[name].take(len(raw)).hex(" ") == raw.hex(" ")
-                continue
-            if name == "PUB" and raw[0] == 1:
-                if not sent:  # instead of the repeated PING: one PING, once the broker is known to pass it on
-                    peers[name].until_wanted({b"", b"PING/rollout-9/"})
+            if arrow == ">" and name == "PUB" and raw[0] == 1:
+                if not sent:  # instead of a PING that is repeated: one, once the broker is known to pass it on
+                    peers[name].until_wanted({b"", b"PING/reward-9/"})
                 sent += frames(raw)
-            peers[name].socket.sendall(raw)
-        heard: list[bytes] = []
-        while not heard or heard[-1] != sent[-1]:
-            assert listener.poll(PATIENCE_S * 1000), f"heard {heard}"
-            heard += listener.recv_multipart()
+            if arrow == ">":
+                peers[name].socket.sendall(raw)
+                continue
+            if raw[0] == 1 and frames(raw) != sent:  # not our own PING
+                parts = frames(raw)
+                for target, body in zip(parts[::2], parts[1::2]):
+                    others.say(target, body)
+            assert peers[name].take(len(raw)).hex(" ") == raw.hex(" ")
+        heard = others.heard_until(sent[-1])
     finally:
-        context.destroy(linger=0)
+        others.context.destroy(linger=0)
         for peer in peers.values():
             peer.socket.close()
-    assert [part for part in heard if part in sent] == sent
+    assert [part for part in heard if part in sent] == sent and len(sent) > 10
 
 
-def offer(scheduler: zmq.Socket, parts: list[bytes]) -> None:
-    """Publish as the scheduler once the broker has told it that somebody wants the topic."""
-    wish = b""
-    while wish != b"\x01" + parts[0]:
-        assert scheduler.poll(PATIENCE_S * 1000), f"nobody wants {parts[0]!r}"
-        wish = scheduler.recv()
-    scheduler.send_multipart(parts)
+def test_what_travels_in_the_session_are_messages():
+    for _, _, raw in steps():
+        parts = frames(raw) if raw[0] == 1 else []
+        for target, body in zip(parts[::2], parts[1::2]):
+            message = codec.decode(kind_of(target.decode()), body, 1 << 20)
+            assert codec.encode(message) == body
 
 
 def test_the_page_has_a_session_that_goes_both_ways_on_both_sockets():
