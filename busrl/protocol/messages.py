@@ -1,7 +1,7 @@
 """Every message of the bus, grouped by direction: one flat msgpack map each, with its name in field `type`.
 
 Talks to nothing; the codec turns these into bytes and `topics.py` says where they are sent. Knows nothing of sockets
-or of the ring. A foreign-language author needs this file, `topics.py` and the golden vectors in the tests.
+or of the ring. Who sends what stands in `catalog.py`; docs/protocol.md is made from both.
 
 - A message is a doorbell: it says "look at the ring". Losing, doubling, delaying or reordering any of them makes a
   run slower, never wrong; so no field here is the only copy of anything of value.
