@@ -76,6 +76,12 @@ std::string text_arg(const char* text, const char* what, size_t longest) {
     return std::string(text, length);
 }
 
+// A tensor's name, one byte more than it may have if it is too long: the core says so then.
+std::string name_arg(const char* name) {
+    given(name, "name");
+    return std::string(name, ::strnlen(name, kNameBytes + 1));
+}
+
 State state_arg(uint32_t value) {
     if (value >= kStates) invalid("there is no state " + std::to_string(value));
     return State(value);
@@ -147,7 +153,7 @@ void set_fields(Line& line, const busrl_line& from, uint32_t fields) {
 // ---------------------------------------------------------------- tensors
 
 TensorEntry begin_entry(const char* name, uint32_t segment, const busrl_tensor& t) {
-    const TensorName checked(std::string(&given(name, "name"), ::strnlen(name, kNameBytes + 1)));
+    const TensorName checked(name_arg(name));
     if (segment > kNoSegment) invalid("segment is 0 .. 254, or 255 for none");
     TensorEntry entry{};
     std::memcpy(entry.name, checked.word, kNameBytes);
@@ -165,8 +171,11 @@ TensorEntry begin_entry(const char* name, uint32_t segment, const busrl_tensor& 
     return entry;
 }
 
-busrl_tensor describe(const Segment& seg, uint32_t slot, const TensorEntry& e) {
-    busrl_tensor t{};
+// Fills the caller's struct. In this hot path it is written once; a struct of another size takes the long way.
+int describe(const Segment& seg, uint32_t slot, const TensorEntry& e, busrl_tensor* theirs) {
+    busrl_tensor other;
+    const bool same = common_size(theirs, "tensor") == sizeof(other) && theirs->size == sizeof(other);
+    busrl_tensor& t = same ? *theirs : other;
     t.dtype = e.code;
     t.bits = e.bits;
     t.ndim = e.ndim;
@@ -175,8 +184,10 @@ busrl_tensor describe(const Segment& seg, uint32_t slot, const TensorEntry& e) {
     t.nbytes = e.nbytes;
     t.data = seg.payload(slot) + e.offset;
     t.flags = e.flags & kTensorHasCrc ? BUSRL_CHECKSUM : 0;
+    t.zero = 0;
     std::memcpy(t.name, e.name, kNameBytes);
-    return t;
+    std::memset(t.name + kNameBytes, 0, sizeof(t.name) - kNameBytes);
+    return same ? int(BUSRL_OK) : write_struct(theirs, t, "tensor");
 }
 
 bool may_see(const busrl_ring& ring, uint64_t word, uint32_t segment) {
@@ -381,15 +392,14 @@ int busrl_ring_tensor(busrl_ring* ring, uint32_t slot, const char* name, uint32_
     return guarded([&] {
         const Segment& seg = given(ring, "ring").live();
         check_slot(seg, slot);
-        const std::string text(&given(name, "name"), ::strnlen(name, kNameBytes + 1));
+        const std::string text = name_arg(name);
         if (segment > kNoSegment || !may_see(*ring, load_word(seg, slot), segment)) no_tensor(seg, slot, text, segment);
         const TensorTable& table = seg.table(slot);
         const auto index = find_entry(table, TensorName(text), uint8_t(segment));
         if (!index) no_tensor(seg, slot, text, segment);
         const TensorEntry entry = load_entry(table, *index);
         check_entry(seg, slot, entry, true);
-        busrl_tensor found = describe(seg, slot, entry);
-        return write_struct(tensor, found, "tensor");
+        return describe(seg, slot, entry, tensor);
     });
 }
 
@@ -404,8 +414,7 @@ int busrl_ring_tensor_at(busrl_ring* ring, uint32_t slot, uint32_t place, busrl_
         const bool seen = (entry.flags & kTensorValid) && may_see(*ring, load_word(seg, slot), entry.segment);
         if (!seen) return int(BUSRL_AGAIN);
         check_entry(seg, slot, entry, false);
-        busrl_tensor found = describe(seg, slot, entry);
-        return write_struct(tensor, found, "tensor");
+        return describe(seg, slot, entry, tensor);
     });
 }
 
@@ -439,8 +448,7 @@ int busrl_ring_alloc(busrl_ring* ring, uint32_t slot, uint64_t word, const char*
         TensorEntry entry = begin_entry(name, segment, read_struct(tensor, "tensor"));
         const uint32_t index = place_entry(seg, slot, word, entry);
         store_entry(seg.table(slot), index, entry);
-        busrl_tensor made = describe(seg, slot, entry);
-        return write_struct(tensor, made, "tensor");
+        return describe(seg, slot, entry, tensor);
     });
 }
 

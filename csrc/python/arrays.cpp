@@ -135,7 +135,8 @@ py::array alloc(Handle& ring, uint32_t slot, uint64_t word, const std::string& n
 }
 
 py::array get(Handle& ring, uint32_t slot, const std::string& name, uint32_t segment) {
-    busrl_tensor tensor = begin_tensor();
+    busrl_tensor tensor;
+    tensor.size = sizeof(tensor);
     check(busrl_ring_tensor(&ring, slot, name.c_str(), segment, &tensor));
     return view_of(ring, tensor, false);
 }
