@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 
 TIMEOUT_S = 2.0
-LISTENED = b"GOODBYE"
+LISTENED = b"GOODBYE/"
 OPENING = b"\xff" + bytes(8) + b"\x7f"
 
 

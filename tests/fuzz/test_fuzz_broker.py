@@ -52,7 +52,7 @@ class Talk:
         self.two.close()
 
     def goes_on(self) -> None:
-        for endpoint in (self.one, self.two):
+        for endpoint in (self.two, self.one):  # the listener first: the sender then knows of its subscription
             endpoint.ready(PATIENCE_S)
         self.count += 1
         self.one.send(m.Goodbye(reason=f"number {self.count}"))
@@ -83,7 +83,9 @@ def flood(broker: Broker, connections: int, batches: int, seed: int) -> None:
     ("connections", "batches", "rounds"),
     [(100, 3, 2), pytest.param(1_000, 25, 20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
 )
-def test_a_broker_outlives_garbage_at_all_its_doors(broker: Broker, connections: int, batches: int, rounds: int) -> None:
+def test_a_broker_outlives_garbage_at_all_its_doors(
+    broker: Broker, connections: int, batches: int, rounds: int
+) -> None:
     with Talk(broker) as talk:
         flood(broker, connections, batches, seed=0)
         talk.goes_on()
