@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "security"))
 
 from fixtures import Broker, free_port, short_dir  # noqa: F401
 
-from .garbage import Garbage, dial, frame, greeting, handshake, speak
+from .garbage import Garbage, dial, frame, greeting, shake_hands, speak
 
 PATIENCE_S = 30.0
 GROWTH_BYTES = 64 << 20
@@ -76,7 +76,8 @@ def flood(broker: Broker, connections: int, batches: int, seed: int) -> None:
     for number in range(batches):
         kind, door = ((b"PUB", broker.ipc[0]), (b"SUB", broker.ipc[1]))[number % 2]
         with contextlib.suppress(OSError), dial(door) as peer:
-            peer.sendall(handshake(kind) + garbage.frames(FRAMES))
+            shake_hands(peer, kind)
+            peer.sendall(garbage.frames(FRAMES))
 
 
 @pytest.mark.parametrize(
@@ -95,14 +96,15 @@ def test_a_broker_outlives_garbage_at_all_its_doors(
             talk.goes_on()
         broker.beat()
         assert resident_bytes(broker) - size < GROWTH_BYTES
-        assert talk.two.stats().malformed > 0  # some of it was passed on, and refused by who listened
+        # One frame in twenty is for a topic with a listener: most were passed on, and refused there.
+        assert talk.two.stats().malformed > rounds * batches * FRAMES * 0.05 / 2 * 0.5
 
 
 def test_the_speaker_of_garbage_is_understood_when_it_speaks_well(broker: Broker) -> None:
     """Else the tests here would only show that a broker ignores a bad handshake."""
     good = codec.encode(m.Goodbye(sender="bare", reason="well said"))
     with Talk(broker) as talk, dial(broker.ipc[0]) as peer:
-        peer.sendall(handshake(b"PUB"))
+        shake_hands(peer, b"PUB")
         heard: m.Message | None = None
         while not isinstance(heard, m.Goodbye):
             peer.sendall(frame(topic(m.Goodbye).encode(), 1) + frame(good))
@@ -187,7 +189,8 @@ def test_a_message_of_many_parts_that_never_ends_is_forgotten_with_its_sender(br
         size = resident_bytes(broker)
         for _ in range(8):
             with contextlib.suppress(OSError), dial(broker.ipc[0]) as peer:
-                peer.sendall(handshake(b"PUB") + part)
+                shake_hands(peer, b"PUB")
+                peer.sendall(part)
             talk.goes_on()
         assert resident_bytes(broker) - size < GROWTH_BYTES
         assert talk.two.drain() == []
