@@ -75,6 +75,8 @@ def test_a_run_finishes_in_hostile_company_and_names_who_it_was(tmp_path: Path) 
         with Endpoint("laptop", *doors, subscribe=[topic(m.Heartbeat)], keys=mine) as far:
             far.ready(30.0)
             assert isinstance(far.recv(30.0), m.Heartbeat)
+            run.kill("bus")
+            far.ready(60.0)  # the next broker has the same keys, and the client comes back by itself
         with Endpoint("stranger", *doors, keys=stranger) as outside, contextlib.suppress(BusNotReady):
             outside.ready(0.5)
             raise AssertionError("an unlisted key was let in")
@@ -88,7 +90,7 @@ def test_a_run_finishes_in_hostile_company_and_names_who_it_was(tmp_path: Path) 
     assert report.counts.lost == report.counts.trained_twice == 0 and not report.errors, report
     assert report.counts.step == run.steps and report.accidents == {"malformed": len(broken)}, report
     assert {chr(run.paths.fates.read_bytes()[uid]) for uid in broken} == {"M"}
-    assert all(run.restarts(name) == 0 for name in ("bus", "learner", "reward/0", "rollout/0", "keeper", "scheduler"))
+    assert all(run.restarts(name) == 0 for name in ("learner", "reward/0", "rollout/0", "keeper", "scheduler"))
 
 
 def said(run: Run, text: str) -> bool:
