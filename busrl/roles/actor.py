@@ -222,6 +222,7 @@ class Actor:
             subscribe=self.subscriptions(),
             hwm=self.topology.bus.hwm,
             max_bytes=self.topology.bus.max_message_bytes,
+            report=lambda text: self.warn("bus", text),
         )
 
     def subscriptions(self) -> list[str]:
