@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench soak cpp sanitize aarch64 install clean
+.PHONY: help demo test test-all lint format bench soak cpp sanitize aarch64 fuzz install clean
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -25,7 +25,8 @@ demo: $(STAMP)/train ## train a tiny model by reinforcement learning, from nothi
 test: lint cpp $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 minutes)
 	$(BIN)/pytest -m "not slow and not soak"
 
-test-all: test sanitize aarch64 ## the slower tests, the sanitizers and aarch64 too
+test-all: test sanitize aarch64 ## the slower tests, the sanitizers, aarch64 and millions of fuzzed inputs too
+	$(MAKE) -C csrc fuzz
 	$(BIN)/pytest -m slow
 
 soak: $(STAMP)/test ## many kills of every role; takes a long time
@@ -39,8 +40,9 @@ lint: $(STAMP)/lint ## ruff, strict types, clang-format
 format: $(STAMP)/lint ## format C++
 	git ls-files 'csrc/*.hpp' 'csrc/*.cpp' 'csrc/*.h' | xargs -r $(BIN)/clang-format -i
 
-cpp: $(STAMP)/system ## the C++ tests
+cpp: $(STAMP)/system ## the C++ tests, and some mutated segments
 	$(MAKE) -C csrc test
+	$(MAKE) -C csrc fuzz FUZZ_INPUTS=20000
 
 sanitize: $(STAMP)/system ## the C++ tests under address, undefined-behaviour and thread sanitizers
 	$(MAKE) -C csrc asan tsan
@@ -48,6 +50,10 @@ sanitize: $(STAMP)/system ## the C++ tests under address, undefined-behaviour an
 aarch64: $(STAMP)/system ## the C++ tests compiled for aarch64, under qemu
 	@sh tools/system.sh $(PYTHON) aarch64-linux-gnu-g++:g++-aarch64-linux-gnu qemu-aarch64:qemu-user
 	$(MAKE) -C csrc aarch64
+
+fuzz: $(STAMP)/test ## a million inputs each: mutated segments, mutated messages, garbage at the broker's doors
+	$(MAKE) -C csrc fuzz
+	$(BIN)/pytest -m slow tests/fuzz
 
 bench: $(STAMP)/train ## side by side with a tuned loop, our own sync mode and TRL (takes a while)
 	$(BIN)/python tools/bench/compare.py --against loop sync trl

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from busrl.bus.broker import run_broker
 from busrl.bus.door import Door, Refusal
 from busrl.bus.endpoint import Endpoint
-from busrl.bus.security import private_directory, tcp_pair
+from busrl.bus.security import allow_many_connections, private_directory, tcp_pair
 from busrl.bus.stats import EndpointStats
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ __all__ = [
     "Endpoint",
     "EndpointStats",
     "Refusal",
+    "allow_many_connections",
     "private_directory",
     "run_broker",
     "tcp_pair",

@@ -55,6 +55,11 @@ class Door:
         self._refused: dict[tuple[str, str], int] = {}
         self._thread: threading.Thread | None = None
 
+    @classmethod
+    def of(cls, endpoint: str, key_directory: str) -> Door | None:
+        """The door that `bus.endpoint` and `bus.keys` of a topology ask for; None for ipc, which needs none."""
+        return None if endpoint == "ipc" else cls(endpoint, keys.directory_of(key_directory))
+
     def open(self, context: zmq.Context[Any], sockets: list[zmq.Socket[bytes]]) -> None:
         """Start to answer, then bind: nobody is let in by a door without a keeper."""
         answers = context.socket(zmq.REP)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,6 +110,13 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
                 "another port in bus.endpoint"
             ) from None
         raise BadEndpoint(f"bus endpoint {endpoint}: it can not be bound: {error.strerror}") from None
+
+
+def allow_many_connections() -> None:
+    """Each connection is a descriptor; a flood of them must find the limit late. For the whole process."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _holder(endpoint: str) -> str:

@@ -116,7 +116,8 @@ def states(ring: Ring) -> dict[str, int]:
     counts: dict[int, int] = {}
     for state in map(int, ring.lines()["state"]):
         counts[state] = counts.get(state, 0) + 1
-    return {State(state).name: counts[state] for state in sorted(counts)}
+    known = {int(state): state.name for state in State}
+    return {known.get(state, f"in no state ({state})"): counts[state] for state in sorted(counts)}
 
 
 def render_slots(ring: Ring) -> list[str]:

@@ -223,6 +223,7 @@ class Actor:
             hwm=self.topology.bus.hwm,
             max_bytes=self.topology.bus.max_message_bytes,
             trouble=self.trouble,
+            report=lambda text: self.warn("bus", text),
         )
 
     def subscriptions(self) -> list[str]:

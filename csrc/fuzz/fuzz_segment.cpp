@@ -87,12 +87,9 @@ class Mutator {
     void change(std::vector<uint8_t>& bytes, uint32_t pick) {
         const struct {
             uint64_t from, to;
-        } regions[] = {{0, sizeof(HeaderFixed) + 8},
-                       {sizeof(HeaderFixed) + 8, sizeof(Header)},
-                       {shape_.proc_off, shape_.line_off},
-                       {shape_.line_off, shape_.table_off},
-                       {shape_.table_off, shape_.data_off},
-                       {shape_.data_off, shape_.total_bytes}};
+        } regions[] = {{0, sizeof(HeaderFixed) + 8},        {sizeof(HeaderFixed) + 8, sizeof(Header)},
+                       {shape_.proc_off, shape_.line_off},  {shape_.line_off, shape_.table_off},
+                       {shape_.table_off, shape_.data_off}, {shape_.data_off, shape_.total_bytes}};
         static constexpr uint32_t weight[] = {0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5};
         const uint32_t which = weight[pick];
         const uint64_t at = regions[which].from + used_part(which, regions[which].to - regions[which].from);
@@ -249,8 +246,9 @@ void take_part(const std::shared_ptr<Segment>& segment, const FateBook& fates, u
     uint32_t cursor = 0;
     step([&] { reap(seg, fates, me); });
     step([&] { finish_drops(seg, fates); });
-    for (const auto& [from, to] : {std::pair{State::QUEUED, State::GENERATING}, {State::GENERATED, State::REWARDING},
-                                  {State::REWARDED, State::TRAINING}}) {
+    for (const auto& [from, to] : {std::pair{State::QUEUED, State::GENERATING},
+                                   {State::GENERATED, State::REWARDING},
+                                   {State::REWARDED, State::TRAINING}}) {
         std::vector<Held> held;
         step([&] { held = take(seg, me, {from, to, -1, 2, 255}); });
         for (const Held& one : held) work_on(seg, me, fates, one);

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import msgspec
 import pytest
 import zmq
@@ -87,6 +90,32 @@ def test_a_sender_far_over_the_limit_is_cut_off_and_may_come_back(endpoint, stra
     hear_good(listener, stranger)
     stranger.send_multipart([HEARD.encode(), b"x" * (8 << 20)])
     assert hear_good(listener, stranger).reason == "good"
+
+
+FLOOD = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.PUB)
+socket.connect(sys.argv[1])
+for number in range(50_000_000):
+    socket.send_multipart([b"GOODBYE/", b"\\xc1" * 20])
+    if number == 1000:
+        print("flooding", flush=True)
+"""
+
+
+def test_a_flood_of_refused_messages_does_not_hold_a_caller_beyond_its_time(broker, endpoint):
+    listener = endpoint("learner", HEARD, report=lambda _: None)
+    flood = subprocess.Popen([sys.executable, "-c", FLOOD, broker.frontend], stdout=subprocess.PIPE)
+    try:
+        assert flood.stdout is not None and flood.stdout.readline()
+        while not listener.stats().malformed:
+            listener.recv(0.05)
+        for wait in (lambda: listener.recv(0.2), listener.take, listener.drain):
+            assert not wait()
+        assert flood.poll() is None  # it went on all the while
+    finally:
+        flood.kill()
+        flood.wait(PATIENCE_S)
 
 
 @given(st.binary(max_size=200))

@@ -10,10 +10,13 @@ from msgspec import inspect
 
 from busrl.protocol import ALL, Message, name_of
 
-HEADS = [
-    bytes.fromhex(text)
-    for text in ["c0", "c1", "c2", "c3", "00", "7f", "e0", "ff", "80", "8f", "90", "9f", "a0", "bf", "c4ff", "c5ffff", "c6ffffffff", "c7ff01", "c8ffff01", "c9ffffffff01", "ca7fc00000", "cb7ff0000000000000", "cbfff8000000000000", "ccff", "cdffff", "ceffffffff", "cfffffffffffffffff", "d080", "d18000", "d280000000", "d38000000000000000", "d4ff00", "d5ff0000", "d6ffffffffff", "d7ff0000000000000000", "d9ff", "daffff", "dbffffffff", "dcffff", "ddffffffff", "deffff", "dfffffffff"]
-]
+_HEADS = """
+c0 c1 c2 c3 00 7f e0 ff 80 8f 90 9f a0 bf c4ff c5ffff c6ffffffff c7ff01 c8ffff01 c9ffffffff01 ca7fc00000
+cb7ff0000000000000 cbfff8000000000000 ccff cdffff ceffffffff cfffffffffffffffff d080 d18000 d280000000
+d38000000000000000 d4ff00 d5ff0000 d6ffffffffff d7ff0000000000000000 d9ff daffff dbffffffff dcffff ddffffffff
+deffff dfffffffff
+"""
+HEADS = [bytes.fromhex(text) for text in _HEADS.split()]
 
 
 def sample(info: inspect.Type) -> Any:

@@ -67,7 +67,7 @@ def test_changed_messages_are_taken_or_counted_and_memory_stays_bounded(tmp_path
 
 @pytest.mark.parametrize("kind", ALL, ids=name_of)
 def test_the_valid_message_of_a_kind_is_accepted(kind: type[m.Message]) -> None:
-    raw = dict((made, raw) for made, raw in golden())[kind]
+    raw = dict(golden())[kind]
     assert isinstance(codec.decode(kind, raw, LIMIT), kind)
 
 

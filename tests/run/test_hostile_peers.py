@@ -1,4 +1,4 @@
-"""A run with hostile company: an unlisted key at its door, descriptors broken in its ring. It finishes."""
+"""A run with hostile company: an unlisted key, a member that talks nonsense, broken descriptors. It finishes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from harness import Run, read_lines, running
 
 from busrl import keys
 from busrl.bus import Endpoint, tcp_pair
+from busrl.bus.core import encrypt
 from busrl.errors import BusNotReady
 from busrl.keys import ClientKeys, Pair
 from busrl.launch.status import status
@@ -75,6 +77,12 @@ def test_a_run_finishes_in_hostile_company_and_names_who_it_was(tmp_path: Path) 
         with Endpoint("laptop", *doors, subscribe=[topic(m.Heartbeat)], keys=mine) as far:
             far.ready(30.0)
             assert isinstance(far.recv(30.0), m.Heartbeat)
+            run.kill("bus")
+            far.ready(60.0)  # the next broker has the same keys, and the client comes back by itself
+        with zmq.Context() as context, context.socket(zmq.PUB) as member:
+            encrypt(member, mine)
+            member.connect(doors[0])
+            run.until("nonsense from a member was recorded", lambda: nonsense(member, run))
         with Endpoint("stranger", *doors, keys=stranger) as outside, contextlib.suppress(BusNotReady):
             outside.ready(0.5)
             raise AssertionError("an unlisted key was let in")
@@ -83,12 +91,20 @@ def test_a_run_finishes_in_hostile_company_and_names_who_it_was(tmp_path: Path) 
         run.until("a broken sample was recorded", lambda: said(run, "payload that can not be read"))
         page = status(run.directory)
         assert public.decode() in page and "127.0.0.1" in page and "can not be read" in page
+        assert "dropped a message: malformed from loud" in page
         assert run.wait() == 0, run.tail()
     report = run.audit()
     assert report.counts.lost == report.counts.trained_twice == 0 and not report.errors, report
     assert report.counts.step == run.steps and report.accidents == {"malformed": len(broken)}, report
     assert {chr(run.paths.fates.read_bytes()[uid]) for uid in broken} == {"M"}
-    assert all(run.restarts(name) == 0 for name in ("bus", "learner", "reward/0", "rollout/0", "keeper", "scheduler"))
+    assert all(run.restarts(name) == 0 for name in ("learner", "reward/0", "rollout/0", "keeper", "scheduler"))
+
+
+def nonsense(member: zmq.Socket[bytes], run: Run) -> bool:
+    """A STOP whose reason is a number: everybody listens to STOP, nobody may stop for this."""
+    body = {"type": "STOP", "sender": "loud", "reason": 7}
+    member.send_multipart([topic(m.Stop).encode(), msgspec.msgpack.encode(body)])
+    return said(run, "dropped a message: malformed from loud")
 
 
 def said(run: Run, text: str) -> bool:

@@ -30,7 +30,8 @@ enum class Fault : uint8_t {
     disk_full,       // the file system of the fate table is full
     lock_timeout,    // another process holds the lock
     read_only,       // the handle maps the segment read-only
-    bad_tensor,      // a descriptor or a payload of one slot contradicts itself; the rest of the segment is sound
+    // A descriptor or payload of one slot contradicts itself; the rest is sound. (19 and 20 are codes of the C ABI.)
+    bad_tensor = 21,
 };
 
 class Error : public std::runtime_error {

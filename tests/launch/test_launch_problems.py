@@ -1,0 +1,47 @@
+"""`busrl status` names what went wrong lately: newest first, alike lines as one with a count, torn lines left out."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from busrl.launch.problems import SHOWN, TAIL_BYTES, problems
+
+
+def write(path: Path, *texts: str, process: str = "bus") -> None:
+    rows = [
+        {"time": time.time(), "process": process, "severity": "warning", "where": "x", "text": text, "trace": ""}
+        for text in texts
+    ]
+    with open(path, "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_nothing_is_said_of_a_run_without_problems(tmp_path: Path) -> None:
+    assert list(problems(tmp_path / "errors.jsonl")) == []
+
+
+def test_lines_that_differ_in_numbers_are_one_with_their_count_and_the_latest_text(tmp_path: Path) -> None:
+    path = tmp_path / "errors.jsonl"
+    write(path, "refused 10.0.0.1: 1 in all", "refused 10.0.0.1: 2 in all", "something else")
+    head, *rest = problems(path)
+    assert str(path) in head and len(rest) == 2
+    assert any("2 times" in line and "2 in all" in line and "bus warning" in line for line in rest)
+
+
+def test_the_newest_kinds_are_shown_and_the_others_counted(tmp_path: Path) -> None:
+    path = tmp_path / "errors.jsonl"
+    for letter in "abcdefgh":
+        write(path, f"problem {letter}")
+    lines = list(problems(path))
+    assert "problem h" in lines[1] and lines[-1].strip() == f"and {8 - SHOWN} older kinds"
+
+
+def test_a_torn_line_a_cut_tail_and_a_huge_file_are_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "errors.jsonl"
+    path.write_bytes(b"\xff" * (3 * TAIL_BYTES) + b"\n[1]\n{}\n")
+    write(path, "x" * 5000)
+    with open(path, "ab") as file:
+        file.write(b'{"time": 1, "process"')
+    assert len(list(problems(path))) == 2 and all(len(line) < 400 for line in problems(path))
