@@ -36,7 +36,7 @@ from busrl.paths import SHM
 STALLED_S: Final = 15.0  # longer than a listener that was stopped takes to be cut off by the transport's heartbeats
 LINGER_MS: Final = 15_000
 REPLAY_TOPIC: Final = b"REPLAY/"
-COMPLETE: Final = (b"", b"PING/")  # what a listener whose subscriptions are complete has subscribed to
+PING: Final = b"PING/"
 
 
 class Replayer:
@@ -47,7 +47,7 @@ class Replayer:
         self._recording, self._speed = recording, speed
         self._bound = [bind, frontend] if frontend else [bind]
         self._messages = self._missed = 0
-        self._pinged = not frontend
+        self._pinged = False
         self._heard_by: set[bytes] = set()  # topics that somebody is subscribed to
         for endpoint in self._bound:
             refuse_if_served(endpoint)
@@ -120,12 +120,17 @@ class Replayer:
         while True:
             left = end - time.monotonic()
             self._received(left)
-            if self._pinged and any(one == COMPLETE[0] or one.startswith(COMPLETE[1]) for one in self._heard_by):
+            if self._complete():
                 return
             if left <= 0:
                 if self._heard_by:  # a foreign listener, which need not have a PING topic
                     return
                 raise PeerTimeout(f"nobody listened at {self._bound[0]} within {wait_s:g} s; nothing was published")
+
+    def _complete(self) -> bool:
+        """Whether a listener has all its subscriptions; with a frontend an actor's are waited for."""
+        actor = any(one.startswith(PING) for one in self._heard_by)
+        return actor and self._pinged if self._frontend is not None else actor or b"" in self._heard_by
 
     def _serve_until(self, due: float) -> None:
         """Pass on what actors say until it is time for the next message."""
@@ -148,7 +153,7 @@ class Replayer:
             with suppress(zmq.Again):
                 for _ in range(1024):
                     frames = self._frontend.recv_multipart(zmq.NOBLOCK)
-                    self._pinged = self._pinged or frames[0].startswith(b"PING/")
+                    self._pinged = self._pinged or frames[0].startswith(PING)
                     self._send(frames)
         subscriptions = []
         if self._backend in ready:

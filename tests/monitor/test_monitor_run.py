@@ -1,0 +1,127 @@
+"""Monitors and recorders at one real run of the quickstart, which all tests here share; the last one ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from harness import Run, running
+from monitor_scene import entries, finished, until
+
+from busrl.monitor.find import living_runs
+from busrl.monitor.recording import End, Kind, summary
+from busrl.paths import RunPaths
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def run(quickstart: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    one = Run(tmp_path_factory.mktemp("watched") / "run", steps=1_000_000)
+    with running(one):
+        one.until_step(3)
+        yield one
+
+
+@pytest.fixture(scope="module")
+def held(run: Run) -> Iterator[dict[str, Any]]:
+    """What stays attached while the other tests run: a recorder, and one that was stopped."""
+    folder = run.directory.parent
+    children = {
+        name: subprocess.Popen(
+            [os.sys.executable, "-m", "busrl.cli", "record", str(run.directory), "-o", str(folder / f"{name}.rec")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for name in ("whole", "stopped")
+    }  # fmt: skip
+    until("both record", lambda: all((folder / f"{name}.rec").exists() for name in children))
+    children["stopped"].send_signal(signal.SIGSTOP)
+    yield {"folder": folder, **children}
+    for child in children.values():
+        child.kill()
+        child.communicate()
+
+
+def test_a_snapshot_of_a_real_run_tells_who_does_what(run: Run, held: dict[str, Any], started: Start) -> None:
+    told = json.loads(finished(started("monitor", str(run.directory), "--once", "--json", "--seconds", "1")))
+    rows = {row["name"]: row for row in told["processes"]}
+    assert {"bus", "keeper", "scheduler", "learner", "reward/0", "rollout/0", "validator"} <= set(rows)
+    assert {name: row["pid"] for name, row in rows.items()} == {one.label: one.pid for one in run.processes().values()}
+    assert all(row["state"] == "ready" and not row["late"] for row in rows.values())
+    assert told["run"]["state"] == "running" and told["progress"]["step"] >= 3
+    assert sum(told["ring"]["occupancy"].values()) == told["ring"]["slots"]
+    assert told["trigger"]["n_min"] == 8 and told["trigger"]["groups_open"] > 0
+    assert 0 <= told["trigger"]["groups_ready"] <= told["trigger"]["groups_open"]
+    rewards = {row["step"]: row["reward"] for row in run.metrics()}
+    assert len(told["charts"]["steps"]) >= 3
+    assert told["charts"]["reward"] == pytest.approx([rewards[step] for step in told["charts"]["steps"]])
+    assert told["staleness"]["bound"] == 2 and 0 <= told["staleness"]["max"] <= 2
+    by_name = told["messages"]["by_name"]
+    assert by_name["DATA_GENERATED"]["count"] > 0 and by_name["HEARTBEAT"]["count"] > 0
+    assert told["messages"]["missed"] == told["messages"]["malformed"] == 0
+    assert told["throughput"]["samples_per_s"] > 0 and told["throughput"]["tokens_per_s"] > 0
+
+
+def test_a_real_run_is_found_without_a_name(run: Run) -> None:
+    assert run.paths.root in list(living_runs())
+
+
+def test_a_killed_monitor_is_not_noticed_by_the_run(run: Run, held: dict[str, Any], started: Start) -> None:
+    before = {name: (one.index, one.pid) for name, one in run.processes().items()}
+    names = sorted(path.name for path in run.paths.root.rglob("*.lock")), sorted(os.listdir(run.paths.runtime_dir))
+    child = started("monitor", str(run.directory))
+    assert child.stdout is not None
+    until("its first line", child.stdout.readline)
+    child.kill()
+    child.wait()
+    step = run.step()
+    run.until("it goes on", lambda: run.step() > step + 2)
+    assert {name: (one.index, one.pid) for name, one in run.processes().items()} == before
+    assert names == (
+        sorted(path.name for path in run.paths.root.rglob("*.lock")), sorted(os.listdir(run.paths.runtime_dir))
+    )  # fmt: skip
+
+
+def test_a_recording_of_a_real_run_shows_it_again(
+    run: Run, held: dict[str, Any], started: Start, short_dir: Path
+) -> None:
+    path, bind = held["folder"] / "part.rec", f"ipc://{short_dir}/bus.sock"
+    shutil.copy(held["folder"] / "whole.rec", path)  # it is written still: what is there can be read
+    player = started("replay", str(path), "--speed", "max", "--bind", bind)
+    told = json.loads(finished(started("monitor", bind, "--once", "--json")))
+    finished(player)
+    counted = {name: one["count"] for name, one in told["messages"]["by_name"].items()}
+    assert counted == summary(path)["messages"] and counted["LEARNER_STATE_UPDATE"] > 0
+    assert told["progress"]["step"] >= 3 and told["run"]["name"] == "quickstart"
+    assert {row["name"] for row in told["processes"]} >= {"learner", "rollout/0"}
+    assert told["messages"]["missed"] == 0
+
+
+def test_the_run_ends_in_order_with_a_stopped_recorder_attached_and_the_recording_ends_with_it(
+    run: Run, held: dict[str, Any]
+) -> None:
+    assert run.child is not None
+    run.child.send_signal(signal.SIGTERM)
+    assert run.wait() == 143
+    report = run.audit()
+    assert report.counts.lost == 0 and report.counts.trained_twice == 0 and not report.errors, report
+    assert report.accidents == {}
+    assert all(run.restarts(name) == 0 for name in ("bus", "learner", "scheduler", "rollout/0"))
+    assert "the run has ended" in finished(held["whole"])
+    found = entries(held["folder"] / "whole.rec")
+    end = msgspec.msgpack.decode(found[-1].body, type=End)
+    assert found[-1].kind == Kind.END and end.missed == 0
+    steps = [msgspec.msgpack.decode(one.body)["step"] for one in found if one.topic == b"LEARNER_STATE_UPDATE/"]
+    assert steps == list(range(steps[0], steps[-1] + 1)) and steps[-1] == run.step()
+    assert any(one.topic == b"STOP/" for one in found)
+    assert not RunPaths.of(run.directory).ring_file.exists()
+    held["stopped"].send_signal(signal.SIGCONT)
+    assert "the run has ended" in finished(held["stopped"])
