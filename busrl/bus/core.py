@@ -38,6 +38,7 @@ TRANSPORT_SLACK: Final = 4  # libzmq cuts the peer off at this multiple: below i
 MAX_REPORTED: Final = 1024
 LINGER_MS: Final = 250
 PING_EVERY_S: Final = 0.05
+PING_FIRST_S: Final = 0.004  # the pauses grow from here: a first ping is often quicker than the subscription
 
 _log = logging.getLogger("busrl.bus")
 _alive: weakref.WeakSet[Core] = weakref.WeakSet()
@@ -91,7 +92,7 @@ class Core:
         self._gaps = Gaps()
         self._pending: deque[Message] = deque()
         self._own_ping = topic(Ping, name)
-        self._token, self._echoed, self._ping_due = os.urandom(8).hex(), False, 0.0
+        self._token, self._echoed, self._ping_due, self._ping_pause_s = "", False, 0.0, PING_FIRST_S
         heard: list[type[Message]] = [*map(kind_of, subscribe), Ping]
         self._kinds = {name_of(kind).encode(): kind for kind in heard}
         for endpoint in (frontend, backend):
@@ -222,7 +223,7 @@ class Core:
     def knock(self, now: float) -> bool:
         """Whether a round trip through the broker came back; sends a ping where one is due, keeps what else arrives."""
         if now >= self._ping_due and not self._echoed:
-            self._ping_due = now + PING_EVERY_S
+            self._ping_due, self._ping_pause_s = now + self._ping_pause_s, min(PING_EVERY_S, 2 * self._ping_pause_s)
             self.post(Ping(token=self._token), to=self.name)
         while not self._echoed and (message := self._take_new()) is not None:
             self._pending.append(message)
@@ -230,7 +231,12 @@ class Core:
 
     def forget_echo(self) -> None:
         """Begin a new round trip: an echo of an earlier ping does not count for it."""
-        self._token, self._echoed, self._ping_due = os.urandom(8).hex(), False, 0.0
+        self._token, self._echoed = os.urandom(8).hex(), False
+        self._ping_due, self._ping_pause_s = 0.0, PING_FIRST_S
+
+    def ping_in_s(self) -> float:
+        """Seconds until the next ping of this round trip is due."""
+        return max(0.0, self._ping_due - time.monotonic())
 
     def not_ready(self, timeout_s: float) -> BusNotReady:
         """The error of a round trip that did not come back."""
