@@ -34,7 +34,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import Fates, OfdLock, Ring
-from busrl.roles.process import configure_process, wait_for_turn
+from busrl.roles.process import configure_process, record_error, wait_for_turn
 from busrl.roles.throttle import Throttle
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.topology import Topology
@@ -203,7 +203,7 @@ class Actor:
         if not self.singleton:
             return True
         self._lock = OfdLock(str(self.paths.lock(self.name.replace("/", "-"))))
-        return wait_for_turn(self._lock, self.ring, lambda: self.stopping)
+        return wait_for_turn(self._lock, self.ring, lambda: self.stopping, self.paths, self.name)
 
     def _attach(self) -> None:
         self.ring = Ring.attach(self.paths.ring_name)
@@ -294,12 +294,3 @@ class Actor:
             self.bus.send(m.Goodbye(reason=self.stopping or "error"))
             self.bus.close()
         self.ring.close()
-
-
-def record_error(paths: RunPaths, process: str, severity: str, where: str, text: str, trace: str = "") -> None:
-    """Append one line to errors.jsonl; a full disk must not turn a warning into a death."""
-    line = msgspec.json.encode(
-        {"time": time.time(), "process": process, "severity": severity, "where": where, "text": text, "trace": trace}
-    )
-    with contextlib.suppress(OSError), open(paths.errors, "ab") as file:
-        file.write(line + b"\n")
