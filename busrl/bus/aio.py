@@ -12,7 +12,7 @@ import contextlib
 import time
 from types import TracebackType
 
-from busrl.bus.core import PING_EVERY_S, Core
+from busrl.bus.core import Core
 from busrl.protocol import Message
 
 
@@ -40,7 +40,7 @@ class AsyncEndpoint(Core):
         while not self.knock(now := time.monotonic()):
             if now >= deadline:
                 raise self.not_ready(timeout_s)
-            await self._readable(PING_EVERY_S)
+            await self._readable(self.patience(self.ping_in_s()))
 
     async def close(self) -> None:
         """Close; idempotent. What was sent last gets a moment to leave."""

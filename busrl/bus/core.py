@@ -42,6 +42,7 @@ HANDSHAKE_MS: Final = 5000  # half a handshake holds a descriptor no longer than
 MAX_ADDRESSED: Final = 1024  # topics of one endpoint beyond which pings of new names get no answer
 MAX_LOOKS: Final = 4096  # messages looked at before the caller is asked again: a flood of refused ones can not hold it
 PING_EVERY_S: Final = 0.05
+PING_FIRST_S: Final = 0.004  # the pauses grow from here: a first ping is often quicker than the subscription
 
 _log = logging.getLogger("busrl.bus")
 _alive: weakref.WeakSet[Core] = weakref.WeakSet()
@@ -105,7 +106,7 @@ class Core:
         self._gaps = Gaps()
         self._pending: deque[Message] = deque(maxlen=hwm)  # what came before the echo; the oldest may go
         self._own_ping = topic(Ping, name)
-        self._token, self._echoed, self._ping_due = os.urandom(8).hex(), False, 0.0
+        self._token, self._echoed, self._ping_due, self._ping_pause_s = "", False, 0.0, PING_FIRST_S
         heard: list[type[Message]] = [*map(kind_of, subscribe), Ping]
         self._kinds = {name_of(kind).encode(): kind for kind in heard}
         for endpoint in (frontend, backend):
@@ -244,7 +245,7 @@ class Core:
     def knock(self, now: float) -> bool:
         """Whether a round trip through the broker came back; sends a ping where one is due, keeps what else arrives."""
         if now >= self._ping_due and not self._echoed:
-            self._ping_due = now + PING_EVERY_S
+            self._ping_due, self._ping_pause_s = now + self._ping_pause_s, min(PING_EVERY_S, 2 * self._ping_pause_s)
             self.post(Ping(token=self._token), to=self.name)
         for _ in range(MAX_LOOKS):
             if self._echoed or (message := self._take_new()) is None:
@@ -254,7 +255,12 @@ class Core:
 
     def forget_echo(self) -> None:
         """Begin a new round trip: an echo of an earlier ping does not count for it."""
-        self._token, self._echoed, self._ping_due = os.urandom(8).hex(), False, 0.0
+        self._token, self._echoed = os.urandom(8).hex(), False
+        self._ping_due, self._ping_pause_s = 0.0, PING_FIRST_S
+
+    def ping_in_s(self) -> float:
+        """Seconds until the next ping of this round trip is due."""
+        return max(0.0, self._ping_due - time.monotonic())
 
     def not_ready(self, timeout_s: float) -> BusNotReady:
         """The error of a round trip that did not come back."""

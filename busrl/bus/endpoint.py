@@ -6,12 +6,13 @@ nothing of asyncio; `aio.py` is the other face.
 
 from __future__ import annotations
 
+import math
 import time
 from types import TracebackType
 
 import zmq
 
-from busrl.bus.core import PING_EVERY_S, Core
+from busrl.bus.core import Core
 from busrl.protocol import Message
 
 
@@ -32,6 +33,13 @@ class Endpoint(Core):
             self._sub.poll(max(1, int(self.patience(left) * 1000)), zmq.POLLIN)
         return message
 
+    def wait(self, timeout_s: float, fd: int) -> None:
+        """Return when a message may be here, when the descriptor `fd` is readable, or when the time is over."""
+        poller = zmq.Poller()
+        poller.register(self._sub, zmq.POLLIN)
+        poller.register(fd, zmq.POLLIN)
+        poller.poll(math.ceil(self.patience(timeout_s) * 1000))
+
     def ready(self, timeout_s: float) -> None:
         """Return when a ping of our own came back through the broker; BusNotReady after `timeout_s`."""
         self.forget_echo()
@@ -39,7 +47,7 @@ class Endpoint(Core):
         while not self.knock(now := time.monotonic()):
             if now >= deadline:
                 raise self.not_ready(timeout_s)
-            self._sub.poll(int(PING_EVERY_S * 1000), zmq.POLLIN)
+            self._sub.poll(math.ceil(self.patience(self.ping_in_s()) * 1000), zmq.POLLIN)
 
     def close(self) -> None:
         """Close; idempotent. What was sent last gets a moment to leave."""

@@ -62,7 +62,7 @@ class Launch:
         self._goal = {"learner", "validator"} & self._processes.keys()
         self._done: set[str] = set()
         self._watch = Watch(opened.ring)
-        self._strangers = Strangers({*IMPLIED_ROLES, *SINGLE_ROLES}, patience)
+        self._strangers = Strangers({*IMPLIED_ROLES, *SINGLE_ROLES} & self._processes.keys(), patience)
         self.usage = Usage()
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)

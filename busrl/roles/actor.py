@@ -203,7 +203,7 @@ class Actor:
         if not self.singleton:
             return True
         self._lock = OfdLock(str(self.paths.lock(self.name.replace("/", "-"))))
-        return wait_for_turn(self._lock, self.ring, lambda: self.stopping)
+        return wait_for_turn(self._lock, self.ring, lambda: self.stopping, self.paths, self.name)
 
     def _attach(self) -> None:
         self.ring = Ring.attach(self.paths.ring_name)

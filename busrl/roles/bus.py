@@ -30,7 +30,7 @@ def main(run_dir: str, name: str) -> int:
     ring = Ring.attach(paths.ring_name)
     ring.register("bus", name)
     lock = OfdLock(str(paths.lock("bus")))
-    if not wait_for_turn(lock, ring, stop.is_set):
+    if not wait_for_turn(lock, ring, stop.is_set, paths, name):
         return 0
     serve(paths, settings, ring, lock, stop)
     ring.close()

@@ -20,6 +20,7 @@ from busrl.paths import RunPaths
 from busrl.ring import LockTimeout, OfdLock, Ring
 
 TURN_S = 0.5
+BURIAL_S = 10.0  # a dead holder is gone by then
 log = logging.getLogger("busrl")
 
 
@@ -36,14 +37,15 @@ def title_of(name: str) -> str:
     return f"busrl:{name}"
 
 
-def wait_for_turn(lock: OfdLock, ring: Ring, stopping: Callable[[], object]) -> bool:
+def wait_for_turn(lock: OfdLock, ring: Ring, stopping: Callable[[], object], paths: RunPaths, name: str) -> bool:
     """Hold the lock of a role of which there is one; False if asked to stop meanwhile.
 
-    A predecessor may take a moment to be buried, or live: waiting for it is declared, so nobody is killed for it.
+    A predecessor may take a moment to be buried, or live: waiting for it is declared, so nobody is killed for it. One
+    that lives on is named in errors.jsonl.
     """
     if lock.try_acquire():
         return True
-    holder = lock.holder() or "unknown"
+    holder, begun, told = lock.holder() or "unknown", time.monotonic(), False
     log.info("waits for pid %s, which holds %s", holder, lock.path)
     ring.activity(f"waits for pid {holder}", math.inf)
     while not stopping():
@@ -52,6 +54,11 @@ def wait_for_turn(lock: OfdLock, ring: Ring, stopping: Callable[[], object]) -> 
             ring.activity("")
             return True
         ring.progress()
+        if not told and time.monotonic() - begun > BURIAL_S:
+            told = True
+            text = f"another {name} serves this run (pid {holder} holds {lock.path}); this one waits until it has ended"
+            log.error(text)
+            record_error(paths, name, "error", name, text)
     return False
 
 

@@ -24,7 +24,7 @@ from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.trajectory import UNREADABLE, read, read_many, read_task, read_text, segments_of, seq_of, text_of
 
 BATCH = 256
-STREAM_BATCH, STREAM_PAUSE_S = 12, 0.02
+STREAM_BATCH, STREAM_PAUSE_S = 12, 0.025  # a little longer than the pause between two doorbells of a busy rollout
 JUDGE_WAIT_S = 0.02
 LOAD_LOOK_S = 0.5
 FATE_OF = {"raised": "R", "hung": "H", "malformed": "M"}
@@ -44,23 +44,37 @@ class Reward(Actor):
         self.wants_ids = self.topology.reward.kind == "python"  # exact_match compares text
         self.bell = Doorbell()
         self.streaming = False
+        self.rung, self.next_look = True, 0.0
+
+    def handle(self, message: m.Message) -> None:
+        self.rung = True
 
     def step(self) -> bool:
-        taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=BATCH - len(self.held))
+        taken = self._take()
         if taken:
             self.pool.submit(self._items(taken))
         # In a stream of answers one look takes many; the last ones of a round come few at a time and are not kept.
         self.streaming = len(taken) >= STREAM_BATCH
         return bool(self._settle(0.0)) and not self.streaming
 
+    def _take(self) -> list[tuple[int, int]]:
+        """Look at the ring when a doorbell rang, or a tick after the last look; an answer of the judge is no reason."""
+        now, limit = time.monotonic(), BATCH - len(self.held)
+        if not self.rung and now < self.next_look:
+            return []
+        self.next_look = now + self.tick_s
+        taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=limit)
+        self.rung = len(taken) == limit  # there may be more than fitted
+        return taken
+
     def idle(self, timeout_s: float) -> None:
-        """Let answers gather for a moment: one wake-up for many of them, not one for each."""
+        """In a stream let answers gather until the next doorbell: one wake-up for many of them, not one for each."""
         if self.streaming:
-            time.sleep(STREAM_PAUSE_S)  # not to wait for anything: to wake up less often
+            super().idle(min(timeout_s, STREAM_PAUSE_S))
         elif not self.held:
             super().idle(timeout_s)
-        elif not self._settle(JUDGE_WAIT_S):
-            super().idle(0.0)
+        elif not self._settle(0.0):
+            self.bus.wait(min(timeout_s, JUDGE_WAIT_S), self.pool.fileno())
 
     def _settle(self, timeout_s: float) -> int:
         """Commit what the judges have answered, waiting at most `timeout_s` for a first answer."""

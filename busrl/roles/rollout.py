@@ -48,7 +48,7 @@ from busrl.weights import Receiver, make_receiver
 
 log = logging.getLogger("busrl")
 REQUEST_EVERY_S = 1.0
-BELL_EVERY_S, SPARSE = 0.025, 4
+BELL_EVERY_S, SPARSE = 0.02, 4
 WEIGHTS_TURN_S = 0.25
 PROMPTS_KEPT = 1024
 LINE_FIELDS = ("uid", "version", "step", "max_new_tokens", "temperature", "top_p")

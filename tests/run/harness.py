@@ -200,12 +200,18 @@ class Run:
         return [str(path) for path in files if path.exists()] + self.leftover_processes()
 
     def leftover_processes(self) -> list[str]:
+        """Known by where they write: a title for `ps` takes the place of the environment that /proc shows."""
         found, mark = [], f"BUSRL_RUN_DIR={self.paths.root}".encode()
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                if entry.name.isdigit() and (
+                    self._writes_here(entry) or mark in (entry / "environ").read_bytes().split(b"\0")
+                ):
                     found.append(f"pid {entry.name}: {(entry / 'cmdline').read_bytes().decode(errors='replace')}")
         return found
+
+    def _writes_here(self, entry: Path) -> bool:
+        return os.readlink(entry / "fd" / "2").startswith(f"{self.paths.logs}/")
 
 
 def ended(pidfd: int, timeout_s: float) -> bool:

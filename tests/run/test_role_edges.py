@@ -92,12 +92,16 @@ def test_a_signal_that_comes_when_a_role_is_already_ending_does_not_kill_it(tmp_
 
 WAITING = """
 import os, sys
+from busrl.paths import RunPaths
 from busrl.ring import OfdLock, Ring
-from busrl.roles.process import wait_for_turn
+from busrl.roles import process
+process.BURIAL_S = 0.0
+paths = RunPaths.of(os.path.dirname(sys.argv[1]))
 lock, ring = OfdLock(sys.argv[1]), Ring.attach(sys.argv[2])
 ring.register("bus", "bus")
 print("waiting", lock.try_acquire(), flush=True)
-print("got it", wait_for_turn(lock, ring, lambda: False), lock.holder() == os.getpid(), flush=True)
+mine = process.wait_for_turn(lock, ring, lambda: False, paths, "bus")
+print("got it", mine, lock.holder() == os.getpid(), flush=True)
 """
 
 
@@ -115,6 +119,9 @@ def test_a_broker_says_that_it_waits_for_the_lock_of_its_dying_predecessor(tmp_p
     end, said = time.monotonic() + 30, f"waits for pid {os.getpid()}"
     while not any(one.activity == said and one.deadline_s > 1e8 for one in ring.processes()):
         assert time.monotonic() < end, ring.processes()
+    while not RunPaths.of(tmp_path).errors.exists():
+        assert time.monotonic() < end
+    assert f"another bus serves this run (pid {os.getpid()} holds {path})" in RunPaths.of(tmp_path).errors.read_text()
     lock.release()
     assert child.communicate(timeout=60)[0] == "got it True True\n"
     ring.close()

@@ -77,7 +77,8 @@ def doorbells_of(told: dict[str, Any]) -> dict[str, Any]:
     return {
         "slots": slots,
         "looks": told["looks"],
-        "share_after_a_doorbell": round(slots["bell"] / max(1, slots.total()), 4),
+        # What was taken when room came free had its doorbell earlier; the question is what a timer had to find.
+        "share_after_a_doorbell": round(slots["bell"] / max(1, slots["bell"] + slots["timer"]), 4),
         "doorbell_sent_to_claim": quantiles(told["bell_ms"]),
         "at_rest_to_claim_of_a_waiting_worker": quantiles(told["rest_ms"]),
     }

@@ -2,8 +2,8 @@
 
 Started by `faults.py` as the command of a [[process]]; it is the product's own role with a stopwatch around `take`.
 
-causes: "bell"  a doorbell came since the last look: a bus message, or the ring's wake-up (a change of its futex word)
-        "busy"  a worker that was not waiting looked between two pieces of work, and no doorbell had come
+causes: "bell"  a doorbell came since the last look: a bus message (reward), a change of the ring's futex word (rollout)
+        "room"  none came since the last look, and no timer ended: it looked between two pieces of work
         "timer" it was waiting, nothing came, and its tick ended
 """
 
@@ -22,6 +22,8 @@ from busrl.ring import State
 from busrl.roles.reward import Reward
 from busrl.roles.rollout import Rollout
 
+TIMER_S = 0.015  # every timer of the two roles is longer; a wake-up by the judge's answer is usually sooner
+
 
 class Stopwatch:
     """Wraps a ring's `take` and `wait`; everything else goes through."""
@@ -34,7 +36,7 @@ class Stopwatch:
         self.slots: Counter[str] = Counter()
         self.looks: Counter[str] = Counter()
         self.bell_ms: list[float] = []  # oldest message since the last look, sent until claim
-        self.rest_ms: list[float] = []  # per slot: at rest until claimed, of a worker that was waiting
+        self.rest_ms: list[float] = []  # oldest slot of a look: at rest until claimed by a worker that waited
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ring, name)
@@ -53,14 +55,14 @@ class Stopwatch:
 
     def _note(self, taken: list[tuple[int, int]], before: Any, rung: bool) -> None:
         heard = bool(self.messages) if self._state == State.GENERATED else rung
-        cause = "bell" if heard else "timer" if self.waited else "busy"
+        cause = "bell" if heard else "timer" if self.waited else "room"
         self.slots[cause] += len(taken)
         self.looks[cause] += 1
         if self.messages:
             self.bell_ms.append((time.time_ns() - min(self.messages)) / 1e6)
         if self.waited:
             now = time.monotonic_ns()
-            self.rest_ms += [(now - int(before[slot])) / 1e6 for slot, _ in taken]
+            self.rest_ms.append((now - min(int(before[slot]) for slot, _ in taken)) / 1e6)
 
     def told(self) -> dict[str, Any]:
         return {"slots": self.slots, "looks": self.looks, "bell_ms": self.bell_ms, "rest_ms": self.rest_ms}
@@ -80,8 +82,9 @@ def measured(role: Any, state: State) -> Any:
             super().handle(message)
 
         def idle(self, timeout_s: float) -> None:
-            self.ring.waited = True
+            begun = time.monotonic()
             super().idle(timeout_s)
+            self.ring.waited = self.ring.waited or time.monotonic() - begun >= TIMER_S
 
         def teardown(self) -> None:
             path = Path(environ["BUSRL_RUN_DIR"]) / f"measured-{self.role}.json"
