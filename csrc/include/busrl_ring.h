@@ -63,9 +63,9 @@ enum busrl_code {
     BUSRL_E_DISK_FULL = -17,      /* the file system of the fate table is full */
     BUSRL_E_LOCKED = -18,         /* another process holds the lock */
     BUSRL_E_READ_ONLY = -19,      /* the handle was attached read-only */
-    BUSRL_E_BAD_TENSOR = -20,     /* a descriptor or payload of one slot contradicts itself; leave that slot alone */
-    BUSRL_E_ABI = -21,            /* this library speaks another ABI version */
-    BUSRL_E_MEMORY = -22          /* out of memory */
+    BUSRL_E_ABI = -20,            /* this library speaks another ABI version */
+    BUSRL_E_MEMORY = -21,         /* out of memory */
+    BUSRL_E_BAD_TENSOR = -22      /* a descriptor or payload of one slot contradicts itself; leave that slot alone */
 };
 
 /* States of a slot. A working state (*) has an owner, a resting one never has.

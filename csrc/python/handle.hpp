@@ -45,7 +45,8 @@ inline int check(int code) {
     if (code >= 0) return code;
     uint64_t needed, available;
     const std::string text = busrl_ring_error(&needed, &available);
-    throw Error(code >= BUSRL_E_BAD_TENSOR ? Fault(-1 - code) : Fault::general, text, needed, available);
+    const bool same = code >= BUSRL_E_READ_ONLY || code == BUSRL_E_BAD_TENSOR;
+    throw Error(same ? Fault(-1 - code) : Fault::general, text, needed, available);
 }
 
 // arrays.cpp

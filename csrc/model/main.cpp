@@ -1,0 +1,150 @@
+// Runs the models: `model quick`, `model full`, `model traces` (the controls alone; full and traces print the whole way
+// to each failure), `model steps` (the crash points that the models know). Ends with 1 when anything is not as it
+// should be.
+//
+//  * The protocol itself must hold in every configuration; every control, which breaks one rule of it, must fail in the
+//    way that is written beside it.
+//  * All arrows of kTransitions must have been taken, and a process killed after every named step.
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "ledger_model.hpp"
+#include "slot_model.hpp"
+
+using namespace model;
+
+namespace {
+
+struct Run {
+    const char* name;
+    const char* expected;  // nullptr: all rules hold; else what must be found wrong
+    bool quick;
+    std::function<Verdict(const char*)> explore;
+};
+
+template <class Model>
+std::function<Verdict(const char*)> with(typename Model::Config config) {
+    return [config](const char* only) {
+        const Model model(config);
+        return Explorer<Model>(model, only).run();
+    };
+}
+
+std::vector<Run> protocol() {
+    using L = LedgerModel;
+    return {
+        {"slot: 3 entries, 1 slot, 1 sample", nullptr, false, with<SlotModel>({1, 3, 1, false, false, 0})},
+        {"slot: 2 entries, 2 slots, 2 samples", nullptr, false, with<SlotModel>({2, 2, 2, false, false, 0})},
+        {"ledger: 4 slots, at most 2 deaths", nullptr, false, with<L>({4, true, true, LedgerMutant::NONE, 2})},
+        {"ledger: 3 slots", nullptr, false, with<L>({3, true, true})},
+        {"slot: 2 entries, 2 slots, 1 sample, drops", nullptr, true, with<SlotModel>({2, 2, 1, true, true, 0})},
+        {"slot: 2 entries, 1 slot, 2 samples, drops", nullptr, true, with<SlotModel>({1, 2, 2, true, true, 0})},
+        {"slot: 2 entries, 1 slot, 2 segments, drops", nullptr, true, with<SlotModel>({1, 2, 1, true, true, 2})},
+        {"ledger: 2 slots", nullptr, true, with<L>({2, true, true})},
+    };
+}
+
+std::vector<Run> controls() {
+    const auto slot = [](SlotMutant mutant) { return with<SlotModel>({1, 2, 1, true, false, 1, mutant}); };
+    const auto slots = [](SlotMutant mutant) { return with<SlotModel>({2, 2, 2, false, false, 0, mutant}); };
+    const auto ledger = [](LedgerMutant mutant) { return with<LedgerModel>({2, true, true, mutant}); };
+    return {
+        {"reclaim by timeout", "torn", true, slot(SlotMutant::TIMEOUT)},
+        {"no seq at claim", "a slot is taken from a living process", true, slot(SlotMutant::NO_SEQ)},
+        {"no second look at the entry", "a slot is taken from a living process", true, slot(SlotMutant::NO_REREAD)},
+        {"no group credit", "stuck", true, ledger(LedgerMutant::NO_CREDIT)},
+        {"no roll-forward", "lost", true, slot(SlotMutant::NO_ROLL_FORWARD)},
+        {"no roll-forward (ledger)", "lost", true, ledger(LedgerMutant::NO_ROLL_FORWARD)},
+        {"no log check at claim", "trained twice", true, slot(SlotMutant::NO_LOG_CHECK)},
+        {"no log check at claim (ledger)", "trained twice", true, ledger(LedgerMutant::NO_LOG_CHECK)},
+        {"free before fate", "lost", true, slot(SlotMutant::FREE_FIRST)},
+        {"free before fate, at a drop", "lost", true, slot(SlotMutant::DROP_FREE_FIRST)},
+        {"free before fate, at a drop (ledger)", "lost", true, ledger(LedgerMutant::DROP_FREE_FIRST)},
+        {"the uid counts without its seq", "doubled", true, slots(SlotMutant::NO_UID_CHECK)},
+        {"a scheduler does not wait for its predecessor", "doubled", true, slots(SlotMutant::SUCCESSOR_RUSHES)},
+        {"the same (ledger)", "doubled", true, ledger(LedgerMutant::SUCCESSOR_RUSHES)},
+        {"the entry is freed before its slots", "leaked", true, slot(SlotMutant::ENTRY_FIRST)},
+        {"a full table of the dead is not reaped", "stuck", true, slot(SlotMutant::GIVES_UP)},
+        {"the checkpoint's records are trained again", "trained twice", true, ledger(LedgerMutant::REPLAY_ALL)},
+        {"the log is cut before the checkpoint is whole", "a sample is called trained", true,
+         ledger(LedgerMutant::LOG_CUT_FIRST)},
+    };
+}
+
+struct Report {
+    std::mutex lock;
+    Coverage seen;
+    int failed = 0;
+    bool traces = false;
+
+    void add(const Run& run, const Verdict& v) {
+        const std::lock_guard<std::mutex> guard(lock);
+        const bool good = run.expected ? v.wrong.rfind(run.expected, 0) == 0 : v.wrong.empty();
+        failed += !good;
+        const std::string found = v.wrong.empty() ? "all rules hold, the end is reachable from every state"
+                                                  : v.wrong + ", after " + std::to_string(v.trace.size()) + " steps";
+        std::printf("%s  %-48s %9zu states %10zu steps %6.1f s  %s\n", good ? "ok  " : "FAIL", run.name, v.states,
+                    v.steps, v.seconds, found.c_str());
+        if (traces || (!good && !v.wrong.empty()))
+            for (const std::string& line : v.trace) std::printf("        %s\n", line.c_str());
+        std::fflush(stdout);
+    }
+
+    // Only the protocol itself counts as coverage: a mutant may go where it should not.
+    void check_coverage() {
+        for (const busrl::Transition& t : busrl::kTransitions)
+            if (seen.arrows[uint32_t(t.from)][uint32_t(t.to)] == 0) {
+                std::printf("FAIL  no model takes the arrow %s -> %s\n", busrl::name_of(t.from), busrl::name_of(t.to));
+                ++failed;
+            }
+        for (size_t i = 0; i < kStepCount; ++i)
+            if (!seen.killed_after[i]) {
+                std::printf("FAIL  no model kills a process after %s\n", std::string(kSteps[i]).c_str());
+                ++failed;
+            }
+        if (failed == 0)
+            std::printf("ok    all %zu arrows of the table were taken, and a process killed after each of %zu steps\n",
+                        std::size(busrl::kTransitions), kStepCount);
+    }
+};
+
+void run_all(const std::vector<Run>& runs, Report& report, bool cover) {
+    std::atomic<size_t> next{0};
+    auto work = [&] {
+        coverage() = {};
+        for (size_t i = next++; i < runs.size(); i = next++) report.add(runs[i], runs[i].explore(runs[i].expected));
+        const std::lock_guard<std::mutex> guard(report.lock);
+        if (cover) report.seen.merge(coverage());
+    };
+    std::thread other(work);
+    work();
+    other.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const std::string what = argc > 1 ? argv[1] : "full";
+    if (what == "steps") {
+        for (std::string_view step : kSteps) std::printf("%.*s\n", int(step.size()), step.data());
+        return 0;
+    }
+    if (what != "quick" && what != "full" && what != "traces") {
+        std::fprintf(stderr, "usage: model [quick | full | traces | steps]\n");
+        return 2;
+    }
+    Report report;
+    report.traces = what != "quick";
+    if (what != "traces") {
+        std::vector<Run> runs;
+        for (const Run& run : protocol())
+            if (run.quick || what == "full") runs.push_back(run);
+        run_all(runs, report, true);
+        report.check_coverage();
+    }
+    run_all(controls(), report, false);
+    std::printf("%s\n", report.failed ? "some models are not as they should be" : "all models are as they should be");
+    return report.failed != 0;
+}
