@@ -74,8 +74,13 @@ Stats stats(const Handle& ring) {
         if (const uint64_t n = seg.header().drops[k].load(std::memory_order_relaxed))
             s.drops[std::string(1, char(64 + k))] = n;
     auto counter = [&](Counter c) { return seg.header().counters[c].value.load(std::memory_order_relaxed); };
-    s.claims = counter(kClaims);
-    s.commits = counter(kCommits);
+    auto entered = [&](State state) { return transitions(seg, state); };
+    s.claims = entered(State::GENERATING) + entered(State::REWARDING) + entered(State::TRAINING);
+    // What came to rest by neither a dispatch nor a reaper was committed or handed back by its owner. The parts are
+    // read one after another, so while others work the difference may be off by a few, but never below zero.
+    const uint64_t rested = entered(State::QUEUED) + entered(State::GENERATED) + entered(State::REWARDED);
+    const uint64_t others = counter(kDispatches) + counter(kReturned);
+    s.commits = rested - std::min(rested, others);
     s.reaps = counter(kReaps);
     s.dropped = counter(kDrops);
     s.finished = counter(kFinished);
