@@ -115,7 +115,7 @@ inline std::optional<Held> dispatch(const Segment& seg, uint32_t me, const FateB
     crash_point("dispatch.reserved");
     detail::describe_task(line, task);
     detail::write_task(seg, slot, mine, task);
-    line.changed_ns.store(monotonic_ns(), std::memory_order_release);
+    line.changed_ns.store(coarse_ns(), std::memory_order_release);
     crash_point("dispatch.written");
     // The uid counts only together with the seq of this claim: a slot may still hold an earlier sample's uid whose
     // fate is D because it was dispatched elsewhere.

@@ -66,12 +66,12 @@ inline void after_claim(const Segment& seg, uint32_t slot, uint64_t word, State 
         line.flags.store(line.flags.load(std::memory_order_relaxed) & ~kFlagAlone, std::memory_order_release);
         line.attempt.store(uint16_t(line.attempt.load(std::memory_order_relaxed) + 1), std::memory_order_release);
     }
-    line.changed_ns.store(monotonic_ns(), std::memory_order_release);
+    line.changed_ns.store(coarse_ns(), std::memory_order_release);
 }
 
 inline void before_rest(const Segment& seg, uint32_t slot, uint64_t word, bool committed) {
     Line& line = seg.line(slot);
-    line.changed_ns.store(monotonic_ns(), std::memory_order_release);
+    line.changed_ns.store(coarse_ns(), std::memory_order_release);
     if (state_of(word) != State::GENERATING) return;
     const uint32_t flags = line.flags.load(std::memory_order_relaxed);
     const uint16_t attempt = line.attempt.load(std::memory_order_relaxed);

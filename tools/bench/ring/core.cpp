@@ -75,16 +75,29 @@ uint64_t await_state(const Segment& seg, uint32_t slot, State state) {
     }
 }
 
-// The 48 bytes of a control line's first cache line that an owner may write beside the word.
-void write_fields(Line& line, uint64_t value) {
+enum class Data { line, both, page };
+
+// `line`: the 48 bytes that share the word's cache line with it and the uid: 32 that an owner writes, 16 that the ring
+// writes by itself. `both`: 48 bytes that the owner writes, on both cache lines of the control line.
+void write_fields(Line& line, uint64_t value, Data data) {
     line.version.store(value, std::memory_order_release);
     line.group.store(value, std::memory_order_release);
     line.admission.store(value, std::memory_order_release);
     line.offer_until_ns.store(value, std::memory_order_release);
+    if (data == Data::line) return;
+    line.reward.store(double(value), std::memory_order_release);
+    line.prompt_tokens.store(uint32_t(value), std::memory_order_release);
+    line.response_tokens.store(uint32_t(value), std::memory_order_release);
 }
-uint64_t read_fields(const Line& line) {
-    return line.version.load(std::memory_order_acquire) + line.group.load(std::memory_order_acquire) +
-           line.admission.load(std::memory_order_acquire) + line.offer_until_ns.load(std::memory_order_acquire);
+uint64_t read_fields(const Line& line, Data data) {
+    uint64_t sum = line.version.load(std::memory_order_acquire) + line.group.load(std::memory_order_acquire) +
+                   line.admission.load(std::memory_order_acquire) + line.offer_until_ns.load(std::memory_order_acquire);
+    if (data == Data::line)
+        return sum + line.changed_ns.load(std::memory_order_acquire) +
+               line.last_commit_seq.load(std::memory_order_acquire);
+    sum += uint64_t(line.reward.load(std::memory_order_acquire));
+    return sum + line.prompt_tokens.load(std::memory_order_acquire) +
+           line.response_tokens.load(std::memory_order_acquire);
 }
 
 uint64_t* payload(const Segment& seg, uint32_t slot) {
@@ -103,27 +116,27 @@ volatile uint64_t g_sink;
 // One side of a hand-off: claims `slot` as soon as it is in `from`, works on it, and commits it to `next`.
 struct Side {
     Actor& actor;
-    bool page;
+    Data data;
     uint64_t take(uint32_t slot, State from, State to) const {
         const Segment& seg = *actor.seg;
         for (;;) {
             const uint64_t word = await_state(seg, slot, from);
             if (const uint64_t mine = claim(seg, actor.me(), slot, word, to)) {
-                g_sink = page ? read_page(payload(seg, slot)) : read_fields(seg.line(slot));
+                g_sink = data == Data::page ? read_page(payload(seg, slot)) : read_fields(seg.line(slot), data);
                 return mine;
             }
         }
     }
     void write(uint32_t slot, uint64_t value) const {
-        if (page)
+        if (data == Data::page)
             write_page(payload(*actor.seg, slot), value);
         else
-            write_fields(actor.seg->line(slot), value);
+            write_fields(actor.seg->line(slot), value, data);
     }
 };
 
 // Nanoseconds of one hand-off (half a round trip), over `batches` of kBatch slots.
-double hand_off(const Ring& ring, uint32_t batches, bool page) {
+double hand_off(const Ring& ring, uint32_t batches, Data data) {
     bench::Lines& raw = bench::lines();
     raw.there = raw.back = raw.ready = 0;
     Actor here(ring.folder, "here");
@@ -131,7 +144,7 @@ double hand_off(const Ring& ring, uint32_t batches, bool page) {
     pair(
         [&] {
             Actor there(ring.folder, "there");
-            const Side side{there, page};
+            const Side side{there, data};
             raw.ready.store(1, std::memory_order_release);
             for (uint32_t b = 1; b <= batches; ++b) {
                 bench::await(raw.there, b);
@@ -143,7 +156,7 @@ double hand_off(const Ring& ring, uint32_t batches, bool page) {
             }
         },
         [&] {
-            const Side side{here, page};
+            const Side side{here, data};
             bench::await(raw.ready, 1);
             for (uint32_t b = 1; b <= batches; ++b) {
                 std::vector<uint64_t> word(kBatch);
@@ -363,9 +376,10 @@ Costs costs(uint32_t slots, uint32_t live, uint32_t rounds) {
 
 void one_round(const Ring& small, const Ring& big) {
     bench::say("raw_line", raw_lines(2000, false), "ns");
-    bench::say("ring_line", hand_off(small, 2000, false), "ns");
+    bench::say("ring_line", hand_off(small, 2000, Data::line), "ns");
+    bench::say("ring_both_lines", hand_off(small, 2000, Data::both), "ns");
     bench::say("raw_4k", raw_lines(300, true), "ns");
-    bench::say("ring_4k", hand_off(small, 300, true), "ns");
+    bench::say("ring_4k", hand_off(small, 300, Data::page), "ns");
     bench::say("raw_futex", raw_futex(100), "ns");
     bench::say("ring_blocking", blocking(small, 100), "ns");
     bench::say("memcpy_1m", fill(big, 256, false), "GB/s");
