@@ -21,11 +21,12 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "busrl._ring",
-            sorted(["csrc/python/module.cpp", "csrc/python/arrays.cpp", "csrc/python/watch.cpp"]),
+            sorted(["csrc/python/module.cpp", "csrc/python/arrays.cpp", "csrc/python/hot.cpp", "csrc/python/watch.cpp"]),
             include_dirs=["csrc/include"],
             depends=[
                 *(f"csrc/include/busrl/{name}" for name in sorted(os.listdir("csrc/include/busrl"))),
                 "csrc/python/handle.hpp",
+                "csrc/python/hot.hpp",
                 "csrc/python/watch.hpp",
             ],
             cxx_std=17,

@@ -1,5 +1,5 @@
 // NumPy faces of control lines and tensors. Views are made in place; their base keeps the mapping alive.
-#include "handle.hpp"
+#include "hot.hpp"
 
 namespace busrl::python {
 namespace {
@@ -190,6 +190,8 @@ py::array alloc(const Handle& ring, uint32_t slot, uint64_t word, const std::str
     if (py::isinstance<py::str>(dtype) && dtype.cast<std::string>() == "bfloat16") {
         entry.code = kBfloat;
         entry.bits = 16;
+    } else if (const py::dtype* known = named_dtype(dtype)) {
+        set_dtype(entry, *known);
     } else {
         set_dtype(entry, py::dtype::from_args(dtype));
     }

@@ -1,4 +1,5 @@
 // The Python module busrl._ring: names and argument lists only; what they do is in csrc/include/busrl.
+#include "hot.hpp"
 #include "watch.hpp"
 
 namespace busrl::python {
@@ -164,38 +165,9 @@ void bind_slots(py::class_<Handle>& ring) {
             },
             py::arg("slot"), py::arg("word"), py::arg("to"))
         .def(
-            "take",
-            [](const Handle& r, uint32_t frm, uint32_t to, std::optional<uint32_t> cls, uint32_t limit,
-               uint32_t max_attempt) {
-                const Wanted want{state_arg(frm), state_arg(to), cls ? int64_t(*cls) : -1, limit, max_attempt};
-                py::list out;
-                for (const Held& held : take(r.writable(), r.me(), want))
-                    out.append(py::make_tuple(held.slot, held.word));
-                return out;
-            },
-            py::arg("frm"), py::arg("to"), py::kw_only(), py::arg("cls"), py::arg("limit"), py::arg("max_attempt") = 1)
-        .def(
-            "release",
-            [](const Handle& r, uint32_t slot, uint64_t word, uint32_t to) {
-                return release(r.writable(), r.me(), slot, word, state_arg(to));
-            },
-            py::arg("slot"), py::arg("word"), py::arg("to"))
-        .def(
-            "commit_segment",
-            [](const Handle& r, uint32_t slot, uint64_t word, bool done) {
-                return commit_segment(r.writable(), r.me(), slot, word, done);
-            },
-            py::arg("slot"), py::arg("word"), py::arg("done"))
-        .def(
             "mark_alone",
             [](const Handle& r, uint32_t slot, uint64_t word) { mark_alone(r.writable(), r.me(), slot, word); },
             py::arg("slot"), py::arg("word"))
-        .def(
-            "finish",
-            [](const Handle& r, uint32_t slot, uint64_t word, const py::object& fate) {
-                return finish(r.writable(), r.me(), r.fates, slot, word, fate_code(fate));
-            },
-            py::arg("slot"), py::arg("word"), py::arg("fate"))
         .def(
             "drop",
             [](const Handle& r, uint32_t slot, uint64_t word, const py::object& fate) {
@@ -211,11 +183,6 @@ void bind_data(py::class_<Handle>& ring) {
         .def("words", &words)
         .def("line", &line, py::arg("slot"))
         .def("set", &set_fields, py::arg("slot"), py::arg("word"))
-        .def("put", &put, py::arg("slot"), py::arg("word"), py::arg("name"), py::arg("array"),
-             py::arg("segment") = kNoSegment, py::kw_only(), py::arg("checksum") = false)
-        .def("alloc", &alloc, py::arg("slot"), py::arg("word"), py::arg("name"), py::arg("dtype"), py::arg("shape"),
-             py::arg("segment") = kNoSegment)
-        .def("get", &get, py::arg("slot"), py::arg("name"), py::arg("segment") = kNoSegment)
         .def("tensors", &tensors, py::arg("slot"))
         .def(
             "clear_segments",
@@ -366,6 +333,7 @@ PYBIND11_MODULE(_ring, m) {
     bind_slots(ring);
     bind_data(ring);
     bind_watch(ring);
+    bind_hot(ring);
     py::list names;
     for (const char* name : busrl::kHeaderWords) names.append(name);
     m.attr("HEADER_WORDS") = py::tuple(names);

@@ -31,6 +31,22 @@ inline uint64_t transitions(const Segment& seg, State state) {
     return seg.wake(state).transitions.load(std::memory_order_acquire);
 }
 
+// Looks at the count for at most `ns` without giving up the core; true once it is no longer `seen`.
+inline bool spin(const Segment& seg, State state, uint64_t seen, uint64_t ns) {
+    const uint64_t until = monotonic_ns() + ns;
+    do {
+        for (int look = 0; look < 64; ++look) {  // reading the clock costs as much as many looks
+            if (transitions(seg, state) != seen) return true;
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#elif defined(__aarch64__)
+            asm volatile("yield");
+#endif
+        }
+    } while (monotonic_ns() < until);
+    return false;
+}
+
 // One bounded nap: returns at a wake-up, a signal, or after `ns` (at most one slice). `me` 0 = unregistered.
 inline void nap(const Segment& seg, State state, uint64_t seen, uint32_t me, uint64_t ns) {
     WakeLine& w = seg.wake(state);
