@@ -1,8 +1,8 @@
-"""busrl, Python: a slot with one array goes to another process and comes back with another array in it.
+"""busrl, Python: a slot with one array goes to another process and comes back.
 
-There: claim for the reward, view of the array, an array of its own beside it, commit. Here: claim for training, view of
-that array. The next round trip uses the next slot; the slots are dispatched and freed outside the clock.
-`--fill` copies a private array into the slot on both sides; without it the room is only set aside, as iceoryx2 lends it.
+There: claim for the reward, view of the array, commit. Here: claim for training, view of the array. With `--own` the
+other side puts an array of its own beside it, and that one is looked at here. The slots are dispatched and freed outside
+the clock. `--fill` copies private arrays into the slot; without it the room is only set aside, as iceoryx2 lends it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from measure import WARM, arguments, child, say
 import busrl.ring as busrl_ring
 from busrl.ring import Fates, Ring, State
 
-SLOTS = 8
+SLOTS = 2  # more would leave the cache, which a rival with one buffer does not
 SPIN_S = 1.0
 TIMEOUT_S = 20.0
+WAIT = {"cls": None, "limit": 1, "timeout_s": TIMEOUT_S, "spin_s": SPIN_S}
+GENERATED, REWARDING, REWARDED, TRAINING = State.GENERATED, State.REWARDING, State.REWARDED, State.TRAINING
 
 
 def join(folder: str, label: str) -> Ring:
@@ -37,16 +39,15 @@ def write(ring: Ring, slot: int, word: int, name: str, size: int, source: np.nda
         ring.put(slot, word, name, source)
 
 
-def echo(up, folder: str, size: int, count: int, fill: bool) -> None:
+def echo(up, folder: str, size: int, count: int, fill: bool, own: bool) -> None:
     ring, source = join(folder, "there"), np.ones(size, np.uint8) if fill else None
     up.set()
     for _ in range(count):
-        [(slot, word)] = ring.take(
-            State.GENERATED, State.REWARDING, cls=None, limit=1, timeout_s=TIMEOUT_S, spin_s=SPIN_S
-        )
+        [(slot, word)] = ring.take(GENERATED, REWARDING, **WAIT)
         ring.get(slot, "there")
-        write(ring, slot, word, "back", size, source)
-        ring.release(slot, word, State.REWARDED)
+        if own:
+            write(ring, slot, word, "back", size, source)
+        ring.release(slot, word, REWARDED)
 
 
 def prepare(ring: Ring, uid: int) -> list[tuple[int, int]]:
@@ -67,16 +68,15 @@ def main() -> None:
         made = Ring.create(f"{folder}/ring", slots=SLOTS, slot_bytes=room, processes=8, uuid=bytes(16))
         ring = join(folder, "here")
         rounds = options.count // SLOTS
-        with child(echo, folder, options.size, rounds * SLOTS, options.fill):
+        answer = "back" if options.own else "there"
+        with child(echo, folder, options.size, rounds * SLOTS, options.fill, options.own):
             for uid in range(0, rounds * SLOTS, SLOTS):
                 for slot, word in prepare(ring, uid):
                     start = time.perf_counter()
                     write(ring, slot, word, "there", options.size, source)
                     ring.commit_segment(slot, word, True)
-                    [(slot, word)] = ring.take(
-                        State.REWARDED, State.TRAINING, cls=None, limit=1, timeout_s=TIMEOUT_S, spin_s=SPIN_S
-                    )
-                    ring.get(slot, "back")
+                    [(slot, word)] = ring.take(REWARDED, TRAINING, **WAIT)
+                    ring.get(slot, answer)
                     spent.append(time.perf_counter() - start)
                     ring.finish(slot, word, "T")
         ring.close()

@@ -24,6 +24,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=1 << 20, help="bytes of the array")
     parser.add_argument("--count", type=int, default=200, help="round trips")
     parser.add_argument("--fill", action="store_true", help="copy a private array into every message")
+    parser.add_argument("--own", action="store_true", help="answer with an array of one's own, not with the same one")
     parser.add_argument("--batch", type=int, default=1, help="samples per call, where a system has batches")
     return parser.parse_args()
 
@@ -62,7 +63,7 @@ def say(name: str, module: Any, seconds: float, **more: Any) -> None:
 def _installed(package: str) -> str:
     from importlib import metadata
 
-    for name in (package, package.replace("_", "-")):
+    for name in (package, package.replace("_", "-"), package.replace("_", "")):
         try:
             return metadata.version(name)
         except metadata.PackageNotFoundError:
