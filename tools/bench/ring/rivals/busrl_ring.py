@@ -1,8 +1,9 @@
 """busrl, Python: a slot with one array goes to another process and comes back.
 
 There: claim for the reward, view of the array, commit. Here: claim for training, view of the array. With `--own` the
-other side puts an array of its own beside it, and that one is looked at here. The slots are dispatched and freed outside
-the clock. `--fill` copies private arrays into the slot; without it the room is only set aside, as iceoryx2 lends it.
+other side puts an array of its own beside it, and that one is looked at here. The slots are dispatched and freed
+outside the clock. `--fill` copies private arrays into the slot; without it the room is only set aside, as iceoryx2
+lends it.
 """
 
 from __future__ import annotations

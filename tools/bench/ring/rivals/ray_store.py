@@ -1,4 +1,4 @@
-"""Ray's object store: put and get of one array in the driver; and, as a second figure, an actor that answers with one."""
+"""Ray's object store: put and get of one array in the driver; as a second figure, an actor that sends it back."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ PARTITION = "bench"
 def main() -> None:
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
     options = arguments()
-    ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, object_store_memory=256 << 20)
+    ray.init(num_cpus=8, include_dashboard=False, logging_level=logging.ERROR, object_store_memory=256 << 20)
     tq.init()
     sample = torch.ones(options.size, dtype=torch.uint8)
     batch = TensorDict({"data": sample.expand(options.batch, -1).contiguous()}, batch_size=options.batch)
