@@ -44,7 +44,7 @@ class Endpoint(Core):
             self._wait(PING_EVERY_S)
 
     def _wait(self, timeout_s: float) -> None:
-        """Until something may have arrived. The descriptor is edge-triggered: only to be called after a `take` of None."""
+        """Until something may have arrived. The descriptor is edge-triggered: call it only after a `take` of None."""
         if self._poll is None:
             self._poll = select.poll()
             self._poll.register(self.fileno(), select.POLLIN)
