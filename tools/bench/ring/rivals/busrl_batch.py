@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 from busrl_ring import GENERATED, REWARDED, REWARDING, TRAINING, join
-from measure import WARM, arguments, child, say
+from measure import WARM, arguments, child, pin, say
 
 import busrl.ring as busrl_ring
 from busrl.ring import Ring, State
 
 
 def echo(up, folder: str, total: int, batch: int) -> None:
+    pin(1)
     ring = join(folder, "there")
     up.set()
     while total > 0:
@@ -52,6 +53,7 @@ def main() -> None:
         )
         ring = join(folder, "here")
         with child(echo, folder, options.count * options.batch, options.batch):
+            pin(0)
             for uid in range(0, options.count * options.batch, options.batch):
                 for k in range(options.batch):
                     ring.dispatch(

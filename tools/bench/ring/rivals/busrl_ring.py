@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from measure import WARM, arguments, child, say
+from measure import WARM, arguments, child, pin, say
 
 import busrl.ring as busrl_ring
 from busrl.ring import Fates, Ring, State
@@ -41,6 +41,7 @@ def write(ring: Ring, slot: int, word: int, name: str, size: int, source: np.nda
 
 
 def echo(up, folder: str, size: int, count: int, fill: bool, own: bool) -> None:
+    pin(1)
     ring, source = join(folder, "there"), np.ones(size, np.uint8) if fill else None
     up.set()
     for _ in range(count):
@@ -71,6 +72,7 @@ def main() -> None:
         rounds = options.count // SLOTS
         answer = "back" if options.own else "there"
         with child(echo, folder, options.size, rounds * SLOTS, options.fill, options.own):
+            pin(0)
             for uid in range(0, rounds * SLOTS, SLOTS):
                 for slot, word in prepare(ring, uid):
                     start = time.perf_counter()

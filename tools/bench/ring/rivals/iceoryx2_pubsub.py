@@ -7,7 +7,7 @@ import os
 import time
 
 import iceoryx2 as iox2
-from measure import arguments, child, say, timed
+from measure import arguments, child, pin, say, timed
 
 
 def service(node, name: str):
@@ -42,6 +42,7 @@ def ends(tag: str, size: int, first: str, second: str):
 
 
 def echo(up, tag: str, size: int, count: int, fill: bool) -> None:
+    pin(1)
     _node, publisher, subscriber = ends(tag, size, "b", "a")
     source = ctypes.create_string_buffer(size) if fill else None
     up.set()
@@ -58,6 +59,7 @@ def main() -> None:
     source = ctypes.create_string_buffer(options.size) if options.fill else None
     with child(echo, tag, options.size, options.count, options.fill):
         time.sleep(0.5)  # discovery
+        pin(0)
 
         def once() -> None:
             send(publisher, options.size, source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--own", action="store_true", help="answer with an array of one's own, not with the same one")
     parser.add_argument("--batch", type=int, default=1, help="samples per call, where a system has batches")
     return parser.parse_args()
+
+
+def pin(place: int) -> None:
+    """Two processes that wait by looking need a core each; one behind the other they would measure the scheduler."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[place % len(cores)]})
 
 
 @contextmanager
