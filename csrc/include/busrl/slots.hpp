@@ -171,6 +171,7 @@ struct Candidate {
 // Every slot that `want` speaks of. What is read of a line here holds if the CAS on `word` succeeds.
 inline std::vector<Candidate> candidates(const Segment& seg, uint32_t me, const Wanted& want) {
     std::vector<Candidate> found;
+    found.reserve(64);
     const uint64_t now = want.from == State::QUEUED ? monotonic_ns() : 0;
     auto look = [&](uint32_t slot, uint64_t word) {
         const Line& line = seg.line(slot);
@@ -191,10 +192,13 @@ inline std::vector<Candidate> candidates(const Segment& seg, uint32_t me, const 
 
 inline void take_best(const Segment& seg, uint32_t me, const Wanted& want, std::vector<Held>& held) {
     std::vector<Candidate> found = candidates(seg, me, want);
-    std::make_heap(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) { return b < a; });
-    for (auto end = found.end(); end != found.begin() && held.size() < want.limit; --end) {
-        std::pop_heap(found.begin(), end, [](const Candidate& a, const Candidate& b) { return b < a; });
-        const Candidate& best = *(end - 1);
+    size_t sorted = 0;  // as many as are needed: claims by others make it a few more
+    for (size_t i = 0; i < found.size() && held.size() < want.limit; ++i) {
+        if (i == sorted) {
+            sorted = std::min(found.size(), i + want.limit - held.size());
+            std::partial_sort(found.begin() + long(i), found.begin() + long(sorted), found.end());
+        }
+        const Candidate& best = found[i];
         const uint64_t mine = claim(seg, me, best.slot, best.word, want.to);
         if (mine == 0) continue;
         held.push_back({best.slot, mine});
