@@ -54,9 +54,9 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "busrl._ring",
-            ["csrc/capi/ring.cpp", *(f"csrc/python/{name}.cpp" for name in ("arrays", "bulk", "module", "watch"))],
+            ["csrc/capi/ring.cpp", *(f"csrc/python/{name}.cpp" for name in ("arrays", "bulk", "hot", "module", "watch"))],
             include_dirs=["csrc/include"],
-            depends=[*core, "csrc/python/handle.hpp", "csrc/python/watch.hpp"],
+            depends=[*core, *(f"csrc/python/{name}.hpp" for name in ("handle", "hot", "watch"))],
             define_macros=[("BUSRL_RING_STATIC", None)],
             cxx_std=17,
             extra_compile_args=compile_args,

@@ -183,8 +183,21 @@ class Ring:
     def commit_rewards(self, held: Sequence[tuple[int, int]], rewards: Sequence[float]) -> list[int]: ...
     def claim(self, slot: int, word: int, to: int) -> int: ...
     def take(
-        self, frm: int, to: int, *, cls: int | None, limit: int, max_attempt: int = 1
-    ) -> list[tuple[int, int]]: ...
+        self,
+        frm: int,
+        to: int,
+        *,
+        cls: int | None,
+        limit: int,
+        max_attempt: int = 1,
+        timeout_s: float = 0.0,
+        spin_s: float = 0.0,
+    ) -> list[tuple[int, int]]:
+        """Claim up to `limit` slots, the best first: a list of (slot, word), empty if there are none.
+
+        With `timeout_s` it waits for the first one: `spin_s` of it looking without pause (a hand-off of a microsecond,
+        at the price of a core), the rest asleep until a slot enters `frm`. Other Python threads run meanwhile.
+        """
     def release(self, slot: int, word: int, to: int) -> int: ...
     def commit_segment(self, slot: int, word: int, done: bool) -> int: ...
     def mark_alone(self, slot: int, word: int) -> None: ...

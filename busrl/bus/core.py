@@ -29,6 +29,7 @@ import zmq
 from busrl.bus.gaps import Gaps
 from busrl.bus.security import check_endpoint
 from busrl.bus.stats import EndpointStats
+from busrl.bus.wire import NOBLOCK, Wire
 from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
 from busrl.keys import ClientKeys
 from busrl.protocol import MAX_ACTIVITY, Fault, Heartbeat, Message, Ping, Pong, Rejected, codec, kind_of, name_of, topic
@@ -37,6 +38,7 @@ DEFAULT_HWM: Final = 20_000
 DEFAULT_MAX_BYTES: Final = 1 << 20
 TRANSPORT_SLACK: Final = 4  # libzmq cuts the peer off at this multiple: below it the sender can still be named
 MAX_REPORTED: Final = 1024
+MAX_ROUTES: Final = 4096
 LINGER_MS: Final = 250
 HANDSHAKE_MS: Final = 5000  # half a handshake holds a descriptor no longer than this
 MAX_ADDRESSED: Final = 1024  # topics of one endpoint beyond which pings of new names get no answer
@@ -98,23 +100,20 @@ class Core:
         self._closed = ""
         self._reported: set[tuple[str, Fault]] = set()
         self._faults: Counter[Fault] = Counter()
-        self._sent_by: Counter[str] = Counter()
         self._received_by: Counter[str] = Counter()
         self._sent_bytes = self._received_bytes = 0
         self._seqs: dict[str, int] = {}
-        self._topics: dict[tuple[type[Message], str], str] = {}
+        self._topics: dict[tuple[type[Message], str], tuple[str, bytes]] = {}
         self._gaps = Gaps()
         self._pending: deque[Message] = deque(maxlen=hwm)  # what came before the echo; the oldest may go
         self._own_ping = topic(Ping, name)
         self._token, self._echoed, self._ping_due, self._ping_pause_s = "", False, 0.0, PING_FIRST_S
         heard: list[type[Message]] = [*map(kind_of, subscribe), Ping]
         self._kinds = {name_of(kind).encode(): kind for kind in heard}
+        self._routes: dict[bytes, tuple[type[Message], str] | None] = {}
         for endpoint in (frontend, backend):
             check_endpoint(endpoint, keys is not None)
         self._open(hwm, subscribe, keys)
-        self._receive: Callable[[int], list[bytes]] = self._sub.recv_multipart
-        if trouble is not None:
-            self._receive = trouble.around(self._receive)
         _alive.add(self)
 
     def _open(self, hwm: int, subscribe: Sequence[str], keys: ClientKeys | None) -> None:
@@ -129,6 +128,9 @@ class Core:
             self._sub.setsockopt(zmq.SUBSCRIBE, one.encode())
         # Last: subscriptions travel in order, so an echo proves that the others have reached the broker as well.
         self._sub.setsockopt(zmq.SUBSCRIBE, self._own_ping.encode())
+        wire, trouble = Wire(self._pub, self._sub), self._trouble
+        self._send = wire.send
+        self._receive = wire.receive if trouble is None else trouble.around(wire.receive)
         self._pub.connect(self._frontend)
         self._sub.connect(self._backend)
 
@@ -139,9 +141,11 @@ class Core:
         if self._closed:
             raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
         kind = type(message)
-        target = self._topics.get((kind, to))
-        if target is None:
-            target = self._topics[kind, to] = topic(kind, to)
+        known = self._topics.get((kind, to))
+        if known is None:
+            named = topic(kind, to)
+            known = self._topics[kind, to] = named, named.encode()
+        target, target_bytes = known
         message.sender = self.name
         message.time_ns = time.time_ns()
         message.msg_seq = seq = self._seqs.get(target, 0) + 1
@@ -154,10 +158,8 @@ class Core:
                 "a slot, or raise bus.max_message_bytes in the topology"
             )
         if self._trouble is None or self._trouble.lets_out(target):
-            self._pub.send(target.encode(), zmq.SNDMORE | zmq.NOBLOCK)
-            self._pub.send(raw, zmq.NOBLOCK)
+            self._send(target_bytes, raw)
         self._seqs[target] = seq
-        self._sent_by[target] += 1
         self._sent_bytes += len(raw)
 
     def heartbeat(self, role: str, activity: str) -> None:
@@ -184,7 +186,7 @@ class Core:
             if self._closed:
                 raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
             try:
-                frames = self._receive(zmq.NOBLOCK)
+                frames = self._receive(NOBLOCK)
             except zmq.Again:
                 return None
             message = self._accept(frames)
@@ -196,21 +198,35 @@ class Core:
         """One multipart to a message for the caller; None for what is dropped or answered here."""
         target, raw = frames[0], frames[-1]
         self._received_bytes += len(raw)
-        kind = self._kinds.get(target.partition(b"/")[0])
+        route = self._routes.get(target) or self._route(target)
         try:
-            if kind is None or len(frames) != 2:
+            if route is None or len(frames) != 2:
                 raise Rejected(Fault.MALFORMED, codec.sender_in(raw), f"{len(frames)} frames on topic {target[:80]!r}")
+            kind, name = route
             message = codec.decode(kind, raw, self._max_bytes)
         except Rejected as rejected:
             self._drop(rejected)
             if self.on_reject is not None:
                 self.on_reject(rejected, target)
             return None
-        self._received_by[name_of(kind)] += 1
+        self._received_by[name] += 1
         self._gaps.seen(target, message)
+        if kind is Heartbeat or kind is Ping:
+            return self._serve(message)
+        return message
+
+    def _route(self, target: bytes) -> tuple[type[Message], str] | None:
+        """The kind that travels on a topic, and its name; remembered for the first topics that are heard."""
+        kind = self._kinds.get(target.partition(b"/")[0])
+        route = None if kind is None else (kind, name_of(kind))
+        if len(self._routes) < MAX_ROUTES:
+            self._routes[target] = route
+        return route
+
+    def _serve(self, message: Message) -> Message | None:
         if isinstance(message, Heartbeat):
             self._gaps.tail(message)
-        if isinstance(message, Ping):
+        elif isinstance(message, Ping):
             self._answer(message)
             return None
         return message
@@ -279,7 +295,7 @@ class Core:
         """A frozen copy of the counters."""
         return EndpointStats(
             name=self.name,
-            sent=sum(self._sent_by.values()),
+            sent=sum(self._seqs.values()),
             sent_bytes=self._sent_bytes,
             received=sum(self._received_by.values()),
             received_bytes=self._received_bytes,
@@ -289,7 +305,7 @@ class Core:
             unknown_types=self._faults[Fault.UNKNOWN_TYPE],
             wrong_version=self._faults[Fault.WRONG_VERSION],
             oversize=self._faults[Fault.OVERSIZE],
-            sent_by=dict(self._sent_by),
+            sent_by=dict(self._seqs),
             received_by=dict(self._received_by),
             missed_by=dict(self._gaps.missed_by),
         )

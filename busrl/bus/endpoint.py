@@ -7,10 +7,9 @@ nothing of asyncio; `aio.py` is the other face.
 from __future__ import annotations
 
 import math
+import select
 import time
 from types import TracebackType
-
-import zmq
 
 from busrl.bus.core import Core
 from busrl.protocol import Message
@@ -19,25 +18,30 @@ from busrl.protocol import Message
 class Endpoint(Core):
     """A process's connection to the bus: `send`, `recv`, `drain`, `ready`. One thread, one process."""
 
+    _poll: select.poll | None = None
+
     def send(self, message: Message, to: str = "") -> None:
         """Publish to everybody, or to process `to`; never blocks."""
         self.post(message, to)
 
     def recv(self, timeout_s: float) -> Message | None:
         """The next message, or None when `timeout_s` has passed without one."""
+        if (message := self.take()) is not None:
+            return message
         deadline = time.monotonic() + timeout_s
-        while (message := self.take()) is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            self._sub.poll(max(1, int(self.patience(left) * 1000)), zmq.POLLIN)
-        return message
+        while (left := deadline - time.monotonic()) > 0:
+            self._wait(left)
+            if (message := self.take()) is not None:
+                return message
+        return None
 
     def wait(self, timeout_s: float, fd: int) -> None:
-        """Return when a message may be here, when the descriptor `fd` is readable, or when the time is over."""
-        poller = zmq.Poller()
-        poller.register(self._sub, zmq.POLLIN)
-        poller.register(fd, zmq.POLLIN)
+        """Return when a message may be here, when the descriptor `fd` is readable, or when the time is over.
+
+        As `_wait`: call it only after a `take` of None."""
+        poller = select.poll()
+        poller.register(self.fileno(), select.POLLIN)
+        poller.register(fd, select.POLLIN)
         poller.poll(math.ceil(self.patience(timeout_s) * 1000))
 
     def ready(self, timeout_s: float) -> None:
@@ -47,7 +51,14 @@ class Endpoint(Core):
         while not self.knock(now := time.monotonic()):
             if now >= deadline:
                 raise self.not_ready(timeout_s)
-            self._sub.poll(math.ceil(self.patience(self.ping_in_s()) * 1000), zmq.POLLIN)
+            self._wait(self.ping_in_s())
+
+    def _wait(self, timeout_s: float) -> None:
+        """Until something may have arrived. The descriptor is edge-triggered: call it only after a `take` of None."""
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self.fileno(), select.POLLIN)
+        self._poll.poll(max(1, math.ceil(self.patience(timeout_s) * 1000)))
 
     def close(self) -> None:
         """Close; idempotent. What was sent last gets a moment to leave."""

@@ -518,8 +518,13 @@ int busrl_ring_stats(busrl_ring* ring, busrl_stats* stats) {
         }
         for (uint32_t k = 0; k < 64; ++k) s.drops[k] = h.drops[k].load(std::memory_order_relaxed);
         auto counter = [&](Counter c) { return h.counters[c].value.load(std::memory_order_relaxed); };
-        s.claims = counter(kClaims);
-        s.commits = counter(kCommits);
+        auto entered = [&](State state) { return s.transitions[uint32_t(state)]; };
+        s.claims = entered(State::GENERATING) + entered(State::REWARDING) + entered(State::TRAINING);
+        // What came to rest by neither a dispatch nor a reaper was committed or handed back by its owner. The parts are
+        // read one after another, so while others work the difference may be off by a few, but never below zero.
+        const uint64_t rested = entered(State::QUEUED) + entered(State::GENERATED) + entered(State::REWARDED);
+        const uint64_t others = counter(kDispatches) + counter(kReturned);
+        s.commits = rested - std::min(rested, others);
         s.reaps = counter(kReaps);
         s.dropped = counter(kDrops);
         s.finished = counter(kFinished);

@@ -1,5 +1,5 @@
 // NumPy faces of control lines and tensors. Views are made in place; their base keeps the mapping alive.
-#include "handle.hpp"
+#include "hot.hpp"
 
 namespace busrl::python {
 namespace {
@@ -122,7 +122,9 @@ void put(Handle& ring, uint32_t slot, uint64_t word, const std::string& name, co
 py::array alloc(Handle& ring, uint32_t slot, uint64_t word, const std::string& name, const py::object& dtype,
                 const py::object& shape, uint32_t segment) {
     busrl_tensor tensor = begin_tensor(BUSRL_BFLOAT, 16);
-    if (!py::isinstance<py::str>(dtype) || dtype.cast<std::string>() != "bfloat16")
+    if (const py::dtype* known = named_dtype(dtype))
+        set_dtype(tensor, *known);
+    else if (!py::isinstance<py::str>(dtype) || dtype.cast<std::string>() != "bfloat16")
         set_dtype(tensor, py::dtype::from_args(dtype));
     std::vector<py::ssize_t> dims;
     if (py::isinstance<py::int_>(shape))

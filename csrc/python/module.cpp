@@ -1,4 +1,5 @@
 // The Python module busrl._ring: names and argument lists only; what they do is in csrc/capi and csrc/include/busrl.
+#include "hot.hpp"
 #include "watch.hpp"
 
 namespace busrl::python {
@@ -187,43 +188,8 @@ void bind_slots(py::class_<Handle>& ring) {
             },
             py::arg("slot"), py::arg("word"), py::arg("to"))
         .def(
-            "take",
-            [](Handle& r, uint32_t frm, uint32_t to, std::optional<uint32_t> cls, uint32_t limit,
-               uint32_t max_attempt) {
-                std::vector<busrl_held> held(std::min(limit, r.live().shape.n_slots));
-                const int64_t wanted = cls ? int64_t(*cls) : BUSRL_ANY_CLASS;
-                uint32_t count;
-                check(busrl_ring_take(&r, frm, to, wanted, max_attempt, held.data(), uint32_t(held.size()), &count));
-                py::list out;
-                for (uint32_t i = 0; i < count; ++i) out.append(py::make_tuple(held[i].slot, held[i].word));
-                return out;
-            },
-            py::arg("frm"), py::arg("to"), py::kw_only(), py::arg("cls"), py::arg("limit"), py::arg("max_attempt") = 1)
-        .def(
-            "release",
-            [](Handle& r, uint32_t slot, uint64_t word, uint32_t to) {
-                uint64_t next;
-                check(busrl_ring_release(&r, slot, word, to, &next));
-                return next;
-            },
-            py::arg("slot"), py::arg("word"), py::arg("to"))
-        .def(
-            "commit_segment",
-            [](Handle& r, uint32_t slot, uint64_t word, bool done) {
-                uint64_t next;
-                check(busrl_ring_commit(&r, slot, word, done, &next));
-                return next;
-            },
-            py::arg("slot"), py::arg("word"), py::arg("done"))
-        .def(
             "mark_alone", [](Handle& r, uint32_t slot, uint64_t word) { check(busrl_ring_mark_alone(&r, slot, word)); },
             py::arg("slot"), py::arg("word"))
-        .def(
-            "finish",
-            [](const Handle& r, uint32_t slot, uint64_t word, const py::object& fate) {
-                return finish(r.writable(), r.me(), r.fates, slot, word, fate_code(fate));
-            },
-            py::arg("slot"), py::arg("word"), py::arg("fate"))
         .def(
             "drop",
             [](Handle& r, uint32_t slot, uint64_t word, const py::object& fate) {
@@ -239,11 +205,6 @@ void bind_data(py::class_<Handle>& ring) {
         .def("words", &words)
         .def("line", &line, py::arg("slot"))
         .def("set", &set_fields, py::arg("slot"), py::arg("word"))
-        .def("put", &put, py::arg("slot"), py::arg("word"), py::arg("name"), py::arg("array"),
-             py::arg("segment") = kNoSegment, py::kw_only(), py::arg("checksum") = false)
-        .def("alloc", &alloc, py::arg("slot"), py::arg("word"), py::arg("name"), py::arg("dtype"), py::arg("shape"),
-             py::arg("segment") = kNoSegment)
-        .def("get", &get, py::arg("slot"), py::arg("name"), py::arg("segment") = kNoSegment)
         .def("tensors", &tensors, py::arg("slot"))
         .def(
             "clear_segments",
@@ -408,6 +369,7 @@ PYBIND11_MODULE(_ring, m) {
     bind_bulk(ring);
     bind_remote(ring);
     bind_watch(ring);
+    bind_hot(ring);
     py::list names;
     for (const char* name : busrl::kHeaderWords) names.append(name);
     m.attr("HEADER_WORDS") = py::tuple(names);

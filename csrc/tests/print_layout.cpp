@@ -86,6 +86,7 @@ void structs() {
     FIELD(Header, crc32c)
     FIELD(Header, ready)
     FIELD(Header, words)
+    FIELD(Header, rescanned_ns)
     FIELD(Header, pad)
     FIELD(Header, wake)
     FIELD(Header, counters)
@@ -93,9 +94,8 @@ void structs() {
     FIELD(Header, pad2)
     end();
     begin("WakeLine", sizeof(WakeLine));
-    FIELD(WakeLine, seq)
-    FIELD(WakeLine, waiters)
     FIELD(WakeLine, transitions)
+    FIELD(WakeLine, waiters)
     FIELD(WakeLine, pad)
     end();
     begin("CounterLine", sizeof(CounterLine));
@@ -168,9 +168,24 @@ int main() {
         std::printf("%s[\"%s\", \"%s\", \"%s\"]", comma, name_of(t.from), name_of(t.to), t.meaning);
         comma = ", ";
     }
-    std::printf("],\n\"counters\": {\"claims\": %d, \"commits\": %d, \"reaps\": %d, \"drops\": %d, ", kClaims, kCommits,
-                kReaps, kDrops);
+    std::printf("],\n\"counters\": {\"returned\": %d, \"reaps\": %d, \"drops\": %d, ", kReturned, kReaps, kDrops);
     std::printf("\"finished\": %d, \"dispatches\": %d, \"tokens\": %d},\n", kFinished, kDispatches, kTokens);
+    std::printf("\"hints\": {\"states\": [");
+    comma = "";
+    for (uint32_t s = 0; s < kStates; ++s)
+        if (has_hints(State(s))) {
+            std::printf("%s\"%s\"", comma, name_of(State(s)));
+            comma = ", ";
+        }
+    std::printf("], \"bytes\": [");
+    comma = "";
+    const uint64_t counts[] = {1, 64, 1024, 1025, 65536, 1 << 20};
+    for (uint64_t n : counts) {
+        std::printf("%s[%llu, %llu, %llu]", comma, (unsigned long long)n, (unsigned long long)leaf_bytes(n),
+                    (unsigned long long)hint_bytes(n));
+        comma = ", ";
+    }
+    std::printf("]},\n");
     std::printf("\"dtypes\": {\"int\": %d, \"uint\": %d, \"float\": %d, \"bfloat\": %d, \"bool\": %d},\n", kInt, kUint,
                 kFloat, kBfloat, kBool);
     std::printf("\"word\": [%llu, %llu, %llu, %llu],\n", (unsigned long long)make_word(State(1), 0, 0, 0),

@@ -70,9 +70,19 @@ def test_a_multipart_of_another_length_is_counted_as_malformed(endpoint, strange
     listener = endpoint("learner", HEARD, report=lambda _: None)
     hear_good(listener, stranger)
     stranger.send_multipart([HEARD.encode()])
-    stranger.send_multipart([HEARD.encode(), pack(ENVELOPE), b"more"])
+    stranger.send_multipart([HEARD.encode(), b"no map", b"more"])
     hear_good(listener, stranger)
-    assert listener.stats().malformed == 2
+    assert listener.stats().malformed == 3  # the lone topic, the payload that is none, the frame too many
+
+
+def test_a_frame_too_many_shifts_nothing_even_if_it_looks_like_a_topic(endpoint, stranger):
+    listener = endpoint("learner", HEARD, report=lambda _: None)
+    hear_good(listener, stranger)
+    for extra in (HEARD.encode(), b"NEW_TASK/x/", b"", b"\x80"):
+        stranger.send_multipart([HEARD.encode(), pack({**ENVELOPE, "reason": "first"}), extra])
+        while listener.recv(5).reason != "first":
+            pass
+        assert hear_good(listener, stranger).reason == "good"
 
 
 def test_each_sender_is_reported_once_and_named(endpoint, stranger):

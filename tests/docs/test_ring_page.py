@@ -84,5 +84,22 @@ def test_sizes_that_the_page_says_in_words_are_those_of_the_structs(layout):
     said = " ".join(PAGE.split())
     assert f"`proc_off` = {size['Header']:#x}" in said
     assert f"`line_off` = `proc_off` + {size['ProcEntry']} `n_procs`" in said
-    assert f"`table_off` = `line_off` + {size['Line']} `n_slots`" in said
+    assert f"`hint_off` = `line_off` + {size['Line']} `n_slots`" in said
     assert f"`data_off` = `table_off` + {size['TensorTable']} `n_slots`" in said
+
+
+def test_the_hints_lie_as_the_page_says(layout):
+    assert "For FREE, QUEUED, GENERATED, REWARDED, in this order, `hint_bytes` each" in PAGE
+    assert layout["hints"]["states"] == ["FREE", "QUEUED", "GENERATED", "REWARDED"]
+    assert "`bitmap(n)` = `n` bits rounded up to 128 bytes" in " ".join(PAGE.split())
+
+    def bitmap(bits: int) -> int:
+        return -(-bits // 1024) * 128
+
+    told = [[n, bitmap(n), bitmap(n) + bitmap(-(-n // 64))] for n, _, _ in layout["hints"]["bytes"]]
+    assert layout["hints"]["bytes"] == told
+
+
+def test_the_page_is_about_the_layout_of_the_header(layout):
+    major, minor = (row[4].split(".")[0] for row in table("<!-- layout: HeaderFixed -->")[1:3])
+    assert [int(major), int(minor)] == layout["layout"]

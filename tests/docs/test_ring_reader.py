@@ -40,6 +40,10 @@ def up(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
+def bitmap(bits: int) -> int:
+    return up(bits, 1024) // 8
+
+
 def crc32c(data: bytes) -> int:
     crc = 0xFFFFFFFF
     for byte in data:
@@ -75,15 +79,17 @@ class Reader:
         magic, major, _minor, total, self.uuid, self.boot, _pid_ns = struct.unpack_from("<8sIIQ16s16sQ", fixed)
         self.slots, self.procs, *offsets, self.stride, self.bytes = struct.unpack_from("<IIQQQQQQ", fixed, 0x40)
         self.proc_off, self.line_off, self.table_off, self.data_off = offsets
-        if magic != b"BUSRLRG1" or major != 1 or crc != crc32c(fixed) or ready != 1 or total != size:
+        if magic != b"BUSRLRG1" or major != 2 or crc != crc32c(fixed) or ready != 1 or total != size:
             raise Damaged("its header is not one")
         line_off = up(0x2000 + 256 * self.procs, 4096)
-        table_off = up(line_off + 128 * self.slots, 4096)
+        hint_off = up(line_off + 128 * self.slots, 4096)
+        table_off = up(hint_off + 4 * (bitmap(self.slots) + bitmap(-(-self.slots // 64))), 4096)
         data_off = up(table_off + 6272 * self.slots, 4096)
         if offsets != [0x2000, line_off, table_off, data_off] or self.stride != up(self.bytes, 256):
             raise Damaged("its offsets do not follow from its numbers")
         if total != up(data_off + self.slots * self.stride, 4096):
             raise Damaged("its offsets do not follow from its numbers")
+        self.hint_off = hint_off
         self.map = mmap.mmap(self.fd, size, access=mmap.ACCESS_READ)
 
     def close(self) -> None:
@@ -97,7 +103,14 @@ class Reader:
         return self.u64(0x80 + 8 * WORDS.index(name))
 
     def transitions(self, state: str) -> int:
-        return self.u64(0x100 + 128 * STATES.index(state) + 8)
+        return self.u64(0x100 + 128 * STATES.index(state))
+
+    def hinted(self, state: str) -> list[int]:
+        """Slots that may be in the state."""
+        leaf, top = bitmap(self.slots), bitmap(-(-self.slots // 64))
+        at = self.hint_off + ["FREE", "QUEUED", "GENERATED", "REWARDED"].index(state) * (leaf + top)
+        words = [w for w in range(-(-self.slots // 64)) if self.u64(at + leaf + 8 * (w // 64)) >> w % 64 & 1]
+        return [slot for w in words for slot in range(64 * w, 64 * w + 64) if self.u64(at + 8 * w) >> slot % 64 & 1]
 
     def processes(self) -> dict[int, dict[str, Any]]:
         """Live entries: those that hold their byte of the lock."""
@@ -279,6 +292,12 @@ def test_a_stranger_reads_states_owners_and_the_fields_of_a_sample(reader):
     assert [line.uid for line in lines] == [6, 7, 2**62 + 5, 2**64 - 1, 2**64 - 1]
     assert (lines[0].reward, lines[0].group_size, lines[0].priority, lines[0].temperature) == (0.75, 2, -4, 0.5)
     assert reader.transitions("QUEUED") == 3 and reader.transitions("DROPPED") == 0
+
+
+def test_a_stranger_finds_every_slot_at_rest_by_its_hint(reader):
+    for state in ("FREE", "QUEUED", "GENERATED", "REWARDED"):
+        there = {slot for slot in range(reader.slots) if reader.line(slot).state == state}
+        assert there <= set(reader.hinted(state)) <= set(range(reader.slots))
 
 
 def test_a_stranger_reads_committed_tensors_and_not_those_of_an_unfinished_segment(reader):

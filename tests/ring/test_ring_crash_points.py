@@ -42,6 +42,13 @@ AFTER = {
     "release.before:1": ("GENERATED", "D"),
     "release.after:1": ("REWARDED", "D"),
     "claim.cas:3": ("REWARDED", "D"),
+    # Between a change of state and its hint: the reaper's rescan finds the slot.
+    "move.cas:1": ("FREE", ""),
+    "move.cas:2": ("QUEUED", "D"),
+    "move.cas:4": ("GENERATED", "D"),
+    "move.hinted:4": ("GENERATED", "D"),
+    "move.cas:6": ("REWARDED", "D"),
+    "move.cas:8": ("FREE", "T"),
     "finish.fate:1": ("REWARDED", "T"),
     "finish.free:1": ("FREE", "T"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -143,7 +144,7 @@ def test_a_wait_ends_at_its_time_and_at_ctrl_c(world):
     seen = world.ring.transitions(State.QUEUED)
     assert world.ring.wait(State.QUEUED, seen, 0.02) == seen
     child = world.child(
-        "say('waiting')\ntry:\n    ring.wait(2, 0, 60.0)\nexcept KeyboardInterrupt:\n    say('stopped')"
+        "try:\n    say('waiting')\n    ring.wait(2, 0, 60.0)\nexcept KeyboardInterrupt:\n    say('stopped')"
     )
     assert child.hear() == "waiting"
     os.kill(child.process.pid, signal.SIGINT)
@@ -219,3 +220,50 @@ def test_many_rewards_are_committed_in_one_call_by_their_owner_only(world):
         world.ring.commit_rewards(held[:1], [1.0])
     with pytest.raises(NotOwner):
         world.ring.copies(held[:1], "task", np.dtype("u1"))
+
+
+def test_a_take_with_a_timeout_returns_what_comes_and_else_nothing(world):
+    start = time.monotonic()
+    assert world.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1, timeout_s=0.2, spin_s=0.05) == []
+    assert time.monotonic() - start >= 0.2
+    child = world.child("""
+    ring.register("child", "child")
+    for spin_s in (0.0, 30.0):
+        say("waits")
+        [(slot, word)] = ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1, timeout_s=30.0, spin_s=spin_s)
+        say(slot)
+        assert ring.release(slot, word, State.QUEUED)
+        hear()
+    """)
+    for uid in (1, 2):
+        assert child.hear() == "waits"
+        assert world.dispatch(uid)
+        child.hear()
+        [(slot, word)] = world.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1, timeout_s=5.0)
+        world.ring.drop(slot, word, "f")
+        child.tell("on")
+
+
+def test_the_calls_of_a_hand_off_name_what_is_wrong_with_their_arguments(world):
+    ring = world.ring
+    with pytest.raises(TypeError, match=r"release\(\) needs the argument to"):
+        ring.release(0, 1)
+    with pytest.raises(TypeError, match=r"take\(\) has no argument limits"):
+        ring.take(State.QUEUED, State.GENERATING, cls=None, limits=1)
+    with pytest.raises(TypeError, match="at most 3 arguments by place"):
+        ring.release(0, 1, 2, 3)
+    with pytest.raises(TypeError, match="twice"):
+        ring.release(0, 1, 2, to=2)
+    with pytest.raises(TypeError):
+        ring.commit_segment("0", 1, True)
+    with pytest.raises(OverflowError):
+        ring.commit_segment(-1, 1, True)
+    with pytest.raises(TypeError, match="32 bits"):
+        ring.take(State.QUEUED, State.GENERATING, cls=1 << 40, limit=1)
+    with pytest.raises(RingError, match="no state 99"):
+        ring.take(99, State.GENERATING, cls=None, limit=1)
+    with pytest.raises(TypeError, match="a name is a str"):
+        ring.get(0, b"tokens")
+    assert ring.take(np.int64(State.QUEUED), State.GENERATING, cls=np.uint32(0), limit=np.int32(1)) == []
+    with pytest.raises(TypeError, match="Ring"):
+        type(ring).take(object(), State.QUEUED, State.GENERATING, cls=None, limit=1)

@@ -73,6 +73,20 @@ inline void write_task(const Segment& seg, uint32_t slot, uint64_t word, const T
 }
 }  // namespace detail
 
+namespace detail {
+// FREE -> RESERVED* for the next FREE slot at or after `cursor`, round the ring; nullopt when there is none.
+inline std::optional<Held> reserve_slot(const Segment& seg, uint32_t me, uint32_t cursor) {
+    std::optional<Held> mine;
+    auto reserve = [&](uint32_t slot, uint64_t word) {
+        if (const uint64_t got = move_slot(seg, slot, word, State::RESERVED, me)) mine = Held{slot, got};
+        return !mine;
+    };
+    const uint32_t n = seg.shape.n_slots, begin = cursor % n;
+    if (search(seg, State::FREE, begin, n, reserve)) search(seg, State::FREE, 0, begin, reserve);
+    return mine;
+}
+}  // namespace detail
+
 // FREE -> RESERVED* -> QUEUED with the task inside. nullopt when no slot is FREE. `cursor` is a private hint.
 inline std::optional<Held> dispatch(const Segment& seg, uint32_t me, const FateBook& fates, const Task& task,
                                     uint32_t& cursor) {
@@ -88,23 +102,20 @@ inline std::optional<Held> dispatch(const Segment& seg, uint32_t me, const FateB
     if (const uint8_t now = fate.get(i))
         throw Error(Fault::fates, "uid " + std::to_string(task.uid) + " has the fate '" + std::string(1, char(now)) +
                                       "' and cannot be dispatched again");
-    uint64_t mine = 0;
-    uint32_t slot = 0;
-    for (uint32_t k = 0; k < seg.shape.n_slots && mine == 0; ++k) {
-        slot = (cursor + k) % seg.shape.n_slots;
-        const uint64_t word = load_word(seg, slot);
-        if (state_of(word) == State::FREE) mine = move_slot(seg, slot, word, State::RESERVED, me);
-    }
-    if (mine == 0) return std::nullopt;
+    auto reserved = detail::reserve_slot(seg, me, cursor);
+    if (!reserved && rescan_if_older(seg, kRescanSearchNs)) reserved = detail::reserve_slot(seg, me, cursor);
+    if (!reserved) return std::nullopt;
+    const auto [slot, mine] = *reserved;
     cursor = slot + 1;
     Line& line = seg.line(slot);
     crash_point("dispatch.claimed");
+    unhint(seg, State::FREE, slot / 64, uint64_t{1} << (slot % 64));
     // [UID clear] release: between here and [UID write] there is no sample in this slot.
     line.uid.store(kUidNone, std::memory_order_release);
     crash_point("dispatch.reserved");
     detail::describe_task(line, task);
     detail::write_task(seg, slot, mine, task);
-    line.changed_ns.store(monotonic_ns(), std::memory_order_release);
+    line.changed_ns.store(coarse_ns(), std::memory_order_release);
     crash_point("dispatch.written");
     // The uid counts only together with the seq of this claim: a slot may still hold an earlier sample's uid whose
     // fate is D because it was dispatched elsewhere.

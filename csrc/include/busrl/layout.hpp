@@ -1,4 +1,5 @@
-// Every byte of the segment: header, wake lines, counters, process table, control lines, tensor tables, payloads.
+// Every byte of the segment: header, wake lines, counters, process table, control lines, hints, tensor tables,
+// payloads.
 //
 //  * Little endian, offsets from the start of the segment, never a pointer.
 //  * A field that more than one process may touch is a lock-free atomic of its natural size.
@@ -24,7 +25,7 @@ using A = std::atomic<T>;
 using U64 = A<uint64_t>;
 
 constexpr uint64_t kMagic = 0x3147524C52535542;  // the bytes "BUSRLRG1"
-constexpr uint32_t kLayoutMajor = 1;
+constexpr uint32_t kLayoutMajor = 2;
 constexpr uint32_t kLayoutMinor = 0;
 constexpr uint64_t kUidNone = ~uint64_t{0};
 constexpr uint64_t kUidValidate = uint64_t{1} << 62;  // set in the uid of a validation sample
@@ -61,14 +62,15 @@ constexpr const char* kHeaderWords[] = {"version", "version_step", "next_admissi
 constexpr uint32_t kHeaderWordCount = sizeof(kHeaderWords) / sizeof(kHeaderWords[0]);
 
 struct WakeLine {         // one per state, 128 bytes so that two states never share a pair of cache lines
-    A<uint32_t> seq;      // the futex word
+    U64 transitions;      // how many slots ever entered this state; its low half is the futex word
     A<uint32_t> waiters;  // a hint: 0 saves the wake-up call
-    U64 transitions;      // how many slots ever entered this state
-    uint8_t pad[112];
+    uint8_t pad[116];
 };
-static_assert(sizeof(WakeLine) == 128 && offsetof(WakeLine, transitions) == 8);
+static_assert(sizeof(WakeLine) == 128 && offsetof(WakeLine, transitions) == 0 && offsetof(WakeLine, waiters) == 8);
 
-enum Counter : uint32_t { kClaims, kCommits, kReaps, kDrops, kFinished, kDispatches, kTokens, kCounters };
+// Claims and commits have no counter of their own: two processes that pass slots to and fro would share its cache line.
+// They follow from the transitions, see watch.cpp; kReturned is what else comes to rest there.
+enum Counter : uint32_t { kReturned, kReaps, kDrops, kFinished, kDispatches, kTokens, kCounters };
 struct CounterLine {
     U64 value;
     uint8_t pad[56];
@@ -80,14 +82,16 @@ struct Header {
     uint32_t crc32c;                // of `fixed`
     A<uint32_t> ready;              // 0x07C: 1 once everything else is in place
     U64 words[kHeaderWordCount];    // 0x080: named in kHeaderWords
-    uint8_t pad[0x100 - 0xC0];      // 0x0C0
+    U64 rescanned_ns;               // 0x0C0: when the hints were last made anew, see hints.hpp
+    uint8_t pad[0x100 - 0xC8];      // 0x0C8
     WakeLine wake[16];              // 0x100: index = state
     CounterLine counters[32];       // 0x900: index = Counter; for display, never for decisions
     U64 drops[64];                  // 0x1100: index = reason & 63
     uint8_t pad2[0x2000 - 0x1300];  // 0x1300
 };
 static_assert(sizeof(Header) == 0x2000 && offsetof(Header, crc32c) == 0x78 && offsetof(Header, ready) == 0x7C);
-static_assert(offsetof(Header, words) == 0x80 && offsetof(Header, wake) == 0x100);
+static_assert(offsetof(Header, words) == 0x80 && offsetof(Header, rescanned_ns) == 0xC0);
+static_assert(offsetof(Header, wake) == 0x100);
 static_assert(offsetof(Header, counters) == 0x900 && offsetof(Header, drops) == 0x1100);
 static_assert(kStates <= 16 && kCounters <= 32);
 
@@ -183,6 +187,36 @@ static_assert(sizeof(Line) == 128 && offsetof(Line, word) == 0);
 #define BUSRL_FIELD(name, type, offset) static_assert(offsetof(Line, name) == (offset));
 BUSRL_LINE_FIELDS(BUSRL_FIELD)
 #undef BUSRL_FIELD
+
+// ---------------------------------------------------------------- hints, hint_off
+// For FREE, QUEUED, GENERATED, REWARDED in this order: `leaf`, one bit a slot, then `top`, one bit a word of `leaf`;
+// each begins on a line of 128 bytes. The offset is no field of the header: it follows from line_off and n_slots.
+constexpr uint32_t kHintStates = 4;
+constexpr bool has_hints(State s) {
+    return s == State::FREE || s == State::QUEUED || s == State::GENERATED || s == State::REWARDED;
+}
+constexpr uint32_t hint_index(State s) {  // resting states have even numbers
+    return uint32_t(s) / 2;
+}
+static_assert(hint_index(State::FREE) == 0 && hint_index(State::QUEUED) == 1);
+static_assert(hint_index(State::GENERATED) == 2 && hint_index(State::REWARDED) == 3);
+
+constexpr uint64_t bitmap_bytes(uint64_t bits) {
+    return (bits + 1023) / 1024 * 128;
+}
+constexpr uint64_t leaf_bytes(uint64_t n_slots) {
+    return bitmap_bytes(n_slots);
+}
+constexpr uint64_t hint_bytes(uint64_t n_slots) {  // of one state
+    return leaf_bytes(n_slots) + bitmap_bytes((n_slots + 63) / 64);
+}
+static_assert(hint_bytes(1) == 256 && hint_bytes(1024) == 256 && hint_bytes(1025) == 384);
+static_assert(hint_bytes(65536) == 8192 + 128);
+
+struct HintMap {
+    U64* leaf;  // bit `slot % 64` of word `slot / 64`
+    U64* top;   // bit `w % 64` of word `w / 64` for word w of `leaf`
+};
 
 // ---------------------------------------------------------------- tensor tables, table_off
 constexpr uint32_t kTensors = 48;

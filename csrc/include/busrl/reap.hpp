@@ -61,6 +61,7 @@ inline bool rest_slots_of(const Segment& seg, const FateBook& fates, uint32_t in
         if (move_slot(seg, i, word, *to, 0) == 0) continue;  // another reaper was faster
         crash_point("reap.cas");
         seg.count(kReaps);
+        if (*to != State::FREE) seg.count(kReturned);
         out.push_back({i, state_of(word), *to, label, pid_of(ident)});
     }
     return complete;
@@ -75,7 +76,7 @@ inline bool surrender(const Segment& seg, const FateBook& fates, uint32_t me) {
         if (state_of(word) != State::RESERVED) {
             release(seg, me, i, word, rest_of(state_of(word)));
         } else if (const auto to = detail::resting_state(seg, fates, i, word)) {
-            move_slot(seg, i, word, *to, 0);
+            if (move_slot(seg, i, word, *to, 0) != 0 && *to != State::FREE) seg.count(kReturned);
         } else {
             complete = false;
         }
@@ -86,9 +87,11 @@ inline bool surrender(const Segment& seg, const FateBook& fates, uint32_t me) {
 // `me` is never looked at: one's own life needs no proof.
 inline std::vector<Reaped> reap(const Segment& seg, const FateBook& fates, uint32_t me) {
     std::vector<Reaped> out;
+    bool died = false;
     for (uint32_t index = 1; index < seg.shape.n_procs; ++index) {
         uint64_t dead = 0;
         if (index == me || !proven_dead(seg, index, &dead)) continue;
+        died = true;
         if (!rest_slots_of(seg, fates, index, dead, out)) continue;
         crash_point("reap.entry");
         // Before the entry is free: afterwards these counts may be a new process's. A reaper killed in between only
@@ -98,6 +101,11 @@ inline std::vector<Reaped> reap(const Segment& seg, const FateBook& fates, uint3
         seg.proc(index).ident.compare_exchange_strong(dead, make_ident(0, epoch_of(dead), false),
                                                       std::memory_order_acq_rel, std::memory_order_acquire);
     }
+    // The dead may have moved a slot without its hint: a slot that rests and that no search finds.
+    if (died)
+        rescan(seg);
+    else
+        rescan_if_older(seg, kRescanReapNs);
     return out;
 }
 

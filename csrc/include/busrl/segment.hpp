@@ -26,6 +26,10 @@ struct Geometry {
     uint64_t slot_bytes;
 };
 
+inline uint64_t hint_off(const HeaderFixed& h) {
+    return align_up(h.line_off + uint64_t(h.n_slots) * sizeof(Line), 4096);
+}
+
 inline HeaderFixed plan(const Geometry& g, const std::array<uint8_t, 16>& uuid) {
     if (g.n_slots < 1 || g.n_slots > 1u << 20)
         throw Error(Fault::general, "slots must be 1 .. 1048576, got " + std::to_string(g.n_slots));
@@ -46,7 +50,7 @@ inline HeaderFixed plan(const Geometry& g, const std::array<uint8_t, 16>& uuid) 
     h.slot_stride = align_up(h.slot_bytes, 256);
     h.proc_off = sizeof(Header);
     h.line_off = align_up(h.proc_off + uint64_t(g.n_procs) * sizeof(ProcEntry), 4096);
-    h.table_off = align_up(h.line_off + uint64_t(g.n_slots) * sizeof(Line), 4096);
+    h.table_off = align_up(hint_off(h) + kHintStates * hint_bytes(g.n_slots), 4096);
     h.data_off = align_up(h.table_off + uint64_t(g.n_slots) * sizeof(TensorTable), 4096);
     h.total_bytes = align_up(h.data_off + uint64_t(g.n_slots) * h.slot_stride, 4096);
     return h;
@@ -200,6 +204,10 @@ class Segment : public ForkGuarded {
     WakeLine& wake(State state) const { return header().wake[uint32_t(state)]; }
     ProcEntry& proc(uint32_t index) const { return at<ProcEntry>(shape.proc_off)[index]; }
     Line& line(uint32_t slot) const { return at<Line>(shape.line_off)[slot]; }
+    HintMap hints(State state) const {
+        uint8_t* map = base_ + hint_off_ + hint_index(state) * hint_bytes(shape.n_slots);
+        return {reinterpret_cast<U64*>(map), reinterpret_cast<U64*>(map + leaf_bytes(shape.n_slots))};
+    }
     TensorTable& table(uint32_t slot) const { return at<TensorTable>(shape.table_off)[slot]; }
     uint8_t* payload(uint32_t slot) const { return base_ + shape.data_off + uint64_t(slot) * shape.slot_stride; }
     void count(Counter which) const { header().counters[which].value.fetch_add(1, std::memory_order_relaxed); }
@@ -223,7 +231,11 @@ class Segment : public ForkGuarded {
 
   public:
     Segment(Key, File file, const HeaderFixed& shape, std::string path, bool read_only)
-        : shape(shape), path(std::move(path)), read_only(read_only), file_(std::move(file)) {
+        : shape(shape),
+          path(std::move(path)),
+          read_only(read_only),
+          hint_off_(busrl::hint_off(shape)),
+          file_(std::move(file)) {
         const int access = read_only ? PROT_READ : PROT_READ | PROT_WRITE;
         void* where = ::mmap(nullptr, shape.total_bytes, access, MAP_SHARED | MAP_POPULATE, file_.fd(), 0);
         if (where == MAP_FAILED) throw Error(Fault::general, errno_text("cannot map the ring " + this->path));
@@ -253,6 +265,9 @@ class Segment : public ForkGuarded {
             // seq starts at 1: the word 0 never stands in a slot, so it can mean "lost" in every answer.
             line(i).word.store(make_word(State::FREE, 0, 0, 1), std::memory_order_relaxed);
             line(i).uid.store(kUidNone, std::memory_order_relaxed);
+            const HintMap map = hints(State::FREE);
+            map.leaf[i / 64].fetch_or(uint64_t{1} << (i % 64), std::memory_order_relaxed);
+            map.top[i / 4096].fetch_or(uint64_t{1} << (i / 64 % 64), std::memory_order_relaxed);
         }
         // [READY publish] release by the creator, pairs with [READY observe].
         h.ready.store(1, std::memory_order_release);
@@ -292,6 +307,7 @@ class Segment : public ForkGuarded {
         ::mmap(base_, shape.total_bytes, PROT_NONE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     }
 
+    const uint64_t hint_off_;
     File file_;
     uint8_t* base_ = nullptr;
     bool forked_ = false;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "busrl/crash.hpp"
+#include "busrl/hints.hpp"
 #include "busrl/tensors.hpp"
 #include "busrl/wake.hpp"
 
@@ -24,19 +25,18 @@ inline void check_slot(const Segment& seg, uint32_t slot) {
         throw Error(Fault::general, "slot " + std::to_string(slot) + " of " + std::to_string(seg.shape.n_slots));
 }
 
-inline uint64_t load_word(const Segment& seg, uint32_t slot) {
-    // [WORD read] acquire, pairs with [WORD move]: the line and payload of the last commit are visible.
-    return seg.line(slot).word.load(std::memory_order_acquire);
-}
-
 // The one place where a slot changes state. Returns the new word, or 0 if the slot is no longer at `word`.
 // Owner: whoever the table in word.hpp allows; the caller has checked that it is the one.
 inline uint64_t move_slot(const Segment& seg, uint32_t slot, uint64_t word, State to, uint32_t who,
                           uint32_t new_segments = 0) {
     const uint64_t next = next_word(word, to, who, new_segments);
-    // [WORD move] acq_rel: releases the owner's writes to the next reader, acquires the last owner's; failure acquire.
-    if (!seg.line(slot).word.compare_exchange_strong(word, next, std::memory_order_acq_rel, std::memory_order_acquire))
+    // [WORD move] seq_cst: releases the owner's writes to the next reader, acquires the last owner's, and stands before
+    // [HINT set] in the one order that [WORD recheck] relies on; failure acquire.
+    if (!seg.line(slot).word.compare_exchange_strong(word, next, std::memory_order_seq_cst, std::memory_order_acquire))
         return 0;
+    crash_point("move.cas");
+    hint(seg, to, slot);
+    crash_point("move.hinted");
     announce(seg, to);
     return next;
 }
@@ -66,13 +66,12 @@ inline void after_claim(const Segment& seg, uint32_t slot, uint64_t word, State 
         line.flags.store(line.flags.load(std::memory_order_relaxed) & ~kFlagAlone, std::memory_order_release);
         line.attempt.store(uint16_t(line.attempt.load(std::memory_order_relaxed) + 1), std::memory_order_release);
     }
-    line.changed_ns.store(monotonic_ns(), std::memory_order_release);
-    seg.count(kClaims);
+    line.changed_ns.store(coarse_ns(), std::memory_order_release);
 }
 
 inline void before_rest(const Segment& seg, uint32_t slot, uint64_t word, bool committed) {
     Line& line = seg.line(slot);
-    line.changed_ns.store(monotonic_ns(), std::memory_order_release);
+    line.changed_ns.store(coarse_ns(), std::memory_order_release);
     if (committed) line.last_commit_seq.store(seq_of(word), std::memory_order_release);
     if (state_of(word) != State::GENERATING) return;
     const uint32_t flags = line.flags.load(std::memory_order_relaxed);
@@ -116,7 +115,6 @@ inline uint64_t release(const Segment& seg, uint32_t me, uint32_t slot, uint64_t
     crash_point("release.before");
     const uint64_t next = move_slot(seg, slot, word, to, 0);
     crash_point("release.after");
-    if (next != 0) seg.count(kCommits);
     return next;
 }
 
@@ -134,7 +132,6 @@ inline uint64_t commit_segment(const Segment& seg, uint32_t me, uint32_t slot, u
     crash_point("commit.before");
     const uint64_t next = move_slot(seg, slot, word, done ? State::GENERATED : State::QUEUED, 0, 1);
     crash_point("commit.after");
-    if (next != 0) seg.count(kCommits);
     return next;
 }
 
@@ -156,47 +153,68 @@ struct Wanted {
     uint32_t max_attempt;
 };
 
+namespace detail {
+struct Candidate {
+    uint32_t slot;
+    int32_t priority;
+    bool unfinished;
+    uint64_t admission;
+    uint64_t uid;
+    uint64_t word;
+    bool operator<(const Candidate& o) const {
+        if (unfinished != o.unfinished) return unfinished;
+        if (priority != o.priority) return priority > o.priority;
+        return admission != o.admission ? admission < o.admission : uid < o.uid;
+    }
+};
+
+// Every slot that `want` speaks of. What is read of a line here holds if the CAS on `word` succeeds.
+inline std::vector<Candidate> candidates(const Segment& seg, uint32_t me, const Wanted& want) {
+    std::vector<Candidate> found;
+    found.reserve(64);
+    const uint64_t now = want.from == State::QUEUED ? monotonic_ns() : 0;
+    auto look = [&](uint32_t slot, uint64_t word) {
+        const Line& line = seg.line(slot);
+        if (want.cls >= 0 && line.cls.load(std::memory_order_acquire) != uint32_t(want.cls)) return true;
+        if (want.from == State::QUEUED) {
+            if (line.attempt.load(std::memory_order_acquire) > want.max_attempt) return true;
+            const uint32_t other = line.offer_to.load(std::memory_order_acquire);
+            if (other != 0 && other != me && line.offer_until_ns.load(std::memory_order_acquire) > now) return true;
+        }
+        found.push_back(
+            {slot, line.priority.load(std::memory_order_acquire), want.from == State::QUEUED && segs_of(word) > 0,
+             line.admission.load(std::memory_order_acquire), line.uid.load(std::memory_order_acquire), word});
+        return true;
+    };
+    search(seg, want.from, 0, seg.shape.n_slots, look);
+    return found;
+}
+
+inline void take_best(const Segment& seg, uint32_t me, const Wanted& want, std::vector<Held>& held) {
+    std::vector<Candidate> found = candidates(seg, me, want);
+    size_t sorted = 0;  // as many as are needed: claims by others make it a few more
+    for (size_t i = 0; i < found.size() && held.size() < want.limit; ++i) {
+        if (i == sorted) {
+            sorted = std::min(found.size(), i + want.limit - held.size());
+            std::partial_sort(found.begin() + long(i), found.begin() + long(sorted), found.end());
+        }
+        const Candidate& best = found[i];
+        const uint64_t mine = claim(seg, me, best.slot, best.word, want.to);
+        if (mine == 0) continue;
+        held.push_back({best.slot, mine});
+        unhint(seg, want.from, best.slot / 64, uint64_t{1} << (best.slot % 64));
+        crash_point("take.claimed");
+    }
+}
+}  // namespace detail
+
 // Claims up to `limit` slots, the best first: unfinished before fresh, then priority, then the older admission.
 inline std::vector<Held> take(const Segment& seg, uint32_t me, const Wanted& want) {
     check_arrow(make_word(want.from, 0, 0, 0), want.to);
-    struct Candidate {
-        uint32_t slot;
-        int32_t priority;
-        bool unfinished;
-        uint64_t admission;
-        uint64_t uid;
-        uint64_t word;
-        bool operator<(const Candidate& o) const {
-            if (unfinished != o.unfinished) return unfinished;
-            if (priority != o.priority) return priority > o.priority;
-            return admission != o.admission ? admission < o.admission : uid < o.uid;
-        }
-    };
-    std::vector<Candidate> found;
-    const uint64_t now = monotonic_ns();
-    for (uint32_t i = 0; i < seg.shape.n_slots && want.limit > 0; ++i) {
-        const uint64_t word = load_word(seg, i);
-        if (state_of(word) != want.from) continue;
-        const Line& line = seg.line(i);  // what is read here holds if the CAS on `word` succeeds
-        if (want.cls >= 0 && line.cls.load(std::memory_order_acquire) != uint32_t(want.cls)) continue;
-        if (want.from == State::QUEUED) {
-            if (line.attempt.load(std::memory_order_acquire) > want.max_attempt) continue;
-            const uint32_t other = line.offer_to.load(std::memory_order_acquire);
-            if (other != 0 && other != me && line.offer_until_ns.load(std::memory_order_acquire) > now) continue;
-        }
-        found.push_back(
-            {i, line.priority.load(std::memory_order_acquire), want.from == State::QUEUED && segs_of(word) > 0,
-             line.admission.load(std::memory_order_acquire), line.uid.load(std::memory_order_acquire), word});
-    }
-    std::sort(found.begin(), found.end());
     std::vector<Held> held;
-    for (const Candidate& c : found) {
-        if (held.size() == want.limit) break;
-        if (const uint64_t mine = claim(seg, me, c.slot, c.word, want.to)) {
-            held.push_back({c.slot, mine});
-            crash_point("take.claimed");
-        }
-    }
+    if (want.limit == 0 || !has_hints(want.from)) return held;
+    detail::take_best(seg, me, want, held);
+    if (held.size() < want.limit && rescan_if_older(seg, kRescanSearchNs)) detail::take_best(seg, me, want, held);
     return held;
 }
 

@@ -20,6 +20,14 @@ inline uint64_t monotonic_ns() {
     return uint64_t(t.tv_sec) * 1'000'000'000 + uint64_t(t.tv_nsec);
 }
 
+// The same clock as of the last timer tick (1 to 10 ms ago): for stamps that people read. Reading the exact one waits
+// for all earlier loads and stores, which on the path of a hand-off costs as much as moving the cache line.
+inline uint64_t coarse_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+    return uint64_t(t.tv_sec) * 1'000'000'000 + uint64_t(t.tv_nsec);
+}
+
 constexpr uint64_t align_up(uint64_t value, uint64_t to) {
     return (value + to - 1) / to * to;
 }

@@ -86,10 +86,16 @@ constexpr Transition kTransitions[] = {
     {State::DROPPED, State::FREE, "the reason is on record"},
 };
 
+struct Arrows {  // bit `to` of mask[from]: the same table in a form that costs no search
+    uint16_t mask[64] = {};
+    constexpr Arrows() {
+        for (const Transition& t : kTransitions) mask[uint32_t(t.from)] |= uint16_t(1u << uint32_t(t.to));
+    }
+};
+constexpr Arrows kArrows;
+
 constexpr bool is_allowed(State from, State to) {
-    for (const Transition& t : kTransitions)
-        if (t.from == from && t.to == to) return true;
-    return false;
+    return uint32_t(to) < kStates && (kArrows.mask[uint32_t(from) & 63] >> uint32_t(to) & 1) != 0;
 }
 
 // Where a slot goes when its owner is dead. RESERVED is decided by its fate, see reap.hpp.

@@ -1,0 +1,92 @@
+"""Typed messages against pyzmq's bare bytes, through the same broker in the same run.
+
+    python tools/bench/bus/run.py [--rounds N]
+
+The rival sends the same number of bytes in the same two frames (topic, payload), and, as a second figure, in one frame.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[2])]
+from judge import ROOT, Bar, Log, Program, written  # noqa: E402
+
+BARS = (
+    Bar("throughput, typed over raw bytes in the same two frames", "typed_rate", "raw_rate_2", 0.75, False),
+    Bar("throughput, typed over raw bytes in one frame", "typed_rate", "raw_rate_1", 0.75, False),
+    Bar("round trip, typed over raw bytes in the same two frames", "typed_trip", "raw_trip_2", 1.15),
+    Bar("round trip, typed over raw bytes in one frame", "typed_trip", "raw_trip_1", 1.15),
+    Bar("encoding of a message, us", "encode", "one", 0.5),
+)
+
+
+@contextlib.contextmanager
+def broker(python: str) -> Iterator[tuple[str, str]]:
+    """The process `bus` of a run, and its two addresses."""
+    with tempfile.TemporaryDirectory(prefix="busrl-bench-") as folder:
+        process = subprocess.Popen(
+            [python, str(HERE / "broker.py"), folder], env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline().strip() != "ready":
+                raise SystemExit("the broker of the benchmark did not start")
+            yield f"ipc://{folder}/in", f"ipc://{folder}/out"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def encoding() -> float:
+    """Microseconds of one encoding, the median of many short chunks."""
+    from typed import task
+
+    from busrl.protocol import encode
+
+    message, chunks = task(1000), []
+    message.sender, message.msg_seq, message.time_ns = "scheduler", 1000, time.time_ns()
+    for _ in range(300):
+        start = time.perf_counter()
+        for _ in range(100):
+            encode(message)
+        chunks.append(time.perf_counter() - start)
+    return sorted(chunks)[len(chunks) // 2] / 100 * 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--trips", type=int, default=4000)
+    parser.add_argument("--out", type=Path, default=HERE.parent / "results")
+    options = parser.parse_args()
+    sys.path.insert(0, str(HERE))
+    log = Log()
+    with broker(options.python) as (frontend, backend):
+        todo = [
+            Program("", [options.python, str(HERE / file), what, frontend, backend, str(count), *frames])
+            for what, count in (("rate", options.messages), ("trip", options.trips))
+            for file, frames in (("raw.py", ["1"]), ("raw.py", ["2"]), ("typed.py", []))
+        ]
+        for turn in range(options.rounds):
+            print(f"round {turn + 1} of {options.rounds}", flush=True)
+            for program in todo[turn % len(todo) :] + todo[: turn % len(todo)]:
+                log.run(program)
+            log.say("encode", encoding(), "us")
+            log.say("one", 1.0, "")
+    told = written(log, BARS, "bus", options.out, rounds=options.rounds)
+    return 1 if told["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

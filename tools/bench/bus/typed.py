@@ -1,0 +1,94 @@
+"""busrl's typed messages through the same broker: `Endpoint.send` here, `Endpoint.recv` there.
+
+    typed.py rate|trip FRONTEND BACKEND COUNT      prints one JSON line
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+
+from busrl.bus import Endpoint
+from busrl.protocol import DataGenerated, NewTask, Stop
+
+SPAWN = multiprocessing.get_context("spawn")
+PROMPT = "sort: 3 1 4 1 5 9 2 6"
+
+
+def endpoint(name: str, frontend: str, backend: str, *topics: str) -> Endpoint:
+    return Endpoint(name, frontend, backend, subscribe=topics, hwm=0)
+
+
+def task(k: int) -> NewTask:
+    return NewTask(worker_id="there", slot_id=k & 255, seq=k, uid=k, prompt=PROMPT, count=1)
+
+
+def sink(up, ended, frontend: str, backend: str) -> None:
+    bus = endpoint("there", frontend, backend, "NEW_TASK/there/", "STOP/")
+    bus.ready(10)
+    up.set()
+    bus.recv(30)
+    start, count = time.perf_counter(), 0
+    while not isinstance(bus.recv(30), Stop):
+        count += 1
+    ended.put((count, time.perf_counter() - start))
+
+
+def rate(frontend: str, backend: str, count: int) -> float:
+    up, ended = SPAWN.Event(), SPAWN.Queue()
+    process = SPAWN.Process(target=sink, args=(up, ended, frontend, backend), daemon=True)
+    process.start()
+    up.wait(30)
+    bus = endpoint("here", frontend, backend)
+    bus.ready(10)
+    time.sleep(0.3)
+    for k in range(count + 1):
+        bus.send(task(k), to="there")
+    bus.send(Stop())
+    got, seconds = ended.get(timeout=60)
+    process.join()
+    if got != count:
+        raise SystemExit(f"{count - got} of {count} messages were lost")
+    return count / seconds
+
+
+def echo(up, frontend: str, backend: str, count: int) -> None:
+    bus = endpoint("there", frontend, backend, "NEW_TASK/there/")
+    bus.ready(10)
+    up.set()
+    for _ in range(count):
+        got = bus.recv(30)
+        bus.send(DataGenerated(slot_id=got.slot_id, seq=got.seq, uid=got.uid))
+    time.sleep(0.2)
+
+
+def trip(frontend: str, backend: str, count: int) -> float:
+    up = SPAWN.Event()
+    process = SPAWN.Process(target=echo, args=(up, frontend, backend, count), daemon=True)
+    process.start()
+    up.wait(30)
+    bus = endpoint("here", frontend, backend, "DATA_GENERATED/")
+    bus.ready(10)
+    time.sleep(0.3)
+    spent = []
+    for k in range(count):
+        start = time.perf_counter()
+        bus.send(task(k), to="there")
+        bus.recv(30)
+        spent.append(time.perf_counter() - start)
+    process.join()
+    return statistics.median(spent[count // 10 :]) * 1e6
+
+
+def main() -> None:
+    what, frontend, backend, count = sys.argv[1:5]
+    value = (rate if what == "rate" else trip)(frontend, backend, int(count))
+    unit = "messages/s" if what == "rate" else "us"
+    print(json.dumps({"name": f"typed_{what}", "value": value, "unit": unit}))
+
+
+if __name__ == "__main__":
+    main()
