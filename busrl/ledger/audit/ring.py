@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAGIC = b"BUSRLRG1"
-MAJOR = 1
+MAJOR = 2
 HEADER_BYTES = 0x2000
 LINE_BYTES = 128
 LOOKS = 64
