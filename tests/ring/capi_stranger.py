@@ -10,11 +10,11 @@ QUEUED, GENERATING, NO_SEGMENT, UINT = 2, 3, 255, 1
 
 
 class Held(c.Structure):
-    _fields_ = [("slot", c.c_uint32), ("zero", c.c_uint32), ("word", c.c_uint64)]  # noqa: RUF012
+    _fields_ = [("slot", c.c_uint32), ("zero", c.c_uint32), ("word", c.c_uint64)]
 
 
 class Tensor(c.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("size", c.c_uint32), ("dtype", c.c_uint8), ("bits", c.c_uint8), ("ndim", c.c_uint8), ("segment", c.c_uint8),
         ("shape", c.c_uint64 * 4), ("nbytes", c.c_uint64), ("data", c.c_void_p), ("flags", c.c_uint32),
         ("zero", c.c_uint32), ("name", c.c_char * 40),

@@ -80,8 +80,8 @@ REFUSED = [
     ('[[process]]\nrole = "learner"', "one learner per run", 12),
     ('[[process]]\nrole = "validator"\ncount = 2', "one validator per run", 13),
     ('[[process]]\nrole = "validator"\ncommand = ["x"]', "only rollout and reward may be another program", 13),
-    ('[[process]]\nrole = "reward"\ncommand = ["sh", "{rundir}"]', "{rundir} is none of the words", 14),
-    ('[[process]]\nrole = "reward"\ncommand = ["{here}/judge"]', "judge is no program that can be executed", 14),
+    ('[[process]]\nrole = "reward"\ncommand = ["sh", "{rundir}"]', "{rundir} is none of the words", 13),
+    ('[[process]]\nrole = "reward"\ncommand = ["{here}/judge"]', "judge is no program that can be executed", 13),
     ("[ring]\nprocesses = 8", "11 entries are needed", 12),
     ("[bus]\nmax_message_bytes = 4096\n", "do not fit; set it to", 12),
 ]
