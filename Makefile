@@ -34,10 +34,10 @@ soak: $(STAMP)/test ## many kills of every role; takes a long time
 lint: $(STAMP)/lint ## ruff, strict types, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	git ls-files 'csrc/*.hpp' 'csrc/*.cpp' 'csrc/*.h' | xargs -r $(BIN)/clang-format --dry-run --Werror
+	git ls-files 'csrc/*.[ch]pp' 'csrc/*.[ch]' 'examples/*.[ch]pp' | xargs -r $(BIN)/clang-format --dry-run --Werror
 
 format: $(STAMP)/lint ## format C++
-	git ls-files 'csrc/*.hpp' 'csrc/*.cpp' 'csrc/*.h' | xargs -r $(BIN)/clang-format -i
+	git ls-files 'csrc/*.[ch]pp' 'csrc/*.[ch]' 'examples/*.[ch]pp' | xargs -r $(BIN)/clang-format -i
 
 cpp: $(STAMP)/system ## the C++ tests
 	$(MAKE) -C csrc test
