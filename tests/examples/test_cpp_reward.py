@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +74,15 @@ def test_the_cpp_worker_ends_in_order_at_a_signal_and_goes_on_in_a_later_start(t
         run.start()
         code = run.wait()
     check_end(run, code)
+
+
+@pytest.mark.slow
+def test_the_cpp_worker_needs_no_doorbell(topology: Path, tmp_path: Path) -> None:
+    """The broker is stopped in its tracks: from then on no message reaches anybody, STOP neither."""
+    run = Run(tmp_path / "run", "limits.progress_s=120", "limits.stop_s=4", config=topology, steps=STEPS)
+    with running(run):
+        run.until_step(1)
+        os.kill(run.pid("bus"), signal.SIGSTOP)
+        code = run.wait()
+    check_end(run, code)
+    assert run.restarts("reward/0") == 0 and "stopping: a signal" in log_of(run), log_of(run)
