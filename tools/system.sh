@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure that a compiler, make, the Python headers and venv are there; installs Debian packages where it may.
-# Usage: system.sh PYTHON [COMMAND:PACKAGE ...]   the pairs name further commands and the packages that bring them
+# Usage: system.sh PYTHON [COMMAND:PACKAGE ...]   the pairs name further commands, or files, and what brings them
 set -eu
 python=${1:-python3}
 [ $# -gt 0 ] && shift
@@ -12,7 +12,7 @@ command -v "$python" >/dev/null 2>&1 || missing="$missing python3"
 header=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null || echo /nonexistent)
 [ -f "$header/Python.h" ] || missing="$missing python3-dev"
 for pair in "$@"; do
-    command -v "${pair%%:*}" >/dev/null 2>&1 || missing="$missing ${pair#*:}"
+    [ -f "${pair%%:*}" ] || command -v "${pair%%:*}" >/dev/null 2>&1 || missing="$missing ${pair#*:}"
 done
 [ -z "$missing" ] && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,7 +91,8 @@ def describe(code: int) -> str:
 def command_of(process: ProcessName, paths: RunPaths) -> list[str]:
     """What is executed for a process of the topology."""
     if process.spec.command:
-        return list(process.spec.command)
+        known = {"{run_dir}": str(paths.root), "{name}": process.name}
+        return [re.sub(r"\{(run_dir|name)\}", lambda found: known[found[0]], part) for part in process.spec.command]
     return [sys.executable, "-m", "busrl.roles", str(paths.root), process.name]
 
 

@@ -9,6 +9,7 @@ importing runs foreign code. Findings come back as problems; nothing is changed.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 from busrl import keys, quickstart
 from busrl.errors import BadKeys, DataError, Problem
 from busrl.topology.rules import FUNCTION
-from busrl.topology.schema import TINY, Topology
+from busrl.topology.schema import FOREIGN_ROLES, TINY, Topology
 
 REWARD_DEADLINE_S = 60.0
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
@@ -60,6 +61,8 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
         reward(topology.reward.function, found)
     if topology.bus.endpoint != "ipc" and not skip & {"bus.endpoint", "bus.keys"}:
         bus_keys(topology.bus.keys, found)
+    if "process" not in skip:
+        commands(topology, skip, found)
     lines, longest = counts.get("data.train", (0, TINY_LINE_BYTES))
     validation_lines, validation_longest = counts.get("data.validation", (lines, longest))
     looked = Looked(lines, validation_lines, max(longest, validation_longest), token_bytes, context)
@@ -109,6 +112,16 @@ def prompts(topology: Topology, key: str, path: str, found: list[KeyProblem]) ->
         rest = result.broken - len(result.problems)
         found.append(KeyProblem(key, Problem(path, "", f"and {rest} more broken lines", "correct those above first")))
     return result.count, result.longest_line
+
+
+def commands(topology: Topology, skip: set[str], found: list[KeyProblem]) -> None:
+    """Programs that are to be started instead of busrl's own: they have to be there."""
+    for index, entry in enumerate(topology.process):
+        key = f"process.{index}.command"
+        mine = entry.command and entry.count and entry.role in FOREIGN_ROLES and key not in skip
+        if mine and shutil.which(entry.command[0]) is None:
+            rule = f"{entry.command[0]} is no program that can be executed"
+            found.append(KeyProblem(key, Problem("", "", rule, "build or install it; {here} is this file's folder")))
 
 
 def longest_line(path: str) -> tuple[int, int]:

@@ -53,7 +53,12 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     draft = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
     function = _function_path(draft.reward.function, source)
     reward = dataclasses.replace(draft.reward, answer_key=files.answer_key(draft), function=function)
-    return dataclasses.replace(draft, reward=reward)
+    here = os.path.abspath(source.folder)
+    entries = (
+        dataclasses.replace(entry, command=tuple(part.replace("{here}", here) for part in entry.command))
+        for entry in draft.process
+    )
+    return dataclasses.replace(draft, reward=reward, process=tuple(entries))
 
 
 def _function_path(function: str, source: Source) -> str:

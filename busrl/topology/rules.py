@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from busrl.faults import plan
 from busrl.topology.reader import show
-from busrl.topology.schema import IMPLIED_ROLES, SINGLE_ROLES, BusFault, Process, Topology
+from busrl.topology.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, BusFault, Process, Topology
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
 
@@ -115,6 +115,8 @@ def _forced_age(t: Topology) -> Iterator[Finding]:
         yield Finding(("learner.forced_age",), rule, "0 for real training", warning=True)
 
 
+PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
+FILLED_AT_START = ("{run_dir}", "{name}")
 FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")
 
 
@@ -193,9 +195,13 @@ def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     if entry.role in SINGLE_ROLES and sum(e.count for e in t.process[: index + 1] if e.role == entry.role) > 1:
         rule = f"one {entry.role} per run: it works alone under a lock"
         yield Finding((f"process.{index}.count", f"process.{index}.role"), rule, "set count = 1 and remove the others")
-    if entry.command and entry.role not in ("rollout", "reward"):
+    if entry.command and entry.role not in FOREIGN_ROLES:
         rule = f"a {entry.role} is busrl's own; only rollout and reward may be another program"
         yield Finding((f"process.{index}.command", f"process.{index}.role"), rule, "remove command")
+    unknown = [name for part in entry.command for name in PLACEHOLDER.findall(part) if name not in FILLED_AT_START]
+    if unknown:
+        rule = f"{unknown[0]} is none of the words that are filled in: {', '.join(FILLED_AT_START)}, {{here}}"
+        yield Finding((f"process.{index}.command",), rule, "correct it")
 
 
 def count(t: Topology, role: str) -> int:

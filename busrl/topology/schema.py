@@ -21,6 +21,7 @@ TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tas
 SPAWNED_ROLES = ("rollout", "reward", "learner", "validator")  # what [[process]] may name
 IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
 SINGLE_ROLES = ("learner", "validator")
+FOREIGN_ROLES = ("rollout", "reward")  # what another program may be, named by `command`
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,8 @@ class Process:
     count: int = key(1, "how many; 0 = none is started, they join from outside", low=0, high=1024)
     engine: str = key("torch", "rollout: what generates", choices=("torch",))
     threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
-    command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language)")
+    command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
+                                       "{run_dir}, {name}, {here} (this file's folder) are filled in")  # fmt: skip
     env: dict[str, str] = field(default_factory=dict, metadata=describe("environment variables added for it"))
 
 

@@ -483,7 +483,6 @@ int busrl_ring_wait(busrl_ring* ring, uint32_t state, uint64_t seen, uint64_t ti
     return guarded([&] {
         const Segment& seg = given(ring, "ring").live();
         const State which = state_arg(state);
-        const std::shared_ptr<Segment> keep = ring->segment();
         const bool changed = wait_for_entry(seg, ring->index(), which, seen, timeout_ns);
         if (now != nullptr) *now = transitions(seg, which);
         return changed ? BUSRL_OK : BUSRL_AGAIN;

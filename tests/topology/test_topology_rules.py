@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from busrl.launch.children import command_of
+from busrl.paths import RunPaths
 from busrl.topology import Topology
 
 Loaded = Callable[..., Topology]
@@ -78,6 +80,8 @@ REFUSED = [
     ('[[process]]\nrole = "learner"', "one learner per run", 12),
     ('[[process]]\nrole = "validator"\ncount = 2', "one validator per run", 13),
     ('[[process]]\nrole = "validator"\ncommand = ["x"]', "only rollout and reward may be another program", 13),
+    ('[[process]]\nrole = "reward"\ncommand = ["sh", "{rundir}"]', "{rundir} is none of the words", 13),
+    ('[[process]]\nrole = "reward"\ncommand = ["{here}/judge"]', "judge is no program that can be executed", 13),
     ("[ring]\nprocesses = 8", "11 entries are needed", 12),
     ("[bus]\nmax_message_bytes = 4096\n", "do not fit; set it to", 12),
 ]
@@ -127,3 +131,13 @@ def test_a_rule_is_not_reported_for_a_key_that_is_wrong_itself(refused: Refused)
 def test_roles_that_join_from_outside_are_declared_with_count_zero(loaded: Loaded) -> None:
     topology = loaded("", "process.rollout.count=0")
     assert [process.role for process in topology.processes()] == ["bus", "keeper", "scheduler", "learner", "reward"]
+
+
+def test_a_foreign_program_is_named_relative_to_the_file_and_told_its_run_and_name(loaded: Loaded, here: Path) -> None:
+    (here / "judge").write_text("#!/bin/sh\n")
+    (here / "judge").chmod(0o755)
+    topology = loaded('[[process]]\nrole = "reward"\ncommand = ["{here}/judge", "{run_dir}", "as={name}", "{}"]\n')
+    process = topology.process_named("reward/1")
+    assert process.spec.command == (f"{here}/judge", "{run_dir}", "as={name}", "{}")
+    made = command_of(process, RunPaths.of(here / "run"))
+    assert made == [f"{here}/judge", f"{here}/run", "as=reward/1", "{}"]
