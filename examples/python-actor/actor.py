@@ -59,8 +59,8 @@ class Actor:
         """Publish one message; PUB never blocks and never fails."""
         topic = f"{kind}/"
         self.numbers[topic] = self.numbers.get(topic, 0) + 1
-        envelope = {"type": kind, "v": 1, "sender": self.name, "msg_seq": self.numbers[topic], "time_ns": time.time_ns()}
-        self.pub.send_multipart([topic.encode(), msgpack.packb({**envelope, **fields})])
+        envelope = {"type": kind, "v": 1, "sender": self.name, "msg_seq": self.numbers[topic]}
+        self.pub.send_multipart([topic.encode(), msgpack.packb({**envelope, "time_ns": time.time_ns(), **fields})])
 
     def ask(self, kind: str, **fields: Any) -> None:
         """A request to the gateway. Its number grows, so that late copies can be told."""

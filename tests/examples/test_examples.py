@@ -1,10 +1,9 @@
-"""The examples in real runs: workers in other languages do the work, while broker and keeper are killed."""
+"""Each example does all the work of its role in a real run, while broker, keeper or itself are killed."""
 
 from __future__ import annotations
 
 import json
 import random
-import re
 import sys
 import threading
 from pathlib import Path
@@ -12,16 +11,10 @@ from typing import Any
 
 import pytest
 from checks import check_end
-from conftest import EXAMPLES, words_of, workers
 from harness import Run, running
-
-from busrl.launch.status import status
+from outside import EXAMPLES, finished, node, words_of, workers
 
 ACTOR = [sys.executable, str(EXAMPLES / "python-actor" / "actor.py")]
-
-
-def node(javascript: Path, one: str) -> list[str]:
-    return ["node", str(javascript / f"js-{one}" / f"{one}.mjs")]
 
 
 def run_without(tmp_path: Path, *roles: str, steps: int) -> Run:
@@ -38,31 +31,6 @@ def wait_for_bus(run: Run) -> str:
 def counts(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run.paths.gateway.read_text())["workers"]
     return found
-
-
-def finished(text: str) -> int:
-    """The number of tasks that a worker says it finished."""
-    match = re.search(r": (\d+) (tasks finished|answers judged); leaving: STOP", text)
-    assert match, text
-    return int(match[1])
-
-
-def test_workers_in_javascript_and_bare_python_serve_a_whole_run(
-    quickstart: None, javascript: Path, tmp_path: Path
-) -> None:
-    run = run_without(tmp_path, "reward", "rollout", steps=12)
-    with running(run):
-        where = wait_for_bus(run)
-        js_reward, js_rollout = (node(javascript, one) for one in ("reward", "rollout"))
-        with workers([*js_reward, where, "js-judge"], [*js_rollout, where, "js-gen"], [*ACTOR, where, "py"]) as started:
-            run.until_step(3)
-            shown = status(run.directory)
-            check_end(run, run.wait())
-            judged_js, generated, judged_py = (finished(words_of(child)) for child in started)
-    for name in ("js-judge", "js-gen", "py"):
-        assert re.search(rf"^  {name} +elsewhere +remote, holds \d+", shown, re.MULTILINE), shown
-    assert judged_js > 0 and judged_py > 0 and judged_js + judged_py >= 12 * 64 and generated >= 12 * 64
-    assert not run.audit().accidents and "refused" not in str(counts(run))
 
 
 @pytest.mark.slow
