@@ -27,8 +27,8 @@ from busrl.ring import Ring
 from busrl.roles.remote_book import RemoteBook
 from busrl.topology import Topology
 from busrl.topology.machine import model_facts
+from busrl.topology.rules import RESERVE_PROCESSES
 
-FIELD_BYTES = 4096  # what a task has on the wire besides the bytes of its slot
 SAVE_EVERY_S = 1.0
 CODES = {
     Fault.MALFORMED: "malformed",
@@ -127,12 +127,13 @@ class Gateway:
 
 
 def settings_of(topology: Topology) -> Settings:
-    """What the desk needs of a topology. A task's message holds at most what its slot holds, and the fields."""
+    """What the desk needs of a topology. Workers from outside never take the entries that the run itself may need."""
     data = topology.data
     return Settings(
         lease_s=topology.limits.lease_s,
         max_message_bytes=topology.bus.max_message_bytes,
-        biggest=topology.derived.slot_bytes + FIELD_BYTES,
+        biggest=topology.task_message_bytes,
+        most_members=max(0, topology.ring.processes - len(topology.processes()) - RESERVE_PROCESSES),
         reserved=frozenset(address(p.name) for p in topology.processes() if not p.spec.command) | {"launch"},
         welcome=m.GatewayWelcome(
             life=0,

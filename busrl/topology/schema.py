@@ -21,6 +21,7 @@ TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tas
 SPAWNED_ROLES = ("rollout", "reward", "learner", "validator")  # what [[process]] may name
 IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
 SINGLE_ROLES = ("learner", "validator")
+MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,11 @@ class Topology:
     derived: Derived
     source: str = ""
     overrides: tuple[str, ...] = ()
+
+    @property
+    def task_message_bytes(self) -> int:
+        """Most bytes of a message that carries one sample: what its slot holds, and the fields."""
+        return self.derived.slot_bytes + MESSAGE_FIELD_BYTES
 
     @property
     def validates(self) -> bool:

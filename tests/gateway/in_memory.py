@@ -129,8 +129,10 @@ class Ledger:
         assert owned, "written only under the claim's own word"
 
 
-def settings(lease_s: float = LEASE_S, reserved: frozenset[str] = frozenset(), biggest: int = 4096) -> Settings:
-    return Settings(lease_s, 1 << 20, biggest, reserved, m.GatewayWelcome(life=0, max_prompt_tokens=16))
+def settings(
+    lease_s: float = LEASE_S, reserved: frozenset[str] = frozenset(), biggest: int = 4096, most_members: int = 8
+) -> Settings:
+    return Settings(lease_s, 1 << 20, biggest, most_members, reserved, m.GatewayWelcome(life=0, max_prompt_tokens=16))
 
 
 def new_desk(ledger: Ledger, now: float = 0.0, **changed: object) -> Desk:

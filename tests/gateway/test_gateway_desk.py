@@ -240,6 +240,14 @@ def test_without_a_free_entry_a_worker_is_told_that_the_run_is_full(ledger: Ledg
     assert join(desk, "b").code == "full"
 
 
+def test_workers_from_outside_leave_the_run_its_own_entries(ledger: Ledger) -> None:
+    desk = new_desk(ledger, most_members=2)
+    join(desk, "a")
+    join(desk, "b")
+    assert join(desk, "c").code == "full" and "ring.processes" in join(desk, "c").text
+    assert isinstance(join(desk, "b", life=2), m.GatewayWelcome), "a new life takes the place of the old one"
+
+
 def test_slots_that_no_message_can_hold_are_said_at_once_with_the_key_to_change(ledger: Ledger) -> None:
     answer = join(new_desk(ledger, biggest=2 << 20))
     assert answer.code == "too_large" and "bus.max_message_bytes" in answer.text
