@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 from checks import check_end
-from harness import Run, running
+from harness import ROOT, Run, running
 from outside import EXAMPLES, finished, node, words_of, workers
 
 ACTOR = [sys.executable, str(EXAMPLES / "python-actor" / "actor.py")]
@@ -66,6 +68,42 @@ def test_a_worker_that_is_killed_and_started_again_under_its_name_costs_a_retry(
             check_end(run, run.wait())
             finished(words_of(second))
     assert not run.audit().accidents and counts(run)["far"]["joined"] == 2
+
+
+@pytest.mark.slow
+def test_a_worker_goes_on_when_the_whole_run_is_killed_and_started_again(quickstart: None, tmp_path: Path) -> None:
+    run = run_without(tmp_path, "reward", steps=20)
+    with running(run):
+        where = wait_for_bus(run)
+        with workers([*ACTOR, where, "far"]) as [child]:
+            run.until_step(5)
+            run.kill_launch()
+            run.start()
+            check_end(run, run.wait())
+            finished(words_of(child))
+    assert not run.audit().accidents and counts(run)["far"]["joined"] == 1, "its entry outlived keeper and launch"
+
+
+@pytest.mark.slow
+def test_a_worker_that_the_topology_names_is_started_and_started_again_by_launch(
+    quickstart: None, tmp_path: Path
+) -> None:
+    text = (ROOT / "configs" / "quickstart.toml").read_text()
+    topology = tmp_path / "named.toml"
+    topology.write_text(text.replace('role = "reward"\n', f'role = "reward"\ncommand = {json.dumps(ACTOR)}\n'))
+    run = Run(tmp_path / "run", config=topology, steps=20)
+    with running(run):
+        run.until_step(5)
+        [pid] = [pid for pid in children_of(run) if "actor.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(pid, signal.SIGKILL)
+        check_end(run, run.wait())
+    assert run.restarts("reward/0") == 1 and counts(run)["reward-0"]["joined"] == 2
+    assert "reward/0 (pid" in run.paths.log("launch").read_text()
+
+
+def children_of(run: Run) -> list[int]:
+    assert run.child is not None
+    return [int(pid) for pid in Path(f"/proc/{run.child.pid}/task/{run.child.pid}/children").read_text().split()]
 
 
 class Lossy:
