@@ -24,6 +24,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import Fault, Rejected, address, kind_of
 from busrl.protocol import messages as m
 from busrl.ring import Ring
+from busrl.roles.actor import Doorbell
 from busrl.roles.remote_book import RemoteBook
 from busrl.topology import Topology
 from busrl.topology.machine import model_facts
@@ -46,7 +47,8 @@ class Gateway:
         self.ring, self.bus, self.paths, self.tell = ring, bus, paths, tell
         self.steps = VersionSteps()
         self.tally = Tally(read_counts(paths.gateway))
-        book = RemoteBook(ring, self.steps, bus.send)
+        self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
+        book = RemoteBook(ring, self.steps, self._announce)
         self.desk = Desk(book, settings_of(topology), self.tally, time.monotonic())
         self._prompt_tokens = topology.generation.max_prompt_tokens
         self._vocabulary = model_facts(Path(topology.model.path), 0).vocabulary
@@ -66,7 +68,8 @@ class Gateway:
             self.desk.heartbeat(message.sender, now)
 
     def tick(self) -> None:
-        """End leases that are over, and save the counts now and then."""
+        """Ring for what was committed, end leases that are over, and save the counts now and then."""
+        self._ring_bells()
         now = time.monotonic()
         self._look_at_version()
         for lease in self.desk.tick(now):
@@ -79,7 +82,18 @@ class Gateway:
     def close(self) -> None:
         """Nobody holds anything after an orderly end."""
         self.desk.goodbye()
-        self._save()
+        if self.tally.workers:
+            self._save()
+
+    def _announce(self, message: m.Message) -> None:
+        self._bells[type(message)].add(lambda: message)
+
+    def _ring_bells(self) -> None:
+        """What was committed in this pass, as one doorbell of each kind."""
+        for bell in self._bells.values():
+            message = bell.take()
+            if message is not None:
+                self.bus.send(message)
 
     def _tell_drop(self, message: m.Remote, answers: list[m.Message]) -> None:
         """A sample that was given up is an accident that a person should read about."""
