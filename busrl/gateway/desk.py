@@ -46,11 +46,14 @@ FATES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the topology says. `reserved` are names of the run's own processes; `biggest` bytes a task may have."""
+    """What the topology says. `reserved` are names of the run's own processes; `biggest` bytes a task may have;
+    `most_members` leaves the run its own entries in the process table.
+    """
 
     lease_s: float
     max_message_bytes: int
     biggest: int
+    most_members: int
     reserved: frozenset[str]
     welcome: m.GatewayWelcome  # its constant fields
 
@@ -156,16 +159,22 @@ class Desk:
         if known is not None and (message.life > known.member.life or message.role != known.member.role):
             self._remove(known, self.book.expire)  # its work ended with it, as in any death
             known = None
-        if known is None:
-            try:
-                index = self.book.enter(message.role, message.sender, message.life)
-            except Room as problem_:
-                return self._refuse(message, "full", str(problem_))
-            member = Member(index, message.role, message.sender, message.life)
-            known = self.known[message.sender] = _Known(member, self.clock.time)
-            self.tally.add(message.sender, "joined")
+        try:
+            known = known or self._enter(message)
+        except Room as full:
+            return self._refuse(message, "full", str(full))
         self._heard(known)
         return self._welcome(message, known.member.index)
+
+    def _enter(self, message: m.RemoteJoin) -> _Known:
+        most = self.settings.most_members
+        if len(self.known) >= most:
+            raise Room(f"the process table has {most} entries for workers from outside; raise ring.processes")
+        index = self.book.enter(message.role, message.sender, message.life)
+        made = _Known(Member(index, message.role, message.sender, message.life), self.clock.time)
+        self.known[message.sender] = made
+        self.tally.add(message.sender, "joined")
+        return made
 
     def _unwelcome(self, message: m.RemoteJoin) -> Message | None:
         settings, name = self.settings, message.sender

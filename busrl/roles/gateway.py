@@ -24,11 +24,12 @@ from busrl.paths import RunPaths
 from busrl.protocol import Fault, Rejected, address, kind_of
 from busrl.protocol import messages as m
 from busrl.ring import Ring
+from busrl.roles.actor import Doorbell
 from busrl.roles.remote_book import RemoteBook
 from busrl.topology import Topology
 from busrl.topology.machine import model_facts
+from busrl.topology.rules import RESERVE_PROCESSES
 
-FIELD_BYTES = 4096  # what a task has on the wire besides the bytes of its slot
 SAVE_EVERY_S = 1.0
 CODES = {
     Fault.MALFORMED: "malformed",
@@ -46,7 +47,8 @@ class Gateway:
         self.ring, self.bus, self.paths, self.tell = ring, bus, paths, tell
         self.steps = VersionSteps()
         self.tally = Tally(read_counts(paths.gateway))
-        book = RemoteBook(ring, self.steps, bus.send)
+        self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
+        book = RemoteBook(ring, self.steps, self._announce)
         self.desk = Desk(book, settings_of(topology), self.tally, time.monotonic())
         self._prompt_tokens = topology.generation.max_prompt_tokens
         self._vocabulary = model_facts(Path(topology.model.path), 0).vocabulary
@@ -66,7 +68,8 @@ class Gateway:
             self.desk.heartbeat(message.sender, now)
 
     def tick(self) -> None:
-        """End leases that are over, and save the counts now and then."""
+        """Ring for what was committed, end leases that are over, and save the counts now and then."""
+        self._ring_bells()
         now = time.monotonic()
         self._look_at_version()
         for lease in self.desk.tick(now):
@@ -79,7 +82,18 @@ class Gateway:
     def close(self) -> None:
         """Nobody holds anything after an orderly end."""
         self.desk.goodbye()
-        self._save()
+        if self.tally.workers:
+            self._save()
+
+    def _announce(self, message: m.Message) -> None:
+        self._bells[type(message)].add(lambda: message)
+
+    def _ring_bells(self) -> None:
+        """What was committed in this pass, as one doorbell of each kind."""
+        for bell in self._bells.values():
+            message = bell.take()
+            if message is not None:
+                self.bus.send(message)
 
     def _tell_drop(self, message: m.Remote, answers: list[m.Message]) -> None:
         """A sample that was given up is an accident that a person should read about."""
@@ -127,12 +141,13 @@ class Gateway:
 
 
 def settings_of(topology: Topology) -> Settings:
-    """What the desk needs of a topology. A task's message holds at most what its slot holds, and the fields."""
+    """What the desk needs of a topology. Workers from outside never take the entries that the run itself may need."""
     data = topology.data
     return Settings(
         lease_s=topology.limits.lease_s,
         max_message_bytes=topology.bus.max_message_bytes,
-        biggest=topology.derived.slot_bytes + FIELD_BYTES,
+        biggest=topology.task_message_bytes,
+        most_members=max(0, topology.ring.processes - len(topology.processes()) - RESERVE_PROCESSES),
         reserved=frozenset(address(p.name) for p in topology.processes() if not p.spec.command) | {"launch"},
         welcome=m.GatewayWelcome(
             life=0,

@@ -204,6 +204,10 @@ def _warnings(t: Topology) -> Iterator[str]:
         found.append(f"bus.endpoint: nobody may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`")
     if count(t, "rollout") == 0:
         found.append("[[process]]: no rollout is started here; the run waits until one joins")
+    outside = any(entry.count == 0 or entry.command for entry in t.process)
+    if outside and t.task_message_bytes > t.bus.max_message_bytes:
+        text = f"workers without a mapping can not join: a message with a sample may have {t.task_message_bytes} bytes"
+        found.append(f"bus.max_message_bytes = {t.bus.max_message_bytes}: {text}")
     if found:
         yield "warnings"
         for text in found:

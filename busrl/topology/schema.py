@@ -22,6 +22,7 @@ SPAWNED_ROLES = ("rollout", "reward", "learner", "validator")  # what [[process]
 IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
 SINGLE_ROLES = ("learner", "validator")
 FOREIGN_ROLES = ("rollout", "reward")  # what another program may be, named by `command`
+MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 
 
 @dataclass(frozen=True)
@@ -301,6 +302,11 @@ class Topology:
     faults: Faults = field(default_factory=Faults)
     source: str = ""
     overrides: tuple[str, ...] = ()
+
+    @property
+    def task_message_bytes(self) -> int:
+        """Most bytes of a message that carries one sample: what its slot holds, and the fields."""
+        return self.derived.slot_bytes + MESSAGE_FIELD_BYTES
 
     @property
     def validates(self) -> bool:

@@ -7,7 +7,9 @@ function judge(record, completion) {
   return found && found[1] === String(record.answer) ? 1 : 0;
 }
 
-const [runDir, name = `js-reward-${process.pid}`] = process.argv.slice(2);
+// Started by `launch` (command = ["node", "reward.mjs"]) it finds both in its environment.
+const { BUSRL_RUN_DIR, BUSRL_NAME = `js-reward-${process.pid}` } = process.env;
+const [runDir = BUSRL_RUN_DIR, name = BUSRL_NAME.replace("/", "-")] = process.argv.slice(2);
 const worker = new Worker({
   runDir,
   name,

@@ -56,7 +56,9 @@ function generate(task, welcome) {
   }];
 }
 
-const [runDir, name = `js-rollout-${process.pid}`] = process.argv.slice(2);
+// Started by `launch` (command = ["node", "rollout.mjs"]) it finds both in its environment.
+const { BUSRL_RUN_DIR, BUSRL_NAME = `js-rollout-${process.pid}` } = process.env;
+const [runDir = BUSRL_RUN_DIR, name = BUSRL_NAME.replace("/", "-")] = process.argv.slice(2);
 const worker = new Worker({
   runDir,
   name,

@@ -1,6 +1,6 @@
 """A reward worker for a busrl run that imports nothing of busrl: pyzmq and msgpack are all it needs.
 
-    python actor.py RUN_DIR [NAME]
+    python actor.py RUN_DIR [NAME]        (both are in the environment of a process that `launch` started)
 
 It joins through the keeper's gateway, claims generated answers, judges them and sends rewards back. Every message may
 be lost, doubled or late, and broker and keeper may die at any time: so it asks again until it is answered, knows tasks
@@ -59,8 +59,8 @@ class Actor:
         """Publish one message; PUB never blocks and never fails."""
         topic = f"{kind}/"
         self.numbers[topic] = self.numbers.get(topic, 0) + 1
-        envelope = {"type": kind, "v": 1, "sender": self.name, "msg_seq": self.numbers[topic], "time_ns": time.time_ns()}
-        self.pub.send_multipart([topic.encode(), msgpack.packb({**envelope, **fields})])
+        envelope = {"type": kind, "v": 1, "sender": self.name, "msg_seq": self.numbers[topic]}
+        self.pub.send_multipart([topic.encode(), msgpack.packb({**envelope, "time_ns": time.time_ns(), **fields})])
 
     def ask(self, kind: str, **fields: Any) -> None:
         """A request to the gateway. Its number grows, so that late copies can be told."""
@@ -140,7 +140,9 @@ class Actor:
 
 
 if __name__ == "__main__":
-    actor = Actor(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else f"python-actor-{os.getpid()}")
+    default = os.environ.get("BUSRL_NAME", f"python-actor-{os.getpid()}").replace("/", "-")
+    run_dir, name, *_ = [*sys.argv[1:], *[os.environ.get("BUSRL_RUN_DIR", "."), default][len(sys.argv) - 1 :]]
+    actor = Actor(run_dir, name)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _: setattr(actor, "stopping", signal.Signals(got).name))
     actor.run()

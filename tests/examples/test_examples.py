@@ -1,10 +1,11 @@
-"""The examples in real runs: workers in other languages do the work, while broker and keeper are killed."""
+"""Each example does all the work of its role in a real run, while broker, keeper or itself are killed."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
-import re
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -12,16 +13,10 @@ from typing import Any
 
 import pytest
 from checks import check_end
-from conftest import EXAMPLES, words_of, workers
-from harness import Run, running
-
-from busrl.launch.status import status
+from harness import ROOT, Run, running
+from outside import EXAMPLES, finished, node, words_of, workers
 
 ACTOR = [sys.executable, str(EXAMPLES / "python-actor" / "actor.py")]
-
-
-def node(javascript: Path, one: str) -> list[str]:
-    return ["node", str(javascript / f"js-{one}" / f"{one}.mjs")]
 
 
 def run_without(tmp_path: Path, *roles: str, steps: int) -> Run:
@@ -38,31 +33,6 @@ def wait_for_bus(run: Run) -> str:
 def counts(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run.paths.gateway.read_text())["workers"]
     return found
-
-
-def finished(text: str) -> int:
-    """The number of tasks that a worker says it finished."""
-    match = re.search(r": (\d+) (tasks finished|answers judged); leaving: STOP", text)
-    assert match, text
-    return int(match[1])
-
-
-def test_workers_in_javascript_and_bare_python_serve_a_whole_run(
-    quickstart: None, javascript: Path, tmp_path: Path
-) -> None:
-    run = run_without(tmp_path, "reward", "rollout", steps=12)
-    with running(run):
-        where = wait_for_bus(run)
-        js_reward, js_rollout = (node(javascript, one) for one in ("reward", "rollout"))
-        with workers([*js_reward, where, "js-judge"], [*js_rollout, where, "js-gen"], [*ACTOR, where, "py"]) as started:
-            run.until_step(3)
-            shown = status(run.directory)
-            check_end(run, run.wait())
-            judged_js, generated, judged_py = (finished(words_of(child)) for child in started)
-    for name in ("js-judge", "js-gen", "py"):
-        assert re.search(rf"^  {name} +elsewhere +remote, holds \d+", shown, re.MULTILINE), shown
-    assert judged_js > 0 and judged_py > 0 and judged_js + judged_py >= 12 * 64 and generated >= 12 * 64
-    assert not run.audit().accidents and "refused" not in str(counts(run))
 
 
 @pytest.mark.slow
@@ -98,6 +68,42 @@ def test_a_worker_that_is_killed_and_started_again_under_its_name_costs_a_retry(
             check_end(run, run.wait())
             finished(words_of(second))
     assert not run.audit().accidents and counts(run)["far"]["joined"] == 2
+
+
+@pytest.mark.slow
+def test_a_worker_goes_on_when_the_whole_run_is_killed_and_started_again(quickstart: None, tmp_path: Path) -> None:
+    run = run_without(tmp_path, "reward", steps=20)
+    with running(run):
+        where = wait_for_bus(run)
+        with workers([*ACTOR, where, "far"]) as [child]:
+            run.until_step(5)
+            run.kill_launch()
+            run.start()
+            check_end(run, run.wait())
+            finished(words_of(child))
+    assert not run.audit().accidents and counts(run)["far"]["joined"] == 1, "its entry outlived keeper and launch"
+
+
+@pytest.mark.slow
+def test_a_worker_that_the_topology_names_is_started_and_started_again_by_launch(
+    quickstart: None, tmp_path: Path
+) -> None:
+    text = (ROOT / "configs" / "quickstart.toml").read_text()
+    topology = tmp_path / "named.toml"
+    topology.write_text(text.replace('role = "reward"\n', f'role = "reward"\ncommand = {json.dumps(ACTOR)}\n'))
+    run = Run(tmp_path / "run", config=topology, steps=20)
+    with running(run):
+        run.until_step(5)
+        [pid] = [pid for pid in children_of(run) if "actor.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(pid, signal.SIGKILL)
+        check_end(run, run.wait())
+    assert run.restarts("reward/0") == 1 and counts(run)["reward-0"]["joined"] == 2
+    assert "reward/0 (pid" in run.paths.log("launch").read_text()
+
+
+def children_of(run: Run) -> list[int]:
+    assert run.child is not None
+    return [int(pid) for pid in Path(f"/proc/{run.child.pid}/task/{run.child.pid}/children").read_text().split()]
 
 
 class Lossy:

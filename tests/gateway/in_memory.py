@@ -33,7 +33,7 @@ class Slot:
 
 @dataclass
 class Ledger:
-    """`busrl.gateway.Book` in memory. It outlives every keeper. `kill_in_commit` ends the keeper between its two stores."""
+    """`busrl.gateway.Book` in memory. It outlives every keeper; `kill_in_commit` ends one between its two stores."""
 
     slots: list[Slot]
     entries: dict[int, Member] = field(default_factory=dict)
@@ -125,11 +125,14 @@ class Ledger:
 
     def _check(self, index: int, held: Held) -> None:
         slot = self.slots[held.slot]
-        assert slot.owner == index and slot.seq == held.seq and not slot.ended, "written only under the claim's own word"
+        owned = slot.owner == index and slot.seq == held.seq and not slot.ended
+        assert owned, "written only under the claim's own word"
 
 
-def settings(lease_s: float = LEASE_S, reserved: frozenset[str] = frozenset(), biggest: int = 4096) -> Settings:
-    return Settings(lease_s, 1 << 20, biggest, reserved, m.GatewayWelcome(life=0, max_prompt_tokens=16))
+def settings(
+    lease_s: float = LEASE_S, reserved: frozenset[str] = frozenset(), biggest: int = 4096, most_members: int = 8
+) -> Settings:
+    return Settings(lease_s, 1 << 20, biggest, most_members, reserved, m.GatewayWelcome(life=0, max_prompt_tokens=16))
 
 
 def new_desk(ledger: Ledger, now: float = 0.0, **changed: object) -> Desk:

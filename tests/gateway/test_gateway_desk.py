@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from in_memory import LEASE_S, Ledger, Slot, answer_to, new_desk
 
 from busrl.gateway import Desk, Tally
 from busrl.gateway.checks import tensor
+from busrl.protocol import codec
 from busrl.protocol import messages as m
 
 
@@ -240,6 +243,14 @@ def test_without_a_free_entry_a_worker_is_told_that_the_run_is_full(ledger: Ledg
     assert join(desk, "b").code == "full"
 
 
+def test_workers_from_outside_leave_the_run_its_own_entries(ledger: Ledger) -> None:
+    desk = new_desk(ledger, most_members=2)
+    join(desk, "a")
+    join(desk, "b")
+    assert join(desk, "c").code == "full" and "ring.processes" in join(desk, "c").text
+    assert isinstance(join(desk, "b", life=2), m.GatewayWelcome), "a new life takes the place of the old one"
+
+
 def test_slots_that_no_message_can_hold_are_said_at_once_with_the_key_to_change(ledger: Ledger) -> None:
     answer = join(new_desk(ledger, biggest=2 << 20))
     assert answer.code == "too_large" and "bus.max_message_bytes" in answer.text
@@ -270,3 +281,30 @@ def test_a_long_list_of_tasks_travels_in_several_messages(ledger: Ledger, monkey
     join(desk)
     answers = ask(desk, m.RemoteClaim(life=1, capacity=4))
     assert [len(answer.tasks) for answer in answers] == [1, 1, 1, 1]
+
+
+TEXTS = st.text(max_size=12) | st.sampled_from(["a", "rollout", "0.2.0", "1.2.1"])
+NUMBERS = st.integers(0, 3) | st.integers(0, 2**64 - 1)
+TENSORS = st.builds(m.Tensor, TEXTS | st.just("int32"), st.lists(NUMBERS, max_size=4), st.binary(max_size=16))
+
+
+@given(data=st.data())
+def test_no_request_whatever_is_in_it_raises_or_moves_a_slot_that_is_not_its_sender_s(data: st.DataObject) -> None:
+    ledger = Ledger([Slot(uid) for uid in range(3)])
+    desk = new_desk(ledger)
+    join(desk, "victim")
+    [task] = claim(desk, name="victim")
+    for _ in range(8):
+        kind = data.draw(st.sampled_from(m.REMOTE))
+        sender = data.draw(TEXTS.filter(lambda name: name != "victim"))
+        fields = {"sender": sender, "life": data.draw(NUMBERS), "req": data.draw(NUMBERS)}
+        for name, strategy in {
+            "role": TEXTS, "task": TEXTS | st.just(task), "capacity": NUMBERS, "holding": st.lists(TEXTS, max_size=3),
+            "tokens": TENSORS, "logprobs": TENSORS, "versions": TENSORS, "prompt_ids": TENSORS | st.none(),
+            "text": TEXTS, "finish": NUMBERS, "done": st.booleans(), "reward": st.floats(), "drop": TEXTS,
+        }.items():  # fmt: skip
+            if name in kind.__struct_fields__:
+                fields[name] = data.draw(strategy)
+        answers = desk.handle(kind(**fields), 0.0)
+        assert all(codec.encode(answer) for answer in answers)
+    assert task in [held.task for _, held in ledger.held()] and all(slot != 0 for slot, _, _ in ledger.commits)

@@ -251,12 +251,11 @@ class Gateway(RuleBasedStateMachine):
         raise AssertionError([slot for slot in self.ledger.slots if not slot.ended])
 
 
+SHORT = settings(max_examples=80, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
 TestGateway = Gateway.TestCase
-TestGateway.settings = settings(
-    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestGateway.settings = SHORT
 
 
 @pytest.mark.slow
 class TestGatewayAtLength(Gateway.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=3000, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck))
+    settings = settings(SHORT, max_examples=3000, stateful_step_count=100)

@@ -107,13 +107,14 @@ class Run:
     # -- what one sees ------------------------------------------------------------------------------------------
 
     def processes(self) -> dict[str, Process]:
-        """Registered processes that are not proven dead, by name."""
+        """Registered processes of this machine that are not proven dead, by name."""
         try:
             ring = Ring.attach(self.paths.ring_name, read_only=True)
         except (RingError, OSError):
             return {}
         try:
-            return {process.label: process for process in ring.processes() if not ring.is_dead(process.index)}
+            here = [process for process in ring.processes() if not process.remote]
+            return {process.label: process for process in here if not ring.is_dead(process.index)}
         finally:
             ring.close()
 
