@@ -15,6 +15,7 @@ from busrl.monitor.picture import Picture
 from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, StepSeen
 from busrl.monitor.snapshot import snapshot
 from busrl.monitor.steps import KEPT, Steps
+from busrl.monitor.traffic import Traffic
 from busrl.protocol import messages as m
 
 
@@ -118,6 +119,19 @@ def test_rates_come_from_the_rings_counters_and_start_anew_with_a_new_ring() -> 
         if second == 2:
             assert picture.throughput.samples.per_s() == 50.0
     assert picture.throughput.samples.per_s() == 30.0
+
+
+def test_a_listener_that_is_behind_knows_it_and_a_wrong_clock_does_not_look_like_that() -> None:
+    traffic = Traffic()
+    ahead_and_behind = {"here": 0.001, "ahead": -50.0, "behind": 70.0}
+    for sender, age in ahead_and_behind.items():
+        traffic.late(sender, age)
+    traffic.batch(min(traffic.late(sender, age + 0.01) for sender, age in ahead_and_behind.items()), 1.0)
+    assert traffic.lag_s < 0.02
+    traffic.batch(min(traffic.late(sender, age + 9.0) for sender, age in ahead_and_behind.items()), 10.0)
+    assert 8.9 < traffic.lag_s < 9.1
+    traffic.batch(None, 11.0)
+    assert traffic.lag_s == 0.0 and traffic.last_at == 10.0
 
 
 def test_a_follower_gives_whole_lines_once_and_counts_those_it_left_out(tmp_path: Path) -> None:

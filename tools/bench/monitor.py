@@ -243,7 +243,8 @@ def told_of_runs(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "noise_alone": round((max(rates_alone) - min(rates_alone)) / statistics.median(rates_alone), 4),
         "run_cpu_s": {"alone": median(alone, "run_cpu_s"), "watched": median(watched, "run_cpu_s")},
         "bus_cpu_s": {
-            kind: statistics.median(run["cpu_s"]["bus"] for run in rows) for kind, rows in (("alone", alone), ("watched", watched))
+            kind: statistics.median(run["cpu_s"]["bus"] for run in rows)
+            for kind, rows in (("alone", alone), ("watched", watched))
         },
         "watchers_cpu_s": watchers,
         "watchers_cpu_share_of_run": round(sum(watchers.values()) / median(watched, "run_cpu_s"), 4),
@@ -266,8 +267,8 @@ def table(told: dict[str, Any]) -> str:
     if "run" in told:
         run = told["run"]
         lines += [
-            f"Quickstart, {told['steps']} steps, {told['pairs']} pairs of runs in turn, a live monitor (120 x 40) and a "
-            "recorder attached in every second one:", "",
+            f"Quickstart, {told['steps']} steps, {told['pairs']} pairs of runs in turn, a live monitor (120 x 40) and "
+            "a recorder attached in every second one:", "",
             "| | alone | watched |", "|---|---|---|",
             *(f"| {name} | {run[key]['alone']:g} | {run[key]['watched']:g} |"
               for name, key in (("samples/s, median", "samples_per_s"), ("CPU s of the run", "run_cpu_s"),
