@@ -177,6 +177,12 @@ def test_without_rich_the_lines_are_plain_and_say_how_to_get_the_live_view(scene
     os.close(slave)
 
 
+def test_the_tap_is_for_its_owner_alone(scene: Scene) -> None:
+    assert scene.paths.runtime_dir.stat().st_mode & 0o077 == 0
+    for name in ("pub.sock", "sub.sock", "tap.sock"):
+        assert (scene.paths.runtime_dir / name).stat().st_mode & 0o077 == 0
+
+
 def test_a_directory_that_is_no_run_and_an_address_that_is_none_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
