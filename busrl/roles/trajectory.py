@@ -24,6 +24,7 @@ from busrl.ring import Ring, segments_of, seq_of
 
 __all__ = ["Generated", "read", "read_task", "read_text", "segments_of", "seq_of", "write_segment", "write_text"]
 
+
 @dataclass(frozen=True)
 class Generated:
     """One generated segment: int32 ids, float32 log-probabilities, uint32 versions, all of one length."""
