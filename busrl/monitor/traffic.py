@@ -66,9 +66,9 @@ class Traffic:
             self._least_age[sender] = least
         return age_s - least
 
-    def batch(self, least_late_s: float | None, now: float) -> None:
-        """The end of one batch; `least_late_s`: of its messages, None if there was none."""
-        if least_late_s is not None:
+    def batch(self, messages: int, least_late_s: float | None, now: float) -> None:
+        """The end of one batch; `least_late_s`: of its messages, None where none of them tells."""
+        if messages:
             self.last_at = now
         self.lag_s = least_late_s if least_late_s is not None else 0.0
 

@@ -81,7 +81,7 @@ class Watcher:
             if late is not None:
                 least = late if least is None else min(least, late)
         traffic = self.picture.traffic
-        traffic.batch(least, now)
+        traffic.batch(len(heard), least, now)
         if traffic.lag_s > BEHIND_S:
             self.tap.reopen()
             traffic.resyncs += 1

@@ -127,11 +127,11 @@ def test_a_listener_that_is_behind_knows_it_and_a_wrong_clock_does_not_look_like
     ahead_and_behind = {"here": 0.001, "ahead": -50.0, "behind": 70.0}
     for sender, age in ahead_and_behind.items():
         traffic.late(sender, age)
-    traffic.batch(min(traffic.late(sender, age + 0.01) for sender, age in ahead_and_behind.items()), 1.0)
+    traffic.batch(3, min(traffic.late(sender, age + 0.01) for sender, age in ahead_and_behind.items()), 1.0)
     assert traffic.lag_s < 0.02
-    traffic.batch(min(traffic.late(sender, age + 9.0) for sender, age in ahead_and_behind.items()), 10.0)
+    traffic.batch(3, min(traffic.late(sender, age + 9.0) for sender, age in ahead_and_behind.items()), 10.0)
     assert 8.9 < traffic.lag_s < 9.1
-    traffic.batch(None, 11.0)
+    traffic.batch(0, None, 11.0)
     assert traffic.lag_s == 0.0 and traffic.last_at == 10.0
 
 
