@@ -23,6 +23,7 @@ from monitor_scene import PATIENCE_S, Scene, finished, metrics_line, until
 
 from busrl.cli import main
 from busrl.monitor.find import living_runs
+from busrl.monitor.look import Look
 from busrl.protocol import messages as m
 from busrl.ring import Ring
 
@@ -152,6 +153,21 @@ def test_a_run_that_has_ended_is_shown_by_its_files(scene: Scene, started: Start
     scene.paths.summary.write_text(json.dumps({"outcome": "finished", "why": "the goal is reached"}))
     out = finished(started("monitor", str(scene.paths.root)))
     assert "ended" in out and "finished: the goal is reached" in out and "40 steps" in out
+
+
+def test_a_ring_that_a_later_start_made_is_found_and_a_damaged_one_is_none(scene: Scene) -> None:
+    look = Look(scene.paths, group_size=4)
+    assert look.look().slots == 16  # type: ignore[union-attr]
+    Ring.unlink(scene.paths.ring_name)
+    assert look.look() is None
+    later = Ring.create(scene.paths.ring_name, slots=8, slot_bytes=64, processes=4, uuid=bytes(16))
+    seen = look.look()
+    assert seen is not None and (seen.slots, seen.living) == (8, 0)
+    later.close()
+    Ring.unlink(scene.paths.ring_name)
+    scene.paths.ring_file.write_bytes(b"no ring" * 2000)
+    assert look.look() is None
+    look.close()
 
 
 def test_without_a_name_the_only_living_run_is_found(scene: Scene) -> None:
