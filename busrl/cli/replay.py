@@ -5,20 +5,16 @@ Chooses an endpoint where none is named, and says how to listen there. Knows not
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import time
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
-from busrl.bus import private_directory
 from busrl.errors import UserError
 from busrl.launch.progress import duration
 from busrl.monitor.recording import Recording, summary
-from busrl.monitor.replayer import Replayer
-from busrl.paths import RunPaths
+from busrl.monitor.replayer import Replayer, own_endpoint
 
 
 def replay(file: Path, speed: str, bind: str, frontend: str, wait_s: float, info: bool) -> int:
@@ -29,21 +25,19 @@ def replay(file: Path, speed: str, bind: str, frontend: str, wait_s: float, info
     factor = speed_of(speed)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
-    own = None if bind else _own_directory()
     try:
-        endpoint = bind or f"ipc://{own}/bus.sock"
-        with Recording(file) as recording, Replayer(recording, endpoint, frontend=frontend, speed=factor) as replayer:
-            print(f"waiting for a listener: busrl monitor {endpoint}", flush=True)
-            count = replayer.run(wait_s, lambda: print("publishing", flush=True))
-            print(f"published {count:,} messages{f'; {recording.torn}' if recording.torn else ''}")
+        with Recording(file) as recording, nullcontext(bind) if bind else own_endpoint() as endpoint:
+            _publish(recording, endpoint, frontend, factor, wait_s)
     except KeyboardInterrupt:
         print("stopped")
-    finally:
-        if own is not None:
-            shutil.rmtree(own, ignore_errors=True)
-            with suppress(OSError):
-                own.parent.rmdir()
     return 0
+
+
+def _publish(recording: Recording, endpoint: str, frontend: str, speed: float, wait_s: float) -> None:
+    with Replayer(recording, endpoint, frontend=frontend, speed=speed) as replayer:
+        print(f"waiting for a listener: busrl monitor {endpoint}", flush=True)
+        count = replayer.run(wait_s, lambda: print("publishing", flush=True))
+    print(f"published {count:,} messages{f'; {recording.torn}' if recording.torn else ''}")
 
 
 def speed_of(text: str) -> float:
@@ -57,11 +51,6 @@ def speed_of(text: str) -> float:
     if not 0 < factor < 1e9:
         raise UserError(f"--speed {text}: expected a positive number (1 = as it was, 10 = ten times as fast), or max")
     return factor
-
-
-def _own_directory() -> Path:
-    runtime = RunPaths.of("/").runtime_dir.parent
-    return private_directory(runtime / f"replay-{os.getpid()}")
 
 
 def _described(file: Path) -> list[str]:

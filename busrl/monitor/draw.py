@@ -6,6 +6,7 @@ Pure, and knows nothing of colours or of what is drawn. Every result has the siz
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -13,29 +14,41 @@ EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 
 def buckets(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` means of neighbouring values, in order; the newest bucket ends with the newest value."""
+    """At most `width` means of neighbouring values, in order; the newest bucket ends with the newest value.
+
+    Values that are no numbers are left out of a mean; a bucket of nothing else is nan.
+    """
     if len(values) <= width:
         return list(values)
     cuts = [round(i * len(values) / width) for i in range(width + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+    return [_mean([value for value in values[a:b] if math.isfinite(value)]) for a, b in itertools.pairwise(cuts)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
     """`height` lines of `width` characters: the course of a number from its lowest to its highest, newest at the right.
 
-    A flat course is drawn at half height; its lowest value still shows as one eighth.
+    A flat course is drawn at half height; its lowest value still shows as one eighth, what is no number not at all.
     """
     means = buckets(values, width)
-    if not means or width < 1:
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if not finite or width < 1:
         return [" " * max(0, width)] * height
-    low, high = min(means), max(means)
-    top = height * 8
-    levels = [1 + round((mean - low) / (high - low) * (top - 1)) if high > low else top // 2 for mean in means]
+    levels = [_level(mean, min(finite), max(finite), height * 8) if math.isfinite(mean) else 0 for mean in means]
     rows = []
     for row in reversed(range(height)):
         cells = "".join(EIGHTHS[max(0, min(8, level - row * 8))] for level in levels)
         rows.append(cells.ljust(width))
     return rows
+
+
+def _level(value: float, low: float, high: float, top: int) -> int:
+    """How many of `top` eighths a value between low and high fills, at least one."""
+    span = high - low
+    return 1 + round((value - low) / span * (top - 1)) if 0 < span < math.inf else top // 2
 
 
 def gauge(share: float, width: int) -> tuple[str, str]:

@@ -29,11 +29,8 @@ class Keys:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
 
     def pressed(self, timeout_s: float) -> str:
-        """Keys hit meanwhile; a signal (a resized window) ends the wait too."""
-        try:
-            ready, _, _ = select.select([self._fd], [], [], timeout_s)
-        except InterruptedError:
-            return ""
+        """Keys hit meanwhile."""
+        ready, _, _ = select.select([self._fd], [], [], timeout_s)
         if not ready:
             return ""
         got = os.read(self._fd, 64)

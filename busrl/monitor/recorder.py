@@ -103,7 +103,7 @@ class Recorder:
         self._writer.flush()
         if self._writer.bytes >= self._bounds.bytes:
             self.stop(f"the limit of {self._bounds.bytes:,.0f} bytes is reached")
-        elif free_bytes(self._out) < FREE_BYTES:
+        elif free_bytes(self._out.parent) < FREE_BYTES:
             self.stop(f"less than {FREE_BYTES >> 20} MiB are free where {self._out} is")
 
     def _write_drops(self) -> None:

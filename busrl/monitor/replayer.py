@@ -13,12 +13,14 @@ Talks to a recording and to the sockets that it binds; it never connects to anyt
 from __future__ import annotations
 
 import errno
+import os
 import re
+import shutil
 import socket as sockets
 import stat
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +33,7 @@ from busrl.bus.security import check_endpoint, private_directory, private_umask
 from busrl.errors import BadEndpoint, PeerTimeout, RunInUse
 from busrl.monitor.recording import Drops, Entry, Kind, Recording
 from busrl.monitor.watcher import ReplayMark
-from busrl.paths import SHM
+from busrl.paths import SHM, RunPaths
 
 STALLED_S: Final = 15.0  # longer than a listener that was stopped takes to be cut off by the transport's heartbeats
 LINGER_MS: Final = 15_000
@@ -193,6 +195,18 @@ class Replayer:
                         f"a listener at {self._bound[0]} has read nothing for {STALLED_S:g} s; the replay stopped "
                         f"after {self._messages} messages"
                     ) from None
+
+
+@contextmanager
+def own_endpoint() -> Iterator[str]:
+    """An address in a directory of this process alone, which is removed afterwards."""
+    folder = private_directory(RunPaths.of("/").runtime_dir.parent / f"replay-{os.getpid()}")
+    try:
+        yield f"ipc://{folder}/bus.sock"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            folder.parent.rmdir()  # if no run and no other replay is there
 
 
 def refuse_if_served(endpoint: str) -> None:

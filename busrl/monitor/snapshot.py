@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from busrl.monitor.picture import Picture, Row
-from busrl.monitor.seen import StepSeen
+from busrl.monitor.seen import ErrorSeen, StepSeen
 
 SCHEMA: Final = 1
 CHART_STEPS: Final = 512
@@ -28,7 +28,7 @@ def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
         "time": wall,
         "run": {
             "name": facts.name, "run_id": facts.run_id, "uuid": facts.uuid, "run_dir": facts.run_dir,
-            "launch_pid": facts.launch_pid or None, "started": facts.started or None, "state": picture.state,
+            "launch_pid": facts.launch_pid or None, "started": _round(facts.started) or None, "state": picture.state,
             "ended": picture.ended, "replay": picture.replay,
         },
         "progress": {
@@ -40,11 +40,11 @@ def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
         "trigger": _trigger(picture),
         "staleness": _staleness(picture),
         "charts": _charts(picture),
-        "validations": [{"round": r, "version": version, "mean": mean} for r, version, mean in picture.validations],
+        "validations": [{"round": r, "version": v, "mean": _round(mean)} for r, v, mean in picture.validations],
         "messages": _messages(picture),
         "errors": {
             "count": picture.complaints.count,
-            "newest": [msgspec.structs.asdict(error) for error in picture.complaints.newest(ERRORS)],
+            "newest": [_error(error) for error in picture.complaints.newest(ERRORS)],
         },
         "throughput": {
             "samples_per_s": _round(picture.throughput.samples.per_s()),
@@ -52,6 +52,10 @@ def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
             "steps_per_min": _round(60 * picture.throughput.steps.per_s()),
         },
     }  # fmt: skip
+
+
+def _error(error: ErrorSeen) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(error), "time": _round(error.time)}
 
 
 def _process(row: Row) -> dict[str, Any]:
@@ -93,9 +97,9 @@ def _staleness(picture: Picture) -> dict[str, Any]:
     return {
         "mode": picture.facts.mode,
         "bound": picture.facts.max_staleness if picture.facts.mode == "batch-async" else None,
-        "mean": newest.age_mean if known else None,
-        "p95": newest.age_p95 if known else None,
-        "max": newest.age_max if known else None,
+        "mean": _round(newest.age_mean) if known else None,
+        "p95": _round(newest.age_p95) if known else None,
+        "max": _round(newest.age_max) if known else None,
     }
 
 
@@ -103,10 +107,14 @@ def _charts(picture: Picture) -> dict[str, Any]:
     steps = picture.steps
     return {
         "steps": steps.numbers()[-CHART_STEPS:],
-        "reward": steps.course(lambda one: one.reward)[-CHART_STEPS:],
-        "length": steps.course(lambda one: one.length)[-CHART_STEPS:],
-        "age": steps.course(lambda one: one.age_mean)[-CHART_STEPS:],
+        "reward": _finite(steps.course(lambda one: one.reward)),
+        "length": _finite(steps.course(lambda one: one.length)),
+        "age": _finite(steps.course(lambda one: one.age_mean)),
     }
+
+
+def _finite(course: list[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in course[-CHART_STEPS:]]
 
 
 def _messages(picture: Picture) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Pure: fed with envelopes and clock values. Knows nothing of sockets.
 
-- The lag is the smallest age of any message of the last batch: a listener that is behind is behind with all of them,
-  while one sender whose clock is wrong is only one.
+- The lag is the smallest of the last batch: a listener that is behind is behind with all messages. How late one is, is
+  measured against the least age ever seen of its sender, so that a clock that is wrong does not look like a lag.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 from busrl.launch.progress import Rate
 
 MAX_NAMES: Final = 64  # names of the protocol are some twenty; what else comes is counted together
+MAX_SENDERS: Final = 256
 OTHERS: Final = "(others)"
 
 
@@ -37,6 +38,7 @@ class Traffic:
     lag_s: float = 0.0
     last_at: float | None = None
     _total: Flow = field(default_factory=Flow)
+    _least_age: dict[str, float] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -57,11 +59,18 @@ class Traffic:
             one.count += 1
             one.bytes += size
 
-    def batch(self, youngest_s: float | None, now: float) -> None:
-        """The end of one batch; `youngest_s`: the age of its youngest message, None if there was none."""
-        if youngest_s is not None:
+    def late(self, sender: str, age_s: float) -> float:
+        """By how much a message of this age is later than its sender's usually are."""
+        least = min(age_s, self._least_age.get(sender, age_s))
+        if sender in self._least_age or len(self._least_age) < MAX_SENDERS:
+            self._least_age[sender] = least
+        return age_s - least
+
+    def batch(self, messages: int, least_late_s: float | None, now: float) -> None:
+        """The end of one batch; `least_late_s`: of its messages, None where none of them tells."""
+        if messages:
             self.last_at = now
-        self.lag_s = max(0.0, youngest_s) if youngest_s is not None else 0.0
+        self.lag_s = least_late_s if least_late_s is not None else 0.0
 
     def tick(self, now: float) -> None:
         """Some times a second: what the rates are worked out from."""

@@ -75,13 +75,13 @@ class Watcher:
     def listen(self, now: float) -> int:
         """Fold in what has come, at most one batch; how many messages that were."""
         heard = self.tap.take(BATCH)
-        wall, youngest = time.time(), None
+        wall, least = time.time(), None
         for one in heard:
-            age = self._fold(one, wall, now)
-            if age is not None:
-                youngest = age if youngest is None else min(youngest, age)
+            late = self._fold(one, wall, now)
+            if late is not None:
+                least = late if least is None else min(least, late)
         traffic = self.picture.traffic
-        traffic.batch(youngest, now)
+        traffic.batch(len(heard), least, now)
         if traffic.lag_s > BEHIND_S:
             self.tap.reopen()
             traffic.resyncs += 1
@@ -106,7 +106,7 @@ class Watcher:
         self._first = False
 
     def _fold(self, heard: Heard, wall: float, now: float) -> float | None:
-        """One message into the picture; its age in seconds where that says how far behind we are."""
+        """One message into the picture; how late it is in seconds, where that says how far behind we are."""
         name, picture = heard.name, self.picture
         if name in (LOOK, REPLAY):
             self._fold_replay(name, heard.body, now)
@@ -117,7 +117,7 @@ class Watcher:
             picture.hear(message, now)
         if heard.envelope is None or picture.replay or not heard.envelope.time_ns:
             return None
-        return wall - heard.envelope.time_ns / 1e9
+        return picture.traffic.late(heard.envelope.sender, wall - heard.envelope.time_ns / 1e9)
 
     def _fold_replay(self, name: str, body: bytes, now: float) -> None:
         try:

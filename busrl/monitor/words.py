@@ -19,7 +19,9 @@ def headline(picture: Picture, wall: float) -> str:
     name = safe(facts.name or facts.run_id or "run")
     if picture.replay:
         return f"{name} · replay of {safe(picture.replay)}{' · over' if picture.replay_over else ''}"
-    age = f" · {duration(max(0.0, wall - facts.started))}" if facts.started and picture.ring is not None else ""
+    age = (
+        f" · {duration(min(max(0.0, wall - facts.started), 1e9))}" if facts.started and picture.ring is not None else ""
+    )
     state = {"left": "nobody runs; the next launch adopts its ring", "unknown": "no ring"}.get(picture.state)
     return f"{name} · {state or picture.state}{age}"
 
@@ -112,7 +114,7 @@ def age(seconds: float) -> str:
 
 def complaint(error: ErrorSeen, wall: float) -> str:
     """One line of an error."""
-    ago = duration(max(0.0, wall - error.time)) if error.time else "?"
+    ago = duration(min(max(0.0, wall - error.time), 1e9)) if error.time else "?"
     if wall - error.time > 86_400:
         ago = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(0.0, min(error.time, 4e9))))
     return f"{ago} ago · {safe(error.severity)} · {safe(error.process)}: {safe(first_line(error.text))}"

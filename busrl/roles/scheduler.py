@@ -121,9 +121,7 @@ class Scheduler(Actor):
         missing = self.policy.missing(view.unopened(self.policy.horizon + self.room.groups))
         if missing:
             tokens = self.topology.generation.max_new_tokens
-            self.policy.offer(
-                [Candidate(draw, self.stream.prompt(self.stream.item(draw)), tokens) for draw in missing]
-            )
+            self.policy.offer([Candidate(draw, self.stream.prompt(self.stream.item(draw)), tokens) for draw in missing])
 
     def _open_group(self, candidate: Candidate) -> int:
         """Dispatch all members; one that finds no slot is dispatched by the next scan, before any new group."""

@@ -42,6 +42,7 @@ DTYPES = {
 }  # fmt: skip
 
 
+
 @dataclass(frozen=True)
 class Generated:
     """One generated segment: int32 ids, float32 log-probabilities, uint32 versions, all of one length."""

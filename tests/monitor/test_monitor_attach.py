@@ -23,6 +23,7 @@ from monitor_scene import PATIENCE_S, Scene, finished, metrics_line, until
 
 from busrl.cli import main
 from busrl.monitor.find import living_runs
+from busrl.monitor.look import Look
 from busrl.protocol import messages as m
 from busrl.ring import Ring
 
@@ -154,6 +155,21 @@ def test_a_run_that_has_ended_is_shown_by_its_files(scene: Scene, started: Start
     assert "ended" in out and "finished: the goal is reached" in out and "40 steps" in out
 
 
+def test_a_ring_that_a_later_start_made_is_found_and_a_damaged_one_is_none(scene: Scene) -> None:
+    look = Look(scene.paths, group_size=4)
+    assert look.look().slots == 16  # type: ignore[union-attr]
+    Ring.unlink(scene.paths.ring_name)
+    assert look.look() is None
+    later = Ring.create(scene.paths.ring_name, slots=8, slot_bytes=64, processes=4, uuid=bytes(16))
+    seen = look.look()
+    assert seen is not None and (seen.slots, seen.living) == (8, 0)
+    later.close()
+    Ring.unlink(scene.paths.ring_name)
+    scene.paths.ring_file.write_bytes(b"no ring" * 2000)
+    assert look.look() is None
+    look.close()
+
+
 def test_without_a_name_the_only_living_run_is_found(scene: Scene) -> None:
     assert scene.paths.root in list(living_runs())
 
@@ -175,6 +191,12 @@ def test_without_rich_the_lines_are_plain_and_say_how_to_get_the_live_view(scene
     assert child.wait(PATIENCE_S) == 0
     os.close(master)
     os.close(slave)
+
+
+def test_the_tap_is_for_its_owner_alone(scene: Scene) -> None:
+    assert scene.paths.runtime_dir.stat().st_mode & 0o077 == 0
+    for name in ("pub.sock", "sub.sock", "tap.sock"):
+        assert (scene.paths.runtime_dir / name).stat().st_mode & 0o077 == 0
 
 
 def test_a_directory_that_is_no_run_and_an_address_that_is_none_are_named(

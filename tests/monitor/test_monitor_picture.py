@@ -8,6 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl.monitor import plain
 from busrl.monitor.complaints import Complaints
 from busrl.monitor.draw import chart, gauge, portions, safe
 from busrl.monitor.follow import Follower
@@ -15,6 +16,7 @@ from busrl.monitor.picture import Picture
 from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, StepSeen
 from busrl.monitor.snapshot import snapshot
 from busrl.monitor.steps import KEPT, Steps
+from busrl.monitor.traffic import Traffic
 from busrl.protocol import messages as m
 
 
@@ -120,6 +122,19 @@ def test_rates_come_from_the_rings_counters_and_start_anew_with_a_new_ring() -> 
     assert picture.throughput.samples.per_s() == 30.0
 
 
+def test_a_listener_that_is_behind_knows_it_and_a_wrong_clock_does_not_look_like_that() -> None:
+    traffic = Traffic()
+    ahead_and_behind = {"here": 0.001, "ahead": -50.0, "behind": 70.0}
+    for sender, age in ahead_and_behind.items():
+        traffic.late(sender, age)
+    traffic.batch(3, min(traffic.late(sender, age + 0.01) for sender, age in ahead_and_behind.items()), 1.0)
+    assert traffic.lag_s < 0.02
+    traffic.batch(3, min(traffic.late(sender, age + 9.0) for sender, age in ahead_and_behind.items()), 10.0)
+    assert 8.9 < traffic.lag_s < 9.1
+    traffic.batch(0, None, 11.0)
+    assert traffic.lag_s == 0.0 and traffic.last_at == 10.0
+
+
 def test_a_follower_gives_whole_lines_once_and_counts_those_it_left_out(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     follower = Follower(path, tail_bytes=20)
@@ -135,7 +150,7 @@ def test_a_follower_gives_whole_lines_once_and_counts_those_it_left_out(tmp_path
     assert follower.new() == [b"another file"]
 
 
-@given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(1, 80), st.integers(1, 12))
+@given(st.lists(st.floats(), max_size=300), st.integers(1, 80), st.integers(1, 12))
 def test_a_chart_has_the_size_that_was_asked_for(values: list[float], width: int, height: int) -> None:
     assert [len(line) for line in chart(values, width, height)] == [width] * height
 
@@ -157,6 +172,16 @@ def test_a_gauge_is_as_wide_as_asked(share: float, width: int) -> None:
 @given(st.text())
 def test_nothing_that_is_printed_can_move_a_cursor(text: str) -> None:
     assert all(character.isprintable() for character in safe(text))
+
+
+@given(st.floats(), st.floats(), st.floats())
+def test_a_run_whose_numbers_are_none_is_shown_and_told_as_json(reward: float, length: float, at: float) -> None:
+    picture = Picture(facts=Facts(started=at, t_max_s=length))
+    picture.step(StepSeen(1, reward=reward, length_mean=length, age_mean=at), 0.0)
+    picture.hear(m.ValidationDone(round=1, version=1, samples=1, mean=reward), 0.0)
+    picture.error(ErrorSeen(at, "a", "error"), "file")
+    json.dumps(snapshot(picture, 0.0, 0.0), allow_nan=False)
+    assert plain.lines(picture, 0.0, 1000.0)
 
 
 def test_a_snapshot_is_json_whatever_is_not_known() -> None:

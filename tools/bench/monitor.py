@@ -1,0 +1,324 @@
+"""What watching costs: the quickstart with and without a monitor and a recorder, and the broker's tap by itself.
+
+    python tools/bench/monitor.py --pairs 5
+    python tools/bench/monitor.py --pairs 0        only the tap
+
+Runs are taken in turn, so that a slow hour of the machine hits both kinds. A pair is two runs of the same seed. The
+throughput is samples that ended (and tokens drawn) over the time from the first step to the last one. The live view is
+drawn on a pseudo-terminal of 120 by 40. Results: tools/bench/results/monitor.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import pty
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import report
+import zmq
+
+ROOT = Path(__file__).resolve().parents[2]
+TOPOLOGY = ROOT / "configs" / "quickstart.toml"
+SERVE = """
+import signal, sys, threading
+from busrl.bus import run_broker
+from busrl.ring import OfdLock
+d, tap, stop = sys.argv[1], sys.argv[2], threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+run_broker(f"ipc://{d}/f", f"ipc://{d}/b", OfdLock(f"{d}/lock"), stop, tap=tap, on_ready=lambda: print(flush=True))
+"""
+LISTEN = """
+import sys, zmq
+s = zmq.Context().socket(zmq.SUB)
+s.setsockopt(zmq.RCVHWM, 4096)
+s.setsockopt(zmq.SUBSCRIBE, b"")
+s.connect(sys.argv[1])
+s.recv_multipart()
+print(flush=True)
+while True:
+    s.recv_multipart()
+"""
+BODY = bytes(190)
+MODES = ("no tap", "tap, nobody listens", "tap, one listens", "tap, one was stopped")
+
+
+# ------------------------------------------------------------------------------------------------- the whole run
+
+
+def run_once(watched: bool, seed: int, steps: int) -> dict[str, Any]:
+    """One run of the quickstart: rates, CPU seconds, load."""
+    before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="brl") as folder:
+        directory = Path(folder) / "run"
+        command = [sys.executable, "-m", "busrl.cli", "launch", str(TOPOLOGY), "--run-dir", str(directory)]
+        for setting in (f"run.seed={seed}", f"run.max_steps={steps}", "validation.at_end=false"):
+            command += ["--set", setting]
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        watchers: dict[str, subprocess.Popen[bytes]] = {}
+        if watched:
+            until(lambda: ring_of(directory).exists(), run)
+            watchers = watch(directory, Path(folder) / "a.rec")
+        code = run.wait()
+        cpu = {name: ended_cpu(child) for name, child in watchers.items()}
+        if code != 0:
+            raise SystemExit(f"the run ended with {code}")
+        return {"watched": watched, "seed": seed, "load": before, **rates(directory), "watchers_cpu_s": cpu}
+
+
+def ring_of(directory: Path) -> Path:
+    from busrl.paths import RunPaths
+
+    return RunPaths.of(directory).ring_file
+
+
+def watch(directory: Path, recording: Path) -> dict[str, subprocess.Popen[bytes]]:
+    """A live monitor on a terminal of its own, which a thread empties, and a recorder."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    threading.Thread(target=empty, args=(master,), daemon=True).start()
+    busrl = [sys.executable, "-m", "busrl.cli"]
+    monitor = subprocess.Popen(
+        [*busrl, "monitor", str(directory)], stdin=slave, stdout=slave, stderr=slave,
+        env={**os.environ, "TERM": "xterm-256color"},
+    )  # fmt: skip
+    os.close(slave)
+    recorder = subprocess.Popen([*busrl, "record", str(directory), "-o", str(recording)], stdout=subprocess.DEVNULL)
+    return {"monitor": monitor, "recorder": recorder}
+
+
+def empty(master: int) -> None:
+    try:
+        while os.read(master, 65536):
+            pass
+    except OSError:
+        os.close(master)
+
+
+def ended_cpu(child: subprocess.Popen[bytes]) -> float:
+    """End a watcher; its CPU seconds, the start included."""
+    child.send_signal(signal.SIGTERM)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    return round(usage.ru_utime + usage.ru_stime, 3)
+
+
+def rates(directory: Path) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((directory / "summary.json").read_text())
+    span = rows[-1]["time_s"] - rows[0]["time_s"]
+    cpu = {name: one["cpu_s"] for name, one in summary["processes"].items()}
+    return {
+        "seconds": round(span, 3),
+        "samples_per_s": round(sum(row["samples_ended"] for row in rows[1:]) / span, 1),
+        "tokens_per_s": round(sum(row["tokens"] for row in rows[1:]) / span, 1),
+        "cpu_s": cpu,
+        "run_cpu_s": round(sum(cpu.values()), 2),
+    }
+
+
+def until(condition: Any, run: subprocess.Popen[bytes]) -> None:
+    while not condition():
+        if run.poll() is not None:
+            raise SystemExit("the run ended before it began")
+        time.sleep(0.02)
+
+
+# --------------------------------------------------------------------------------------------------- the tap alone
+
+
+@contextmanager
+def bus(mode: str) -> Iterator[tuple[str, subprocess.Popen[bytes], zmq.Context[zmq.Socket[bytes]]]]:
+    """A broker in this mode; its directory and process, and a context for clients."""
+    with tempfile.TemporaryDirectory(prefix="brl") as folder:
+        tap = "" if mode == MODES[0] else f"ipc://{folder}/t"
+        broker = subprocess.Popen([sys.executable, "-c", SERVE, folder, tap], stdout=subprocess.PIPE)
+        assert broker.stdout is not None
+        broker.stdout.readline()
+        listener = listen(tap) if mode in MODES[2:] else None
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            if mode == MODES[3]:
+                assert listener is not None
+                listener.send_signal(signal.SIGSTOP)
+            yield folder, broker, context
+        finally:
+            context.destroy(linger=0)
+            for child in (listener, broker):
+                if child is not None:
+                    child.kill()
+                    child.wait()
+
+
+def listen(tap: str) -> subprocess.Popen[bytes]:
+    """Somebody at the tap, who has heard the first message (the broker's own ping comes every second)."""
+    child = subprocess.Popen([sys.executable, "-c", LISTEN, tap], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    return child
+
+
+def clients(folder: str, context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A publisher and a subscriber that hear each other."""
+    pub, sub = context.socket(zmq.PUB), context.socket(zmq.SUB)
+    pub.setsockopt(zmq.SNDHWM, 0)
+    sub.setsockopt(zmq.RCVHWM, 0)
+    sub.setsockopt(zmq.SUBSCRIBE, b"NEW_TASK/")
+    pub.connect(f"ipc://{folder}/f")
+    sub.connect(f"ipc://{folder}/b")
+    while not sub.poll(50):
+        pub.send_multipart([b"NEW_TASK/", b"?"])
+    while sub.poll(100):
+        sub.recv_multipart()
+    return pub, sub
+
+
+def tap_once(mode: str, flood: int, pings: int) -> dict[str, Any]:
+    """Broker CPU per message in a flood of bursts of 200, then round trips, one at a time."""
+    with bus(mode) as (folder, broker, context):
+        pub, sub = clients(folder, context)
+        cpu, begun = cpu_ns(broker.pid), time.monotonic()
+        for _ in range(flood // 200):
+            for _ in range(200):
+                pub.send_multipart([b"NEW_TASK/", BODY])
+            for _ in range(200):
+                sub.recv_multipart()
+        seconds, cpu = time.monotonic() - begun, cpu_ns(broker.pid) - cpu
+        trips = []
+        for _ in range(pings):
+            sent = time.perf_counter_ns()
+            pub.send_multipart([b"NEW_TASK/", BODY])
+            sub.recv_multipart()
+            trips.append((time.perf_counter_ns() - sent) / 1000)
+    return {
+        "mode": mode,
+        "broker_cpu_us_per_message": cpu / flood / 1000,
+        "messages_per_s": flood / seconds,
+        "trip_p50_us": statistics.median(trips),
+        "trip_p99_us": statistics.quantiles(trips, n=100)[98],
+    }
+
+
+def cpu_ns(pid: int) -> int:
+    """CPU nanoseconds of all threads of a process."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+
+
+# ------------------------------------------------------------------------------------------------------ the sums
+
+
+def median(rows: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(row[key] for row in rows)
+
+
+def told_of_runs(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios watched over alone, pair by pair, and what noise the runs alone have."""
+    alone, watched = ([run for run in runs if run["watched"] is kind] for kind in (False, True))
+    ratios = [w["samples_per_s"] / a["samples_per_s"] for a, w in zip(alone, watched)]
+    tokens = [w["tokens_per_s"] / a["tokens_per_s"] for a, w in zip(alone, watched)]
+    rates_alone = [run["samples_per_s"] for run in alone]
+    watchers = {
+        name: statistics.median(run["watchers_cpu_s"][name] for run in watched) for name in ("monitor", "recorder")
+    }
+    return {
+        "samples_per_s": {"alone": median(alone, "samples_per_s"), "watched": median(watched, "samples_per_s")},
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "token_ratio_median": round(statistics.median(tokens), 4),
+        "noise_alone": round((max(rates_alone) - min(rates_alone)) / statistics.median(rates_alone), 4),
+        "run_cpu_s": {"alone": median(alone, "run_cpu_s"), "watched": median(watched, "run_cpu_s")},
+        "bus_cpu_s": {
+            kind: statistics.median(run["cpu_s"]["bus"] for run in rows)
+            for kind, rows in (("alone", alone), ("watched", watched))
+        },
+        "watchers_cpu_s": watchers,
+        "watchers_cpu_share_of_run": round(sum(watchers.values()) / median(watched, "run_cpu_s"), 4),
+    }  # fmt: skip
+
+
+def told_of_tap(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    keys = ("broker_cpu_us_per_message", "messages_per_s", "trip_p50_us", "trip_p99_us")
+    by_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in MODES}
+    return {mode: {key: round(median(own, key), 2) for key in keys} for mode, own in by_mode.items()}
+
+
+def table(told: dict[str, Any]) -> str:
+    host = told["machine"]
+    lines = [
+        "# What watching costs", "",
+        f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, commit "
+        f"{told['commit']}, {told['date']}, load before the runs {told['load']:.1f}.", "",
+    ]  # fmt: skip
+    if "run" in told:
+        run = told["run"]
+        lines += [
+            f"Quickstart, {told['steps']} steps, {told['pairs']} pairs of runs in turn, a live monitor (120 x 40) and "
+            "a recorder attached in every second one:", "",
+            "| | alone | watched |", "|---|---|---|",
+            *(f"| {name} | {run[key]['alone']:g} | {run[key]['watched']:g} |"
+              for name, key in (("samples/s, median", "samples_per_s"), ("CPU s of the run", "run_cpu_s"),
+                                ("CPU s of the broker", "bus_cpu_s"))), "",
+            f"Ratio watched / alone: median {run['ratio_median']} (tokens {run['token_ratio_median']}), pair by pair "
+            f"{run['ratios']}. Spread of the runs alone: {run['noise_alone']:.1%}.",
+            f"CPU s of the watchers, their start included: {run['watchers_cpu_s']}, "
+            f"{run['watchers_cpu_share_of_run']:.1%} of the run's.", "",
+        ]  # fmt: skip
+    lines += [
+        "| the broker alone | CPU us/message | messages/s | round trip p50 us | p99 us |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {mode} | {row['broker_cpu_us_per_message']} | {row['messages_per_s']:,.0f} | {row['trip_p50_us']} | "
+        f"{row['trip_p99_us']} |" for mode, row in told["tap"].items()
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--pairs", type=int, default=5)
+    arguments.add_argument("--steps", type=int, default=150)
+    arguments.add_argument("--rounds", type=int, default=5, help="of the tap alone")
+    arguments.add_argument("--out", type=Path, default=ROOT / "tools" / "bench" / "results" / "monitor.json")
+    options = arguments.parse_args()
+    os.environ.update(
+        OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    )
+    sys.path.insert(0, str(ROOT))
+    told: dict[str, Any] = {
+        "machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%Y-%m-%d"),
+        "load": os.getloadavg()[0], "pairs": options.pairs, "steps": options.steps,
+    }  # fmt: skip
+    runs = []
+    for pair in range(options.pairs):
+        for watched in (False, True) if pair % 2 == 0 else (True, False):
+            runs.append(run_once(watched, pair, options.steps))
+            print(
+                {key: runs[-1][key] for key in ("watched", "samples_per_s", "run_cpu_s", "watchers_cpu_s")}, flush=True
+            )
+    if runs:
+        told["run"], told["runs"] = told_of_runs(runs), runs
+    taps = [tap_once(mode, 40_000, 2_000) for _ in range(options.rounds) for mode in MODES]
+    told["tap"], told["tap_rounds"] = told_of_tap(taps), options.rounds
+    options.out.write_text(json.dumps(told, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(table(told))
+    print(table(told))
+
+
+if __name__ == "__main__":
+    main()
