@@ -43,8 +43,8 @@ def valid() -> Iterator[tuple[Path, bytes]]:
 
 def changed(content: bytes, chance: random.Random) -> bytes:
     made = bytearray(content)
-    tables = int.from_bytes(content[0x58:0x60], "little")
-    regions = [(0x80, 0x2000), (0x2000, 0x2000 + PROCESSES * 256), (0x3000, 0x3000 + SLOTS * 128)]
+    lines, tables = (int.from_bytes(content[at : at + 8], "little") for at in (0x50, 0x58))
+    regions = [(0x80, 0x2000), (0x2000, 0x2000 + PROCESSES * 256), (lines, lines + SLOTS * 128)]
     regions += [(tables + slot * 6272, tables + slot * 6272 + 128 + 3 * 128) for slot in range(SLOTS)] * 2
     for _ in range(1 + chance.randrange(10)):
         low, high = chance.choice(regions)

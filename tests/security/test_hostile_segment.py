@@ -14,19 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from busrl.ring import BadTensor, FateRefused, Fates, Ring, RingMismatch, SlotTooSmall, State
+from busrl.ring import LAYOUT, BadTensor, FateRefused, Fates, Ring, RingMismatch, SlotTooSmall, State
 
 HEADER, SLOTS, SLOT_BYTES, PROCESSES = 0x2000, 2, 256, 4
 CRC_AT = 0x78
 FIELD = {"total_bytes": 0x10, "n_slots": 0x40, "proc_off": 0x48, "line_off": 0x50, "table_off": 0x58, "data_off": 0x60}
-
-
-def up(value: int, to: int = 4096) -> int:
-    return -(-value // to) * to
-
-
-LINES = up(HEADER + PROCESSES * 256)
-TABLES = up(LINES + SLOTS * 128 + 4 * 256)  # behind the hints: up to 1,024 slots take 256 bytes a state
 
 
 def crc32c(data: bytes) -> int:
@@ -45,6 +37,8 @@ class Segment:
         self.path = folder / "ring"
         self.ring = Ring.create(str(self.path), slots=SLOTS, slot_bytes=SLOT_BYTES, processes=PROCESSES, uuid=bytes(16))
         self.ring.register("test", "test")
+        head = self.path.read_bytes()[:HEADER]
+        self.lines, self.tables = (int.from_bytes(head[at : at + 8], "little") for at in (0x50, 0x58))
         self.fates = Fates(str(folder / "fates"), create=True, capacity=1 << 16)
         self.ring.bind_fates(self.fates, self.fates)
 
@@ -89,7 +83,7 @@ def test_another_magic_is_named_with_the_expected_one_and_the_remedy(segment):
 def test_another_layout_version_is_named_with_the_one_that_is_read(segment):
     segment.write(8, struct.pack("<I", 77), repair=True)
     said = segment.refusal()
-    assert "layout version 77, this library reads 2" in said and "use the busrl that made it" in said
+    assert f"layout version 77, this library reads {LAYOUT[0]};" in said and "use the busrl that made it" in said
 
 
 def test_a_wrong_checksum_is_named_with_the_right_one(segment):
@@ -177,8 +171,8 @@ BAD = [
 @pytest.mark.parametrize(("changes", "why"), BAD, ids=[f"{list(changes)}" for changes, _ in BAD])
 def test_a_bad_descriptor_is_an_error_that_names_slot_tensor_and_rule_and_leaves_the_other_slots(segment, changes, why):
     for slot, made in ((0, entry(**changes)), (1, entry())):
-        segment.write(TABLES + slot * (128 + 48 * 128), struct.pack("<I", 1))
-        segment.write(TABLES + slot * (128 + 48 * 128) + 128, made)
+        segment.write(segment.tables + slot * (128 + 48 * 128), struct.pack("<I", 1))
+        segment.write(segment.tables + slot * (128 + 48 * 128) + 128, made)
     for read in (lambda: segment.ring.get(0, "x"), lambda: segment.ring.tensors(0)):
         with pytest.raises(BadTensor, match=rf"slot 0: tensor x: .*{why}"):
             read()
@@ -186,7 +180,7 @@ def test_a_bad_descriptor_is_an_error_that_names_slot_tensor_and_rule_and_leaves
 
 
 def test_more_entries_than_a_table_has_are_never_looked_at(segment):
-    segment.write(TABLES, struct.pack("<I", 0xFFFFFFFF))
+    segment.write(segment.tables, struct.pack("<I", 0xFFFFFFFF))
     assert segment.ring.tensors(0) == {}
 
 
@@ -204,8 +198,8 @@ def test_a_slot_whose_sample_can_not_be_recorded_does_not_keep_the_others(segmen
     words = segment.ring.words()
     for slot in (0, 1):
         dropped = 8 << 58 | ord("M") << 44 | int(words[slot]) & ((1 << 36) - 1)
-        segment.write(LINES + slot * 128, struct.pack("<Q", dropped))
-    segment.write(LINES + 8, struct.pack("<Q", 1 << 40))  # the uid of slot 0 names no sample
+        segment.write(segment.lines + slot * 128, struct.pack("<Q", dropped))
+    segment.write(segment.lines + 8, struct.pack("<Q", 1 << 40))  # the uid of slot 0 names no sample
     with pytest.raises(FateRefused, match=r"slot 0: .*maps 65536 samples"):
         segment.ring.finish_drops()
     assert segment.fates.get(2) == ord("M")
