@@ -318,13 +318,20 @@ void check_at_rest(const Files& f) {
     for (uint32_t i = 1; i < f.seg->shape.n_procs; ++i) CHECK(!is_live(f.seg->proc(i).ident.load()));
 }
 
+bool all_free(const Segment& seg) {
+    for (uint32_t i = 0; i < seg.shape.n_slots; ++i)
+        if (state_of(load_word(seg, i)) != S::FREE) return false;
+    return true;
+}
+
 void drain(const Files& f, bool drops) {
     const Membership last(f.seg, "storm", "last");
-    for (int round = 0; round < 2000; ++round) {
+    const uint64_t end = monotonic_ns() + 10'000'000'000;
+    while (!all_free(*f.seg) && monotonic_ns() < end) {
         const size_t done = generate(f, last.index()) + reward(f, last.index()) + train(f, last.index(), drops);
         if (done == 0) reap(*f.seg, f.fates, last.index());
     }
-    for (uint32_t i = 0; i < f.seg->shape.n_slots; ++i) CHECK(state_of(load_word(*f.seg, i)) == S::FREE);
+    CHECK(all_free(*f.seg));
 }
 
 // Every sample that was ever dispatched has the one fate that it must have, in fates and log alike.
