@@ -161,13 +161,13 @@ void be_victim(const Scenario& s, Actor& a) {
 
 // Runs this program again: `role` acts scenario `index`, killed at the count-th arrival at `point`. True if it was.
 bool dies(const std::string& folder, const char* role, size_t index, const std::string& point, int count) {
-    const std::string plan = "BUSRL_CRASH_POINT=" + point + ":" + std::to_string(count);
+    const std::string plan = point + ":" + std::to_string(count);
     const std::string number = std::to_string(index);
     const pid_t pid = ::fork();
     if (pid == 0) {
         const char* argv[] = {"crash_points", role, folder.c_str(), number.c_str(), nullptr};
-        const char* env[] = {plan.c_str(), nullptr};
-        ::execve("/proc/self/exe", const_cast<char**>(argv), const_cast<char**>(env));
+        ::setenv("BUSRL_CRASH_POINT", plan.c_str(), 1);
+        ::execv("/proc/self/exe", const_cast<char**>(argv));
         ::_exit(127);
     }
     int status = 0;

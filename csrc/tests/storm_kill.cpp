@@ -229,7 +229,7 @@ struct Storm {
             point = kPoints[random() % std::size(kPoints)];
             if (is_for(role, point)) break;
         }
-        return "BUSRL_CRASH_POINT=" + point + ":" + std::to_string(count);
+        return point + ":" + std::to_string(count);
     }
     static bool is_for(char role, const std::string& point) {
         for (const auto& [prefix, roles] : std::map<std::string, std::string>{{"dispatch.", "s"},
@@ -250,8 +250,8 @@ struct Storm {
         const char name[] = {role, 0};
         if (plan.empty()) ::_exit(child(place.folder, role, drops));
         const char* argv[] = {"storm_kill", place.folder.c_str(), name, drops ? "1" : "0", nullptr};
-        const char* env[] = {plan.c_str(), nullptr};
-        ::execve("/proc/self/exe", const_cast<char**>(argv), const_cast<char**>(env));
+        ::setenv("BUSRL_CRASH_POINT", plan.c_str(), 1);
+        ::execv("/proc/self/exe", const_cast<char**>(argv));
         ::_exit(kRefused);
     }
 
