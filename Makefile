@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench soak cpp sanitize aarch64 fuzz install clean
+.PHONY: help demo test test-all lint format bench soak cpp model storm sanitize aarch64 fuzz install clean
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -25,7 +25,7 @@ demo: $(STAMP)/train ## train a tiny model by reinforcement learning, from nothi
 test: lint cpp $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 minutes)
 	$(BIN)/pytest -m "not slow and not soak"
 
-test-all: test sanitize aarch64 ## the slower tests, the sanitizers, aarch64 and millions of fuzzed inputs too
+test-all: test model storm sanitize aarch64 ## the slower tests, the models, a long storm, sanitizers, aarch64, fuzzing
 	$(MAKE) -C csrc fuzz
 	$(BIN)/pytest -m slow
 
@@ -40,9 +40,15 @@ lint: $(STAMP)/lint ## ruff, strict types, clang-format
 format: $(STAMP)/lint ## format C++
 	git ls-files 'csrc/*.[ch]pp' 'csrc/*.[ch]' 'examples/*.[ch]pp' | xargs -r $(BIN)/clang-format -i
 
-cpp: $(STAMP)/system ## the C++ tests, and some mutated segments
-	$(MAKE) -C csrc test
+cpp: $(STAMP)/system ## the C++ tests, the smaller models, mutants that must fail, and some mutated segments
+	$(MAKE) -C csrc test model-quick mutants
 	$(MAKE) -C csrc fuzz FUZZ_INPUTS=20000
+
+model: $(STAMP)/system ## every state of the protocol's models (docs/models.md)
+	$(MAKE) -C csrc model
+
+storm: $(STAMP)/system ## minutes of random SIGKILL and SIGSTOP, also on mutants that must fail
+	$(MAKE) -C csrc storm
 
 sanitize: $(STAMP)/system ## the C++ tests under address, undefined-behaviour and thread sanitizers
 	$(MAKE) -C csrc asan tsan

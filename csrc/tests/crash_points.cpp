@@ -10,6 +10,7 @@
 
 #include <map>
 
+#include "busrl/remote.hpp"
 #include "harness.hpp"
 
 using namespace busrl;
@@ -88,6 +89,12 @@ void dispatch_another(Actor& a) {
 void reap_all(Actor& a) {
     reap(*a.seg, a.fates, a.me());
 }
+// What a keeper does for a worker without a mapping, from its entry to its goodbye.
+void speak_for_another(Actor& a) {
+    const uint32_t far = enter_remote(*a.seg, "rollout", "far", 1);
+    busrl::take(*a.seg, far, {S::QUEUED, S::GENERATING, -1, 1, 255}).at(0);
+    leave_remote(*a.seg, far);
+}
 
 const Rest kNowhere{S::FREE, 0, 0}, kDropped{S::FREE, 'f', 0}, kTrained{S::FREE, 'T', 0};
 const Rest kQueued{S::QUEUED, 'D', 0}, kQueued1{S::QUEUED, 'D', 1};
@@ -132,6 +139,7 @@ const Scenario kScenarios[] = {
          surrender(*a.seg, a.fates, a.me());
          a.member.leave();
      }},
+    {"speaks for a remote worker", S::QUEUED, 1, kQueued1, kQueued1, speak_for_another},
     {"reaps RESERVED before its uid", S::FREE, 0, kNowhere, kNowhere, reap_all, "dispatch.written"},
     {"reaps RESERVED before its fate", S::FREE, 0, kNowhere, kNowhere, reap_all, "dispatch.uid"},
     {"reaps RESERVED with its fate", S::FREE, 0, kQueued, kQueued, reap_all, "dispatch.fate"},
@@ -161,13 +169,13 @@ void be_victim(const Scenario& s, Actor& a) {
 
 // Runs this program again: `role` acts scenario `index`, killed at the count-th arrival at `point`. True if it was.
 bool dies(const std::string& folder, const char* role, size_t index, const std::string& point, int count) {
-    const std::string plan = "BUSRL_CRASH_POINT=" + point + ":" + std::to_string(count);
+    const std::string plan = point + ":" + std::to_string(count);
     const std::string number = std::to_string(index);
     const pid_t pid = ::fork();
     if (pid == 0) {
         const char* argv[] = {"crash_points", role, folder.c_str(), number.c_str(), nullptr};
-        const char* env[] = {plan.c_str(), nullptr};
-        ::execve("/proc/self/exe", const_cast<char**>(argv), const_cast<char**>(env));
+        ::setenv("BUSRL_CRASH_POINT", plan.c_str(), 1);
+        ::execv("/proc/self/exe", const_cast<char**>(argv));
         ::_exit(127);
     }
     int status = 0;
@@ -242,6 +250,8 @@ std::string try_once(const Scenario& s, size_t index, const std::string& point, 
     if (!killed) return "";
     reap(*w.seg, w.fates, w.me());
     finish_drops(*w.seg, w.fates);
+    for (uint32_t i = 1; i < w.seg->shape.n_procs; ++i)  // the next keeper: no death removes a remote entry
+        if (is_remote(w.seg->proc(i).ident.load())) leave_remote(*w.seg, i);
     Rest before = s.before;
     if (point == "finish.fate") before.fate = 'T';
     std::string wrong = may_be_before(s, point) ? differs(w, before) : "not past its commit";

@@ -1,11 +1,20 @@
-"""A child is killed at every named step of a sample's life; reaping and the ordinary path then end every sample."""
+"""A child is killed at every named step of a sample's life; reaping and the ordinary path then end every sample.
+
+Every step in every state is tried by csrc/tests/crash_points.cpp; here the same goes through the Python module, with the
+steps that are only there (`put`). What the source names, these tests and the models must name too.
+"""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from busrl.ring import State
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 # A whole life: one sample is trained, the next is dropped.
 LIFE = """
@@ -69,7 +78,27 @@ def test_a_death_at_this_step_leaves_a_sample_that_anybody_can_finish(world, poi
     assert world.fate(1) == "T" and world.states() == {"FREE": 8}
 
 
-@pytest.mark.parametrize("point", ["drop.cas:1", "drop.fate:1"])
+DROPS = ["drop.cas:1", "drop.fate:1"]
+REAPS = ["reap.before:2", "reap.cas:1", "reap.cas:3", "reap.entry:1"]
+
+
+def points_of_the_source() -> set[str]:
+    """The names that crash_point() is called with anywhere in csrc/, tests left out."""
+    files = [path for path in CSRC.rglob("*.[ch]pp") if path.relative_to(CSRC).parts[0] not in ("tests", "build")]
+    return {name for path in files for name in re.findall(r'crash_point\("([a-z._]+)"\)', path.read_text())}
+
+
+def test_every_crash_point_of_the_source_kills_a_process_here():
+    assert {point.split(":")[0] for point in [*AFTER, *DROPS, *REAPS]} == points_of_the_source()
+
+
+def test_every_crash_point_of_the_source_is_a_step_of_the_models():
+    """`make -C csrc model` fails when a process was not killed after each of these."""
+    listed = (CSRC / "model" / "coverage.hpp").read_text().split("kSteps[] = {")[1].split("}")[0]
+    assert set(re.findall(r'"([a-z._]+)"', listed)) == points_of_the_source()
+
+
+@pytest.mark.parametrize("point", DROPS)
 def test_a_drop_that_was_cut_short_is_completed_by_anybody(world, point):
     world.child(LIFE, point).dies_by_sigkill()
     assert world.states() == {"DROPPED": 1, "FREE": 7}
@@ -78,7 +107,7 @@ def test_a_drop_that_was_cut_short_is_completed_by_anybody(world, point):
     assert world.fate(2) == "f" and world.states() == {"FREE": 8}
 
 
-@pytest.mark.parametrize("point", ["reap.before:2", "reap.cas:1", "reap.cas:3", "reap.entry:1"])
+@pytest.mark.parametrize("point", REAPS)
 def test_a_reaper_killed_at_its_work_is_followed_by_the_next(world, point):
     for uid in range(4):
         world.dispatch(uid)
@@ -122,3 +151,33 @@ def test_a_retried_sample_counts_the_deaths_of_its_owners_and_a_lone_death_is_on
     line = world.ring.line(0)
     assert line["alone_deaths"] == 2
     assert world.ring.drop(0, int(line["word"]), "P") and world.fate(1) == "P"
+
+
+# What a process writes into a slot that it owns, in each state in which it may: (how it came by the slot, what it puts).
+WRITES = {
+    "GENERATING": ("", "take(State.QUEUED, State.GENERATING)", "QUEUED", 0),
+    "GENERATING with a segment": ("segment", "take(State.QUEUED, State.GENERATING)", "QUEUED", 1),
+    "REWARDING": ("generated", "take(State.GENERATED, State.REWARDING)", "GENERATED", 255),
+    "TRAINING": ("rewarded", "take(State.REWARDED, State.TRAINING)", "REWARDED", 255),
+}
+
+
+@pytest.mark.parametrize("point", ["put.copied:1", "put.stored:1"])
+@pytest.mark.parametrize("state", WRITES)
+def test_a_death_in_the_middle_of_a_write_leaves_what_was_committed(world, state, point):
+    prepared, claim, rest, segment = WRITES[state]
+    world.dispatch(1)
+    if prepared:
+        [(slot, word)] = world.take(State.QUEUED, State.GENERATING)
+        assert world.generate(slot, word, done=prepared != "segment")
+    if prepared == "rewarded":
+        [(slot, word)] = world.take(State.GENERATED, State.REWARDING)
+        assert world.ring.release(slot, word, State.REWARDED)
+    put = f"[(slot, word)] = {claim}; ring.put(slot, word, 'half', np.ones(64), {segment})"
+    world.child(f"ring.register('child', 'child'); {put}", point).dies_by_sigkill()
+    assert [(r.slot, r.label) for r in world.ring.reap()] == [(0, "child")]
+    assert world.states() == {rest: 1, "FREE": 7} and [p.label for p in world.ring.processes()] == ["parent"]
+    if prepared:
+        assert world.ring.get(0, "tokens", 0).tolist() == list(range(8))
+    world.finish_everything()
+    assert world.fate(1) == "T" and world.states() == {"FREE": 8}
