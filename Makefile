@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench soak cpp model storm sanitize aarch64 fuzz install clean
+.PHONY: help demo test test-all lint format bench bench-core soak cpp model storm sanitize aarch64 fuzz install clean
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -63,6 +63,19 @@ fuzz: $(STAMP)/test ## a million inputs each: mutated segments, mutated messages
 
 bench: $(STAMP)/train ## side by side with a tuned loop, our own sync mode and TRL (takes a while)
 	$(BIN)/python tools/bench/compare.py --against loop sync trl
+
+# The rivals have an environment of their own: Ray and TransferQueue bring much that busrl does not need.
+RIVALS ?= $(VENV)/rivals
+$(RIVALS)/.installed: tools/bench/ring/requirements.txt constraints.txt | $(BIN)/python
+	$(PYTHON) -m venv $(RIVALS)
+	$(RIVALS)/bin/pip install -q -c constraints.txt torch==2.13.0
+	-$(RIVALS)/bin/pip install -q -r tools/bench/ring/requirements.txt
+	@touch $@
+
+bench-core: $(STAMP)/train $(RIVALS)/.installed ## ring and bus against raw memory, iceoryx2, queues, Ray, TransferQueue (15 minutes)
+	-$(BIN)/python tools/bench/ring/run.py --rivals-python $(RIVALS)/bin/python
+	-$(BIN)/python tools/bench/bus/run.py --python $(RIVALS)/bin/python
+	$(BIN)/python tools/bench/operations.py
 
 clean: ## remove what was built; runs/ stays
 	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so

@@ -54,7 +54,10 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "busrl._ring",
-            ["csrc/capi/ring.cpp", *(f"csrc/python/{name}.cpp" for name in ("arrays", "bulk", "hot", "module", "watch"))],
+            [
+                "csrc/capi/ring.cpp",
+                *(f"csrc/python/{name}.cpp" for name in ("arrays", "bulk", "hot", "module", "watch")),
+            ],
             include_dirs=["csrc/include"],
             depends=[*core, *(f"csrc/python/{name}.hpp" for name in ("handle", "hot", "watch"))],
             define_macros=[("BUSRL_RING_STATIC", None)],

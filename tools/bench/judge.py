@@ -102,6 +102,7 @@ def written(log: Log, bars: Sequence[Bar], name: str, out: Path, **more: Any) ->
         "commit": report.commit(ROOT),
         "machine": report.machine(),
         "load": {"median": statistics.median(log.loads or [0.0]), "max": max(log.loads or [0.0])},
+        "nice": os.nice(0),
         "versions": log.versions,
         **more,
         "bars": [log.judge(bar) for bar in bars],

@@ -171,7 +171,7 @@ struct Candidate {
 // Every slot that `want` speaks of. What is read of a line here holds if the CAS on `word` succeeds.
 inline std::vector<Candidate> candidates(const Segment& seg, uint32_t me, const Wanted& want) {
     std::vector<Candidate> found;
-    found.reserve(64);
+    found.reserve(8);  // small: larger blocks cost the allocator more than they save
     const uint64_t now = want.from == State::QUEUED ? monotonic_ns() : 0;
     auto look = [&](uint32_t slot, uint64_t word) {
         const Line& line = seg.line(slot);
