@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "hint_model.hpp"
 #include "ledger_model.hpp"
 #include "slot_model.hpp"
 
@@ -43,12 +44,14 @@ std::vector<Run> protocol() {
         {"slot: 2 entries, 1 slot, 2 samples, drops", nullptr, true, with<SlotModel>({1, 2, 2, true, true, 0})},
         {"slot: 2 entries, 1 slot, 2 segments, drops", nullptr, true, with<SlotModel>({1, 2, 1, true, true, 2})},
         {"ledger: 2 slots", nullptr, true, with<L>({2, true, true})},
+        {"hint: 3 processes, 2 slots", nullptr, true, with<HintModel>({})},
     };
 }
 
 std::vector<Run> controls() {
     const auto slot = [](SlotMutant mutant) { return with<SlotModel>({1, 2, 1, true, false, 1, mutant}); };
     const auto slots = [](SlotMutant mutant) { return with<SlotModel>({2, 2, 2, false, false, 0, mutant}); };
+    const auto hint = [](HintMutant mutant) { return with<HintModel>({mutant}); };
     const auto ledger = [](LedgerMutant mutant) { return with<LedgerModel>({2, true, true, mutant}); };
     return {
         {"reclaim by timeout", "torn", true, slot(SlotMutant::TIMEOUT)},
@@ -70,6 +73,10 @@ std::vector<Run> controls() {
         {"the checkpoint's records are trained again", "trained twice", true, ledger(LedgerMutant::REPLAY_ALL)},
         {"the log is cut before the checkpoint is whole", "a sample is called trained", true,
          ledger(LedgerMutant::LOG_CUT_FIRST)},
+        {"a hint is cleared without a second look", "hidden", true, hint(HintMutant::NO_RECHECK)},
+        {"a top hint is cleared without a second look", "hidden", true, hint(HintMutant::NO_TOP_RECHECK)},
+        {"a hint is set before the slot has moved", "hidden", true, hint(HintMutant::HINT_FIRST)},
+        {"no rescan after a death", "stuck", true, hint(HintMutant::NO_RESCAN)},
     };
 }
 

@@ -153,7 +153,7 @@ def test_a_retried_sample_counts_the_deaths_of_its_owners_and_a_lone_death_is_on
     assert world.ring.drop(0, int(line["word"]), "P") and world.fate(1) == "P"
 
 
-# What a process writes into a slot that it owns, in each state in which it may: how it came by the slot, what it puts.
+# What a process writes into a slot that it owns, in each state in which it may: (prepared, claim, rest, segment).
 WRITES = {
     "GENERATING": ("", "take(State.QUEUED, State.GENERATING)", "QUEUED", 0),
     "GENERATING with a segment": ("segment", "take(State.QUEUED, State.GENERATING)", "QUEUED", 1),
