@@ -9,6 +9,14 @@ from busrl.protocol import ALL, BY_NAME, address, codec, kind_of, name_of, topic
 from busrl.protocol import messages as m
 
 ENVELOPE = {"v": 1, "sender": "s", "msg_seq": 2, "time_ns": 3}
+IDS, LOGS = m.Tensor("int32", [1], b"\x05\0\0\0"), m.Tensor("float32", [1], b"\0\0\x80\xbf")
+IDS_MAP = {"dtype": "int32", "shape": [1], "data": b"\x05\0\0\0"}
+LOGS_MAP = {"dtype": "float32", "shape": [1], "data": b"\0\0\x80\xbf"}
+TASK_MAP = {
+    "task": "1.2.3", "slot_id": 1, "seq": 2, "uid": 3, "record": "{}", "segment": 0, "attempt": 0,
+    "max_new_tokens": 0, "temperature": 1.0, "top_p": 1.0, "version": 0, "completion": "x",
+    "tensors": {"tokens": IDS_MAP},
+}  # fmt: skip
 GOLDEN: list[tuple[m.Message, dict]] = [
     (m.TaskRequest(worker_id="w-0", capacity=8), {"type": "TASK_REQUEST", "worker_id": "w-0", "capacity": 8}),
     (
@@ -28,6 +36,20 @@ GOLDEN: list[tuple[m.Message, dict]] = [
         m.LearnerStateUpdate(entropy=1.5, version=2, step=3, groups=4, metrics={"kl": 0.1}),
         {"type": "LEARNER_STATE_UPDATE", "entropy": 1.5, "version": 2, "step": 3, "groups": 4, "reward": 0.0}
         | {"tokens": 0, "samples": 0, "age_mean": 0.0, "metrics": {"kl": 0.1}},
+    ),
+    (
+        m.RemoteGenerated(life=7, req=8, task="1.2.3", text="|1", tokens=IDS, logprobs=LOGS, versions=IDS),
+        {"type": "REMOTE_GENERATED", "life": 7, "req": 8, "task": "1.2.3", "text": "|1", "prompt_ids": None}
+        | {"tokens": IDS_MAP, "logprobs": LOGS_MAP, "versions": IDS_MAP, "finish": 1, "done": True},
+    ),
+    (
+        m.GatewayTasks(life=7, req=8, tasks=[m.Task("1.2.3", 1, 2, 3, "{}", completion="x", tensors={"tokens": IDS})]),
+        {"type": "GATEWAY_TASKS", "life": 7, "req": 8, "tasks": [TASK_MAP]},
+    ),
+    (
+        m.GatewayAnswer(code="late", life=7, task="1.2.3", lost=["4.5.6"]),
+        {"type": "GATEWAY_ANSWER", "code": "late", "life": 7, "req": 0, "about": "", "task": "1.2.3", "text": ""}
+        | {"lost": ["4.5.6"]},
     ),
     (m.Stop(reason="done", drain_s=1.0), {"type": "STOP", "reason": "done", "drain_s": 1.0}),
     (m.Ping(token="x"), {"type": "PING", "token": "x"}),
