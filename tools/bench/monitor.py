@@ -119,7 +119,7 @@ def empty(master: int) -> None:
 
 def ended_cpu(child: subprocess.Popen[bytes]) -> float:
     """End a watcher; its CPU seconds, the start included (the recorder ends with the run by itself)."""
-    child.send_signal(signal.SIGTERM)
+    os.kill(child.pid, signal.SIGTERM)  # not through Popen, which would collect it without its usage
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     return round(usage.ru_utime + usage.ru_stime, 3)
@@ -285,8 +285,8 @@ def table(told: dict[str, Any]) -> str:
             f"Ratio watched / alone: median {run['ratio_median']} (tokens {run['token_ratio_median']}), pair by pair "
             f"{run['ratios']}. Spread of the runs alone: {run['noise_alone']:.1%}.",
             f"CPU s of the watchers, from the first step to their end: {run['watchers_cpu_s']}, "
-            f"{run['watchers_cpu_share_of_run']:.1%} of the run's in that time. All CPU seconds are of the training time.",
-            "",
+            f"{run['watchers_cpu_share_of_run']:.1%} of the run's in that time.",
+            "All CPU seconds are of the training time.", "",
         ]  # fmt: skip
     lines += [
         "| the broker alone | CPU us/message | messages/s | round trip p50 us | p99 us |",
