@@ -16,7 +16,7 @@ from busrl.monitor.snapshot import snapshot
 from busrl.monitor.watcher import BATCH, Watcher
 
 WAKE_S: Final = 0.25
-DRAW_S: Final = 0.5
+DRAW_S: Final = 1.0
 LINE_S: Final = 5.0
 
 
@@ -54,7 +54,7 @@ def run_plain(watcher: Watcher, out: TextIO) -> None:
     print(as_text(watcher), file=out, flush=True)
     due = time.monotonic() + LINE_S
     while not over(watcher):
-        watcher.tap.wait(WAKE_S)
+        time.sleep(WAKE_S)  # not woken by messages: there may be many
         catch_up(watcher)
         if time.monotonic() >= due:
             due = time.monotonic() + LINE_S

@@ -23,7 +23,7 @@ from busrl.monitor.picture import Picture
 from busrl.monitor.seen import Facts, RingSeen
 from busrl.protocol import BY_NAME, Message, Rejected, codec
 
-LOOK_EVERY_S: Final = 0.5
+LOOK_EVERY_S: Final = 1.0
 BEHIND_S: Final = 3.0
 BATCH: Final = 2048
 MAX_BYTES: Final = 1 << 22
