@@ -24,6 +24,7 @@ if SANITIZE:
 core = [
     *(f"csrc/include/busrl/{name}" for name in sorted(os.listdir("csrc/include/busrl"))),
     HEADER,
+    "csrc/capi/call.hpp",
     "csrc/capi/handle.hpp",
     "csrc/capi/exports.map",
 ]
