@@ -32,6 +32,7 @@ class Program:
     argv: Sequence[str]
     cwd: Path = HERE
     timeout_s: float = 180.0
+    settle_s: float = 0.0  # what it started goes on ending after it, at the next one's cost
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Log:
             self.say(name, line.get("value", line.get("us")), line.get("unit", "us"))
             if line.get("version"):
                 self.versions[line["name"]] = line["version"]
+        time.sleep(program.settle_s)
         shown = " ".join(f"{line['name']}={line.get('value', line.get('us')):.4g}" for line in lines[:8])
         print(f"  {program.label or program.argv[0]}: {shown or self.failures[program.label]}", flush=True)
 

@@ -51,7 +51,8 @@ def programs(python: str, binary: str) -> list[Program]:
     here = HERE / "rivals"
 
     def one(label: str, file: str, *more: str) -> Program:
-        return Program(label, [python, file, *more], here)
+        uses_ray = file in ("ray_store.py", "transfer_queue_kv.py")
+        return Program(label, [python, file, *more], here, settle_s=5.0 if uses_ray else 0.0)
 
     return [
         Program("", [binary, "1"], HERE),
