@@ -6,6 +6,7 @@
 //    BUSRL_STORM_PLANS=0 leaves out crash plans, which need exec().
 //  * A payload carries its sample, the claim under which it was written and a checksum over all of it.
 //  * The judge is this process: it reads ring, fates and the shared tally, and trusts no count of the ring's own.
+#include <sys/prctl.h>
 #include <sys/wait.h>
 
 #include <map>
@@ -247,6 +248,7 @@ struct Storm {
         const std::string plan = plan_for(role);
         const pid_t pid = ::fork();
         if (pid != 0) return pid;
+        ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // no child outlives this program
         const char name[] = {role, 0};
         if (plan.empty()) ::_exit(child(place.folder, role, drops));
         const char* argv[] = {"storm_kill", place.folder.c_str(), name, drops ? "1" : "0", nullptr};
