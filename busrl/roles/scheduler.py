@@ -35,6 +35,7 @@ log = logging.getLogger("busrl")
 CLS_TRAIN, CLS_VALIDATE = 0, 1
 RUNNING = 0
 STATE_EVERY_S = 1.0
+PREDECESSOR_LOOK_S = 0.02
 WORKER_FORGOTTEN_S = 10.0
 
 
@@ -57,7 +58,7 @@ class Scheduler(Actor):
         self.bell = Doorbell()
         self.room = Room(0, "starting")
         self._next_state = 0.0
-        self.ring.reap()
+        self._reap_predecessor()
         self._repair_next_admission()
 
     def handle(self, message: m.Message) -> None:
@@ -187,6 +188,24 @@ class Scheduler(Actor):
         )
 
     # -- trouble ------------------------------------------------------------------------------------------------
+
+    def _reap_predecessor(self) -> None:
+        """Wait until no slot is RESERVED by an earlier scheduler: its sample might be dispatched a second time.
+
+        Its lock is free a moment before its death is proven (docs/models.md, `a scheduler does not wait`).
+        """
+        with self.activity("reap the predecessor", self.topology.limits.ready_s):
+            self.ring.reap()
+            while not self.stopping and (left := self._reserved_by_schedulers()):
+                log.info("waits for the death of process %d, which still holds a RESERVED slot", left[0])
+                self.idle(PREDECESSOR_LOOK_S)
+                self.ring.reap()
+
+    def _reserved_by_schedulers(self) -> list[int]:
+        """Process ids of other schedulers that own a RESERVED slot."""
+        lines = self.ring.lines()
+        owners = set(lines["owner"][lines["state"] == State.RESERVED].tolist()) - {self.ring.index}
+        return [one.pid for one in self.ring.processes() if one.index in owners and one.role == self.role]
 
     def _repair_next_admission(self) -> None:
         """A predecessor may have died between a group's slots and the counter."""

@@ -15,7 +15,9 @@ import numpy as np
 from busrl.errors import WeightsTimeout
 from busrl.inference import Finished
 from busrl.paths import RunPaths
-from busrl.roles.rollout import Rollout
+from busrl.ring import State
+from busrl.roles.rollout import Rollout, Task
+from busrl.roles.scheduler import Scheduler
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,11 +48,31 @@ def bare_rollout() -> Any:
 
 def test_a_sequence_without_a_token_is_set_aside_and_the_worker_lives() -> None:
     role = bare_rollout()
-    role.held, role.engine = {3: 77}, SimpleNamespace(max_length=16)
+    role.held, role.engine = {3: Task(word=77, uid=5, version=0, step=0)}, SimpleNamespace(max_length=16)
     role.ring, role.warn = Called(line=lambda: {"uid": 5}), lambda where, text, **_: None
     nothing = np.empty(0, np.int32)
     role._commit(Finished(3, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), 2))
     assert ("drop", 3, 77, "l") in role.ring.calls and role.held == {}
+
+
+def test_a_new_scheduler_waits_until_the_death_of_its_predecessor_is_proven() -> None:
+    role: Any = Scheduler.__new__(Scheduler)
+    role.stopping, role.topology = "", SimpleNamespace(limits=SimpleNamespace(ready_s=10.0))
+    left = [State.RESERVED, State.RESERVED, State.QUEUED]  # what a look at the predecessor's slot finds
+    looks: list[float] = []
+    role.idle = looks.append
+
+    def lines() -> Any:
+        made = np.zeros(2, [("state", np.uint8), ("owner", np.uint16)])
+        made[0] = (State.RESERVED, 4)  # a validator at work is nobody's predecessor
+        made[1] = (left.pop(0), 2)
+        return made
+
+    processes = [SimpleNamespace(index=2, pid=77, role="scheduler"), SimpleNamespace(index=4, pid=78, role="validator")]
+    role.ring = Called(lines=lines, processes=lambda: processes)
+    role.ring.index = 3
+    role._reap_predecessor()
+    assert left == [] and len(looks) == 2 and [name for name, *_ in role.ring.calls].count("reap") == 3
 
 
 def test_a_worker_that_waits_for_its_first_weights_ends_when_it_is_asked_to() -> None:
