@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from checks import check_end
-from conftest import EXAMPLES, words_of, workers
 from harness import Run, running
+from outside import EXAMPLES, words_of, workers
 
 LOSSY = 'faults.bus=[{roles=["keeper"], drop=0.3}, {roles=["keeper"], at="sender", drop=0.3}]'
 
