@@ -25,7 +25,8 @@ class Strangers:
 
     def look(self, entries: Iterable[Process], ours: Collection[int], passed_s: float) -> list[tuple[int, str]]:
         """The table was read, `passed_s` after the last time; pid and reason of each that has to be killed."""
-        here = {(one.pid, one.index): one for one in entries if one.label in self._names and one.pid not in ours}
+        theirs = [one for one in entries if not one.remote and one.label in self._names]
+        here = {(one.pid, one.index): one for one in theirs if one.pid not in ours}
         self._known = {key: self._known.get(key) or self._met(one) for key, one in here.items()}
         condemned = []
         for key, child in self._known.items():

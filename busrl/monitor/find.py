@@ -78,6 +78,6 @@ def living(ring_name: str) -> list[Process]:
     except RingError:
         return []
     try:
-        return [process for process in ring.processes() if not ring.is_dead(process.index)]
+        return [process for process in ring.processes() if not process.remote and not ring.is_dead(process.index)]
     finally:
         ring.close()
