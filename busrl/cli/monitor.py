@@ -1,6 +1,6 @@
 """`busrl monitor`: the live screen, plain lines where there is no terminal, or one snapshot. Changes nothing.
 
-Chooses how to show the picture; knows nothing of how it is made. A watcher gives way: it lowers its own priority.
+Chooses how to show the picture; knows nothing of how it is made.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from busrl.monitor import live
 from busrl.monitor.find import Target, find
 from busrl.monitor.watcher import Watcher
 
-NICE = 10
 LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a replay says when it is over
 
 
 def monitor(named: str | None, once: bool, as_json: bool, plain: bool, seconds: float | None) -> int:
     """Show a run until `q`, or once."""
     target = find(named)
-    with suppress(OSError):
-        os.nice(NICE)
     watcher = Watcher(target)
     try:
         if once or as_json:

@@ -2,22 +2,33 @@
 
 Talks to a `Watcher` and a terminal. Knows nothing of how the picture is made.
 
+- After the first picture it lowers its priority to the least, so on a machine whose cores are all busy it gets some
+  1.5 % of one, whatever there is to draw.
 - It wakes up a few times a second and reads what has come since, so a busy bus costs it no more wake-ups than a quiet
   one; only a full batch makes it go on at once.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from typing import Any, Final, TextIO
 
 from busrl.monitor import plain
 from busrl.monitor.snapshot import snapshot
 from busrl.monitor.watcher import BATCH, Watcher
 
+NICE: Final = 19
 WAKE_S: Final = 0.25
 DRAW_S: Final = 1.0
 LINE_S: Final = 5.0
+
+
+def give_way(nice: int) -> None:
+    """The run goes first."""
+    with suppress(OSError):
+        os.nice(nice)
 
 
 def catch_up(watcher: Watcher) -> None:
@@ -52,6 +63,7 @@ def run_plain(watcher: Watcher, out: TextIO) -> None:
     """A line every few seconds until the run or the replay has ended, or whoever reads is gone."""
     watcher.refresh(time.monotonic(), force=True)
     print(as_text(watcher), file=out, flush=True)
+    give_way(NICE)
     due = time.monotonic() + LINE_S
     while not over(watcher):
         time.sleep(WAKE_S)  # not woken by messages: there may be many
@@ -75,7 +87,7 @@ def run_live(watcher: Watcher, stdin: TextIO) -> None:
     from busrl.monitor.keys import Keys
     from busrl.monitor.view import view
 
-    console, errors_only, drawn = Console(), False, (0.0, (0, 0))
+    console, errors_only, gave_way, drawn = Console(), False, False, (0.0, (0, 0))
     watcher.refresh(time.monotonic(), force=True)
     with Keys(stdin) as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -84,6 +96,9 @@ def run_live(watcher: Watcher, stdin: TextIO) -> None:
             if now - drawn[0] >= DRAW_S or size != drawn[1]:
                 drawn = now, size
                 live.update(view(watcher.picture, now, time.time(), *size, errors_only), refresh=True)
+                if not gave_way:
+                    give_way(NICE)
+                    gave_way = True
             for key in keys.pressed(WAKE_S):
                 if key in "qQ":
                     return
