@@ -21,7 +21,7 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "busrl._ring",
-            sorted(["csrc/python/module.cpp", "csrc/python/arrays.cpp", "csrc/python/hot.cpp", "csrc/python/watch.cpp"]),
+            [f"csrc/python/{name}.cpp" for name in ("arrays", "hot", "module", "watch")],
             include_dirs=["csrc/include"],
             depends=[
                 *(f"csrc/include/busrl/{name}" for name in sorted(os.listdir("csrc/include/busrl"))),
