@@ -78,6 +78,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=HERE.parent / "results")
     options = parser.parse_args()
     log = Log()
+    told: dict[str, object] = {"failures": {}}
     with tempfile.TemporaryDirectory() as folder:
         todo = [p for p in programs(options.rivals_python, core(f"{folder}/core")) if options.only in " ".join(p.argv)]
         for turn in range(options.rounds):
@@ -85,7 +86,7 @@ def main() -> int:
             for program in todo[turn % len(todo) :] + todo[: turn % len(todo)]:
                 log.run(program)
             log.say("one", 1.0, "")
-    told = written(log, BARS, "ring", options.out, rounds=options.rounds)
+            told = written(log, BARS, "ring", options.out, rounds=turn + 1)  # a run that is cut short keeps its rounds
     return 1 if told["failures"] else 0
 
 
