@@ -43,6 +43,7 @@ LINGER_MS: Final = 250
 HANDSHAKE_MS: Final = 5000  # half a handshake holds a descriptor no longer than this
 MAX_ADDRESSED: Final = 1024  # topics of one endpoint beyond which pings of new names get no answer
 MAX_LOOKS: Final = 4096  # messages looked at before the caller is asked again: a flood of refused ones can not hold it
+RECEIVE_SLICE_S: Final = 0.1  # the longest that a wait inside libzmq takes
 PING_EVERY_S: Final = 0.05
 PING_FIRST_S: Final = 0.004  # the pauses grow from here: a first ping is often quicker than the subscription
 
@@ -131,6 +132,7 @@ class Core:
         wire, trouble = Wire(self._pub, self._sub), self._trouble
         self._send = wire.send
         self._receive = wire.receive if trouble is None else trouble.around(wire.receive)
+        self._sub.setsockopt(zmq.RCVTIMEO, int(RECEIVE_SLICE_S * 1000))
         self._pub.connect(self._frontend)
         self._sub.connect(self._backend)
 
@@ -181,12 +183,12 @@ class Core:
             taken.append(message)
         return taken
 
-    def _take_new(self) -> Message | None:
+    def _take_new(self, flags: int = NOBLOCK) -> Message | None:
         for _ in range(MAX_LOOKS):
             if self._closed:
                 raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
             try:
-                frames = self._receive(NOBLOCK)
+                frames = self._receive(flags)
             except zmq.Again:
                 return None
             message = self._accept(frames)

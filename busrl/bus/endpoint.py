@@ -10,10 +10,12 @@ import math
 import select
 import time
 from types import TracebackType
+from typing import Final
 
-from busrl.bus.core import Core
+from busrl.bus.core import RECEIVE_SLICE_S, Core
 from busrl.protocol import Message
 
+WAIT: Final = 0  # no flag: the socket's RCVTIMEO bounds it
 
 class Endpoint(Core):
     """A process's connection to the bus: `send`, `recv`, `drain`, `ready`. One thread, one process."""
@@ -26,9 +28,15 @@ class Endpoint(Core):
 
     def recv(self, timeout_s: float) -> Message | None:
         """The next message, or None when `timeout_s` has passed without one."""
+        if self._pending:
+            return self._pending.popleft()
+        deadline = time.monotonic() + timeout_s
+        while self._trouble is None and deadline - time.monotonic() >= RECEIVE_SLICE_S:
+            # Waiting inside libzmq: no exception for an empty socket, and asleep at once after a send.
+            if (message := self._take_new(WAIT)) is not None:
+                return message
         if (message := self.take()) is not None:
             return message
-        deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             self._wait(left)
             if (message := self.take()) is not None:

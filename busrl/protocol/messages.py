@@ -314,7 +314,7 @@ class RemoteRewarded(Remote, tag="REMOTE_REWARDED"):
 
     task: TaskId
     reward: float
-    parts: Annotated[dict[str, float], Meta(max_length=64)] = field(default_factory=dict)
+    parts: Annotated[dict[Name, float], Meta(max_length=64)] = field(default_factory=dict)
 
 
 class RemoteFail(Remote, tag="REMOTE_FAIL"):

@@ -12,10 +12,11 @@ namespace model {
 
 // The crash points of csrc, by the names that crash_point() has there.
 inline constexpr std::string_view kSteps[] = {
-    "register.lock", "register.cas",    "dispatch.claimed", "dispatch.reserved", "dispatch.written", "dispatch.uid",
-    "dispatch.fate", "dispatch.queued", "claim.cas",        "take.claimed",      "put.copied",       "put.stored",
-    "commit.before", "commit.after",    "release.before",   "release.after",     "finish.fate",      "finish.free",
-    "drop.cas",      "drop.fate",       "reap.before",      "reap.cas",          "reap.entry"};
+    "register.lock", "register.cas",   "dispatch.claimed", "dispatch.reserved", "dispatch.written",
+    "dispatch.uid",  "dispatch.fate",  "dispatch.queued",  "move.cas",          "move.hinted",
+    "claim.cas",     "take.claimed",   "put.copied",       "put.stored",        "commit.before",
+    "commit.after",  "release.before", "release.after",    "finish.fate",       "finish.free",
+    "drop.cas",      "drop.fate",      "reap.before",      "reap.cas",          "reap.entry"};
 constexpr size_t kStepCount = std::size(kSteps);
 
 constexpr size_t step_of(std::string_view name) {

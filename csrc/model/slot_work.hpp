@@ -19,6 +19,8 @@ class SlotWork : public SlotState {
         n.process[i].slot = uint8_t(j);
         n.process[i].word = n.slot[j].word;
         reached(step_of("take.claimed"));  // the same state as after claim.cas
+        reached(step_of("move.cas"));      // and after these: a hint decides nothing, so the model has none
+        reached(step_of("move.hinted"));
         out(n, {text, i + 1, j});
     }
 

@@ -88,14 +88,18 @@ def points_of_the_source() -> set[str]:
     return {name for path in files for name in re.findall(r'crash_point\("([a-z._]+)"\)', path.read_text())}
 
 
+# What a keeper does in the name of a worker without a mapping: csrc/tests/crash_points.cpp and tests/gateway have it.
+OF_THE_GATEWAY = {"remote.described", "remote.entered", "remote.rested", "expire.before"}
+
+
 def test_every_crash_point_of_the_source_kills_a_process_here():
-    assert {point.split(":")[0] for point in [*AFTER, *DROPS, *REAPS]} == points_of_the_source()
+    assert {point.split(":")[0] for point in [*AFTER, *DROPS, *REAPS]} == points_of_the_source() - OF_THE_GATEWAY
 
 
 def test_every_crash_point_of_the_source_is_a_step_of_the_models():
     """`make -C csrc model` fails when a process was not killed after each of these."""
     listed = (CSRC / "model" / "coverage.hpp").read_text().split("kSteps[] = {")[1].split("}")[0]
-    assert set(re.findall(r'"([a-z._]+)"', listed)) == points_of_the_source()
+    assert set(re.findall(r'"([a-z._]+)"', listed)) == points_of_the_source() - OF_THE_GATEWAY
 
 
 @pytest.mark.parametrize("point", DROPS)

@@ -14,12 +14,11 @@ namespace busrl {
 
 // Every name that crash_point() is called with, in the order of a sample's life; a test compares with the calls.
 constexpr const char* kCrashPoints[] = {
-    "register.lock", "register.cas",  "dispatch.claimed", "dispatch.reserved", "dispatch.written",
-    "dispatch.uid",  "dispatch.fate", "dispatch.queued",  "claim.cas",         "take.claimed",
-    "put.copied",    "put.stored",    "commit.before",    "commit.after",      "release.before",
-    "release.after", "finish.fate",   "finish.free",      "drop.cas",          "drop.fate",
-    "reap.before",   "reap.cas",      "reap.entry",       "remote.described",  "remote.entered",
-    "remote.rested", "expire.before",
+    "register.lock", "register.cas",     "dispatch.claimed", "dispatch.reserved", "dispatch.written", "dispatch.uid",
+    "dispatch.fate", "dispatch.queued",  "move.cas",         "move.hinted",       "claim.cas",        "take.claimed",
+    "put.copied",    "put.stored",       "commit.before",    "commit.after",      "release.before",   "release.after",
+    "finish.fate",   "finish.free",      "drop.cas",         "drop.fate",         "reap.before",      "reap.cas",
+    "reap.entry",    "remote.described", "remote.entered",   "remote.rested",     "expire.before",
 };
 
 class CrashPlan {
