@@ -55,7 +55,6 @@ class Recorder:
         self._writer = Writer(out, Header.now(facts, busrl.__version__))
         self._tap = Tap(self._files.tap())
         self._asked, self._stopped = "", threading.Event()
-        self._last_at = time.monotonic_ns()
         self._told_missed = 0
         self._absent = 0
         self.messages = self.bytes = 0
@@ -95,8 +94,7 @@ class Recorder:
         mono, wall = time.monotonic_ns(), time.time_ns()
         for heard in heard_all:
             ago = wall - heard.envelope.time_ns if heard.envelope is not None else 0
-            self._last_at = max(self._last_at, mono - max(0, ago))
-            self._writer.add(Kind.MESSAGE, heard.topic, heard.body, self._last_at)
+            self._writer.add(Kind.MESSAGE, heard.topic, heard.body, mono - max(0, ago))
             self.messages += 1
             self.bytes += len(heard.body)
 

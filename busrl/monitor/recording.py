@@ -94,7 +94,7 @@ class Writer:
     """Appends records to a new file. DiskFull if it can not; what was written stays readable."""
 
     def __init__(self, path: Path, header: Header) -> None:
-        self.path, self.bytes = path, 0
+        self.path, self.bytes, self._last_at = path, 0, 0
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
@@ -106,8 +106,8 @@ class Writer:
         self.flush()
 
     def add(self, kind: Kind, topic: bytes, body: bytes, at_ns: int | None = None) -> None:
-        """One record; its time is now unless it is given."""
-        at = time.monotonic_ns() if at_ns is None else at_ns
+        """One record; its time is now unless it is given, and never before that of the one before it."""
+        at = self._last_at = max(self._last_at, time.monotonic_ns() if at_ns is None else at_ns)
         payload = PAYLOAD.pack(at, kind, 0, len(topic)) + topic + body
         self._buffer += FRAME.pack(len(payload), zlib.crc32(payload)) + payload
         if len(self._buffer) >= BUFFER:

@@ -65,6 +65,7 @@ class Entry:
     progress: int = 1
     activity: str = ""
     deadline_s: float = 0.0
+    remote: bool = False
 
 
 def looks(strangers: Strangers, seconds: int, *entries: Entry, ours: tuple[int, ...] = ()) -> list[tuple[int, str]]:
