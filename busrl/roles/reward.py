@@ -24,7 +24,7 @@ from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.trajectory import UNREADABLE, read, read_many, read_task, read_text, segments_of, seq_of, text_of
 
 BATCH = 256
-STREAM_BATCH, STREAM_PAUSE_S = 12, 0.025  # a little longer than the pause between two doorbells of a busy rollout
+STREAM_BATCH, STREAM_PAUSE_S = 12, 0.05  # a little longer than the pause between two doorbells of a busy rollout
 JUDGE_WAIT_S = 0.02
 LOAD_LOOK_S = 0.5
 FATE_OF = {"raised": "R", "hung": "H", "malformed": "M"}

@@ -48,7 +48,8 @@ from busrl.weights import Receiver, make_receiver
 
 log = logging.getLogger("busrl")
 REQUEST_EVERY_S = 1.0
-BELL_EVERY_S, SPARSE = 0.02, 4
+BELL_EVERY_S = 0.04
+SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: somebody may wait for these
 WEIGHTS_TURN_S = 0.25
 PROMPTS_KEPT = 1024
 LINE_FIELDS = ("uid", "version", "step", "max_new_tokens", "temperature", "top_p")
@@ -80,7 +81,7 @@ class Rollout(Actor):
         self.step_of = {0: 0}  # learner step of each version that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
         self.receiver: Receiver = make_receiver(self.topology, self.paths, self.worker_id)
-        self._next_request = self._next_bell = 0.0
+        self._next_request = self._last_bell = 0.0
         self._update_weights(wait=True)
 
     def step(self) -> bool:
@@ -105,8 +106,9 @@ class Rollout(Actor):
     def _announce(self) -> None:
         """While much is running a doorbell now and then is enough: the reward worker takes what there is."""
         now = time.monotonic()
-        if now >= self._next_bell or self.engine.active < self.engine.capacity // SPARSE:
-            self._next_bell = now + BELL_EVERY_S
+        pause = SPARSE_BELL_EVERY_S if self.engine.active < self.engine.capacity // SPARSE else BELL_EVERY_S
+        if now >= self._last_bell + pause:
+            self._last_bell = now
             self.ring_bell(self.bell)
 
     def idle(self, timeout_s: float) -> None:

@@ -35,6 +35,7 @@ log = logging.getLogger("busrl")
 CLS_TRAIN, CLS_VALIDATE = 0, 1
 RUNNING = 0
 STATE_EVERY_S = 1.0
+LOOK_EVERY_S = 0.25
 PREDECESSOR_LOOK_S = 0.02
 WORKER_FORGOTTEN_S = 10.0
 
@@ -57,7 +58,8 @@ class Scheduler(Actor):
         self.workers: dict[str, float] = {}  # worker id -> when it last asked
         self.bell = Doorbell()
         self.room = Room(0, "starting")
-        self._next_state = 0.0
+        self._next_state = self._next_look = 0.0
+        self._signs_seen: tuple[int, ...] = ()
         self._reap_predecessor()
         self._repair_next_admission()
 
@@ -71,6 +73,10 @@ class Scheduler(Actor):
         """Dispatch all that may be dispatched now; nothing is left to do then until a message or the next tick."""
         if self.ring.header("run_state") != RUNNING or self.ring.header("generation_pause"):
             return False
+        now, signs = time.monotonic(), self._signs()
+        if signs == self._signs_seen and now < self._next_look:
+            return False
+        self._signs_seen, self._next_look = signs, now + LOOK_EVERY_S
         view = self.scan(self.scanner)
         try:
             self._finish_open(view)
@@ -80,6 +86,15 @@ class Scheduler(Actor):
             return False
         self._announce(view)
         return False
+
+    def _signs(self) -> tuple[int, ...]:
+        """What must change before there is anything to dispatch: a slot came free, or the learner got on.
+
+        Read before the scan: what happens during it shows at the next pass. They save looks; LOOK_EVERY_S bounds what
+        a sign that is missed may cost.
+        """
+        words = ("step", "version", "unpublished_groups", "next_admission")
+        return (self.ring.transitions(State.FREE), *(self.ring.header(word) for word in words))
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
