@@ -41,7 +41,7 @@ format: $(STAMP)/lint ## format C++
 	git ls-files 'csrc/*.[ch]pp' 'csrc/*.[ch]' 'examples/*.[ch]pp' | xargs -r $(BIN)/clang-format -i
 
 cpp: $(STAMP)/system ## the C++ tests, the smaller models, mutants that must fail, and some mutated segments
-	$(MAKE) -C csrc test model-quick mutants
+	BUSRL_STORM_S=$${BUSRL_STORM_S:-10} $(MAKE) -C csrc -j2 -Otarget test model-quick mutants
 	$(MAKE) -C csrc fuzz FUZZ_INPUTS=20000
 
 model: $(STAMP)/system ## every state of the protocol's models (docs/models.md)

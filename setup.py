@@ -7,7 +7,7 @@ SANITIZE=address,undefined (or thread) builds with those sanitizers; DEBUG=1 bui
 import os
 import shutil
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, setup
 
 SANITIZE = os.environ.get("SANITIZE", "")
@@ -28,6 +28,9 @@ core = [
     "csrc/capi/handle.hpp",
     "csrc/capi/exports.map",
 ]
+
+
+ParallelCompile(default=os.cpu_count() or 1).install()  # the files of one extension
 
 
 class Build(build_ext):

@@ -45,7 +45,6 @@ def survive(tmp_path: Path, learner: str, rollout: str, scheduler: str) -> None:
     ("learner", "rollout", "scheduler"),
     [
         (f"finish.fate:{FIRST_OF_A_STEP}", f"commit.before:{LATER}", f"dispatch.uid:{LATER}"),
-        (f"finish.free:{MIDDLE_OF_A_STEP}", f"commit.after:{LATER}", f"dispatch.fate:{LATER}"),
     ],
 )
 def test_a_run_survives_deaths_at(
@@ -58,6 +57,7 @@ def test_a_run_survives_deaths_at(
 @pytest.mark.parametrize(
     ("learner", "rollout", "scheduler"),
     [
+        (f"finish.free:{MIDDLE_OF_A_STEP}", f"commit.after:{LATER}", f"dispatch.fate:{LATER}"),
         (f"finish.free:{FIRST_OF_A_STEP}", f"put.copied:{5 * LATER}", f"dispatch.claimed:{LATER}"),
         (f"finish.fate:{MIDDLE_OF_A_STEP}", f"put.stored:{5 * LATER}", f"dispatch.reserved:{LATER}"),
         (f"claim.cas:{MIDDLE_OF_A_STEP}", f"take.claimed:{LATER}", f"dispatch.written:{LATER}"),

@@ -93,6 +93,7 @@ def test_weights_by_broadcast_survive_the_death_of_a_rollout(tmp_path: Path, qui
     assert max(ages(run)) <= 2
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path, quickstart: None) -> None:
     first = run_to_end(tmp_path, steps=10)
     version = first.summary()["version"]
