@@ -1,3 +1,3 @@
 # Mutant of proctable.hpp: a process that is stopped counts as dead, lock or no lock.
-s/if (!is_live(ident) || byte_is_held(seg\.fd(), index)) return false;/if (!is_live(ident) || (read_stat(pid_of(ident)).state != 'T' \&\& byte_is_held(seg.fd(), index))) return false;/
+s/|| byte_is_held(seg\.fd(), index)) return false;/|| (read_stat(pid_of(ident)).state != 'T' \&\& byte_is_held(seg.fd(), index))) return false;/
 s/now\.state == 'Z' ||/now.state == 'Z' || now.state == 'T' ||/
