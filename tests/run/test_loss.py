@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -56,7 +57,9 @@ def test_with_a_share_of_the_messages_lost_the_quickstart_finishes(
     total = Counter[str]()
     for _, count in counts(run):
         total += count
-    assert total["lost"] == pytest.approx(share * total.total(), rel=0.5), total
+    expected = share * total.total()
+    # Five standard deviations of so many throws: a hundredth of a few hundred messages may be none at all.
+    assert abs(total["lost"] - expected) <= 5 * math.sqrt(expected * (1 - share)) + 1, total
 
 
 @pytest.mark.slow
