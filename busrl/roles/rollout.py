@@ -16,7 +16,6 @@ import contextlib
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -51,7 +50,6 @@ REQUEST_EVERY_S = 1.0
 BELL_EVERY_S = 0.04
 SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: somebody may wait for these
 WEIGHTS_TURN_S = 0.25
-PROMPTS_KEPT = 1024
 LINE_FIELDS = ("uid", "version", "step", "max_new_tokens", "temperature", "top_p")
 Ids = npt.NDArray[np.int32]
 NO_TOKENS: Ids = np.empty(0, np.int32)
@@ -73,7 +71,6 @@ class Rollout(Actor):
 
     def setup(self) -> None:
         self.held: dict[int, Task] = {}  # by slot
-        self.prompts: OrderedDict[bytes, Ids] = OrderedDict()  # of the last groups: their members come one by one
         self.bell = Doorbell()
         self.alone = False
         self.limits = admission_limits(self.topology)
@@ -175,7 +172,7 @@ class Rollout(Actor):
 
     def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
         """What the engine shall do for each claimed slot; a prompt that can not be used is dropped here."""
-        own = self.ring.lines()[[slot for slot, _ in taken]]
+        own = self.ring.lines([slot for slot, _ in taken])
         described = zip(*(own[name].tolist() for name in LINE_FIELDS))
         requests = []
         for (slot, word), task, values in zip(taken, self._tasks(taken), described):
@@ -236,7 +233,7 @@ class Rollout(Actor):
             earlier: Ids = read_prompt_ids(self.ring, slot).copy()
             return earlier
         try:
-            ids = self._encode(task)
+            ids = np.asarray(self.engine.encode(render(msgspec.json.decode(task), self.topology.data)), np.int32)
         except Exception as problem:
             self._drop(slot, word, "X", f"the prompt cannot be rendered: {problem}")
             return None
@@ -245,16 +242,6 @@ class Rollout(Actor):
             self._drop(slot, word, "l", f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}")
             return None
         self.ring.put(slot, word, "prompt_ids", ids)
-        return ids
-
-    def _encode(self, task: bytes) -> Ids:
-        """Token ids of a prompt's JSONL line; raises whatever the template or the tokenizer raises."""
-        ids = self.prompts.get(task)
-        if ids is None:
-            text = render(msgspec.json.decode(task), self.topology.data)
-            ids = self.prompts[task] = np.asarray(self.engine.encode(text), np.int32)
-            if len(self.prompts) > PROMPTS_KEPT:
-                self.prompts.popitem(last=False)
         return ids
 
     def _commit(self, sequence: Finished) -> None:

@@ -93,7 +93,7 @@ class Scheduler(Actor):
         Read before the scan: what happens during it shows at the next pass. They save looks; LOOK_EVERY_S bounds what
         a sign that is missed may cost.
         """
-        words = ("step", "version", "unpublished_groups", "next_admission")
+        words = ("step", "version", "unpublished_groups")
         return (self.ring.transitions(State.FREE), *(self.ring.header(word) for word in words))
 
     # -- dispatch -----------------------------------------------------------------------------------------------

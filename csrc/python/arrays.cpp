@@ -2,6 +2,16 @@
 #include "hot.hpp"
 
 namespace busrl::python {
+void set_dtype(busrl_tensor& tensor, const py::dtype& dtype) {
+    const char kind = dtype.kind(), order = dtype.byteorder();
+    const bool known = (kind == 'i' || kind == 'u' || kind == 'f' || kind == 'b') && order != '>';
+    if (!known || dtype.itemsize() > 8)
+        throw Error(Fault::general, "a tensor is of a native integer, float or bool type of at most 64 bits, not " +
+                                        std::string(py::str(dtype)));
+    tensor.bits = uint8_t(dtype.itemsize() * 8);
+    tensor.dtype = kind == 'i' ? BUSRL_INT : kind == 'f' ? BUSRL_FLOAT : kind == 'b' ? BUSRL_BOOL : BUSRL_UINT;
+}
+
 namespace {
 
 using Row = busrl_line;  // a control line as Python sees it
@@ -38,16 +48,6 @@ const py::dtype& dtype_of(uint8_t code, uint8_t bits) {
     return *one;
 }
 
-void set_dtype(busrl_tensor& tensor, const py::dtype& dtype) {
-    const char kind = dtype.kind(), order = dtype.byteorder();
-    const bool known = (kind == 'i' || kind == 'u' || kind == 'f' || kind == 'b') && order != '>';
-    if (!known || dtype.itemsize() > 8)
-        throw Error(Fault::general, "a tensor is of a native integer, float or bool type of at most 64 bits, not " +
-                                        std::string(py::str(dtype)));
-    tensor.bits = uint8_t(dtype.itemsize() * 8);
-    tensor.dtype = kind == 'i' ? BUSRL_INT : kind == 'f' ? BUSRL_FLOAT : kind == 'b' ? BUSRL_BOOL : BUSRL_UINT;
-}
-
 busrl_tensor begin_tensor(uint8_t dtype = BUSRL_UINT, uint8_t bits = 8) {
     busrl_tensor tensor{};
     tensor.size = sizeof(tensor);
@@ -76,11 +76,16 @@ py::array view_of(const Handle& ring, const busrl_tensor& t, bool writable) {
 
 }  // namespace
 
-py::array lines(const Handle& ring) {
+py::array lines(const Handle& ring, const std::optional<std::vector<uint32_t>>& slots) {
     const Segment& seg = ring.live();
-    py::array out(row_dtype(), py::ssize_t(seg.shape.n_slots));
+    const uint32_t count = slots ? uint32_t(slots->size()) : seg.shape.n_slots;
+    py::array out(row_dtype(), py::ssize_t(count));
     Row* row = static_cast<Row*>(out.mutable_data());
-    for (uint32_t i = 0; i < seg.shape.n_slots; ++i) read_line(seg, i, row[i]);
+    for (uint32_t i = 0; i < count; ++i) {
+        const uint32_t slot = slots ? (*slots)[i] : i;
+        check_slot(seg, slot);
+        read_line(seg, slot, row[i]);
+    }
     return out;
 }
 

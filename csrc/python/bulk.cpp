@@ -1,5 +1,5 @@
-// Many slots in one call, for loops that handle thousands of samples a second: each slot is still one compare-and-swap
-// of its own, and a slot that cannot be had is left out. What a single one does is in csrc/include/busrl.
+// Many slots in one call, for loops that handle thousands of samples a second: what a single one does is in csrc/capi,
+// and each slot is still one compare-and-swap of its own. The first that is not held is an error.
 #include "handle.hpp"
 
 namespace busrl::python {
@@ -7,36 +7,26 @@ namespace {
 
 using SlotWord = std::pair<uint32_t, uint64_t>;
 
-// The tensor of one slot: `kind` says name, number type and rank 1.
-py::bytes copy_of(const Handle& ring, const SlotWord& held, const TensorName& name, const TensorEntry& kind,
-                  bool last) {
-    const Segment& seg = ring.live();
+// The bytes of one slot's tensor, which has one dimension and the number type of `kind`.
+py::bytes copy_of(Handle& ring, const SlotWord& held, const std::string& name, const busrl_tensor& kind, bool last) {
     const auto& [slot, word] = held;
-    check_owner(seg, ring.me(), slot, word);
+    check_owner(ring.live(), ring.me(), slot, word);
     const uint32_t segs = segs_of(word);
-    const TensorTable& table = seg.table(slot);
-    const auto index = find_entry(table, name, uint8_t(last && segs > 0 ? segs - 1 : kNoSegment));
-    if (!index) throw Error(Fault::no_tensor, "slot " + std::to_string(slot) + " has no tensor " + describe_name(kind));
-    const TensorEntry entry = load_entry(table, *index);
-    const char* why = entry_fault(entry, seg.shape.slot_bytes);
-    if (why == nullptr && (entry.code != kind.code || entry.bits != kind.bits || entry.ndim != 1))
-        why = "it is of another type or rank than was asked for";
-    if (why != nullptr)
-        throw Error(Fault::bad_tensor,
-                    "slot " + std::to_string(slot) + ": tensor " + describe_name(entry) + ": " + why);
-    return py::bytes(reinterpret_cast<const char*>(seg.payload(slot) + entry.offset), entry.nbytes);
+    busrl_tensor tensor{};
+    tensor.size = sizeof(tensor);
+    check(busrl_ring_tensor(&ring, slot, name.c_str(), last && segs > 0 ? segs - 1 : kNoSegment, &tensor));
+    if (tensor.dtype != kind.dtype || tensor.bits != kind.bits || tensor.ndim != 1)
+        throw Error(Fault::bad_tensor, "slot " + std::to_string(slot) + ": tensor " + name +
+                                           ": it is of another type or rank than was asked for");
+    return py::bytes(static_cast<const char*>(tensor.data), tensor.nbytes);
 }
 
-py::list copies(const Handle& ring, const std::vector<SlotWord>& held, const std::string& name, const py::dtype& dtype,
+py::list copies(Handle& ring, const std::vector<SlotWord>& held, const std::string& name, const py::dtype& dtype,
                 bool last) {
-    const TensorName wanted(name);
-    TensorEntry kind{};
-    std::memcpy(kind.name, wanted.word, kNameBytes);
-    kind.segment = kNoSegment;
-    kind.code = dtype.kind() == 'i' ? kInt : dtype.kind() == 'f' ? kFloat : dtype.kind() == 'b' ? kBool : kUint;
-    kind.bits = uint8_t(dtype.itemsize() * 8);
+    busrl_tensor kind{};
+    set_dtype(kind, dtype);
     py::list out;
-    for (const SlotWord& one : held) out.append(copy_of(ring, one, wanted, kind, last));
+    for (const SlotWord& one : held) out.append(copy_of(ring, one, name, kind, last));
     return out;
 }
 

@@ -50,7 +50,8 @@ inline int check(int code) {
 }
 
 // arrays.cpp
-py::array lines(const Handle& ring);
+void set_dtype(busrl_tensor& tensor, const py::dtype& dtype);
+py::array lines(const Handle& ring, const std::optional<std::vector<uint32_t>>& slots);
 py::object line(const Handle& ring, uint32_t slot);
 py::array words(const Handle& ring);
 void put(Handle& ring, uint32_t slot, uint64_t word, const std::string& name, const py::object& array, uint32_t segment,

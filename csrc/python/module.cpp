@@ -212,7 +212,7 @@ void bind_slots(py::class_<Handle>& ring) {
 }
 
 void bind_data(py::class_<Handle>& ring) {
-    ring.def("lines", &lines)
+    ring.def("lines", &lines, py::arg("slots") = py::none())
         .def("words", &words)
         .def("line", &line, py::arg("slot"))
         .def("set", &set_fields, py::arg("slot"), py::arg("word"))

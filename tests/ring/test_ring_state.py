@@ -209,6 +209,7 @@ def test_many_rewards_are_committed_in_one_call_by_their_owner_only(world):
         world.ring.commit_segment(slot, word, True)
     held = world.take(State.GENERATED, State.REWARDING)
     assert world.ring.copies(held, "text", np.dtype("u1"), last_segment=True) == [b"%d" % slot for slot, _ in held]
+    assert world.ring.lines([held[2][0], held[0][0]])["uid"].tolist() == [2, 0]
     assert world.ring.copies(held, "task", np.dtype("u1")) == [b'{"prompt": "%d"}' % uid for uid in range(3)]
     with pytest.raises(BadTensor, match="task: it is of another type"):
         world.ring.copies(held, "task", np.dtype("i4"))

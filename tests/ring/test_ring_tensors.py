@@ -124,6 +124,8 @@ def test_a_checksum_finds_bytes_that_changed_afterwards(world):
     raw[3] ^= 1
     with pytest.raises(BadTensor, match="checksum"):
         world.ring.get(slot, "x")
+    with pytest.raises(BadTensor, match="checksum"):
+        world.ring.copies([(slot, word)], "x", np.dtype("i8"))
 
 
 def test_views_outlive_the_handle_and_the_name(world):
