@@ -1,0 +1,71 @@
+"""A trace is a prompt file that also says how long the answers were; the generator makes long-tailed ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from busrl.data import JsonlStream
+from busrl.data.trace import Task, parse, read, write
+from busrl.data.tracemaker import Shape, generate
+from busrl.errors import DataError
+from busrl.scheduling.predictors import kendall_tau
+
+
+def test_what_was_written_is_read_again_and_is_a_prompt_file(tmp_path: Path) -> None:
+    tasks = [*generate(20, seed=1), Task("p", (3, 4), "a", "kind", (0.0, 1.0))]
+    write(tmp_path / "t.jsonl", tasks)
+    assert read(tmp_path / "t.jsonl") == tasks
+    with JsonlStream(tmp_path / "t.jsonl", seed=0, shuffle=False) as stream:
+        assert stream.prompt(stream.item(20)) == "p"
+
+
+def test_a_member_beyond_the_list_starts_again_at_its_front() -> None:
+    task = Task("p", (3, 4), rewards=(0.0, 1.0))
+    assert [task.length(m) for m in range(4)] == [3, 4, 3, 4]
+    assert [task.reward(m) for m in range(3)] == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"lengths": [3, -1]}, "lengths = [3, -1]: must be"),
+        ({"lengths": []}, "lengths = []"),
+        ({"lengths": [2.5]}, "whole numbers"),
+        ({}, "lengths = None"),
+        ({"lengths": [True]}, "lengths holds True"),
+        ({"lengths": [1, 2], "rewards": [1.0]}, "1 rewards for 2 lengths"),
+        ({"lengths": [1], "arrival_s": -1.0}, "arrival_s = -1.0"),
+    ],
+)
+def test_a_line_that_can_not_be_a_task_is_refused_with_its_place_and_value(line: dict[str, object], says: str) -> None:
+    with pytest.raises(DataError, match=r"t\.jsonl:7: ") as problem:
+        parse(json.dumps({"prompt": "p", **line}).encode(), "t.jsonl:7")
+    assert says in str(problem.value)
+
+
+def test_arrivals_on_some_lines_only_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "t.jsonl", [Task("p", (3,), arrival_s=1.0), Task("q", (3,))])
+    with pytest.raises(DataError, match="every line or on none"):
+        read(tmp_path / "t.jsonl")
+
+
+def test_the_same_seed_makes_the_same_trace_and_lengths_have_a_long_tail() -> None:
+    shape = Shape(median=100, limit=2000, arrivals_per_s=5)
+    tasks = generate(2000, shape, seed=3)
+    assert tasks == generate(2000, shape, seed=3) != generate(2000, shape, seed=4)
+    lengths = np.array([task.lengths for task in tasks])
+    assert 90 < np.median(lengths) < 120
+    assert lengths.min() >= 1 and lengths.max() <= 2000
+    assert np.percentile(lengths, 99) > 7 * np.median(lengths)
+    assert 350 < float(tasks[-1].arrival_s or 0) < 450
+
+
+def test_siblings_tell_more_about_a_length_the_more_of_them_there_are() -> None:
+    lengths = np.array([task.lengths for task in generate(1500, seed=5)])
+    one = kendall_tau(lengths[:, 0].tolist(), lengths[:, 1].tolist())
+    many = kendall_tau(lengths[:, 0].tolist(), np.log(lengths[:, 1:]).mean(1).tolist())
+    assert 0.45 < one < 0.62 < many < 0.72
