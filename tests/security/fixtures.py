@@ -74,7 +74,8 @@ class Broker:
                 self.said.append(line.strip())
                 self.heard.notify_all()
         with self.heard:
-            self.said.append("ended")
+            if process is self.process:  # the end of a killed one may be read after its successor's start
+                self.said.append("ended")
             self.heard.notify_all()
 
     def until(self, text: str) -> str:
