@@ -6,6 +6,7 @@ Talks to a `Watcher` and a terminal. Knows nothing of how the picture is made.
   1.5 % of one, whatever there is to draw.
 - It wakes up a few times a second and reads what has come since, so a busy bus costs it no more wake-ups than a quiet
   one; only a full batch makes it go on at once.
+- Drawing takes at most `DRAW_SHARE` of one core: the longer a picture takes to draw, the longer it stays.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from busrl.monitor.watcher import BATCH, Watcher
 NICE: Final = 19
 WAKE_S: Final = 0.25
 DRAW_S: Final = 1.0
+DRAW_SHARE: Final = 0.02
 LINE_S: Final = 5.0
 
 
@@ -87,15 +89,16 @@ def run_live(watcher: Watcher, stdin: TextIO) -> None:
     from busrl.monitor.keys import Keys
     from busrl.monitor.view import view
 
-    console, errors_only, gave_way, drawn = Console(), False, False, (0.0, (0, 0))
+    console, errors_only, gave_way, due, drawn = Console(), False, False, 0.0, (0, 0)
     watcher.refresh(time.monotonic(), force=True)
     with Keys(stdin) as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             catch_up(watcher)
             now, size = time.monotonic(), (console.size.width, console.size.height)
-            if now - drawn[0] >= DRAW_S or size != drawn[1]:
-                drawn = now, size
+            if now >= due or size != drawn:
+                begun, drawn = time.process_time(), size
                 live.update(view(watcher.picture, now, time.time(), *size, errors_only), refresh=True)
+                due = now + max(DRAW_S, (time.process_time() - begun) / DRAW_SHARE)
                 if not gave_way:
                     give_way(NICE)
                     gave_way = True
@@ -103,4 +106,4 @@ def run_live(watcher: Watcher, stdin: TextIO) -> None:
                 if key in "qQ":
                     return
                 if key in "eE":
-                    errors_only, drawn = not errors_only, (0.0, (0, 0))
+                    errors_only, due = not errors_only, 0.0

@@ -30,7 +30,7 @@ from busrl.monitor.recording import Drops, End, Header, Kind, Writer
 from busrl.paths import RunPaths
 
 LOOK_EVERY_S: Final = 1.0
-WAKE_S: Final = 0.05
+WAKE_S: Final = 0.2
 FREE_BYTES: Final = 256 << 20  # left to others on the file system of the recording
 LOOK_TOPIC: Final = b"LOOK/"
 
