@@ -6,7 +6,8 @@ with "/": a filter for `NEW_TASK/rollout-1/` never matches `NEW_TASK/rollout-10/
 
 from __future__ import annotations
 
-from busrl.protocol.messages import BY_NAME, MAX_NAME, Message, name_of
+from busrl.protocol.messages import MAX_NAME, Message, name_of
+from busrl.protocol.registry import BY_NAME
 
 
 def address(process: str) -> str:
