@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid as uuids
@@ -112,7 +113,7 @@ def _wait_for_children(paths: RunPaths, lock: OfdLock, timeout_s: float) -> None
 
 def _opened(paths: RunPaths, topology: Topology, lock: OfdLock) -> OpenRun:
     before = _read_json(paths.run_json)
-    uuid = bytes.fromhex(before["uuid"]) if "uuid" in before else uuids.uuid4().bytes
+    uuid = _uuid_of(before, paths.run_json) if before else uuids.uuid4().bytes
     _write_files(paths, topology, uuid, before)
     fates, validate_fates = (Fates(str(path), create=True) for path in (paths.fates, paths.validate_fates))
     notes: list[str] = []
@@ -212,7 +213,9 @@ def _check_same_run(paths: RunPaths, topology: Topology, resume: bool) -> None:
     before, now = _read_json(paths.topology), json.loads(topology.to_json())
     for key in IDENTITY:
         section, _, name = key.partition(".")
-        old, new = before.get(section, {}).get(name), now[section][name]
+        if not isinstance(before.get(section), dict):
+            raise UserError(f"{paths.topology}: no section {section!r}; was it edited? Restore it")
+        old, new = before[section].get(name), now[section][name]
         if old != new:
             raise UserError(
                 f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "
@@ -241,14 +244,29 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
     write_whole(paths.run_json, json.dumps(info, indent=2).encode() + b"\n")
 
 
+def _uuid_of(info: dict[str, Any], path: Path) -> bytes:
+    """By this a ring is known to be this run's: a new one in its place would throw away what the ring holds."""
+    text = info.get("uuid")
+    if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{32}", text):
+        raise UserError(
+            f"{path}: uuid = {text!r}: it must have 32 hex digits; was it edited? Restore it, or remove the file: then "
+            "nothing that is in the ring is kept"
+        )
+    return bytes.fromhex(text)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """The map in a file; empty if there is no file. Files of ours are written whole, so half of one is an error."""
     try:
         found = json.loads(path.read_bytes())
+        if not found or not isinstance(found, dict):
+            raise ValueError("expected a map")
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; it must be a file that you may read") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path}: not JSON ({error}); was it edited? Restore it, or start in another directory"
+            f"{path}: not what busrl wrote ({error}); was it edited? Restore it, or start in another directory"
         ) from None
-    return found if isinstance(found, dict) else {}
+    return found

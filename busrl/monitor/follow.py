@@ -8,7 +8,6 @@ Opens files for reading only, and keeps none open. Knows nothing of the bus or o
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from busrl.errors import NoSuchRun
+from busrl.launch.status import read_map
 from busrl.monitor.seen import ErrorSeen, Facts, StepSeen
 from busrl.paths import RunPaths
 
@@ -120,15 +120,6 @@ class RunFiles:
         """How the run ended, in words; empty if no summary says so."""
         summary = read_map(self._paths.summary)
         return f"{summary.get('outcome')}: {summary.get('why')}" if summary else ""
-
-
-def read_map(path: Path) -> dict[str, Any]:
-    """The map in a JSON file; empty if there is none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _decoded(lines: list[bytes], kind: type[T]) -> Iterator[T]:

@@ -1,0 +1,64 @@
+"""Damaged or edited files of a run directory: a start names the file and changes nothing, `status` still shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from busrl.errors import UserError
+from busrl.launch import status
+from busrl.launch.putback import put_back
+from busrl.paths import RunPaths
+from busrl.ring import Fates
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("run.json", '{"uuid": "zz"}', "run.json: uuid = 'zz': it must have 32 hex digits"),
+        ("run.json", '{"uuid": 5}', "run.json: uuid = 5: it must have 32 hex digits"),
+        ("run.json", "[1]", "run.json: not what busrl wrote (expected a map)"),
+        ("topology.json", "[]", "topology.json: not what busrl wrote"),
+        ("topology.json", '{"run": 3}', "topology.json: no section 'run'"),
+    ],
+)
+def test_a_start_names_the_file_and_the_remedy(scripted, file: str, text: str, said: str) -> None:
+    scripted.root.mkdir()
+    (scripted.root / file).write_text(text)
+    scripted.start({"learner": "learner"})
+    assert scripted.wait() != 0
+    assert said in scripted.output and "Restore it" in scripted.output and "UserError" in scripted.output
+    assert (scripted.root / file).read_text() == text and scripted.leftovers() == []
+
+
+def test_a_byte_that_is_no_fate_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path)
+    fates = Fates(str(paths.fates), create=True)
+    fates.store(3, "D")
+    with open(paths.fates, "r+b") as file:
+        file.seek(70)
+        file.write(b"V")  # a fate, but of a validation sample
+    Fates(str(paths.validate_fates), create=True)
+    with pytest.raises(UserError, match=r"fates.bin: byte 70 is 86, which is no fate there.*remove it"):
+        put_back(paths)
+    assert fates.get(3) == ord("D") and not paths.draws.exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"run": 5}', '{"run": {}, "workers": [1]}'])
+def test_status_of_a_living_run_needs_none_of_its_files_but_run_json(scripted, text: str) -> None:
+    scripted.start({"learner": "learner"})
+    pid = scripted.ready("learner")
+    whole = scripted.paths.topology.read_bytes()
+    scripted.paths.topology.write_text(text)
+    scripted.paths.gateway.write_text(text)
+    scripted.paths.errors.mkdir()
+    info = json.loads(scripted.paths.run_json.read_text())
+    scripted.paths.run_json.write_text(json.dumps({**info, "started": "today"}))
+    shown = status(scripted.root)
+    assert "running" in shown and f"pid {pid}" in shown and "step 0/" in shown
+    scripted.paths.errors.rmdir()
+    scripted.paths.topology.write_bytes(whole)
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
