@@ -18,7 +18,7 @@ import msgspec
 
 from busrl.errors import NoSuchRun
 from busrl.launch.status import read_map
-from busrl.monitor.seen import ErrorSeen, Facts, StepSeen
+from busrl.monitor.seen import ErrorSeen, Facts, RoundSeen, StepSeen
 from busrl.paths import RunPaths
 
 TAIL_BYTES: Final = 4 << 20
@@ -74,6 +74,7 @@ class RunFiles:
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._metrics, self._errors = Follower(paths.metrics), Follower(paths.errors)
+        self._rounds = Follower(paths.validation)
         self._skipped_told = False
 
     def facts(self) -> Facts:
@@ -106,6 +107,10 @@ class RunFiles:
     def steps(self) -> list[StepSeen]:
         """Steps that were written since the last call."""
         return list(_decoded(self._metrics.new(), StepSeen))
+
+    def rounds(self) -> list[RoundSeen]:
+        """Rounds of validation that were finished since the last call."""
+        return list(_decoded(self._rounds.new(), RoundSeen))
 
     def errors(self) -> list[ErrorSeen]:
         """Warnings and errors that were filed since the last call."""
