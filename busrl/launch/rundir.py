@@ -123,7 +123,7 @@ def _opened(paths: RunPaths, topology: Topology, lock: OfdLock) -> OpenRun:
         settled = put_back(paths)
         notes += [str(settled)] if settled != PutBack() else []
         # The weights that an earlier run left are of versions that the new ring knows nothing of.
-        unlink_segments(paths)
+        unlink_segments(paths.ring_name)
         ring = create(paths, topology, uuid)
     else:
         notes.append(f"adopted the ring that an earlier launch left: {describe(ring)}")
@@ -187,13 +187,16 @@ def describe(ring: Ring) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def unlink_segments(paths: RunPaths) -> list[str]:
-    """Remove the ring and the weights of a run from shared memory; their names."""
-    removed = [paths.ring_name] if Ring.unlink(paths.ring_name) else []
-    for file in SHM.glob(f"{paths.weights_name}*"):
-        file.unlink(missing_ok=True)
-        removed.append(file.name)
-    return removed
+def unlink_segments(ring_name: str) -> None:
+    """Remove a ring, and weights and drafts of weights of the same run, from shared memory."""
+    for file in (SHM / ring_name, *SHM.glob(f"{ring_name.removesuffix('.ring')}.weights*")):
+        try:
+            file.unlink(missing_ok=True)
+        except PermissionError:
+            raise UserError(
+                f"{file} can not be removed: it belongs to user {file.stat().st_uid}, not to you ({os.geteuid()}); "
+                "have it removed by that user or by root, or choose another run directory"
+            ) from None
 
 
 def remove_runtime_dir(paths: RunPaths) -> None:

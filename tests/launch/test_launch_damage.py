@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from busrl.errors import UserError
 from busrl.launch import status
 from busrl.launch.putback import put_back
-from busrl.paths import RunPaths
+from busrl.launch.rundir import unlink_segments
+from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates
 
 
@@ -31,6 +33,21 @@ def test_a_start_names_the_file_and_the_remedy(scripted, file: str, text: str, s
     assert scripted.wait() != 0
     assert said in scripted.output and "Restore it" in scripted.output and "UserError" in scripted.output
     assert (scripted.root / file).read_text() == text and scripted.leftovers() == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_shared_memory_of_another_user_is_named_with_a_way_out() -> None:
+    name = f"busrl.test.{os.getpid()}.ring"
+    weights = SHM / f"{name.removesuffix('.ring')}.weights"
+    weights.touch()
+    os.seteuid(65534)
+    try:
+        with pytest.raises(UserError, match=f"{weights} can not be removed: it belongs to user 0, not to you .65534."):
+            unlink_segments(name)
+    finally:
+        os.seteuid(0)
+    unlink_segments(name)
+    assert not weights.exists()
 
 
 def test_a_byte_that_is_no_fate_is_refused_before_anything_changes(tmp_path: Path) -> None:
