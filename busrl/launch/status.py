@@ -17,7 +17,7 @@ from busrl.gateway.tally import BAD
 from busrl.launch.problems import problems
 from busrl.launch.progress import duration, short
 from busrl.paths import RunPaths
-from busrl.ring import Process, Ring
+from busrl.ring import OfdLock, Process, Ring, RingError
 
 
 def status(run_dir: str | os.PathLike[str] | None = None) -> str:
@@ -86,8 +86,13 @@ def _refusals(paths: RunPaths) -> Iterable[str]:
 
 
 def _ended(paths: RunPaths, info: dict[str, Any]) -> Iterable[str]:
-    summary = read_map(paths.summary)
-    if not summary:
+    summary, holder = read_map(paths.summary), _holder(paths)
+    if holder is not None:
+        yield (
+            f"{info.get('run_id')}: launch (pid {holder}) is there, but no ring: it is starting or ending, or "
+            f"{paths.ring_file} was removed; if this stays so, `busrl stop {paths.root}` and start it again"
+        )
+    elif not summary:
         yield f"{info.get('run_id')}: no ring and no summary; it was never finished. Start it again to go on"
     else:
         yield f"{info.get('run_id')}: {summary.get('outcome')}, {summary.get('why')}"
@@ -97,6 +102,15 @@ def _ended(paths: RunPaths, info: dict[str, Any]) -> Iterable[str]:
             yield f"  {summary['open_samples']} samples are open: the next start generates them again"
     yield from problems(paths.errors)
     yield f"  {paths.root}"
+
+
+def _holder(paths: RunPaths) -> int | None:
+    """The pid of whoever holds the run's directory; looks, and takes nothing."""
+    lock = paths.lock("run")
+    try:
+        return OfdLock(str(lock)).holder() if lock.is_file() else None
+    except (OSError, RingError):  # of another user, say
+        return None
 
 
 def read_map(path: Path) -> dict[str, Any]:

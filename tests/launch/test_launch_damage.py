@@ -35,6 +35,17 @@ def test_a_start_names_the_file_and_the_remedy(scripted, file: str, text: str, s
     assert (scripted.root / file).read_text() == text and scripted.leftovers() == []
 
 
+def test_status_says_that_launch_lives_although_its_ring_was_removed(scripted) -> None:
+    scripted.start({"learner": "learner"})
+    scripted.ready("learner")
+    scripted.paths.ring_file.unlink()
+    shown = status(scripted.root)
+    assert f"launch (pid {scripted.launch.pid}) is there, but no ring" in shown and "busrl stop" in shown
+    scripted.finish()
+    scripted.wait()
+    assert "is there" not in status(scripted.root)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
 def test_shared_memory_of_another_user_is_named_with_a_way_out() -> None:
     name = f"busrl.test.{os.getpid()}.ring"
