@@ -1,7 +1,7 @@
 """What the structs of the messages do not say: who sends and hears each, to whom it is addressed, since when.
 
 Read by `reference.py` (the tables of docs/protocol.md) and by the tests; knows nothing of sockets. A message or a field
-that stands in `messages.py` but not here makes `check` fail, and says what to add.
+that stands in `registry.py` but not here makes `check` fail, and says what to add.
 
 - Every message has one `Route`.
 - Every field stands in exactly one version of `HISTORY`. A removed name stays there, so that it is never used again.
@@ -166,7 +166,7 @@ def check() -> list[str]:
 def _check_kind(kind: type) -> list[str]:
     problems = []
     if not inspect.cleandoc(kind.__doc__ or ""):
-        problems.append(f"{kind.__name__} in busrl/protocol/messages.py has no docstring; say in a line what it means")
+        problems.append(f"{kind.__name__} in busrl/protocol has no docstring; say in a line what it means")
     if issubclass(kind, Message) and kind not in ROUTES:
         problems.append(f"{kind.__name__} has no route; add it to ROUTES in busrl/protocol/catalog.py")
     return problems
