@@ -73,7 +73,7 @@ def test_a_message_that_nobody_described_says_all_that_is_missing(monkeypatch):
     with pytest.raises(reference.Incomplete) as refused:
         reference.complete()
     said = str(refused.value)
-    assert "Silent in busrl/protocol/messages.py has no docstring" in said
+    assert "Silent in busrl/protocol has no docstring" in said
     assert "Silent has no route; add it to ROUTES" in said
     assert 'add "SILENT": "worker_id" to the newest of HISTORY' in said
 
