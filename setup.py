@@ -14,6 +14,7 @@ SANITIZE = os.environ.get("SANITIZE", "")
 DEBUG = os.environ.get("DEBUG", "") not in ("", "0")
 LIBRARY = "busrl.ring.capi.libbusrl_ring"
 HEADER = "csrc/include/busrl_ring.h"
+CALLS = ["csrc/capi/ring.cpp", "csrc/capi/slot.cpp"]
 
 compile_args = ["-Wall", "-Wextra", "-O0" if DEBUG else "-O2", *(["-g"] if DEBUG or SANITIZE else ["-g0"])]
 link_args = []
@@ -43,7 +44,7 @@ class Build(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         before = self.build_temp
-        self.build_temp = os.path.join(before, ext.name)  # both compile ring.cpp, each in its own way
+        self.build_temp = os.path.join(before, ext.name)  # both compile the calls, each in its own way
         super().build_extension(ext)
         self.build_temp = before
 
@@ -59,7 +60,7 @@ setup(
         Pybind11Extension(
             "busrl._ring",
             [
-                "csrc/capi/ring.cpp",
+                *CALLS,
                 *(f"csrc/python/{name}.cpp" for name in ("arrays", "bulk", "hot", "module", "watch")),
             ],
             include_dirs=["csrc/include"],
@@ -71,7 +72,7 @@ setup(
         ),
         Extension(
             LIBRARY,
-            ["csrc/capi/ring.cpp"],
+            CALLS,
             include_dirs=["csrc/include"],
             depends=core,
             extra_compile_args=[

@@ -65,10 +65,6 @@ class ModelNotLoaded(UserError):
     """A model folder that can not be loaded or trained; the message holds the path, the cause and the remedy."""
 
 
-class CheckpointNotUsable(UserError):
-    """A checkpoint that was asked for is missing, torn, or of another model; the message holds its path."""
-
-
 class RunInUse(UserError):
     """Another living process holds the lock of this run directory; the message names its pid."""
 
@@ -116,10 +112,6 @@ class PeerTimeout(PeerLost):
 
 class WeightsTimeout(PeerTimeout):
     """A weight version did not arrive, or a member of a weight group did not join, before the deadline."""
-
-
-class ChildFailed(PeerLost):
-    """A child of `launch` died before it was ready more often than `limits.restart_attempts` allows."""
 
 
 # ------------------------------------------------------------------------------------------------- the machine

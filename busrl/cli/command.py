@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from busrl.cli.options import positive
 from busrl.errors import BugError, BusrlError, TopologyError
 
 EPILOG = """\
@@ -126,7 +127,7 @@ def _add_stop(verbs: Verbs) -> None:
     more = "What is in flight stays in the ledger, and a later `busrl launch` in the same directory continues."
     made = _verb(verbs, "stop", stop, "end a run in order and wait until it has ended", more)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    made.add_argument("--wait", type=float, default=120.0, metavar="S", help="give up after this long (default 120)")
+    made.add_argument("--wait", type=positive, default=120.0, metavar="S", help="give up after this long (default 120)")
 
 
 def _add_audit(verbs: Verbs) -> None:
@@ -168,7 +169,7 @@ def _add_monitor(verbs: Verbs) -> None:
     made.add_argument("--json", action="store_true", help="with --once: one JSON object, its keys as documented")
     made.add_argument("--plain", action="store_true", help="lines without colours, as on a pipe")
     made.add_argument(
-        "--seconds", type=float, metavar="S",
+        "--seconds", type=positive, metavar="S",
         help="with --once: listen for so long first (default 1; at an endpoint until the replay is over, at most 60)",
     )  # fmt: skip
 
@@ -178,8 +179,8 @@ def _add_record(verbs: Verbs) -> None:
     made = _verb(verbs, "record", record, "write what passes the bus of a run into a file, changing nothing", more)
     made.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="default: the only run of this user that lives")
     made.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="a new file")
-    made.add_argument("--seconds", type=float, metavar="S", help="record for so long")
-    made.add_argument("--limit", type=float, default=1024.0, metavar="MIB", help="end at this size (default 1024)")
+    made.add_argument("--seconds", type=positive, metavar="S", help="record for so long")
+    made.add_argument("--limit", type=positive, default=1024.0, metavar="MIB", help="end at this size (default 1024)")
 
 
 def _add_replay(verbs: Verbs) -> None:
@@ -191,7 +192,7 @@ def _add_replay(verbs: Verbs) -> None:
         "--bind", default="", metavar="ENDPOINT", help="where listeners connect (default: one of its own)"
     )
     made.add_argument("--frontend", default="", metavar="ENDPOINT", help="where an actor under development publishes")
-    made.add_argument("--wait", type=float, default=60.0, metavar="S", help="give up without a listener (default 60)")
+    made.add_argument("--wait", type=positive, default=60.0, metavar="S", help="limit of the wait for a listener (60)")
     made.add_argument("--info", action="store_true", help="say what the file holds, and publish nothing")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl import keys
+from busrl.cli.options import positive
 from busrl.errors import BadKeys, BusNotReady
 
 
@@ -39,7 +40,7 @@ def add_parsers(verbs: Any, verb: Callable[..., argparse.ArgumentParser]) -> Non
     one = verb(inner, "try", _try, "connect to a broker with a client's file and say whether it lets us in")
     one.add_argument("endpoint", metavar="ENDPOINT", help="tcp://HOST:PORT, as in bus.endpoint")
     one.add_argument("file", metavar="FILE", type=Path, help="the file that `busrl keys add` printed")
-    one.add_argument("--wait", type=float, default=5.0, metavar="S", help="give up after this long (default 5)")
+    one.add_argument("--wait", type=positive, default=5.0, metavar="S", help="give up after this long (default 5)")
 
 
 def _with_directory(made: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
+from busrl.errors import NoSuchRun
 from busrl.monitor import live
 from busrl.monitor.find import Target, find
 from busrl.monitor.watcher import Watcher
@@ -37,7 +38,13 @@ def monitor(named: str | None, once: bool, as_json: bool, plain: bool, seconds: 
 
 
 def _once(watcher: Watcher, target: Target, as_json: bool, seconds: float | None) -> int:
-    live.settle(watcher, seconds if seconds is not None else LISTEN_S if target.paths else REPLAY_S)
+    patience = seconds if seconds is not None else LISTEN_S if target.paths else REPLAY_S
+    live.settle(watcher, patience)
+    if target.paths is None and not watcher.picture.traffic.count and not watcher.picture.replay:
+        raise NoSuchRun(
+            f"{target.endpoint}: nothing was heard there within {patience:g} s; name the tap of a run (`tap` in its "
+            "run.json), or the endpoint that `busrl replay` printed"
+        )
     print(json.dumps(live.as_data(watcher), ensure_ascii=False) if as_json else live.as_text(watcher))
     return 0
 

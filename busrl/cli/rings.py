@@ -9,7 +9,6 @@ the names that `paths` gives; what is known of one sample is told by `sample.py`
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.errors import RunInUse, UserError
+from busrl.launch.rundir import unlink_segments
 from busrl.launch.status import newest_run
 from busrl.paths import SHM, RunPaths
 from busrl.ring import UID_NONE, UID_VALIDATE, WORKING, Ring, RingError, State
@@ -102,11 +102,8 @@ def users(name: str) -> str:
 
 def remove(name: str) -> None:
     """Unlink what a run has outside its directory."""
-    key = name.removesuffix(SUFFIX)
-    for path in (SHM / name, SHM / f"{key}.weights"):
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-    sockets = RunPaths(Path("/")).runtime_dir.parent / key.rpartition(".")[2]
+    unlink_segments(name)
+    sockets = RunPaths(Path("/")).runtime_dir.parent / name.removesuffix(SUFFIX).rpartition(".")[2]
     shutil.rmtree(sockets, ignore_errors=True)
     print(f"{name}: removed")
 

@@ -26,7 +26,11 @@ def stop(run_dir: Path, wait_s: float) -> int:
     if pid is None:
         print(f"{paths.root}: no process runs it; nothing to stop")
         return 0
-    descriptor = os.pidfd_open(pid)
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        print(f"{paths.root}: it has just ended")
+        return 0
     try:
         if launch_pid(paths) != pid:
             print(f"{paths.root}: it has just ended")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
-from busrl.protocol.messages import BY_NAME
+from busrl.protocol.registry import BY_NAME
 from busrl.ring import CRASH_POINTS
 
 MESSAGES: Final = tuple(sorted(BY_NAME))

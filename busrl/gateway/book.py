@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from busrl.protocol import messages as m
+from busrl.protocol import gateway as g
 
 
 class Gone(Exception):
@@ -88,7 +88,7 @@ class Book(Protocol):
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[Held]:
         """Claim up to `limit` slots for a worker; `idle` says that it holds nothing, so it may take a suspect one."""
 
-    def task(self, index: int, held: Held) -> m.Task | None:
+    def task(self, index: int, held: Held) -> g.Task | None:
         """The claim as it travels; None if its payload could not be read, and the sample was dropped for it."""
 
     def most_tokens(self, held: Held) -> tuple[int, int]:

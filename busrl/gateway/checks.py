@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.gateway.book import Answer
-from busrl.protocol import messages as m
+from busrl.protocol import gateway as g
 
 EOS, LENGTH = 1, 2
 CLOSE_TO_ZERO = 1e-4  # a log-probability may be this much above 0 from rounding
@@ -34,7 +34,7 @@ class Limits:
     newest: int = 0
 
 
-def answer(message: m.RemoteGenerated, limits: Limits, most_tokens: int, segment: int) -> Answer:
+def answer(message: g.RemoteGenerated, limits: Limits, most_tokens: int, segment: int) -> Answer:
     """The arrays of an answer; `most_tokens` may still be generated in segment number `segment`."""
     tokens = _array(message.tokens, "tokens", np.int32, most_tokens)
     logprobs = _array(message.logprobs, "logprobs", np.float32, most_tokens)
@@ -53,7 +53,7 @@ def answer(message: m.RemoteGenerated, limits: Limits, most_tokens: int, segment
     return Answer(tokens, logprobs, versions, prompt_ids, message.text, message.finish, message.done)
 
 
-def reward(message: m.RemoteRewarded) -> float:
+def reward(message: g.RemoteRewarded) -> float:
     """The reward of a message; finite, as are its parts."""
     for name, value in {"reward": message.reward, **message.parts}.items():
         if not math.isfinite(value):
@@ -61,12 +61,12 @@ def reward(message: m.RemoteRewarded) -> float:
     return float(message.reward)
 
 
-def tensor(array: npt.NDArray[Any]) -> m.Tensor:
+def tensor(array: npt.NDArray[Any]) -> g.Tensor:
     """An array as it travels."""
-    return m.Tensor(array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes())
+    return g.Tensor(array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes())
 
 
-def _prompt(given: m.Tensor | None, limits: Limits) -> npt.NDArray[np.int32]:
+def _prompt(given: g.Tensor | None, limits: Limits) -> npt.NDArray[np.int32]:
     if given is None:
         raise Broken("prompt_ids is missing: the first segment brings the token ids of its prompt")
     ids = _array(given, "prompt_ids", np.int32, limits.prompt_tokens)
@@ -74,7 +74,7 @@ def _prompt(given: m.Tensor | None, limits: Limits) -> npt.NDArray[np.int32]:
     return ids
 
 
-def _array(given: m.Tensor, what: str, dtype: Any, most: int) -> npt.NDArray[Any]:
+def _array(given: g.Tensor, what: str, dtype: Any, most: int) -> npt.NDArray[Any]:
     wanted = np.dtype(dtype)
     if given.dtype != wanted.name:
         raise Broken(f"{what} has dtype {given.dtype!r}: it must be {wanted.name}")

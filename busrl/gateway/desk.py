@@ -30,8 +30,10 @@ from busrl.gateway import checks
 from busrl.gateway.book import Book, Gone, Held, Member, Room
 from busrl.gateway.leases import FairClock, Lease, Leases
 from busrl.gateway.tally import Tally
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.protocol.messages import Message, Remote, name_of
+from busrl.protocol.gateway import Remote
+from busrl.protocol.messages import Message, name_of
 
 MOST_HELD = 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # it stands in a topic, and the process table keeps 39 bytes
@@ -55,7 +57,7 @@ class Settings:
     biggest: int
     most_members: int
     reserved: frozenset[str]
-    welcome: m.GatewayWelcome  # its constant fields
+    welcome: g.GatewayWelcome  # its constant fields
 
 
 @dataclass
@@ -93,7 +95,7 @@ class Desk:
     def handle(self, message: Remote, now: float) -> list[Message]:
         """Do what a request asks; the answers go to its sender."""
         self.clock.advance(now)
-        if isinstance(message, m.RemoteJoin):
+        if isinstance(message, g.RemoteJoin):
             return [self._join(message)]
         known = self.known.get(message.sender)
         if known is None or message.life > known.member.life:
@@ -102,19 +104,19 @@ class Desk:
         if message.life < known.member.life:
             return [self._replaced(message)]
         self._heard(known)
-        if isinstance(message, m.RemoteClaim):
+        if isinstance(message, g.RemoteClaim):
             return self._claim(known, message)
         return [self._other(known, message)]
 
     def _other(self, known: _Known, message: Remote) -> Message:
-        if isinstance(message, m.RemoteExtend):
+        if isinstance(message, g.RemoteExtend):
             lost = self.leases.renew(message.sender, message.holding, self.clock.time)
             return _answer(message, "done", lost=lost)
-        if isinstance(message, m.RemoteGenerated):
+        if isinstance(message, g.RemoteGenerated):
             return self._settle(known, message, message.task, self._generated(known, message))
-        if isinstance(message, m.RemoteRewarded):
+        if isinstance(message, g.RemoteRewarded):
             return self._settle(known, message, message.task, self._rewarded(known, message))
-        if isinstance(message, m.RemoteFail):
+        if isinstance(message, g.RemoteFail):
             return self._settle(known, message, message.task, self._failed(known, message))
         self._remove(known, self.book.give_back)
         return _answer(message, "done")
@@ -128,7 +130,7 @@ class Desk:
     def unreadable(self, sender: str, code: str, about: str, detail: str) -> list[Message]:
         """Bytes that were no message of this protocol, from a sender that could still be read."""
         self.tally.add(sender, code, text=f"{about}: {detail}")
-        return [m.GatewayAnswer(code=code, about=about[: m.MAX_NAME], text=detail)] if sender else []
+        return [g.GatewayAnswer(code=code, about=about[: m.MAX_NAME], text=detail)] if sender else []
 
     def tick(self, now: float) -> list[Lease]:
         """End what is over. Returns the claims that were taken back, for people."""
@@ -149,7 +151,7 @@ class Desk:
 
     # -- workers --------------------------------------------------------------------------------------------------
 
-    def _join(self, message: m.RemoteJoin) -> Message:
+    def _join(self, message: g.RemoteJoin) -> Message:
         known = self.known.get(message.sender)
         if known is not None and message.life < known.member.life:
             return self._replaced(message)
@@ -166,7 +168,7 @@ class Desk:
         self._heard(known)
         return self._welcome(message, known.member.index)
 
-    def _enter(self, message: m.RemoteJoin) -> _Known:
+    def _enter(self, message: g.RemoteJoin) -> _Known:
         most = self.settings.most_members
         if len(self.known) >= most:
             raise Room(f"the process table has {most} entries for workers from outside; raise ring.processes")
@@ -176,7 +178,7 @@ class Desk:
         self.tally.add(message.sender, "joined")
         return made
 
-    def _unwelcome(self, message: m.RemoteJoin) -> Message | None:
+    def _unwelcome(self, message: g.RemoteJoin) -> Message | None:
         settings, name = self.settings, message.sender
         if message.role not in FATES:
             return self._refuse(message, "refused", f"role {message.role!r}: it must be rollout or reward")
@@ -191,9 +193,9 @@ class Desk:
             return self._refuse(message, "too_large", f"{rule}: {remedy}")
         return None
 
-    def _welcome(self, message: m.RemoteJoin, index: int) -> Message:
+    def _welcome(self, message: g.RemoteJoin, index: int) -> Message:
         made = self.settings.welcome
-        return m.GatewayWelcome(
+        return g.GatewayWelcome(
             life=message.life, req=message.req, index=index, lease_s=self.settings.lease_s, max_capacity=MOST_HELD,
             max_message_bytes=self.settings.max_message_bytes, max_prompt_tokens=made.max_prompt_tokens,
             seed=made.seed, model=made.model, prompt_key=made.prompt_key, answer_key=made.answer_key,
@@ -217,7 +219,7 @@ class Desk:
 
     # -- claims ---------------------------------------------------------------------------------------------------
 
-    def _claim(self, known: _Known, message: m.RemoteClaim) -> list[Message]:
+    def _claim(self, known: _Known, message: g.RemoteClaim) -> list[Message]:
         if message.req < known.claim_req:
             return []  # a late copy: its capacity and what it holds are not true any more
         known.claim_req = message.req
@@ -239,9 +241,9 @@ class Desk:
             self.tally.add(member.name, "claimed", len(taken))
         return [self.leases.grant(member.name, held, self.clock.time) for held in taken]
 
-    def _tasks(self, message: m.RemoteClaim, member: Member, leases: list[Lease]) -> list[Message]:
+    def _tasks(self, message: g.RemoteClaim, member: Member, leases: list[Lease]) -> list[Message]:
         """The claims in as few messages as their size allows; at least one message."""
-        packs: list[list[m.Task]] = [[]]
+        packs: list[list[g.Task]] = [[]]
         size = 0
         for lease in leases:
             task = self.book.task(member.index, lease.held)
@@ -254,7 +256,7 @@ class Desk:
                 size = 0
             packs[-1].append(task)
             size += weight
-        return [m.GatewayTasks(life=message.life, req=message.req, tasks=pack) for pack in packs]
+        return [g.GatewayTasks(life=message.life, req=message.req, tasks=pack) for pack in packs]
 
     def _expire(self, lease: Lease) -> None:
         self.leases.settle(lease)
@@ -263,7 +265,7 @@ class Desk:
 
     # -- results --------------------------------------------------------------------------------------------------
 
-    def _generated(self, known: _Known, message: m.RemoteGenerated) -> Callable[[Held], str]:
+    def _generated(self, known: _Known, message: g.RemoteGenerated) -> Callable[[Held], str]:
         def act(held: Held) -> str:
             if known.member.role != "rollout":
                 raise checks.Broken(f"{message.sender} is a {known.member.role} worker: it has no answers to give")
@@ -274,7 +276,7 @@ class Desk:
 
         return act
 
-    def _rewarded(self, known: _Known, message: m.RemoteRewarded) -> Callable[[Held], str]:
+    def _rewarded(self, known: _Known, message: g.RemoteRewarded) -> Callable[[Held], str]:
         def act(held: Held) -> str:
             if known.member.role != "reward":
                 raise checks.Broken(f"{message.sender} is a {known.member.role} worker: it has no rewards to give")
@@ -283,7 +285,7 @@ class Desk:
 
         return act
 
-    def _failed(self, known: _Known, message: m.RemoteFail) -> Callable[[Held], str]:
+    def _failed(self, known: _Known, message: g.RemoteFail) -> Callable[[Held], str]:
         def act(held: Held) -> str:
             if not message.drop:
                 self.book.give_back(known.member.index, held)
@@ -338,7 +340,7 @@ class Desk:
 
 
 def _answer(message: Remote, code: str, text: str = "", task: str = "", lost: list[str] | None = None) -> Message:
-    return m.GatewayAnswer(
+    return g.GatewayAnswer(
         code=code, life=message.life, req=message.req, about=name_of(type(message)), task=task, text=text,
         lost=lost or [],
     )  # fmt: skip
@@ -353,7 +355,7 @@ def _parse(task: str) -> tuple[int, int, int] | None:
     return slot, seq, uid
 
 
-def _weight(task: m.Task) -> int:
+def _weight(task: g.Task) -> int:
     """An upper bound of a task's bytes on the wire."""
     arrays = sum(len(tensor.data) + 64 for tensor in task.tensors.values())
     return len(task.record.encode()) + len(task.completion.encode()) + arrays + TASK_OVERHEAD

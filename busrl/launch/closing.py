@@ -29,7 +29,7 @@ def close_run(run: OpenRun) -> int:
     run.fates.sync()
     run.validate_fates.sync()
     write_open(run.paths.open_bin, still_open)
-    unlink_segments(run.paths)
+    unlink_segments(run.paths.ring_name)
     remove_runtime_dir(run.paths)
     run.release()
     return len(still_open)

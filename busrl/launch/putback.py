@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from busrl.errors import UserError
 from busrl.ledger.drawslog import DrawsLog
-from busrl.ledger.fates import Fate
+from busrl.ledger.fates import NAMES, Fate
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Wal
 from busrl.paths import RunPaths
@@ -43,8 +44,8 @@ class PutBack:
 
 def put_back(paths: RunPaths) -> PutBack:
     """Settle every D of a run that has no ring."""
-    dispatched = _dispatched(paths.fates)
-    validation = _dispatched(paths.validate_fates)
+    dispatched = _dispatched(paths.fates, Fate.VALIDATED)
+    validation = _dispatched(paths.validate_fates, Fate.TRAINED)
     if dispatched.size:
         history = trained_uids(paths)
         known = history.contains_all(dispatched.astype(np.uint64))
@@ -77,8 +78,14 @@ def newest_checkpoint(paths: RunPaths) -> Path | None:
     return max(whole, key=lambda one: int(one.name.rpartition("_")[2]), default=None)
 
 
-def _dispatched(path: Path) -> npt.NDArray[np.int64]:
-    """Indices with fate D. The table is a sparse file: only what was ever written is read."""
+def _dispatched(path: Path, never: Fate) -> npt.NDArray[np.int64]:
+    """Indices with fate D. The table is a sparse file: only what was ever written is read.
+
+    A byte that is no fate, or the fate that this table `never` holds, is damage: nobody could tell which of the other
+    bytes are true, so the start is refused and nothing changed.
+    """
+    known = np.zeros(256, np.bool_)
+    known[[code for code in NAMES if code != never]] = True
     found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     if not path.exists():
         return found[0]
@@ -86,8 +93,19 @@ def _dispatched(path: Path) -> npt.NDArray[np.int64]:
         for start, end in _written(file.fileno()):
             for at in range(start, end, BLOCK):
                 codes = np.frombuffer(os.pread(file.fileno(), min(BLOCK, end - at), at), np.uint8)
+                if not known[codes].all():
+                    raise _damaged(path, at + int(np.argmin(known[codes])))
                 found.append(np.flatnonzero(codes == Fate.DISPATCHED) + at)
     return np.concatenate(found)
+
+
+def _damaged(path: Path, index: int) -> UserError:
+    with open(path, "rb") as file:
+        [code] = os.pread(file.fileno(), 1, index)
+    return UserError(
+        f"{path}: byte {index} is {code}, which is no fate there: the file is damaged. Restore it, or remove it: what "
+        "checkpoint and log hold counts as trained again, and all other samples are generated again"
+    )
 
 
 def _written(fd: int) -> list[tuple[int, int]]:

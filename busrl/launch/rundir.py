@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid as uuids
@@ -112,7 +113,7 @@ def _wait_for_children(paths: RunPaths, lock: OfdLock, timeout_s: float) -> None
 
 def _opened(paths: RunPaths, topology: Topology, lock: OfdLock) -> OpenRun:
     before = _read_json(paths.run_json)
-    uuid = bytes.fromhex(before["uuid"]) if "uuid" in before else uuids.uuid4().bytes
+    uuid = _uuid_of(before, paths.run_json) if before else uuids.uuid4().bytes
     _write_files(paths, topology, uuid, before)
     fates, validate_fates = (Fates(str(path), create=True) for path in (paths.fates, paths.validate_fates))
     notes: list[str] = []
@@ -122,7 +123,7 @@ def _opened(paths: RunPaths, topology: Topology, lock: OfdLock) -> OpenRun:
         settled = put_back(paths)
         notes += [str(settled)] if settled != PutBack() else []
         # The weights that an earlier run left are of versions that the new ring knows nothing of.
-        unlink_segments(paths)
+        unlink_segments(paths.ring_name)
         ring = create(paths, topology, uuid)
     else:
         notes.append(f"adopted the ring that an earlier launch left: {describe(ring)}")
@@ -186,13 +187,16 @@ def describe(ring: Ring) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def unlink_segments(paths: RunPaths) -> list[str]:
-    """Remove the ring and the weights of a run from shared memory; their names."""
-    removed = [paths.ring_name] if Ring.unlink(paths.ring_name) else []
-    for file in SHM.glob(f"{paths.weights_name}*"):
-        file.unlink(missing_ok=True)
-        removed.append(file.name)
-    return removed
+def unlink_segments(ring_name: str) -> None:
+    """Remove a ring, and weights and drafts of weights of the same run, from shared memory."""
+    for file in (SHM / ring_name, *SHM.glob(f"{ring_name.removesuffix('.ring')}.weights*")):
+        try:
+            file.unlink(missing_ok=True)
+        except PermissionError:
+            raise UserError(
+                f"{file} can not be removed: it belongs to user {file.stat().st_uid}, not to you ({os.geteuid()}); "
+                "have it removed by that user or by root, or choose another run directory"
+            ) from None
 
 
 def remove_runtime_dir(paths: RunPaths) -> None:
@@ -212,7 +216,9 @@ def _check_same_run(paths: RunPaths, topology: Topology, resume: bool) -> None:
     before, now = _read_json(paths.topology), json.loads(topology.to_json())
     for key in IDENTITY:
         section, _, name = key.partition(".")
-        old, new = before.get(section, {}).get(name), now[section][name]
+        if not isinstance(before.get(section), dict):
+            raise UserError(f"{paths.topology}: no section {section!r}; was it edited? Restore it")
+        old, new = before[section].get(name), now[section][name]
         if old != new:
             raise UserError(
                 f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "
@@ -241,14 +247,29 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
     write_whole(paths.run_json, json.dumps(info, indent=2).encode() + b"\n")
 
 
+def _uuid_of(info: dict[str, Any], path: Path) -> bytes:
+    """By this a ring is known to be this run's: a new one in its place would throw away what the ring holds."""
+    text = info.get("uuid")
+    if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{32}", text):
+        raise UserError(
+            f"{path}: uuid = {text!r}: it must have 32 hex digits; was it edited? Restore it, or remove the file: then "
+            "nothing that is in the ring is kept"
+        )
+    return bytes.fromhex(text)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """The map in a file; empty if there is no file. Files of ours are written whole, so half of one is an error."""
     try:
         found = json.loads(path.read_bytes())
+        if not found or not isinstance(found, dict):
+            raise ValueError("expected a map")
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; it must be a file that you may read") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path}: not JSON ({error}); was it edited? Restore it, or start in another directory"
+            f"{path}: not what busrl wrote ({error}); was it edited? Restore it, or start in another directory"
         ) from None
-    return found if isinstance(found, dict) else {}
+    return found

@@ -17,14 +17,13 @@ from busrl.gateway.tally import BAD
 from busrl.launch.problems import problems
 from busrl.launch.progress import duration, short
 from busrl.paths import RunPaths
-from busrl.ring import Process, Ring
-from busrl.topology import Topology
+from busrl.ring import OfdLock, Process, Ring, RingError
 
 
 def status(run_dir: str | os.PathLike[str] | None = None) -> str:
     """The state of a run in a few lines; without a directory that of the newest run under `runs/`."""
     paths = RunPaths.of(run_dir if run_dir is not None else newest_run(Path("runs")))
-    info = _read(paths.run_json)
+    info = read_map(paths.run_json)
     if not info:
         raise NoSuchRun(f"{paths.root}: no run.json there; name the directory that `busrl launch` printed")
     try:
@@ -48,8 +47,8 @@ def newest_run(parent: Path) -> Path:
 def _going_on(paths: RunPaths, info: dict[str, Any], ring: Ring) -> Iterable[str]:
     stats = ring.stats()
     processes = [one for one in ring.processes() if not ring.is_dead(one.index)]
-    goal = Topology.from_json(paths.topology.read_text()).run.max_steps
-    since = duration(time.time() - float(info.get("started", time.time())))
+    goal = _map(read_map(paths.topology).get("run")).get("max_steps", "?")
+    since = duration(max(0.0, time.time() - _number(info.get("started"), time.time())))
     if any(not one.remote for one in processes):
         state = {0: "running", 1: "finishing", 2: "stopping"}.get(ring.header("run_state"), "running")
         yield f"{info.get('run_id')}: {state}, {since} since launch (pid {info.get('launch_pid')})"
@@ -79,20 +78,25 @@ def _process(process: Process) -> str:
 
 def _refusals(paths: RunPaths) -> Iterable[str]:
     """What the keeper's gateway had to refuse, by worker."""
-    workers = _read(paths.gateway).get("workers", {})
-    for name, counts in workers.items():
+    for name, found in _map(read_map(paths.gateway).get("workers")).items():
+        counts = _map(found)
         bad = [f"{counts[code]} {code.replace('_', ' ')}" for code in BAD if counts.get(code)]
         if bad:
             yield f"  gateway refused {name}: {', '.join(bad)}; the latest {counts.get('latest', '')}"
 
 
 def _ended(paths: RunPaths, info: dict[str, Any]) -> Iterable[str]:
-    summary = _read(paths.summary)
-    if not summary:
+    summary, holder = read_map(paths.summary), _holder(paths)
+    if holder is not None:
+        yield (
+            f"{info.get('run_id')}: launch (pid {holder}) is there, but no ring: it is starting or ending, or "
+            f"{paths.ring_file} was removed; if this stays so, `busrl stop {paths.root}` and start it again"
+        )
+    elif not summary:
         yield f"{info.get('run_id')}: no ring and no summary; it was never finished. Start it again to go on"
     else:
         yield f"{info.get('run_id')}: {summary.get('outcome')}, {summary.get('why')}"
-        took = duration(float(summary.get("seconds", 0)))
+        took = duration(_number(summary.get("seconds"), 0.0))
         yield f"  step {summary.get('steps')}/{summary.get('max_steps')} in {took} · version {summary.get('version')}"
         if summary.get("open_samples"):
             yield f"  {summary['open_samples']} samples are open: the next start generates them again"
@@ -100,9 +104,27 @@ def _ended(paths: RunPaths, info: dict[str, Any]) -> Iterable[str]:
     yield f"  {paths.root}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _holder(paths: RunPaths) -> int | None:
+    """The pid of whoever holds the run's directory; looks, and takes nothing."""
+    lock = paths.lock("run")
+    try:
+        return OfdLock(str(lock)).holder() if lock.is_file() else None
+    except (OSError, RingError):  # of another user, say
+        return None
+
+
+def read_map(path: Path) -> dict[str, Any]:
+    """The map in a JSON file; empty if there is none that can be read."""
     try:
         found = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _map(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any, default: float) -> float:
+    return float(value) if isinstance(value, (int, float)) else default

@@ -81,11 +81,6 @@ def is_rule(fate: int | str) -> bool:
     return code_of(fate) in RULES
 
 
-def is_terminal(fate: int | str) -> bool:
-    """The sample has ended."""
-    return code_of(fate) in TERMINAL
-
-
 def name_of(fate: int | str) -> str:
     """The fate in words; an unknown byte is shown as such and never raises."""
     code = code_of(fate)

@@ -61,15 +61,6 @@ class TrainedSet:
         result[inside] = (self._bits[small >> 3] >> (small & 7).astype(np.uint8)) & 1
         return result
 
-    def union(self, other: TrainedSet) -> TrainedSet:
-        """A new set with the uids of both."""
-        result = TrainedSet()
-        longer, shorter = sorted((self._bits, other._bits), key=len, reverse=True)
-        result._bits = longer.copy()
-        result._bits[: shorter.size] |= shorter
-        result._count = result._recount()
-        return result
-
     def uids(self) -> npt.NDArray[np.uint64]:
         """All uids, ascending."""
         return np.flatnonzero(np.unpackbits(self._bits, bitorder="little")).astype(np.uint64)

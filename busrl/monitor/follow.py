@@ -8,7 +8,6 @@ Opens files for reading only, and keeps none open. Knows nothing of the bus or o
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from busrl.errors import NoSuchRun
-from busrl.monitor.seen import ErrorSeen, Facts, StepSeen
+from busrl.launch.status import read_map
+from busrl.monitor.seen import ErrorSeen, Facts, RoundSeen, StepSeen
 from busrl.paths import RunPaths
 
 TAIL_BYTES: Final = 4 << 20
@@ -74,6 +74,7 @@ class RunFiles:
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._metrics, self._errors = Follower(paths.metrics), Follower(paths.errors)
+        self._rounds = Follower(paths.validation)
         self._skipped_told = False
 
     def facts(self) -> Facts:
@@ -107,6 +108,10 @@ class RunFiles:
         """Steps that were written since the last call."""
         return list(_decoded(self._metrics.new(), StepSeen))
 
+    def rounds(self) -> list[RoundSeen]:
+        """Rounds of validation that were finished since the last call."""
+        return list(_decoded(self._rounds.new(), RoundSeen))
+
     def errors(self) -> list[ErrorSeen]:
         """Warnings and errors that were filed since the last call."""
         return list(_decoded(self._errors.new(), ErrorSeen))
@@ -120,15 +125,6 @@ class RunFiles:
         """How the run ended, in words; empty if no summary says so."""
         summary = read_map(self._paths.summary)
         return f"{summary.get('outcome')}: {summary.get('why')}" if summary else ""
-
-
-def read_map(path: Path) -> dict[str, Any]:
-    """The map in a JSON file; empty if there is none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _decoded(lines: list[bytes], kind: type[T]) -> Iterator[T]:

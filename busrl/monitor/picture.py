@@ -10,19 +10,19 @@ Pure: records, messages and clock values in; nothing is read here. Knows nothing
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
 from busrl.launch.progress import Rate
 from busrl.monitor.complaints import Complaints, address_of
-from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, StepSeen
+from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, RoundSeen, StepSeen
 from busrl.monitor.steps import Steps
 from busrl.monitor.traffic import Traffic
 from busrl.protocol import messages as m
 
 RUN_STATES: Final = {0: "running", 1: "finishing", 2: "stopping"}
 MAX_PRESENT: Final = 256
+MAX_ROUNDS: Final = 64
 ONLY_IN_METRICS: Final = ("length_ended", "length_mean", "age_p95", "age_max", "seconds")
 SILENT_S: Final = 5.0  # a process known by its heartbeats alone, which come every second
 
@@ -82,7 +82,7 @@ class Picture:
     replay_over: bool = False
     waiting: str = ""  # for what the scheduler waits
     credit: int = -1
-    validations: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=64))
+    validations: dict[int, RoundSeen] = field(default_factory=dict)  # by round, the newest last
     _present: dict[str, Present] = field(default_factory=dict)
     _busy: dict[str, tuple[int, int, float, float]] = field(default_factory=dict)  # name: pid, busy_ns, at, share
     _stepped_at: float | None = None
@@ -107,6 +107,13 @@ class Picture:
             if not old:
                 self._stepped_at = now
 
+    def validated(self, seen: RoundSeen) -> None:
+        """A round of validation, which the file and the bus both tell of; the last word on a round counts."""
+        self.validations.pop(seen.round, None)
+        self.validations[seen.round] = seen
+        if len(self.validations) > MAX_ROUNDS:
+            del self.validations[next(iter(self.validations))]
+
     def error(self, seen: ErrorSeen, source: str) -> None:
         """A warning or an error that the file or the bus told of."""
         self.complaints.add(seen, source)
@@ -118,9 +125,7 @@ class Picture:
         elif isinstance(message, m.SchedulerState):
             self.waiting, self.credit = message.waiting, message.credit
         elif isinstance(message, m.ValidationDone):
-            done = (message.round, message.version, message.mean)
-            if done not in self.validations:
-                self.validations.append(done)
+            self.validated(RoundSeen(message.round, message.version, message.mean))
         elif isinstance(message, m.Error):
             at = message.time_ns / 1e9
             self.error(ErrorSeen(at, message.sender, message.severity, message.where, message.text), "bus")

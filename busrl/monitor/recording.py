@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import msgspec
 
 from busrl.errors import DiskFull, FileCorrupt, UserError
-from busrl.monitor.seen import Facts, RingSeen
+from busrl.monitor.seen import Facts
 from busrl.protocol import VERSION
 
 MAGIC: Final = b"BUSRLREC"
@@ -218,11 +218,6 @@ def _decode(packed: bytes, kind: type[Header], path: Path) -> Header:
         return msgspec.msgpack.decode(packed, type=kind)
     except ValueError as error:
         raise FileCorrupt(f"{path}: its header is not understood ({error}); was it written by another busrl?") from None
-
-
-def decode_look(body: bytes) -> RingSeen:
-    """The look at the ring in a record of kind LOOK."""
-    return msgspec.msgpack.decode(body, type=RingSeen)
 
 
 def summary(path: str | os.PathLike[str]) -> dict[str, Any]:

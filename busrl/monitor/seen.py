@@ -92,6 +92,14 @@ class StepSeen(msgspec.Struct, frozen=True):
         return self.length_ended or self.length_mean
 
 
+class RoundSeen(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
+    """One round of validation: a line of validation.jsonl, or a VALIDATION_DONE."""
+
+    round: int
+    version: int = 0
+    mean: float | None = None  # none of its samples was judged
+
+
 class ErrorSeen(msgspec.Struct, frozen=True):
     """A warning or an error that some process reported."""
 

@@ -40,7 +40,10 @@ def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
         "trigger": _trigger(picture),
         "staleness": _staleness(picture),
         "charts": _charts(picture),
-        "validations": [{"round": r, "version": v, "mean": _round(mean)} for r, v, mean in picture.validations],
+        "validations": [
+            {"round": one.round, "version": one.version, "mean": _round(one.mean)}
+            for one in picture.validations.values()
+        ],
         "messages": _messages(picture),
         "errors": {
             "count": picture.complaints.count,

@@ -38,6 +38,7 @@ class Traffic:
     lag_s: float = 0.0
     last_at: float | None = None
     _total: Flow = field(default_factory=Flow)
+    _ticked: float | None = None
     _least_age: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -55,6 +56,8 @@ class Traffic:
             if len(self.by_name) >= MAX_NAMES:
                 name = OTHERS
             flow = self.by_name.setdefault(name, Flow())
+            if self._ticked is not None and not flow.rate.points:
+                flow.rate.add(0, self._ticked)  # none had come by then
         for one in (flow, self._total):
             one.count += 1
             one.bytes += size
@@ -74,6 +77,7 @@ class Traffic:
 
     def tick(self, now: float) -> None:
         """Some times a second: what the rates are worked out from."""
+        self._ticked = now
         for flow in (*self.by_name.values(), self._total):
             flow.rate.add(flow.count, now)
 

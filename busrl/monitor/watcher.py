@@ -100,6 +100,8 @@ class Watcher:
         assert self._files is not None
         for step in self._files.steps():
             self.picture.step(step, now, old=self._first)
+        for done in self._files.rounds():
+            self.picture.validated(done)
         for error in self._files.errors():
             self.picture.error(error, "file")
         self.picture.complaints.before(self._files.errors_before())

@@ -27,11 +27,13 @@ def headline(picture: Picture, wall: float) -> str:
 
 
 def progress(picture: Picture) -> str:
-    """Step, version and what is left."""
+    """Step, version, the first and the newest validation, and what is left."""
     goal = f"/{picture.facts.max_steps}" if picture.facts.max_steps else ""
     left = picture.left_s()
     rest = f" · about {duration(left)} left" if left is not None and 0 < left < 1e6 else ""
-    return f"step {picture.at_step}{goal} · version {picture.version}{rest}"
+    means = [one.mean for one in picture.validations.values() if one.mean is not None]
+    judged = f" · validation {' → '.join(f'{mean:.3f}' for mean in means[:1] + means[1:][-1:])}" if means else ""
+    return f"step {picture.at_step}{goal} · version {picture.version}{judged}{rest}"
 
 
 def speed(picture: Picture) -> str:

@@ -5,8 +5,6 @@ Imports msgspec and nothing else of busrl, so that any tool can read a recorded 
 
 from busrl.protocol.codec import Fault, Rejected, decode, encode
 from busrl.protocol.messages import (
-    ALL,
-    BY_NAME,
     MAX_ACTIVITY,
     DataGenerated,
     Error,
@@ -15,7 +13,6 @@ from busrl.protocol.messages import (
     Hello,
     LearnerStateUpdate,
     Message,
-    Metrics,
     NewTask,
     Ping,
     Pong,
@@ -25,11 +22,10 @@ from busrl.protocol.messages import (
     TaskRequest,
     ValidationDone,
     ValidationStarted,
-    WeightsGroup,
-    WeightsJoin,
     WeightsPublished,
     name_of,
 )
+from busrl.protocol.registry import ALL, BY_NAME
 from busrl.protocol.topics import address, kind_of, topic
 from busrl.protocol.version import VERSION
 
@@ -46,7 +42,6 @@ __all__ = [
     "Hello",
     "LearnerStateUpdate",
     "Message",
-    "Metrics",
     "NewTask",
     "Ping",
     "Pong",
@@ -57,8 +52,6 @@ __all__ = [
     "TaskRequest",
     "ValidationDone",
     "ValidationStarted",
-    "WeightsGroup",
-    "WeightsJoin",
     "WeightsPublished",
     "address",
     "decode",

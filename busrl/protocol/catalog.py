@@ -1,7 +1,7 @@
 """What the structs of the messages do not say: who sends and hears each, to whom it is addressed, since when.
 
 Read by `reference.py` (the tables of docs/protocol.md) and by the tests; knows nothing of sockets. A message or a field
-that stands in `messages.py` but not here makes `check` fail, and says what to add.
+that stands in `registry.py` but not here makes `check` fail, and says what to add.
 
 - Every message has one `Route`.
 - Every field stands in exactly one version of `HISTORY`. A removed name stays there, so that it is never used again.
@@ -17,8 +17,10 @@ from typing import Final
 
 from msgspec import inspect as kinds
 
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.protocol.messages import ALL, Message, name_of
+from busrl.protocol.messages import Message, name_of
+from busrl.protocol.registry import ALL
 from busrl.protocol.topics import topic
 
 
@@ -31,7 +33,7 @@ class Reach(enum.Enum):
 
 @dataclass(frozen=True)
 class Route:
-    """`sent_by` and `read_by` in words; empty means: by nobody in this version."""
+    """Who sends a message and who reads it, in words."""
 
     sent_by: str
     read_by: str
@@ -45,8 +47,6 @@ ROUTES: Final[dict[type[Message], Route]] = {
     m.RewardComputed: Route("reward (keeper for a remote one)", "monitors (the learner is woken by the ring)"),
     m.LearnerStateUpdate: Route("learner", "scheduler, launch, monitors"),
     m.WeightsPublished: Route("learner", "monitors (engines look at the ring's header)"),
-    m.WeightsGroup: Route("", ""),
-    m.WeightsJoin: Route("", ""),
     m.ValidationStarted: Route("validator", "launch, monitors"),
     m.ValidationDone: Route("validator", "launch, monitors"),
     m.SchedulerState: Route("scheduler", "launch, monitors"),
@@ -54,20 +54,19 @@ ROUTES: Final[dict[type[Message], Route]] = {
     m.Heartbeat: Route("everybody", "keeper, monitors"),
     m.Goodbye: Route("everybody", "monitors"),
     m.Error: Route("everybody", "launch, monitors"),
-    m.Metrics: Route("", "monitors"),
     m.Ping: Route("everybody", "the process named in the topic", Reach.ONE),
     m.Pong: Route("everybody", "the sender of the PING", Reach.ONE),
     m.Stop: Route("launch", "everybody"),
-    m.RemoteJoin: Route("remote worker", "keeper"),
-    m.RemoteClaim: Route("remote worker", "keeper"),
-    m.RemoteExtend: Route("remote worker", "keeper"),
-    m.RemoteGenerated: Route("remote rollout", "keeper"),
-    m.RemoteRewarded: Route("remote reward", "keeper"),
-    m.RemoteFail: Route("remote worker", "keeper"),
-    m.RemoteLeave: Route("remote worker", "keeper"),
-    m.GatewayWelcome: Route("keeper", "the sender of REMOTE_JOIN", Reach.ONE),
-    m.GatewayTasks: Route("keeper", "the sender of REMOTE_CLAIM", Reach.ONE),
-    m.GatewayAnswer: Route("keeper", "the sender of the request", Reach.ONE),
+    g.RemoteJoin: Route("remote worker", "keeper"),
+    g.RemoteClaim: Route("remote worker", "keeper"),
+    g.RemoteExtend: Route("remote worker", "keeper"),
+    g.RemoteGenerated: Route("remote rollout", "keeper"),
+    g.RemoteRewarded: Route("remote reward", "keeper"),
+    g.RemoteFail: Route("remote worker", "keeper"),
+    g.RemoteLeave: Route("remote worker", "keeper"),
+    g.GatewayWelcome: Route("keeper", "the sender of REMOTE_JOIN", Reach.ONE),
+    g.GatewayTasks: Route("keeper", "the sender of REMOTE_CLAIM", Reach.ONE),
+    g.GatewayAnswer: Route("keeper", "the sender of the request", Reach.ONE),
 }
 
 # Version of the protocol -> message or record -> the fields that it brought. The first number is `v` of the envelope;
@@ -76,21 +75,18 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     "1.0": {
         "": "v sender msg_seq time_ns",
         "TASK_REQUEST": "worker_id capacity",
-        "NEW_TASK": "worker_id slot_id seq uid prompt count",
+        "NEW_TASK": "worker_id slot_id seq uid count",
         "DATA_GENERATED": "slot_id seq uid version status count",
         "REWARD_COMPUTED": "slot_id seq uid reward count",
         "LEARNER_STATE_UPDATE": "entropy version step groups reward tokens samples age_mean metrics",
-        "WEIGHTS_PUBLISHED": "version step transport nbytes",
-        "WEIGHTS_GROUP": "epoch store members",
-        "WEIGHTS_JOIN": "worker_id epoch",
+        "WEIGHTS_PUBLISHED": "version step transport",
         "VALIDATION_STARTED": "round version samples",
         "VALIDATION_DONE": "round version samples mean mixed",
-        "SCHEDULER_STATE": "draws admitted open_groups queued free credit waiting values",
+        "SCHEDULER_STATE": "admitted open_groups free credit waiting values",
         "HELLO": "role pid host index",
         "HEARTBEAT": "role activity last_seqs",
         "GOODBYE": "reason",
         "ERROR": "severity where text traceback",
-        "METRICS": "role values",
         "PING": "token",
         "PONG": "token",
         "STOP": "reason drain_s",
@@ -170,7 +166,7 @@ def check() -> list[str]:
 def _check_kind(kind: type) -> list[str]:
     problems = []
     if not inspect.cleandoc(kind.__doc__ or ""):
-        problems.append(f"{kind.__name__} in busrl/protocol/messages.py has no docstring; say in a line what it means")
+        problems.append(f"{kind.__name__} in busrl/protocol has no docstring; say in a line what it means")
     if issubclass(kind, Message) and kind not in ROUTES:
         problems.append(f"{kind.__name__} has no route; add it to ROUTES in busrl/protocol/catalog.py")
     return problems

@@ -21,7 +21,6 @@ MEANINGS: Final[dict[str, str]] = {
     "seq": "`seq` of the slot's control word when this was said (36 bits).",
     "uid": "The sample. Bit 62 is set for validation.",
     "count": "How many slots this doorbell stands for; the named one is the first.",
-    "prompt": "The prompt's line, for a worker that can not map the ring; else empty.",
     "status": '`"generated"`: the answer is whole. `"segment"`: a segment was committed. `"aborted"`: handed back.',
     "reward": "Reward of the named sample.",
     # learner
@@ -37,11 +36,6 @@ MEANINGS: Final[dict[str, str]] = {
     # weights
     "DATA_GENERATED.version": "Version of the weights that made the last token.",
     "transport": '`"shm"` or `"broadcast"`: how the weights travel.',
-    "nbytes": "Size of the weights in bytes; 0 = not said.",
-    "epoch": "Number of the group: raised whenever its members change.",
-    "WEIGHTS_JOIN.epoch": "The newest epoch that the worker knows.",
-    "store": "Address at which the members meet.",
-    "members": "Names of the members.",
     # validation
     "round": "Number of the round: the step that it stands for.",
     "VALIDATION_STARTED.samples": "How many samples the round asks for.",
@@ -49,10 +43,8 @@ MEANINGS: Final[dict[str, str]] = {
     "mean": "Mean reward of the round.",
     "mixed": "True if weights of more than one version answered.",
     # scheduler
-    "draws": "Prompts drawn so far; 0 = not said.",
     "admitted": "Groups admitted so far.",
     "open_groups": "Groups in flight.",
-    "queued": "Slots waiting for a worker; 0 = not said.",
     "free": "Free slots.",
     "credit": "Groups that may be opened now.",
     "waiting": "What it waits for, in words.",

@@ -31,7 +31,8 @@ from busrl.protocol.catalog import (
     since,
     topic_form,
 )
-from busrl.protocol.messages import ALL, Message, name_of
+from busrl.protocol.messages import Message, name_of
+from busrl.protocol.registry import ALL
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = Path("docs/protocol.md")
@@ -103,8 +104,8 @@ def overview() -> str:
     for kind in ALL:
         route, name = ROUTES[kind], name_of(kind)
         rows.append(
-            f"| [`{name}`](#{name.lower()}) | {route.sent_by or 'nobody yet'} | `{topic_form(kind)}` | "
-            f"{route.read_by or 'nobody yet'} | {message_since(name)} | {_first_sentence(kind)} |"
+            f"| [`{name}`](#{name.lower()}) | {route.sent_by} | `{topic_form(kind)}` | "
+            f"{route.read_by} | {message_since(name)} | {_first_sentence(kind)} |"
         )
     return "\n".join(rows)
 
@@ -156,7 +157,7 @@ def _section(kind: type[Message], example: Message) -> str:
             f"### {name}",
             " ".join(inspect.cleandoc(kind.__doc__ or "").split()),
             "",
-            f"Sent by {route.sent_by or 'nobody yet'} on `{topic_form(kind)}`, since {message_since(name)}.",
+            f"Sent by {route.sent_by} on `{topic_form(kind)}`, since {message_since(name)}.",
             "",
             _table(name, own),
             "",

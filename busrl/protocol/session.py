@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from busrl.protocol import codec
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.explain import fields
 from busrl.protocol.messages import Message
@@ -86,7 +87,7 @@ def lines() -> list[str]:
     _connect(script, "SUB", "XPUB", "Connect to sub.sock. Both sides greet, then say what they are.")
     _connect(script, "PUB", "XSUB", "The same on pub.sock.")
     script.say("Subscribe: a message whose first byte is 1, then the prefix. Our own PING comes last.")
-    answers = [topic(kind, WORKER) for kind in (m.GatewayWelcome, m.GatewayTasks, m.GatewayAnswer)]
+    answers = [topic(kind, WORKER) for kind in (g.GatewayWelcome, g.GatewayTasks, g.GatewayAnswer)]
     for prefix in (topic(m.Stop), topic(m.DataGenerated), *answers, topic(m.Ping, WORKER)):
         script.put("SUB", ">", bytes([LAST, 1 + len(prefix), 1]) + prefix.encode(), f'subscribe "{prefix}"')
     script.say("Are we heard? A PING to ourselves, repeated until it comes back.")
@@ -98,8 +99,8 @@ def lines() -> list[str]:
     _work(script)
     script.say("The run ends. Hand back what we hold (nothing), say goodbye, close both sockets.")
     script.message("SUB", "<", m.Stop(reason="all steps are done", drain_s=10.0), "launch")
-    script.message("PUB", ">", m.RemoteLeave(life=LIFE, req=4, reason="STOP"), WORKER)
-    script.message("SUB", "<", m.GatewayAnswer(code="done", life=LIFE, req=4, about="REMOTE_LEAVE"), "keeper", WORKER)
+    script.message("PUB", ">", g.RemoteLeave(life=LIFE, req=4, reason="STOP"), WORKER)
+    script.message("SUB", "<", g.GatewayAnswer(code="done", life=LIFE, req=4, about="REMOTE_LEAVE"), "keeper", WORKER)
     script.message("PUB", ">", m.Goodbye(reason="STOP"), WORKER)
     return script.lines
 
@@ -107,8 +108,8 @@ def lines() -> list[str]:
 def _work(script: _Script) -> None:
     """Joining, a doorbell, one task and its answer."""
     script.say("Join the gateway; again every half second until it answers.")
-    script.message("PUB", ">", m.RemoteJoin(life=LIFE, req=1, role="reward"), WORKER)
-    welcome = m.GatewayWelcome(
+    script.message("PUB", ">", g.RemoteJoin(life=LIFE, req=1, role="reward"), WORKER)
+    welcome = g.GatewayWelcome(
         life=LIFE, req=1, index=9, lease_s=20.0, max_capacity=1024, max_message_bytes=1 << 20, max_prompt_tokens=64,
         model="/models/sort", prompt_key="prompt", answer_key="answer", template="none",
     )  # fmt: skip
@@ -116,19 +117,19 @@ def _work(script: _Script) -> None:
     script.say("A doorbell: three slots were GENERATED, slot 17 is the first of them. So ask for work.")
     bell = m.DataGenerated(slot_id=17, seq=41, uid=1289, version=12, count=3)
     script.message("SUB", "<", bell, "rollout-0")
-    script.message("PUB", ">", m.RemoteClaim(life=LIFE, req=2, capacity=1), WORKER)
+    script.message("PUB", ">", g.RemoteClaim(life=LIFE, req=2, capacity=1), WORKER)
     script.say("One task. Its name is slot 17, claim 42, sample 1289; it is ours for 20 seconds.")
-    script.message("SUB", "<", m.GatewayTasks(life=LIFE, req=2, tasks=[_task()]), "keeper", WORKER)
+    script.message("SUB", "<", g.GatewayTasks(life=LIFE, req=2, tasks=[_task()]), "keeper", WORKER)
     script.say("Judge it and answer; again every half second until the keeper has said what became of it.")
-    reward = m.RemoteRewarded(life=LIFE, req=3, task="17.42.1289", reward=1.0)
+    reward = g.RemoteRewarded(life=LIFE, req=3, task="17.42.1289", reward=1.0)
     script.message("PUB", ">", reward, WORKER)
-    done = m.GatewayAnswer(code="done", life=LIFE, req=3, about="REMOTE_REWARDED", task="17.42.1289")
+    done = g.GatewayAnswer(code="done", life=LIFE, req=3, about="REMOTE_REWARDED", task="17.42.1289")
     script.message("SUB", "<", done, "keeper", WORKER)
 
 
-def _task() -> m.Task:
-    arrays = {name: msgspec.convert(array, m.Tensor) for name, array in ARRAYS.items()}
-    return m.Task(
+def _task() -> g.Task:
+    arrays = {name: msgspec.convert(array, g.Tensor) for name, array in ARRAYS.items()}
+    return g.Task(
         task="17.42.1289", slot_id=17, seq=42, uid=1289, record='{"prompt":"312=","answer":"123"}', segment=1,
         version=12, completion="123", tensors=arrays,
     )  # fmt: skip

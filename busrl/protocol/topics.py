@@ -1,12 +1,13 @@
 """Where a message goes: `NAME/` to everybody, `NAME/ADDRESSEE/` to one process.
 
-Talks to nothing; knows only the names in `messages.py`. The broker compares prefixes byte by byte, so every part ends
+Talks to nothing; knows only the names in `registry.py`. The broker compares prefixes byte by byte, so every part ends
 with "/": a filter for `NEW_TASK/rollout-1/` never matches `NEW_TASK/rollout-10/`, while `NEW_TASK/` matches all.
 """
 
 from __future__ import annotations
 
-from busrl.protocol.messages import BY_NAME, MAX_NAME, Message, name_of
+from busrl.protocol.messages import MAX_NAME, Message, name_of
+from busrl.protocol.registry import BY_NAME
 
 
 def address(process: str) -> str:

@@ -12,6 +12,7 @@ import signal
 import sys
 
 from busrl.errors import BusrlError
+from busrl.paths import RunPaths
 
 ROLES = ("bus", "keeper", "scheduler", "rollout", "reward", "learner", "validator")
 
@@ -24,6 +25,9 @@ def main() -> int:
     role = options.name.partition("/")[0]
     if role not in ROLES:
         parser.error(f"no role {role!r} in busrl; a name begins with one of: {', '.join(ROLES)}")
+    paths = RunPaths.of(options.run_dir)
+    if not paths.topology.is_file():
+        parser.error(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
     module = importlib.import_module(f"busrl.roles.{role}")
     try:
         code: int = module.main(options.run_dir, options.name)

@@ -28,7 +28,7 @@ from typing import ClassVar
 import msgspec
 
 from busrl.bus import Endpoint
-from busrl.errors import BusNotReady, DiskFull
+from busrl.errors import BusNotReady, DiskFull, NoSuchRun
 from busrl.faults import Trouble, trouble_for
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
@@ -54,7 +54,10 @@ class Run:
 
     @classmethod
     def open(cls, run_dir: str | Path) -> Run:
+        """NoSuchRun where no run was started."""
         paths = RunPaths.of(run_dir)
+        if not paths.topology.is_file():
+            raise NoSuchRun(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
         return cls(paths, Topology.from_json(paths.topology.read_text()))
 
 

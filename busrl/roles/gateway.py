@@ -22,6 +22,7 @@ from busrl.errors import MessageTooLarge
 from busrl.gateway import BAD, Desk, Limits, Settings, Tally, VersionSteps
 from busrl.paths import RunPaths
 from busrl.protocol import Fault, Rejected, address, kind_of
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Ring
 from busrl.roles.actor import Doorbell
@@ -59,7 +60,7 @@ class Gateway:
     def hear(self, message: m.Message) -> None:
         """A request, or any worker's sign of life."""
         now = time.monotonic()
-        if isinstance(message, m.Remote):
+        if isinstance(message, g.Remote):
             self._look_at_version()
             answers = self.desk.handle(message, now)
             self._tell_drop(message, answers)
@@ -95,11 +96,11 @@ class Gateway:
             if message is not None:
                 self.bus.send(message)
 
-    def _tell_drop(self, message: m.Remote, answers: list[m.Message]) -> None:
+    def _tell_drop(self, message: g.Remote, answers: list[m.Message]) -> None:
         """A sample that was given up is an accident that a person should read about."""
-        if isinstance(message, m.RemoteFail) and message.drop:
+        if isinstance(message, g.RemoteFail) and message.drop:
             for answer in answers:
-                if isinstance(answer, m.GatewayAnswer) and answer.code == "done":
+                if isinstance(answer, g.GatewayAnswer) and answer.code == "done":
                     text = f"task {message.task} was given up by {message.sender}: {message.drop}: {message.text}"
                     self.tell("gateway", text, "warning", f"{message.drop} {message.sender}")
 
@@ -112,7 +113,7 @@ class Gateway:
         about = target.decode("ascii", "replace")
         name = about.partition("/")[0]
         try:
-            asked = issubclass(kind_of(f"{name}/"), m.Remote)
+            asked = issubclass(kind_of(f"{name}/"), g.Remote)
         except ValueError:
             return
         if asked:
@@ -121,7 +122,7 @@ class Gateway:
 
     def _send(self, to: str, answers: list[m.Message]) -> None:
         for answer in answers:
-            if isinstance(answer, m.GatewayAnswer) and answer.code in BAD:
+            if isinstance(answer, g.GatewayAnswer) and answer.code in BAD:
                 self.tell("gateway", f"{to or 'an unnamed sender'}: {answer.text}", "warning", f"{answer.code} {to}")
             try:
                 address(to)
@@ -149,7 +150,7 @@ def settings_of(topology: Topology) -> Settings:
         biggest=topology.task_message_bytes,
         most_members=max(0, topology.ring.processes - len(topology.processes()) - RESERVE_PROCESSES),
         reserved=frozenset(address(p.name) for p in topology.processes() if not p.spec.command) | {"launch"},
-        welcome=m.GatewayWelcome(
+        welcome=g.GatewayWelcome(
             life=0,
             max_prompt_tokens=topology.generation.max_prompt_tokens,
             seed=topology.run.seed,

@@ -14,6 +14,7 @@ import logging
 import time
 from typing import ClassVar
 
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import FateRefused, Reaped, State
 from busrl.roles import hold
@@ -28,7 +29,7 @@ LOOK_EVERY_S = 0.02  # requests may come by the thousand; the dead are looked fo
 class Keeper(Actor):
     role = "keeper"
     singleton = True
-    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.Heartbeat, *m.REMOTE)
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.Heartbeat, *g.REMOTE)
     tick_s: ClassVar[float] = 0.1
 
     def setup(self) -> None:

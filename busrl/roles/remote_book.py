@@ -17,6 +17,7 @@ import numpy as np
 
 from busrl.gateway import Answer, Gone, Held, Member, Room, VersionSteps
 from busrl.gateway.checks import tensor
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, NotOwner, Ring, RingError, RingFull, SlotTooSmall, State, state_of
 from busrl.roles.trajectory import Generated, read, read_task, read_text, segments_of, seq_of, write_segment, write_text
@@ -86,7 +87,7 @@ class RemoteBook:
         word = int(line["word"])
         return Held(slot, word, seq_of(word), int(line["uid"]), bool(int(line["flags"]) & ALONE))
 
-    def task(self, index: int, held: Held) -> m.Task | None:
+    def task(self, index: int, held: Held) -> g.Task | None:
         try:
             return self._task(held)
         except (RingError, ValueError) as problem:
@@ -94,11 +95,11 @@ class RemoteBook:
             self.drop(index, held, "M")
             return None
 
-    def _task(self, held: Held) -> m.Task:
+    def _task(self, held: Held) -> g.Task:
         line, segments = self.ring.line(held.slot), segments_of(held.word)
         rewarding = state_of(held.word) == State.REWARDING
         most, _ = (0, 0) if rewarding else self.most_tokens(held)
-        return m.Task(
+        return g.Task(
             task=held.task, slot_id=held.slot, seq=held.seq, uid=held.uid,
             record=read_task(self.ring, held.slot).decode("utf-8", "replace"), segment=segments,
             attempt=int(line["attempt"]), max_new_tokens=most, temperature=float(line["temperature"]),
@@ -107,7 +108,7 @@ class RemoteBook:
             tensors=self._tensors(held.slot, segments),
         )  # fmt: skip
 
-    def _tensors(self, slot: int, segments: int) -> dict[str, m.Tensor]:
+    def _tensors(self, slot: int, segments: int) -> dict[str, g.Tensor]:
         if not segments:
             return {}
         arrays = {name: read(self.ring, slot, name, segments) for name in TENSORS}

@@ -50,6 +50,7 @@ REQUEST_EVERY_S = 1.0
 BELL_EVERY_S = 0.04
 SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: somebody may wait for these
 WEIGHTS_TURN_S = 0.25
+LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding step
 LINE_FIELDS = ("uid", "version", "step", "max_new_tokens", "temperature", "top_p")
 Ids = npt.NDArray[np.int32]
 NO_TOKENS: Ids = np.empty(0, np.int32)
@@ -79,6 +80,7 @@ class Rollout(Actor):
         self.engine: Engine = make_engine(self.topology, self.name)
         self.receiver: Receiver = make_receiver(self.topology, self.paths, self.worker_id)
         self._next_request = self._last_bell = 0.0
+        self._behind_since = math.inf
         self._update_weights(wait=True)
 
     def step(self) -> bool:
@@ -197,7 +199,15 @@ class Rollout(Actor):
         """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
         bound = self.limits.max_staleness
         behind = self.ring.header("version_step") - self.step_of[self.version]
-        return bound is not None and self.topology.learner.forced_age == 0 and behind >= max(1, bound)
+        if bound is None or self.topology.learner.forced_age != 0 or behind < max(1, bound):
+            self._behind_since = math.inf
+            return False
+        self._behind_since = min(self._behind_since, time.monotonic())
+        if time.monotonic() - self._behind_since > LEFT_BEHIND_S:
+            newest, _ = self.receiver.newest()
+            text = f"starts nothing: published is version {self.ring.header('version')}, what reaches it is {newest}"
+            self.warn("rollout", text, kind="left behind")
+        return True
 
     def _request(self, slot: int, word: int, task: bytes, line: dict[str, Any]) -> Request | None:
         version, step = line["version"], line["step"]

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from pathlib import Path
@@ -228,8 +229,18 @@ class Validator(Actor):
         hold.let_go(self.ring)
 
 
+class _Row(msgspec.Struct):
+    """What is read back of a line of validation.jsonl."""
+
+    round: int
+
+
 def _finished_rounds(path: Path) -> set[int]:
-    return {msgspec.json.decode(line)["round"] for line in path.read_bytes().splitlines()} if path.exists() else set()
+    found = set()
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(msgspec.DecodeError):  # its samples are in the log: the round is finished once more
+            found.add(msgspec.json.decode(line, type=_Row).round)
+    return found
 
 
 def _read_log(path: Path, round_number: int) -> dict[int, Result]:

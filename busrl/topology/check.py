@@ -91,7 +91,8 @@ def command(process: ProcessName) -> list[str]:
 
 
 def _head(t: Topology) -> Iterator[str]:
-    yield f"{t.source}: ok"
+    fits = sum(size for _, size in shared_memory(t)) <= machine.shm_free()
+    yield f"{t.source}: {'ok' if fits else f'right, but it does not fit into {machine.SHM}'}"
     for override in t.overrides:
         yield f"  --set {override}"
     bound = f" (at most {t.weights.max_staleness} steps old)" if t.weights.mode == "batch-async" else ""

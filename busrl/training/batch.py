@@ -11,6 +11,7 @@ losses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -51,6 +52,8 @@ class Sample:
         bad = self.logprobs[~(np.isfinite(self.logprobs) & (self.logprobs <= 0))]
         if len(bad):
             return f"a log-probability is above 0 or not a finite number: {bad[:1].tolist()}"
+        if not math.isfinite(self.reward):
+            return f"reward {self.reward}: training needs a finite number"
         low = min(int(self.prompt_ids.min()), int(self.token_ids.min()))
         high = max(int(self.prompt_ids.max()), int(self.token_ids.max()))
         if low < 0 or high >= vocabulary:
@@ -62,7 +65,7 @@ def all_sound(samples: Sequence[Sample], vocabulary: int) -> bool:
     """Whether none of `samples` has a `fault`, looked at together: much cheaper than one by one."""
     for s in samples:
         counted = len(s.token_ids) == len(s.logprobs) == len(s.versions) > 0 and len(s.prompt_ids) > 0
-        if not counted or s.temperature <= 0:
+        if not counted or s.temperature <= 0 or not math.isfinite(s.reward):
             return False
     ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.token_ids)])
     logprobs = np.concatenate([s.logprobs for s in samples])

@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 
-from busrl.errors import CheckpointNotUsable
-
 from . import durable
 
 log = logging.getLogger(__name__)
@@ -147,16 +145,6 @@ def latest(root: Path) -> Checkpoint | None:
             return Checkpoint(path, _step_of(path), json.loads((path / META).read_text()))
         log.warning("%s: torn checkpoint, passed over: %s", path, fault)
     return None
-
-
-def open_one(path: Path) -> Checkpoint:
-    """A checkpoint that was asked for by name; CheckpointNotUsable says what is wrong with it."""
-    if not NAME.fullmatch(path.name) or not path.is_dir():
-        raise CheckpointNotUsable(f"{path}: no checkpoint; give a folder checkpoints/global_step_<n> of a run")
-    fault = fault_of(path)
-    if fault is not None:
-        raise CheckpointNotUsable(f"{path}: torn checkpoint: {fault}; use an older one beside it")
-    return Checkpoint(path, _step_of(path), json.loads((path / META).read_text()))
 
 
 def fault_of(path: Path) -> str | None:

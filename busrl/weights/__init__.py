@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from busrl.paths import RunPaths
     from busrl.topology import Topology
 
-__all__ = ["NOTHING", "Receiver", "Sender", "make_receiver", "make_sender", "remove", "store_file"]
+__all__ = ["NOTHING", "Receiver", "Sender", "make_receiver", "make_sender", "store_file"]
 
 
 def make_sender(topology: Topology, paths: RunPaths) -> Sender:
@@ -30,12 +30,6 @@ def make_receiver(topology: Topology, paths: RunPaths, name: str) -> Receiver:
     from busrl.weights.factory import Settings, receiver
 
     return receiver(Settings.of(topology, paths), name)
-
-
-def remove(paths: RunPaths) -> None:
-    """Remove what an earlier run in this directory left: its weights are not those of the next one."""
-    paths.weights_file.unlink(missing_ok=True)
-    store_file(paths).unlink(missing_ok=True)
 
 
 def store_file(paths: RunPaths) -> Path:

@@ -9,7 +9,6 @@ Used by both transports, so that a version is always one contiguous block. Knows
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,11 +59,6 @@ class Manifest:
         rows = read["tensors"]
         entries = tuple(Entry(name, dtype, tuple(shape), offset, n) for name, dtype, shape, offset, n in rows)
         return cls(entries, int(read["nbytes"]))
-
-    @property
-    def digest(self) -> str:
-        """Short hash of names, types, shapes and order."""
-        return hashlib.sha1(self.to_json()).hexdigest()[:16]
 
     def gather(
         self, named: dict[str, torch.Tensor], flat: torch.Tensor, done: Callable[[str], None] | None = None

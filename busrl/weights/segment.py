@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from busrl.errors import SharedMemoryFull
+from busrl.errors import SharedMemoryFull, UserError
 from busrl.weights.manifest import Manifest
 
 MAGIC = int.from_bytes(b"busrlwts", "little")
@@ -87,12 +87,20 @@ class Segment:
 
 
 def attach(path: Path, writable: bool = False) -> Segment | None:
-    """The segment of that name, None if there is no such file or it is not a segment of this layout."""
+    """The segment of that name, None if there is no such file or it is not a segment of this layout.
+
+    UserError for a file of another user: its owner could change the weights, or read them.
+    """
     try:
-        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; it is no file of this run, have it removed") from None
     try:
+        owner = os.fstat(descriptor).st_uid
+        if owner != os.geteuid():
+            raise UserError(f"{path} belongs to user {owner}, not to you ({os.geteuid()}): have it removed")
         head = np.frombuffer(os.pread(descriptor, 24, 0).ljust(24, b"\0"), np.uint64)
         if (head[0], head[1], head[2]) != (MAGIC, LAYOUT, os.fstat(descriptor).st_size):
             return None

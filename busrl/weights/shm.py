@@ -68,12 +68,16 @@ class ShmSender:
             self._segment = None
 
     def _for(self, manifest: Manifest, above: bool) -> Segment:
-        """The segment for this layout: the one there is, or a new one in place of another run's or model's."""
+        """The segment for this layout: the one there is, or a new one in place of another run's or model's.
+
+        Or of one whose file was removed: whoever maps it still has its old versions, and nobody would get a new one.
+        """
         inherited, self._inherited = self._inherited, False
-        if self._segment is not None and self._segment.manifest_json == manifest.to_json() and above:
+        mine = self._segment
+        if mine is not None and mine.manifest_json == manifest.to_json() and above and mine.still_named():
             if inherited:
-                self._segment.words[layout.W_PID] = os.getpid()
-            return self._segment
+                mine.words[layout.W_PID] = os.getpid()
+            return mine
         self.close()
         self._segment = layout.create(self.path, manifest)
         return self._segment

@@ -27,13 +27,13 @@ def test_two_endpoints_of_one_loop_talk_through_the_broker(broker, run):
     async def talk() -> list[float]:
         options = {"frontend": broker.frontend, "backend": broker.backend}
         async with (
-            AsyncEndpoint("a", subscribe=[topic(m.Metrics)], **options) as listener,
+            AsyncEndpoint("a", subscribe=[topic(m.SchedulerState)], **options) as listener,
             AsyncEndpoint("b", **options) as sender,
         ):
             await listener.ready(PATIENCE_S)
             await sender.ready(PATIENCE_S)
             for value in range(200):
-                await sender.send(m.Metrics(values={"x": value}))
+                await sender.send(m.SchedulerState(values={"x": value}))
             got = []
             while len(got) < 200:
                 first = await listener.recv(PATIENCE_S)

@@ -10,6 +10,7 @@ import pytest
 
 from busrl.bus import Endpoint
 from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol import topic
 
@@ -40,11 +41,11 @@ def test_an_addressed_message_reaches_its_addressee_alone(endpoint):
 
 
 def test_messages_that_come_while_readiness_is_awaited_are_kept(endpoint):
-    listener, sender = endpoint("a", topic(m.Metrics)), endpoint("b")
+    listener, sender = endpoint("a", topic(m.SchedulerState)), endpoint("b")
     for value in range(5):
-        sender.send(m.Metrics(values={"x": value}))
+        sender.send(m.SchedulerState(values={"x": value}))
     sender.send(m.Ping(token="t"), to="a")
-    while sender.stats().received_by.get("PING", 0) < 1 or not listener.stats().received_by.get("METRICS"):
+    while sender.stats().received_by.get("PING", 0) < 1 or not listener.stats().received_by.get("SCHEDULER_STATE"):
         listener.ready(PATIENCE_S)
         sender.ready(PATIENCE_S)
     got = [listener.recv(PATIENCE_S) for _ in range(5)]
@@ -137,6 +138,6 @@ def test_a_closed_endpoint_and_one_inherited_over_fork_refuse_to_work(endpoint):
 
 def test_a_message_over_the_limit_is_refused_at_its_sender_with_both_sizes(endpoint):
     one = endpoint("scheduler", max_bytes=1000)
-    with pytest.raises(MessageTooLarge, match=r"NEW_TASK/rollout-0/.*limit is 1000"):
-        one.send(m.NewTask(worker_id="rollout-0", slot_id=0, seq=0, uid=0, prompt="x" * 2000), to="rollout/0")
+    with pytest.raises(MessageTooLarge, match=r"GATEWAY_ANSWER/rollout-0/.*limit is 1000"):
+        one.send(g.GatewayAnswer(code="refused", text="x" * 2000), to="rollout/0")
     one.ready(PATIENCE_S)

@@ -15,7 +15,7 @@ LONG_S = 30.0
 
 
 def test_a_wait_ends_with_a_message_with_the_other_descriptor_or_with_the_time(endpoint):
-    sender, listener = endpoint("sender"), endpoint("listener", "METRICS/")
+    sender, listener = endpoint("sender"), endpoint("listener", "SCHEDULER_STATE/")
     reader, writer = os.pipe()
     try:
         begun = time.monotonic()
@@ -27,12 +27,12 @@ def test_a_wait_ends_with_a_message_with_the_other_descriptor_or_with_the_time(e
         assert time.monotonic() - begun < LONG_S and listener.take() is None
         other.join()
         os.read(reader, 1)
-        sender.send(m.Metrics(values={"a": 1.0}))
+        sender.send(m.SchedulerState(values={"a": 1.0}))
         end = time.monotonic() + LONG_S
         while (message := listener.take()) is None:
             assert time.monotonic() < end
             listener.wait(LONG_S, reader)  # may wake up for what is no message
-        assert isinstance(message, m.Metrics)
+        assert isinstance(message, m.SchedulerState)
     finally:
         os.close(reader)
         os.close(writer)

@@ -22,8 +22,10 @@ import pytest
 
 from busrl.bus import Endpoint, run_broker
 from busrl.protocol import Message, topic
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.protocol.messages import REMOTE
+from busrl.protocol.gateway import REMOTE
+from busrl.protocol.registry import BY_NAME
 from busrl.ring import OfdLock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,29 +55,29 @@ class Keeper:
         self.copies[kind] += 1
         if self.copies[kind] < 2:
             return
-        if isinstance(message, m.RemoteJoin):
-            self.say(m.GatewayWelcome(life=message.life, req=message.req, index=3, lease_s=20.0), message)
-        elif isinstance(message, m.RemoteClaim) and not self.forgot:
+        if isinstance(message, g.RemoteJoin):
+            self.say(g.GatewayWelcome(life=message.life, req=message.req, index=3, lease_s=20.0), message)
+        elif isinstance(message, g.RemoteClaim) and not self.forgot:
             self.forgot = True  # a keeper that was started again and has struck the worker off
             self.answer(message, "unknown")
-        elif isinstance(message, m.RemoteClaim):
+        elif isinstance(message, g.RemoteClaim):
             tasks = [self.task(name) for name in self.open if name not in message.holding]
-            self.say(m.GatewayTasks(life=message.life, req=message.req, tasks=tasks[: message.capacity]), message)
-        elif isinstance(message, m.RemoteRewarded):
+            self.say(g.GatewayTasks(life=message.life, req=message.req, tasks=tasks[: message.capacity]), message)
+        elif isinstance(message, g.RemoteRewarded):
             self.rewards[message.task] = message.reward
             known = self.open.pop(message.task, None)
             if self.copies[kind] > 2:
                 self.answer(message, "done" if known else "already", message.task)
-        elif isinstance(message, m.RemoteLeave):
+        elif isinstance(message, g.RemoteLeave):
             self.left = message.reason
 
-    def task(self, name: str) -> m.Task:
+    def task(self, name: str) -> g.Task:
         slot = int(name.partition(".")[0])
-        return m.Task(task=name, slot_id=slot, seq=7, uid=slot, record=TASKS[name], completion=COMPLETIONS[name])
+        return g.Task(task=name, slot_id=slot, seq=7, uid=slot, record=TASKS[name], completion=COMPLETIONS[name])
 
-    def answer(self, message: m.Remote, code: str, task: str = "") -> None:
+    def answer(self, message: g.Remote, code: str, task: str = "") -> None:
         about = type(message).__struct_config__.tag
-        self.say(m.GatewayAnswer(code=code, life=message.life, req=message.req, about=str(about), task=task), message)
+        self.say(g.GatewayAnswer(code=code, life=message.life, req=message.req, about=str(about), task=task), message)
 
     def say(self, message: Message, to: Message) -> None:
         self.bus.send(message, to.sender)
@@ -150,6 +152,6 @@ def test_the_c_program_of_the_page_compiles_without_a_warning(tmp_path):
 
 def test_every_message_and_page_that_the_page_names_exists():
     named = set(re.findall(r"\b(?:REMOTE|GATEWAY)_[A-Z]+\b", PAGE))
-    assert named and named <= set(m.BY_NAME)
+    assert named and named <= set(BY_NAME)
     for page in set(re.findall(r"`([a-z-]+\.md)`", PAGE)) - {"c-abi.md"}:
         assert (ROOT / "docs" / page).exists(), page

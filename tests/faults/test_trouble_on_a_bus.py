@@ -40,7 +40,7 @@ def ends(broker: Any) -> Iterator[Any]:
 
     def open_one(name: str, *entries: BusFault, ready: bool = True) -> Endpoint:
         trouble = trouble_for(Faults(bus=entries), "reward", name)
-        subscribe = ["HEARTBEAT/", "METRICS/"]
+        subscribe = ["HEARTBEAT/", "SCHEDULER_STATE/"]
         opened.append(Endpoint(name, broker.frontend, broker.backend, subscribe=subscribe, trouble=trouble))
         if ready:
             opened[-1].ready(30)
@@ -51,31 +51,31 @@ def ends(broker: Any) -> Iterator[Any]:
         one.close()
 
 
-def heard(endpoint: Endpoint, last: str = "last") -> list[m.Metrics]:
+def heard(endpoint: Endpoint, last: str = "last") -> list[m.SchedulerState]:
     """Everything until the message that says it is the last."""
-    found: list[m.Metrics] = []
+    found: list[m.SchedulerState] = []
     while True:
         message = endpoint.recv(30)
         assert message is not None
         if isinstance(message, m.Heartbeat) and message.activity == last:
             return found
-        if isinstance(message, m.Metrics):
+        if isinstance(message, m.SchedulerState):
             found.append(message)
 
 
 def publish(endpoint: Endpoint) -> None:
     for number in range(MANY):
-        endpoint.send(m.Metrics(values={"number": float(number)}))
+        endpoint.send(m.SchedulerState(values={"number": float(number)}))
     endpoint.send(m.Heartbeat(activity="last"))
 
 
-def numbers(messages: list[m.Metrics]) -> list[int]:
+def numbers(messages: list[m.SchedulerState]) -> list[int]:
     return [int(one.values["number"]) for one in messages]
 
 
 def test_a_receiver_loses_its_own_share_counts_it_and_others_lose_nothing(ends: Any) -> None:
     sender, well = ends("sender"), ends("well")
-    lossy = ends("lossy", BusFault(types=("METRICS",), drop=0.5))
+    lossy = ends("lossy", BusFault(types=("SCHEDULER_STATE",), drop=0.5))
     publish(sender)
     assert numbers(heard(well)) == list(range(MANY))
     left = numbers(heard(lossy))
@@ -86,7 +86,7 @@ def test_a_receiver_loses_its_own_share_counts_it_and_others_lose_nothing(ends: 
 
 def test_what_a_sender_loses_nobody_hears_and_everybody_can_count(ends: Any) -> None:
     well = ends("well")
-    sender = ends("sender", BusFault(types=("METRICS",), at="sender", drop=0.5))
+    sender = ends("sender", BusFault(types=("SCHEDULER_STATE",), at="sender", drop=0.5))
     publish(sender)
     left = numbers(heard(well))
     assert MANY * 0.3 < len(left) < MANY * 0.7 and well.stats().missed >= MANY - len(left) - 2
@@ -94,7 +94,7 @@ def test_what_a_sender_loses_nobody_hears_and_everybody_can_count(ends: Any) -> 
 
 def test_doubled_and_overtaken_messages_are_counted_as_repetitions_by_the_listener(ends: Any) -> None:
     sender = ends("sender")
-    odd = ends("odd", BusFault(types=("METRICS",), duplicate=0.2, reorder=0.2))
+    odd = ends("odd", BusFault(types=("SCHEDULER_STATE",), duplicate=0.2, reorder=0.2))
     publish(sender)
     got = numbers(heard(odd))
     assert set(got) | {MANY - 1} == set(range(MANY)) and len(got) > MANY and got != sorted(got)
@@ -102,11 +102,11 @@ def test_doubled_and_overtaken_messages_are_counted_as_repetitions_by_the_listen
 
 def test_a_wait_ends_when_a_late_message_is_due_although_no_socket_is_readable(ends: Any) -> None:
     sender = ends("sender")
-    late = ends("late", BusFault(types=("METRICS",), delay_s=0.5))
-    sender.send(m.Metrics(values={"number": 1.0}))
+    late = ends("late", BusFault(types=("SCHEDULER_STATE",), delay_s=0.5))
+    sender.send(m.SchedulerState(values={"number": 1.0}))
     begun = time.monotonic()
     message = late.recv(60)
-    assert isinstance(message, m.Metrics) and time.monotonic() - begun < 30
+    assert isinstance(message, m.SchedulerState) and time.monotonic() - begun < 30
     assert late._trouble.counts["late"] == 1
 
 
@@ -114,15 +114,15 @@ def test_the_asyncio_end_waits_for_late_messages_too(broker: Any, ends: Any) -> 
     sender = ends("sender")
 
     async def listen() -> m.Message | None:
-        trouble = trouble_for(Faults(bus=(BusFault(types=("METRICS",), delay_s=0.3),)), "reward", "late")
+        trouble = trouble_for(Faults(bus=(BusFault(types=("SCHEDULER_STATE",), delay_s=0.3),)), "reward", "late")
         async with AsyncEndpoint(
-            "late", broker.frontend, broker.backend, subscribe=["METRICS/"], trouble=trouble
+            "late", broker.frontend, broker.backend, subscribe=["SCHEDULER_STATE/"], trouble=trouble
         ) as end:
             await end.ready(30)
-            sender.send(m.Metrics(values={"number": 1.0}))
+            sender.send(m.SchedulerState(values={"number": 1.0}))
             return await end.recv(30)
 
-    assert isinstance(asyncio.run(listen()), m.Metrics)
+    assert isinstance(asyncio.run(listen()), m.SchedulerState)
 
 
 def test_with_every_message_lost_an_end_hears_nothing_not_even_itself(ends: Any) -> None:

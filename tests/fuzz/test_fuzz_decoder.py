@@ -13,6 +13,7 @@ from msgspec import inspect
 
 from busrl.bus import Endpoint
 from busrl.protocol import ALL, Fault, Rejected, codec, name_of, topic
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 
 from .mutate import Mutator, golden, sample
@@ -111,10 +112,10 @@ def test_every_string_list_and_map_of_a_message_has_a_greatest_length(kind: type
 @pytest.mark.parametrize(
     ("kind", "changes", "size"),
     [
-        (m.Metrics, {"values": {str(n): 0.0 for n in range(m.MAX_MAP + 1)}}, "length <= 4096"),
-        (m.Metrics, {"values": {"x" * (m.MAX_KEY + 1): 0.0}}, "length <= 256"),
+        (m.SchedulerState, {"values": {str(n): 0.0 for n in range(m.MAX_MAP + 1)}}, "length <= 4096"),
+        (m.SchedulerState, {"values": {"x" * (m.MAX_KEY + 1): 0.0}}, "length <= 256"),
         (m.Goodbye, {"reason": "x" * (m.MAX_TEXT + 1)}, "length <= 16384"),
-        (m.WeightsGroup, {"members": ["x"] * (m.MAX_MAP + 1)}, "length <= 4096"),
+        (g.RemoteExtend, {"holding": ["x"] * (m.MAX_MAP + 1)}, "length <= 4096"),
         (m.Hello, {"sender": "x" * (m.MAX_NAME + 1)}, "length <= 64"),
     ],
 )
@@ -125,11 +126,11 @@ def test_what_is_too_long_is_malformed_with_its_limit(kind: type[m.Message], cha
 
 
 def test_a_header_that_promises_gigabytes_is_refused_without_room_being_made() -> None:
-    raw = b"\x82\xa4type\xa7METRICS\xa6values\xdf\xff\xff\xff\xff"
+    raw = b"\x82\xa4type\xafSCHEDULER_STATE\xa6values\xdf\xff\xff\xff\xff"
     before = resident_bytes()
     for _ in range(100):
         with pytest.raises(Rejected):
-            codec.decode(m.Metrics, raw, LIMIT)
+            codec.decode(m.SchedulerState, raw, LIMIT)
     assert resident_bytes() - before < 1 << 20, sys.version
 
 

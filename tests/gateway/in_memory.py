@@ -8,7 +8,7 @@ import numpy as np
 
 from busrl.gateway import Answer, Desk, Held, Member, Room, Settings, Tally
 from busrl.gateway.checks import tensor
-from busrl.protocol import messages as m
+from busrl.protocol import gateway as g
 
 LEASE_S = 10.0
 MOST_TRIES = 3
@@ -80,9 +80,9 @@ class Ledger:
             slot.owner, slot.seq, slot.attempt, slot.alone = index, slot.seq + 1, slot.attempt + 1, alone
         return [self._held(i) for i in taken]
 
-    def task(self, index: int, held: Held) -> m.Task | None:
+    def task(self, index: int, held: Held) -> g.Task | None:
         self._check(index, held)
-        return m.Task(held.task, held.slot, held.seq, held.uid, "{}", max_new_tokens=8)
+        return g.Task(held.task, held.slot, held.seq, held.uid, "{}", max_new_tokens=8)
 
     def most_tokens(self, held: Held) -> tuple[int, int]:
         return 8, 0
@@ -132,14 +132,14 @@ class Ledger:
 def settings(
     lease_s: float = LEASE_S, reserved: frozenset[str] = frozenset(), biggest: int = 4096, most_members: int = 8
 ) -> Settings:
-    return Settings(lease_s, 1 << 20, biggest, most_members, reserved, m.GatewayWelcome(life=0, max_prompt_tokens=16))
+    return Settings(lease_s, 1 << 20, biggest, most_members, reserved, g.GatewayWelcome(life=0, max_prompt_tokens=16))
 
 
 def new_desk(ledger: Ledger, now: float = 0.0, **changed: object) -> Desk:
     return Desk(ledger, settings(**changed), Tally(), now)  # type: ignore[arg-type]
 
 
-def answer_to(task: str, *, life: int = 1, sender: str = "a", count: int = 3, **changed: object) -> m.RemoteGenerated:
+def answer_to(task: str, *, life: int = 1, sender: str = "a", count: int = 3, **changed: object) -> g.RemoteGenerated:
     """A sound answer of a rollout worker; `changed` breaks one field."""
     fields = {
         "tokens": tensor(np.arange(count, dtype=np.int32)),
@@ -148,4 +148,4 @@ def answer_to(task: str, *, life: int = 1, sender: str = "a", count: int = 3, **
         "prompt_ids": tensor(np.arange(4, dtype=np.int32)),
         "text": "abc",
     }
-    return m.RemoteGenerated(life=life, task=task, sender=sender, **{**fields, **changed})
+    return g.RemoteGenerated(life=life, task=task, sender=sender, **{**fields, **changed})

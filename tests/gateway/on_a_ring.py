@@ -11,6 +11,7 @@ from pathlib import Path
 from in_memory import answer_to, settings
 
 from busrl.gateway import Desk, Limits, Tally, VersionSteps
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.remote_book import RemoteBook
@@ -33,12 +34,12 @@ class Keeper:
         self.desk.limits = Limits(16, 0, self.ring.header("version"))
         self.now = 0.0
 
-    def ask(self, sender: str, message: m.Remote) -> list[m.Message]:
+    def ask(self, sender: str, message: g.Remote) -> list[m.Message]:
         message.sender = sender
         return self.desk.handle(message, self.now)
 
-    def claim(self, sender: str, **fields: object) -> list[m.Task]:
-        answers = self.ask(sender, m.RemoteClaim(life=1, **{"capacity": 1, **fields}))  # type: ignore[arg-type]
+    def claim(self, sender: str, **fields: object) -> list[g.Task]:
+        answers = self.ask(sender, g.RemoteClaim(life=1, **{"capacity": 1, **fields}))  # type: ignore[arg-type]
         return [task for answer in answers for task in answer.tasks]  # type: ignore[attr-defined]
 
     def pass_lease(self) -> list[str]:
@@ -56,16 +57,16 @@ class Keeper:
 def play(keeper: Keeper) -> list[str]:
     """All requests of both workers, as they would send them again after a keeper's death; the codes of results."""
     codes = []
-    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     for task in keeper.claim("gen"):
         [answer] = keeper.ask("gen", answer_to(task.task))
         codes.append(answer.code)  # type: ignore[attr-defined]
-    keeper.ask("judge", m.RemoteJoin(life=1, role="reward"))
+    keeper.ask("judge", g.RemoteJoin(life=1, role="reward"))
     for task in keeper.claim("judge"):
-        [answer] = keeper.ask("judge", m.RemoteRewarded(life=1, task=task.task, reward=0.5, parts={"half": 0.5}))
+        [answer] = keeper.ask("judge", g.RemoteRewarded(life=1, task=task.task, reward=0.5, parts={"half": 0.5}))
         codes.append(answer.code)  # type: ignore[attr-defined]
     for name in ("gen", "judge"):
-        keeper.ask(name, m.RemoteLeave(life=1))
+        keeper.ask(name, g.RemoteLeave(life=1))
     return codes
 
 

@@ -11,6 +11,7 @@ from in_memory import LEASE_S, Ledger, Slot, answer_to, new_desk
 from busrl.gateway import Desk, Tally
 from busrl.gateway.checks import tensor
 from busrl.protocol import codec
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 
 
@@ -19,31 +20,31 @@ def ledger() -> Ledger:
     return Ledger([Slot(uid) for uid in range(4)])
 
 
-def ask(desk: Desk, message: m.Remote, now: float = 0.0, sender: str = "a") -> list[m.Message]:
+def ask(desk: Desk, message: g.Remote, now: float = 0.0, sender: str = "a") -> list[m.Message]:
     message.sender = sender
     return desk.handle(message, now)
 
 
 def join(desk: Desk, name: str = "a", life: int = 1, role: str = "rollout", now: float = 0.0) -> m.Message:
-    [answer] = ask(desk, m.RemoteJoin(life=life, role=role), now, name)
+    [answer] = ask(desk, g.RemoteJoin(life=life, role=role), now, name)
     return answer
 
 
 def claim(desk: Desk, capacity: int = 1, now: float = 0.0, name: str = "a", req: int = 1, **fields) -> list[str]:
     """Names of the tasks that came."""
-    answers = ask(desk, m.RemoteClaim(life=1, req=req, capacity=capacity, **fields), now, name)
+    answers = ask(desk, g.RemoteClaim(life=1, req=req, capacity=capacity, **fields), now, name)
     return [task.task for answer in answers for task in answer.tasks]
 
 
 def code(answers: list[m.Message]) -> str:
     [answer] = answers
-    assert isinstance(answer, m.GatewayAnswer)
+    assert isinstance(answer, g.GatewayAnswer)
     return answer.code
 
 
 def test_a_worker_is_told_how_long_a_lease_is_and_its_entry(ledger: Ledger) -> None:
     answer = join(new_desk(ledger))
-    assert isinstance(answer, m.GatewayWelcome)
+    assert isinstance(answer, g.GatewayWelcome)
     assert (answer.lease_s, answer.index, answer.max_prompt_tokens) == (LEASE_S, 1, 16)
 
 
@@ -61,12 +62,12 @@ def test_a_newer_life_takes_the_name_and_the_older_one_is_told_to_exit(ledger: L
     claim(desk, 2)
     join(desk, life=2)
     assert ledger.held() == [] and [slot.attempt for slot in ledger.slots[:2]] == [1, 1]
-    assert code(ask(desk, m.RemoteExtend(life=1))) == "replaced"
+    assert code(ask(desk, g.RemoteExtend(life=1))) == "replaced"
     assert join(desk, life=1).code == "replaced"
 
 
 def test_who_has_not_joined_is_told_so(ledger: Ledger) -> None:
-    assert code(ask(new_desk(ledger), m.RemoteClaim(life=1))) == "unknown"
+    assert code(ask(new_desk(ledger), g.RemoteClaim(life=1))) == "unknown"
 
 
 def test_a_claim_that_is_repeated_sends_the_same_tasks_again(ledger: Ledger) -> None:
@@ -88,7 +89,7 @@ def test_a_late_copy_of_a_claim_is_ignored(ledger: Ledger) -> None:
     desk = new_desk(ledger)
     join(desk)
     claim(desk, 1, req=5)
-    assert ask(desk, m.RemoteClaim(life=1, req=4, capacity=4)) == [] and len(ledger.held()) == 1
+    assert ask(desk, g.RemoteClaim(life=1, req=4, capacity=4)) == [] and len(ledger.held()) == 1
 
 
 def test_what_a_claim_or_an_extension_names_is_leased_anew_and_nothing_else(ledger: Ledger) -> None:
@@ -97,8 +98,8 @@ def test_what_a_claim_or_an_extension_names_is_leased_anew_and_nothing_else(ledg
     first, second, third = claim(desk, 3)
     for now in range(1, 10):
         desk.tick(float(now))
-    ask(desk, m.RemoteClaim(life=1, req=2, capacity=0, holding=[first]), 9.0)
-    [answer] = ask(desk, m.RemoteExtend(life=1, holding=[second, "3.1.1"]), 9.0)
+    ask(desk, g.RemoteClaim(life=1, req=2, capacity=0, holding=[first]), 9.0)
+    [answer] = ask(desk, g.RemoteExtend(life=1, holding=[second, "3.1.1"]), 9.0)
     assert answer.lost == ["3.1.1"]
     assert [lease.held.task for lease in desk.tick(10.0)] == [third]
     assert code(ask(desk, answer_to(third), 10.0)) == "late"
@@ -120,9 +121,9 @@ def test_a_task_handed_back_is_as_if_it_had_never_been_claimed(ledger: Ledger) -
     desk = new_desk(ledger)
     join(desk)
     [task] = claim(desk)
-    assert code(ask(desk, m.RemoteFail(life=1, task=task))) == "done"
+    assert code(ask(desk, g.RemoteFail(life=1, task=task))) == "done"
     assert ledger.held() == [] and ledger.slots[0].attempt == 0
-    assert code(ask(desk, m.RemoteFail(life=1, task=task))) == "already"
+    assert code(ask(desk, g.RemoteFail(life=1, task=task))) == "already"
 
 
 @pytest.mark.parametrize(("role", "drop", "fate"), [("rollout", "prompt", "X"), ("reward", "hung", "H")])
@@ -130,8 +131,8 @@ def test_a_task_given_up_ends_with_the_fate_of_its_reason(ledger: Ledger, role: 
     desk = new_desk(ledger)
     join(desk, role=role)
     [task] = claim(desk)
-    assert code(ask(desk, m.RemoteFail(life=1, task=task, drop="mood"))) == "refused"
-    assert code(ask(desk, m.RemoteFail(life=1, task=task, drop=drop))) == "done"
+    assert code(ask(desk, g.RemoteFail(life=1, task=task, drop="mood"))) == "refused"
+    assert code(ask(desk, g.RemoteFail(life=1, task=task, drop=drop))) == "done"
     assert ledger.slots[0].ended == fate
 
 
@@ -139,9 +140,9 @@ def test_leaving_hands_everything_back_and_frees_the_entry(ledger: Ledger) -> No
     desk = new_desk(ledger)
     join(desk)
     claim(desk, 3)
-    assert code(ask(desk, m.RemoteLeave(life=1))) == "done"
+    assert code(ask(desk, g.RemoteLeave(life=1))) == "done"
     assert ledger.held() == [] and ledger.entries == {} and ledger.slots[0].attempt == 0
-    assert code(ask(desk, m.RemoteLeave(life=1))) == "unknown"
+    assert code(ask(desk, g.RemoteLeave(life=1))) == "unknown"
 
 
 def test_a_silent_worker_loses_its_tasks_then_its_entry_and_a_heartbeat_keeps_only_the_entry(ledger: Ledger) -> None:
@@ -167,10 +168,10 @@ def test_a_suspect_sample_goes_only_to_a_worker_that_holds_nothing_and_gets_noth
 
 
 BROKEN = {
-    "tokens says": {"tokens": m.Tensor("int32", [5], b"\0" * 8)},
-    "dtype 'int64'": {"tokens": m.Tensor("int64", [3], b"\0" * 24)},
-    "one dimension": {"tokens": m.Tensor("int32", [1, 3], b"\0" * 12)},
-    "0 elements": {"tokens": m.Tensor("int32", [0], b"")},
+    "tokens says": {"tokens": g.Tensor("int32", [5], b"\0" * 8)},
+    "dtype 'int64'": {"tokens": g.Tensor("int64", [3], b"\0" * 24)},
+    "one dimension": {"tokens": g.Tensor("int32", [1, 3], b"\0" * 12)},
+    "0 elements": {"tokens": g.Tensor("int32", [0], b"")},
     "1 to 8": {"tokens": tensor(np.zeros(9, np.int32))},
     "as many of each": {"logprobs": tensor(np.zeros(2, np.float32))},
     "not finite": {"logprobs": tensor(np.array([0, np.nan, 0], np.float32))},
@@ -200,8 +201,8 @@ def test_a_reward_that_is_not_finite_is_refused(ledger: Ledger, reward: float) -
     desk = new_desk(ledger)
     join(desk, role="reward")
     [task] = claim(desk)
-    assert code(ask(desk, m.RemoteRewarded(life=1, task=task, reward=reward))) == "refused"
-    assert code(ask(desk, m.RemoteRewarded(life=1, task=task, reward=1.0, parts={"x": reward}))) == "refused"
+    assert code(ask(desk, g.RemoteRewarded(life=1, task=task, reward=reward))) == "refused"
+    assert code(ask(desk, g.RemoteRewarded(life=1, task=task, reward=1.0, parts={"x": reward}))) == "refused"
     assert code(ask(desk, answer_to(task))) == "refused", "a reward worker has no answers to give"
 
 
@@ -248,7 +249,7 @@ def test_workers_from_outside_leave_the_run_its_own_entries(ledger: Ledger) -> N
     join(desk, "a")
     join(desk, "b")
     assert join(desk, "c").code == "full" and "ring.processes" in join(desk, "c").text
-    assert isinstance(join(desk, "b", life=2), m.GatewayWelcome), "a new life takes the place of the old one"
+    assert isinstance(join(desk, "b", life=2), g.GatewayWelcome), "a new life takes the place of the old one"
 
 
 def test_slots_that_no_message_can_hold_are_said_at_once_with_the_key_to_change(ledger: Ledger) -> None:
@@ -275,17 +276,17 @@ def test_counts_go_on_after_a_restart_and_names_from_outside_do_not_fill_the_mem
 
 
 def test_a_long_list_of_tasks_travels_in_several_messages(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    big = m.Task("", 0, 0, 0, "x" * 300_000)
+    big = g.Task("", 0, 0, 0, "x" * 300_000)
     monkeypatch.setattr(ledger, "task", lambda index, held: big)
     desk = new_desk(ledger)
     join(desk)
-    answers = ask(desk, m.RemoteClaim(life=1, capacity=4))
+    answers = ask(desk, g.RemoteClaim(life=1, capacity=4))
     assert [len(answer.tasks) for answer in answers] == [1, 1, 1, 1]
 
 
 TEXTS = st.text(max_size=12) | st.sampled_from(["a", "rollout", "0.2.0", "1.2.1"])
 NUMBERS = st.integers(0, 3) | st.integers(0, 2**64 - 1)
-TENSORS = st.builds(m.Tensor, TEXTS | st.just("int32"), st.lists(NUMBERS, max_size=4), st.binary(max_size=16))
+TENSORS = st.builds(g.Tensor, TEXTS | st.just("int32"), st.lists(NUMBERS, max_size=4), st.binary(max_size=16))
 
 
 @given(data=st.data())
@@ -295,7 +296,7 @@ def test_no_request_whatever_is_in_it_raises_or_moves_a_slot_that_is_not_its_sen
     join(desk, "victim")
     [task] = claim(desk, name="victim")
     for _ in range(8):
-        kind = data.draw(st.sampled_from(m.REMOTE))
+        kind = data.draw(st.sampled_from(g.REMOTE))
         sender = data.draw(TEXTS.filter(lambda name: name != "victim"))
         fields = {"sender": sender, "life": data.draw(NUMBERS), "req": data.draw(NUMBERS)}
         for name, strategy in {

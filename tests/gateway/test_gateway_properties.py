@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from in_memory import LEASE_S, Killed, Ledger, Slot, new_desk
 
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 
 NAMES = ("a", "b")
@@ -27,19 +28,19 @@ class Worker:
         self.held: dict[str, bool] = {}  # task -> whether its result was made
         self.told: dict[str, str] = {}
 
-    def _ask(self, message: m.Remote) -> m.Remote:
+    def _ask(self, message: g.Remote) -> g.Remote:
         self.req += 1
         message.sender, message.req = self.name, self.req
         return message
 
-    def speak(self) -> list[m.Remote]:
+    def speak(self) -> list[g.Remote]:
         """What it sends in one turn of its timers."""
         if self.replaced:
             return []
         if not self.joined:
-            return [self._ask(m.RemoteJoin(life=self.life, role="reward"))]
-        results = [m.RemoteRewarded(life=self.life, task=task, reward=1.0) for task, made in self.held.items() if made]
-        claim = m.RemoteClaim(life=self.life, capacity=CAPACITY, holding=list(self.held))
+            return [self._ask(g.RemoteJoin(life=self.life, role="reward"))]
+        results = [g.RemoteRewarded(life=self.life, task=task, reward=1.0) for task, made in self.held.items() if made]
+        claim = g.RemoteClaim(life=self.life, capacity=CAPACITY, holding=list(self.held))
         return [self._ask(message) for message in (*results, claim)]
 
     def work(self) -> None:
@@ -48,16 +49,16 @@ class Worker:
     def hear(self, message: m.Message) -> None:
         if message.life != self.life:  # type: ignore[attr-defined]
             return
-        if isinstance(message, m.GatewayWelcome):
+        if isinstance(message, g.GatewayWelcome):
             self.joined = True
-        elif isinstance(message, m.GatewayTasks):
+        elif isinstance(message, g.GatewayTasks):
             for task in message.tasks:
                 if task.task not in self.told:
                     self.held.setdefault(task.task, False)
-        elif isinstance(message, m.GatewayAnswer):
+        elif isinstance(message, g.GatewayAnswer):
             self._answered(message)
 
-    def _answered(self, message: m.GatewayAnswer) -> None:
+    def _answered(self, message: g.GatewayAnswer) -> None:
         if message.code == "unknown":
             self.joined = False
         elif message.code == "replaced":
@@ -77,7 +78,7 @@ class Gateway(RuleBasedStateMachine):
         self.born = 0.0
         self.lives = Counter(NAMES)
         self.workers = [Worker(name, 1) for name in NAMES]
-        self.requests: list[m.Remote] = []
+        self.requests: list[g.Remote] = []
         self.answers: list[tuple[str, m.Message]] = []
 
     # -- what workers do
@@ -118,10 +119,10 @@ class Gateway(RuleBasedStateMachine):
     def a_worker_answers_a_task_that_may_be_anothers(self, thief: str, data: st.DataObject) -> None:
         index, held = data.draw(st.sampled_from(self.ledger.held()))
         if self.ledger.entries[index].name != thief and thief in self.desk.known:
-            message = m.RemoteRewarded(life=self.desk.known[thief].member.life, task=held.task, reward=0.0)
+            message = g.RemoteRewarded(life=self.desk.known[thief].member.life, task=held.task, reward=0.0)
             message.sender = thief
             [answer] = self.desk.handle(message, self.now)
-            assert isinstance(answer, m.GatewayAnswer) and answer.code == "not_yours"
+            assert isinstance(answer, g.GatewayAnswer) and answer.code == "not_yours"
             assert (index, held) in self.ledger.held()
 
     # -- what the bus does
@@ -174,12 +175,12 @@ class Gateway(RuleBasedStateMachine):
     def the_keeper_will_be_killed_inside_its_next_commit(self) -> None:
         self.ledger.kill_in_commit = True
 
-    def _deliver(self, message: m.Remote) -> None:
+    def _deliver(self, message: g.Remote) -> None:
         known = self.desk.known.get(message.sender)
         if known is not None and message.life < known.member.life:
             before = copy.deepcopy(self.ledger)
             [answer] = self.desk.handle(message, self.now)
-            assert isinstance(answer, m.GatewayAnswer) and answer.code == "replaced" and self.ledger == before
+            assert isinstance(answer, g.GatewayAnswer) and answer.code == "replaced" and self.ledger == before
             self.answers.append((message.sender, answer))
             return
         try:
@@ -189,10 +190,10 @@ class Gateway(RuleBasedStateMachine):
             return
         self.answers += [(message.sender, answer) for answer in answers]
         for answer in answers:
-            if isinstance(answer, m.GatewayAnswer) and answer.task:
+            if isinstance(answer, g.GatewayAnswer) and answer.task:
                 self._check_answer(message, answer)
 
-    def _check_answer(self, message: m.Remote, answer: m.GatewayAnswer) -> None:
+    def _check_answer(self, message: g.Remote, answer: g.GatewayAnswer) -> None:
         """What a worker is told is true."""
         slot, seq, _ = map(int, answer.task.split("."))
         done = any(commit[:2] == (slot, seq) for commit in self.ledger.commits)

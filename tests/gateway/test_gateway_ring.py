@@ -17,7 +17,7 @@ from in_memory import answer_to
 from on_a_ring import Keeper, play
 
 from busrl.gateway.checks import tensor
-from busrl.protocol import messages as m
+from busrl.protocol import gateway as g
 from busrl.ring import NotRegistered, Ring, RingError, RingFull, State
 
 HERE = Path(__file__).parent
@@ -78,7 +78,7 @@ def test_what_a_worker_sent_is_what_stands_in_the_slot(keeper: Keeper) -> None:
 
 def test_a_reward_worker_gets_the_whole_answer_inline(keeper: Keeper) -> None:
     dispatch(keeper.ring, 2)
-    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     [task] = keeper.claim("gen")
     assert (task.record, task.max_new_tokens, task.segment, task.tensors) == ('{"prompt": "2"}', 8, 0, {})
     keeper.ask("gen", answer_to(task.task, done=False))
@@ -88,7 +88,7 @@ def test_a_reward_worker_gets_the_whole_answer_inline(keeper: Keeper) -> None:
     )  # fmt: skip
     assert keeper.ask("gen", answer_to(task.task, count=6))[0].code == "refused"
     keeper.ask("gen", answer_to(task.task, prompt_ids=None))
-    keeper.ask("judge", m.RemoteJoin(life=1, role="reward"))
+    keeper.ask("judge", g.RemoteJoin(life=1, role="reward"))
     [task] = keeper.claim("judge")
     assert task.completion == "abc" and task.tensors["tokens"] == tensor(np.array([0, 1, 2, 0, 1, 2], np.int32))
     assert task.tensors["logprobs"].dtype == "float32" and task.tensors["versions"].shape == [6]
@@ -100,7 +100,7 @@ def test_tokens_of_older_weights_than_those_of_the_dispatch_set_the_age_of_the_s
     keeper.desk.limits = type(keeper.desk.limits)(16, 0, 6)
     dispatch(keeper.ring, 0, version=5, step=50)
     dispatch(keeper.ring, 1, version=5, step=50)
-    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     first, second = keeper.claim("gen", capacity=2)
     keeper.ask("gen", answer_to(first.task, versions=tensor(np.array([4, 5, 6], np.uint32))))
     keeper.ask("gen", answer_to(second.task, versions=tensor(np.array([5, 5, 6], np.uint32))))
@@ -111,7 +111,7 @@ def test_tokens_of_older_weights_than_those_of_the_dispatch_set_the_age_of_the_s
 
 def test_an_answer_that_does_not_fit_its_slot_is_refused_and_the_claim_stays(keeper: Keeper) -> None:
     dispatch(keeper.ring, 1)
-    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     [task] = keeper.claim("gen")
     [answer] = keeper.ask("gen", answer_to(task.task, text="x" * 5000))
     assert answer.code == "refused" and "ring.slot_bytes" in answer.text
@@ -120,19 +120,19 @@ def test_an_answer_that_does_not_fit_its_slot_is_refused_and_the_claim_stays(kee
 
 def test_a_lease_that_ends_counts_an_attempt_and_the_third_for_a_reward_is_an_accident(keeper: Keeper) -> None:
     dispatch(keeper.ring, 1)
-    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     keeper.claim("gen")
     keeper.pass_lease()
     assert states(keeper.ring) == {"QUEUED": 1} and keeper.ring.line(0)["attempt"] == 1
-    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     keeper.ask("gen", answer_to(keeper.claim("gen", req=2)[0].task))
     for attempt in (1, 2):
-        keeper.ask("judge", m.RemoteJoin(life=1, role="reward"))
+        keeper.ask("judge", g.RemoteJoin(life=1, role="reward"))
         [task] = keeper.claim("judge", req=attempt)
         keeper.pass_lease()
         assert keeper.ring.line(0)["attempt"] == attempt and states(keeper.ring) == {"GENERATED": 1}
-        keeper.ask("judge", m.RemoteJoin(life=1, role="reward"))
-        assert keeper.ask("judge", m.RemoteRewarded(life=1, task=task.task, reward=1.0))[0].code == "late"
+        keeper.ask("judge", g.RemoteJoin(life=1, role="reward"))
+        assert keeper.ask("judge", g.RemoteRewarded(life=1, task=task.task, reward=1.0))[0].code == "late"
     keeper.claim("judge", req=3)
     keeper.pass_lease()
     assert states(keeper.ring) == {} and chr(keeper.fates[0].get(1)) == "H"
@@ -141,7 +141,7 @@ def test_a_lease_that_ends_counts_an_attempt_and_the_third_for_a_reward_is_an_ac
 def test_two_silent_ends_while_it_held_nothing_else_make_a_sample_suspect_of_poison(keeper: Keeper) -> None:
     dispatch(keeper.ring, 1)
     for _ in range(4):
-        keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+        keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
         assert keeper.claim("gen", req=int(keeper.now))
         keeper.pass_lease()
     assert keeper.ring.line(0)["alone_deaths"] == 2, "the first two claims were not alone ones"
@@ -211,6 +211,6 @@ def test_a_commit_that_a_keeper_died_in_is_not_taken_for_done_once_its_lease_is_
     killed_keeper(folder, "commit.before:1")
     keeper = Keeper(folder)
     [task] = keeper.pass_lease()
-    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     assert keeper.ask("gen", answer_to(task))[0].code == "late" and states(keeper.ring) == {"QUEUED": 1}
     keeper.close()

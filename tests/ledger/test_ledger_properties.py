@@ -103,14 +103,6 @@ def test_a_trained_set_is_a_set(first: list[int], second: list[int]) -> None:
     assert trained.contains_all(asked).tolist() == [int(uid) in trained for uid in asked]
 
 
-@given(st.sets(uids), st.sets(uids))
-def test_a_union_holds_the_uids_of_both_and_changes_neither(first: set[int], second: set[int]) -> None:
-    a, b = TrainedSet(first), TrainedSet(second)
-    both = a.union(b)
-    both.add([6000])
-    assert (set(both), set(a), set(b)) == (first | second | {6000}, first, second)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.sets(uids), st.data())
 def test_a_saved_set_comes_back_and_a_damaged_one_is_refused(wanted: set[int], data: st.DataObject) -> None:

@@ -206,3 +206,20 @@ def test_a_directory_that_is_no_run_and_an_address_that_is_none_are_named(
     assert "no run.json there" in capsys.readouterr().err
     assert main(["monitor", "http://x", "--once"]) == 2
     assert "ipc:// or tcp://" in capsys.readouterr().err
+
+
+def test_rounds_of_validation_of_a_run_that_is_over_stand_in_the_picture(scene: Scene, started: Start) -> None:
+    scene.paths.validation.write_text(
+        '{"round":0,"val/reward":0.25,"version":0}\n{"round":40,"val/reward":null}\n{"rou'
+    )
+    told = json.loads(finished(started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "0.2")))
+    assert told["validations"] == [
+        {"round": 0, "version": 0, "mean": 0.25}, {"round": 40, "version": 0, "mean": None},
+    ]  # fmt: skip
+
+
+def test_an_endpoint_where_nobody_says_anything_is_no_picture_but_an_error(tmp_path: Path, started: Start) -> None:
+    child = started("monitor", f"ipc://{tmp_path}/nobody", "--once", "--json", "--seconds", "0.2")
+    out, error = child.communicate(timeout=PATIENCE_S)
+    assert child.returncode == 2 and out == ""
+    assert f"ipc://{tmp_path}/nobody: nothing was heard there within 0.2 s" in error

@@ -13,7 +13,7 @@ from busrl.monitor.complaints import Complaints
 from busrl.monitor.draw import chart, gauge, portions, safe
 from busrl.monitor.follow import Follower
 from busrl.monitor.picture import Picture
-from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, StepSeen
+from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, RoundSeen, StepSeen
 from busrl.monitor.snapshot import snapshot
 from busrl.monitor.steps import KEPT, Steps
 from busrl.monitor.traffic import Traffic
@@ -187,3 +187,23 @@ def test_a_run_whose_numbers_are_none_is_shown_and_told_as_json(reward: float, l
 def test_a_snapshot_is_json_whatever_is_not_known() -> None:
     told = json.loads(json.dumps(snapshot(Picture(), 0.0, 0.0), allow_nan=False))
     assert told["ring"] is None and told["progress"]["max_steps"] is None and told["run"]["state"] == "unknown"
+
+
+def test_a_round_of_validation_that_file_and_bus_tell_of_is_shown_once() -> None:
+    picture = Picture()
+    picture.validated(RoundSeen(0, 0, 0.25))
+    picture.hear(m.ValidationDone(round=0, version=0, samples=8, mean=0.25), 0.0)
+    assert plain.lines(picture, 0.0, 0.0)[1] == "  progress  step 0 · version 0 · validation 0.250"
+    picture.validated(RoundSeen(5, 6, None))  # nothing was judged
+    picture.hear(m.ValidationDone(round=9, version=10, samples=8, mean=0.75), 0.0)
+    assert [one["round"] for one in snapshot(picture, 0.0, 0.0)["validations"]] == [0, 5, 9]
+    assert "validation 0.250 → 0.750" in plain.line(picture, 0.0)
+
+
+def test_a_name_that_is_heard_for_the_first_time_between_two_looks_has_a_rate_at_the_second() -> None:
+    traffic = Traffic()
+    traffic.tick(10.0)
+    for _ in range(6):
+        traffic.heard("NEW_TASK", 100)
+    traffic.tick(12.0)
+    assert traffic.by_name["NEW_TASK"].rate.per_s() == traffic.per_s() == 3.0

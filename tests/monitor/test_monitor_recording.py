@@ -22,6 +22,7 @@ from busrl.cli import main
 from busrl.errors import DiskFull, UserError
 from busrl.monitor.recording import Drops, End, Entry, Header, Kind, Recording, Writer
 from busrl.monitor.seen import Facts
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol import topic
 
@@ -168,16 +169,16 @@ def test_a_stopped_recorder_costs_the_other_subscribers_nothing_and_the_broker_l
 ) -> None:
     path, count, size = tmp_path / "a.rec", 12_000, 10_000
     child, publisher = recorder(scene, started, path)
-    listener = scene.endpoint("learner", topic(m.NewTask), hwm=2 * count)
-    publisher.send(new_task(0, 10))
+    listener = scene.endpoint("learner", topic(g.RemoteFail), hwm=2 * count)
+    publisher.send(large(0, 10))
     assert listener.recv(PATIENCE_S) is not None
-    until("the first is written", lambda: any(one.topic == b"NEW_TASK/" for one in entries(path)))
+    until("the first is written", lambda: any(one.topic == b"REMOTE_FAIL/" for one in entries(path)))
     child.send_signal(signal.SIGSTOP)
     before = resident(scene.broker.pid)
-    for uid in range(1, count + 1):
-        publisher.send(new_task(uid, size))
-        if uid % 500 == 0:  # what one process can read while it sends
-            assert [one.uid for one in heard(listener, 500)] == list(range(uid - 499, uid + 1))
+    for number in range(1, count + 1):
+        publisher.send(large(number, size))
+        if number % 500 == 0:  # what one process can read while it sends
+            assert [one.req for one in heard(listener, 500)] == list(range(number - 499, number + 1))
     assert listener.stats().missed == 0
     grown = resident(scene.broker.pid) - before
     assert grown < 0.6 * count * size, f"the broker keeps {grown:,} bytes for a recorder that does not read"
@@ -187,8 +188,8 @@ def test_a_stopped_recorder_costs_the_other_subscribers_nothing_and_the_broker_l
         publisher.heartbeat("rollout", "")  # names the last number, so that the lost tail is counted too
         found = entries(path)
         drops = [msgspec.msgpack.decode(one.body, type=Drops) for one in found if one.kind == Kind.DROPS]
-        written = sum(one.topic == b"NEW_TASK/" for one in found)
-        return bool(drops) and drops[-1].by.get("rollout-9 NEW_TASK/", 0) + written == count + 1
+        written = sum(one.topic == b"REMOTE_FAIL/" for one in found)
+        return bool(drops) and drops[-1].by.get("rollout-9 REMOTE_FAIL/", 0) + written == count + 1
 
     until("what was written and what was missed is all that was sent", counted)
     child.send_signal(signal.SIGINT)
@@ -197,11 +198,11 @@ def test_a_stopped_recorder_costs_the_other_subscribers_nothing_and_the_broker_l
     assert end.missed > count / 5
 
 
-def new_task(uid: int, size: int) -> m.NewTask:
-    return m.NewTask(worker_id="w", slot_id=0, seq=1, uid=uid, prompt="x" * size)
+def large(number: int, size: int) -> g.RemoteFail:
+    return g.RemoteFail(life=1, req=number, task="1.2.3", text="x" * size)
 
 
-def heard(listener, count: int) -> list[m.NewTask]:
+def heard(listener, count: int) -> list[g.RemoteFail]:
     got = []
     while len(got) < count and (message := listener.recv(PATIENCE_S)) is not None:
         got.append(message)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.protocol import ALL, catalog, codec, explain, meanings, reference, vectors
+from busrl.protocol import ALL, BY_NAME, catalog, codec, explain, meanings, reference, vectors
 from busrl.protocol import messages as m
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ def module_level(monkeypatch, kind) -> None:
     """Add a message as if it stood in messages.py."""
     for module in (catalog, reference, vectors):
         monkeypatch.setattr(module, "ALL", (*ALL, kind))
-    monkeypatch.setattr("busrl.protocol.topics.BY_NAME", {**m.BY_NAME, m.name_of(kind): kind})
+    monkeypatch.setattr("busrl.protocol.topics.BY_NAME", {**BY_NAME, m.name_of(kind): kind})
 
 
 class Shape(msgspec.Struct):
@@ -73,7 +73,7 @@ def test_a_message_that_nobody_described_says_all_that_is_missing(monkeypatch):
     with pytest.raises(reference.Incomplete) as refused:
         reference.complete()
     said = str(refused.value)
-    assert "Silent in busrl/protocol/messages.py has no docstring" in said
+    assert "Silent in busrl/protocol has no docstring" in said
     assert "Silent has no route; add it to ROUTES" in said
     assert 'add "SILENT": "worker_id" to the newest of HISTORY' in said
 

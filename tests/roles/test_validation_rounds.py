@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.roles.validator import Rounds
+from busrl.roles.validator import Rounds, _finished_rounds
 
 
 def test_the_first_round_comes_before_training() -> None:
@@ -27,11 +29,15 @@ def test_the_last_round_is_due_once() -> None:
     assert rounds.due(100, True, 100) is None
 
 
-@given(
-    st.booleans(), st.integers(0, 7), st.booleans(), st.sets(st.integers(0, 50)), st.integers(0, 50), st.booleans()
-)
+@given(st.booleans(), st.integers(0, 7), st.booleans(), st.sets(st.integers(0, 50)), st.integers(0, 50), st.booleans())
 def test_a_round_that_is_done_is_never_due_again(
     before: bool, every: int, at_end: bool, done: set[int], step: int, finished: bool
 ) -> None:
     due = Rounds(before, every, at_end, done).due(step, finished, 50)
     assert due is None or due not in done
+
+
+def test_a_damaged_line_costs_its_round_another_end_and_not_the_validator(tmp_path: Path) -> None:
+    path = tmp_path / "validation.jsonl"
+    path.write_bytes(b'{"round":0,"mean":1}\n\xff\x00{"round":3}\n[]\n{"round":5}\n')
+    assert _finished_rounds(path) == {0, 5} and _finished_rounds(tmp_path / "none") == set()

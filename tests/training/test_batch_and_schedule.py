@@ -61,6 +61,8 @@ def test_a_good_sample_has_no_fault_and_a_certain_token_is_fine() -> None:
     ({"prompt_ids": np.array([10], np.int32)}, "token 10 is outside of the vocabulary of 10"),
     ({"token_ids": np.array([0, 1, -1, 2], np.int32)}, "token -1 is outside"),
     ({"temperature": 0.0}, "temperature 0.0"),
+    ({"reward": float("nan")}, "reward nan: training needs a finite number"),
+    ({"reward": float("inf")}, "reward inf"),
 ])  # fmt: skip
 def test_a_sample_that_must_not_be_trained_says_why(change: dict[str, Any], text: str) -> None:
     fault = replace(sample(0, 3, 4), **change).fault(10)
@@ -88,6 +90,7 @@ def test_warm_up_counts_groups_and_the_first_step_is_not_wasted() -> None:
             st.lists(st.integers(-1, 8), max_size=3),
             st.sampled_from([-1.0, 0.0, 0.5, float("nan"), float("-inf"), float("inf")]),
             st.sampled_from([1.0, 0.0]),
+            st.sampled_from([1.0, float("nan"), float("-inf")]),
             st.booleans(),
         ),
         min_size=1,
@@ -99,8 +102,8 @@ def test_looking_at_samples_together_finds_what_looking_at_each_finds(drawn: lis
         Sample(
             uid=i, group=0, member=i, prompt_ids=np.array(prompt, np.int32), token_ids=np.array(tokens, np.int32),
             logprobs=np.full(len(tokens) + short, logprob, np.float32), versions=np.zeros(len(tokens), np.uint32),
-            temperature=temperature,
+            temperature=temperature, reward=reward,
         )
-        for i, (prompt, tokens, logprob, temperature, short) in enumerate(drawn)
+        for i, (prompt, tokens, logprob, temperature, reward, short) in enumerate(drawn)
     ]  # fmt: skip
     assert all_sound(samples, 8) == all(sample.fault(8) is None for sample in samples)

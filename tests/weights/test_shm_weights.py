@@ -7,7 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -199,6 +199,33 @@ def test_a_file_that_is_no_segment_is_not_read(path: Path) -> None:
     assert ShmReceiver(path).newest() == NOTHING
     ShmSender(path).publish(1, 1, tensors(1))
     assert ShmReceiver(path).newest() == (1, 1)
+
+
+def test_a_segment_whose_file_was_removed_is_made_again_with_the_next_version(path: Path) -> None:
+    sender, receiver = ShmSender(path), ShmReceiver(path)
+    sender.publish(1, 1, tensors(1))
+    assert receiver.newest() == (1, 1)
+    path.unlink()
+    assert receiver.newest() == NOTHING
+    sender.publish(2, 2, tensors(2))
+    params = tensors(0)
+    assert receiver.fetch(params) == (2, 2) and params["t0"][0, 0] == 2.0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+@pytest.mark.parametrize("side", [lambda path: ShmReceiver(path).newest(), ShmSender])
+def test_a_segment_of_another_user_is_neither_read_nor_written(path: Path, side: Callable[[Path], object]) -> None:
+    ShmSender(path).publish(1, 1, tensors(1))
+    path.chmod(0o666)
+    os.chown(path, 65534, 65534)
+    with pytest.raises(UserError, match=f"{path} belongs to user 65534, not to you"):
+        side(path)
+
+
+def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="it is no file of this run"):
+        ShmSender(path)
 
 
 def test_too_little_shared_memory_is_said_with_both_sizes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from busrl.errors import UserError
-from busrl.weights import NOTHING, make_receiver, make_sender, remove
+from busrl.weights import make_receiver, make_sender
 from busrl.weights.broadcast import BroadcastSender
 from busrl.weights.broadcast_receiver import BroadcastReceiver
 from busrl.weights.shm import ShmReceiver, ShmSender
@@ -49,10 +49,3 @@ def test_a_version_goes_from_sender_to_receiver(paths: Any, transport: str, send
 def test_another_word_is_refused(paths: Any) -> None:
     with pytest.raises(UserError, match="'pigeon'"):
         make_sender(topology("pigeon"), paths)
-
-
-def test_what_an_earlier_run_left_can_be_removed(paths: Any) -> None:
-    make_sender(topology("shm"), paths).publish(9, 9, {"w": torch.ones(4)})
-    remove(paths)
-    assert make_receiver(topology("shm"), paths, "rollout/0").newest() == NOTHING
-    remove(paths)

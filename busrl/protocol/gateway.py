@@ -1,0 +1,185 @@
+"""Messages between the keeper's gateway and a process that does not map the ring: requests, and what answers them.
+
+Talks to nothing; what they do is decided in `busrl.gateway`. Unlike doorbells they carry what has value, so they are
+sent again until they are answered, and every answer repeats the number of its request.
+
+- Every list, map and name is bounded; what is as long as a prompt or an answer is bounded by the size of the message.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct, field
+
+from busrl.protocol.messages import MAX_MAP, MAX_NAME, MAX_TEXT, Count, Message, Name, Text
+
+TaskId = Annotated[str, Meta(max_length=MAX_NAME)]
+TaskIds = Annotated[list[TaskId], Meta(max_length=MAX_MAP)]
+
+
+class Tensor(Struct):
+    """An array inside a message: little-endian `data`, C order, `dtype` as in NumPy ("int32", "float32", "uint32")."""
+
+    dtype: Name
+    shape: Annotated[list[Count], Meta(max_length=4)]
+    data: bytes
+
+
+class Remote(Message, kw_only=True):
+    """What every request to the gateway carries besides the envelope; never sent by itself.
+
+    `sender` is the worker's name. `life` grows with every start of that name (milliseconds since 1970 do): a newer life
+    replaces an older one. `req` is a number of the worker's own choice that the answer repeats.
+    """
+
+    life: Count
+    req: Count = 0
+
+
+class RemoteJoin(Remote, tag="REMOTE_JOIN"):
+    """A worker of `role` ("rollout" or "reward") is here. Answered by GATEWAY_WELCOME; again, it changes nothing."""
+
+    role: Name
+
+
+class RemoteClaim(Remote, tag="REMOTE_CLAIM"):
+    """Fill me up to `capacity` tasks. `holding` names all tasks that I know of: their leases begin anew, and what the
+    ledger says I hold beyond them is sent again. Answered by GATEWAY_TASKS.
+    """
+
+    capacity: Count = 1
+    holding: TaskIds = field(default_factory=list)
+
+
+class RemoteExtend(Remote, tag="REMOTE_EXTEND"):
+    """Still at work on these tasks: their leases begin anew. The answer names those that are lost to this worker."""
+
+    holding: TaskIds = field(default_factory=list)
+
+
+class RemoteGenerated(Remote, tag="REMOTE_GENERATED"):
+    """The answer to a rollout task: n tokens int32, their log-probabilities float32, weight versions uint32.
+
+    `prompt_ids` (int32) is needed in segment 0. `text` is the whole completion, special tokens visible, a final
+    end-of-sequence token left out. `finish` is 1 (the last token ends the sequence) or 2 (a limit cut it). With
+    `done` false this is one segment more, and the task is queued again.
+    """
+
+    task: TaskId
+    tokens: Tensor
+    logprobs: Tensor
+    versions: Tensor
+    text: str
+    prompt_ids: Tensor | None = None
+    finish: Count = 1
+    done: bool = True
+
+
+class RemoteRewarded(Remote, tag="REMOTE_REWARDED"):
+    """The answer to a reward task; `parts` are kept beside the reward, for people."""
+
+    task: TaskId
+    reward: float
+    parts: Annotated[dict[Name, float], Meta(max_length=64)] = field(default_factory=dict)
+
+
+class RemoteFail(Remote, tag="REMOTE_FAIL"):
+    """No answer to this task. `drop` "": hand it back; else give the sample up, because the reward function "raised"
+    or "hung", the prompt can not be rendered ("prompt") or is "too_long", or the sample is "malformed".
+    """
+
+    task: TaskId
+    drop: Name = ""
+    text: Text = ""
+
+
+class RemoteLeave(Remote, tag="REMOTE_LEAVE"):
+    """An orderly leave: all that this worker holds is handed back."""
+
+    reason: Text = ""
+
+
+# keeper -> remote actor
+
+
+class GatewayWelcome(Message, tag="GATEWAY_WELCOME"):
+    """The worker is known, as entry `index` of the process table. A claim lasts `lease_s` unless it is extended."""
+
+    life: Count
+    req: Count = 0
+    index: Count = 0
+    lease_s: float = 0.0
+    max_capacity: Count = 0
+    max_message_bytes: Count = 0
+    max_prompt_tokens: Count = 0
+    seed: Count = 0
+    model: Text = ""
+    prompt_key: Name = ""
+    answer_key: Name = ""
+    template: Name = ""
+
+
+class Task(Struct):
+    """One claim. `task` (slot.seq.uid) names it for ever; `record` is the prompt's JSONL line as it stands.
+
+    A rollout task has `max_new_tokens` left to generate, and of a sample with earlier segments `segment` > 0 and the
+    tensors prompt_ids, tokens, logprobs, versions. A reward task has these tensors of the whole answer, and
+    `completion`. `version` is the newest weight version when it was claimed.
+    """
+
+    task: TaskId
+    slot_id: Count
+    seq: Count
+    uid: Count
+    record: str
+    segment: Count = 0
+    attempt: Count = 0
+    max_new_tokens: Count = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    version: Count = 0
+    completion: str = ""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class GatewayTasks(Message, tag="GATEWAY_TASKS"):
+    """Tasks that the worker holds now and did not name; none is an answer too. Long lists come in several messages."""
+
+    life: Count
+    req: Count = 0
+    tasks: Annotated[list[Task], Meta(max_length=MAX_MAP)] = field(default_factory=list)
+
+
+class GatewayAnswer(Message, tag="GATEWAY_ANSWER"):
+    """What became of the request of type `about`. Codes, and what they ask of the worker:
+
+    "done", "already": it counts (now, or since an earlier copy). "late": the task is no longer yours, forget it.
+    "unknown": join first, then send again. "replaced": a newer life has your name, exit. "refused": the content breaks
+    a rule, see `text`; the task is still yours. "not_yours": another worker's task. "malformed", "version": the bytes
+    could not be read. "full", "too_large": this run has no room for you. `lost` answers REMOTE_EXTEND.
+    """
+
+    code: Name
+    life: Count = 0
+    req: Count = 0
+    about: Name = ""
+    task: TaskId = ""
+    text: Text = ""
+    lost: TaskIds = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Cut what is too long for a receiver."""
+        self.text = self.text[:MAX_TEXT]
+
+
+REMOTE: tuple[type[Remote], ...] = (
+    RemoteJoin,
+    RemoteClaim,
+    RemoteExtend,
+    RemoteGenerated,
+    RemoteRewarded,
+    RemoteFail,
+    RemoteLeave,
+)
+GATEWAY: tuple[type[Message], ...] = (GatewayWelcome, GatewayTasks, GatewayAnswer)

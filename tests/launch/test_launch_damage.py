@@ -1,0 +1,92 @@
+"""Damaged or edited files of a run directory: a start names the file and changes nothing, `status` still shows."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from busrl.errors import UserError
+from busrl.launch import status
+from busrl.launch.putback import put_back
+from busrl.launch.rundir import unlink_segments
+from busrl.paths import SHM, RunPaths
+from busrl.ring import Fates
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("run.json", '{"uuid": "zz"}', "run.json: uuid = 'zz': it must have 32 hex digits"),
+        ("run.json", '{"uuid": 5}', "run.json: uuid = 5: it must have 32 hex digits"),
+        ("run.json", "[1]", "run.json: not what busrl wrote (expected a map)"),
+        ("topology.json", "[]", "topology.json: not what busrl wrote"),
+        ("topology.json", '{"run": 3}', "topology.json: no section 'run'"),
+    ],
+)
+def test_a_start_names_the_file_and_the_remedy(scripted, file: str, text: str, said: str) -> None:
+    scripted.root.mkdir()
+    (scripted.root / file).write_text(text)
+    scripted.start({"learner": "learner"})
+    assert scripted.wait() != 0
+    assert said in scripted.output and "Restore it" in scripted.output and "UserError" in scripted.output
+    assert (scripted.root / file).read_text() == text and scripted.leftovers() == []
+
+
+def test_status_says_that_launch_lives_although_its_ring_was_removed(scripted) -> None:
+    scripted.start({"learner": "learner"})
+    scripted.ready("learner")
+    scripted.paths.ring_file.unlink()
+    shown = status(scripted.root)
+    assert f"launch (pid {scripted.launch.pid}) is there, but no ring" in shown and "busrl stop" in shown
+    scripted.finish()
+    scripted.wait()
+    assert "is there" not in status(scripted.root)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_shared_memory_of_another_user_is_named_with_a_way_out() -> None:
+    name = f"busrl.test.{os.getpid()}.ring"
+    weights = SHM / f"{name.removesuffix('.ring')}.weights"
+    weights.touch()
+    os.seteuid(65534)
+    try:
+        with pytest.raises(UserError, match=f"{weights} can not be removed: it belongs to user 0, not to you .65534."):
+            unlink_segments(name)
+    finally:
+        os.seteuid(0)
+    unlink_segments(name)
+    assert not weights.exists()
+
+
+def test_a_byte_that_is_no_fate_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path)
+    fates = Fates(str(paths.fates), create=True)
+    fates.store(3, "D")
+    with open(paths.fates, "r+b") as file:
+        file.seek(70)
+        file.write(b"V")  # a fate, but of a validation sample
+    Fates(str(paths.validate_fates), create=True)
+    with pytest.raises(UserError, match=r"fates.bin: byte 70 is 86, which is no fate there.*remove it"):
+        put_back(paths)
+    assert fates.get(3) == ord("D") and not paths.draws.exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"run": 5}', '{"run": {}, "workers": [1]}'])
+def test_status_of_a_living_run_needs_none_of_its_files_but_run_json(scripted, text: str) -> None:
+    scripted.start({"learner": "learner"})
+    pid = scripted.ready("learner")
+    whole = scripted.paths.topology.read_bytes()
+    scripted.paths.topology.write_text(text)
+    scripted.paths.gateway.write_text(text)
+    scripted.paths.errors.mkdir()
+    info = json.loads(scripted.paths.run_json.read_text())
+    scripted.paths.run_json.write_text(json.dumps({**info, "started": "today"}))
+    shown = status(scripted.root)
+    assert "running" in shown and f"pid {pid}" in shown and "step 0/" in shown
+    scripted.paths.errors.rmdir()
+    scripted.paths.topology.write_bytes(whole)
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
