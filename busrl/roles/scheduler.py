@@ -28,8 +28,9 @@ from busrl.roles.limits import admission_limits
 from busrl.roles.trajectory import seq_of
 from busrl.scheduling.credit import Admission, Room, kept_back
 from busrl.scheduling.groups import GroupScanner, GroupView, slot_priority, uid_of
-from busrl.scheduling.policy import LearnerState, make_policy
+from busrl.scheduling.policy import make_policy
 from busrl.scheduling.predictors import Candidate
+from busrl.scheduling.strength import LearnerState
 
 log = logging.getLogger("busrl")
 CLS_TRAIN, CLS_VALIDATE = 0, 1

@@ -30,13 +30,14 @@ KEYWORDS: Mapping[str, float] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
-    """A group that may be opened: its draw, the text of its prompt, and the limit of its answers."""
+    """A group that may be opened: its draw, the text of its prompt, the limit of its answers, and its task's tag."""
 
     draw: int
     prompt: str
     max_new_tokens: int
+    tag: str = ""
 
 
 class Predictor(Protocol):
@@ -48,8 +49,8 @@ class Predictor(Protocol):
         """One number per candidate, in their order."""
         ...
 
-    def observe(self, candidate: Candidate, tokens: int) -> None:
-        """A finished answer: what was predicted about, and its real length."""
+    def observe(self, finished: Sequence[tuple[Candidate, int]]) -> None:
+        """Finished answers: what was predicted about, and the real length of one member, each."""
         ...
 
 
@@ -78,7 +79,7 @@ class RulesPredictor:
         limit = np.fromiter((c.max_new_tokens for c in candidates), np.float64, len(candidates))
         return np.clip(raw, 1.0, np.maximum(1.0, limit))
 
-    def observe(self, candidate: Candidate, tokens: int) -> None:
+    def observe(self, finished: Sequence[tuple[Candidate, int]]) -> None:
         """Rules do not learn."""
 
     def _score(self, prompt: str) -> float:
