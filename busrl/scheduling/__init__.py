@@ -13,8 +13,8 @@ from busrl.scheduling.fifo import Fifo
 from busrl.scheduling.groups import NOT_STARTED, UNKNOWN, GroupScanner, GroupView, Todo, slot_priority, uid_of
 from busrl.scheduling.inflight import Record
 from busrl.scheduling.limits import Limits, derive
-from busrl.scheduling.plan import Action, Claim, Fire, LearnerPlan, SetAside, Wait
 from busrl.scheduling.ordered import Ljf, Sjf
+from busrl.scheduling.plan import Action, Claim, Fire, LearnerPlan, SetAside, Wait
 from busrl.scheduling.policy import POLICIES, Policy, make_policy
 from busrl.scheduling.predictors import Candidate, Predictor, RulesPredictor, kendall_tau, make_predictor
 from busrl.scheduling.staleness import Staleness, Verdict, age
