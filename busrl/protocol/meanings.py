@@ -17,6 +17,7 @@ MEANINGS: Final[dict[str, str]] = {
     # a slot and its sample
     "worker_id": "Name of the worker, as in topics.",
     "capacity": "How many tasks more it could begin now.",
+    "rows": "How many tasks it runs at once when it is full; 0 = not said.",
     "slot_id": "Index of the slot in the ring.",
     "seq": "`seq` of the slot's control word when this was said (36 bits).",
     "uid": "The sample. Bit 62 is set for validation.",

@@ -49,6 +49,7 @@ class TaskRequest(Message, tag="TASK_REQUEST"):
 
     worker_id: Name
     capacity: Count = 1
+    rows: Count = 0
 
 
 # scheduler -> actor

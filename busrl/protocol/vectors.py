@@ -45,8 +45,8 @@ ARRAYS: Final = {
     "logprobs": _array("float32", [-0.125, -0.5, 0.0, -0.25]), "versions": _array("uint32", [12, 12, 12, 12]),
 }  # fmt: skip
 TYPICAL: Final[dict[str, Any]] = {
-    "worker_id": "rollout-0", "capacity": 8, "slot_id": 17, "seq": 41, "uid": 1289, "count": 3, "version": 12,
-    "prompt": "", "step": 12, "round": 12, "samples": 64, "groups": 8, "role": "rollout", "pid": 4711,
+    "worker_id": "rollout-0", "capacity": 8, "rows": 64, "slot_id": 17, "seq": 41, "uid": 1289, "count": 3,
+    "version": 12, "prompt": "", "step": 12, "round": 12, "samples": 64, "groups": 8, "role": "rollout", "pid": 4711,
     "host": "node-1", "index": 5, "activity": "compile", "last_seqs": {"TASK_REQUEST/": 7, "HEARTBEAT/": 31},
     "token": "8f1d0c5e", "reason": "all steps are done", "drain_s": 10.0, "severity": "warning", "where": "reward",
     "text": "sample 1289 raised", "traceback": "", "transport": "shm", "nbytes": 1_048_576, "epoch": 2,

@@ -14,6 +14,7 @@ policies, triggers or how the arrays came about.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -294,6 +295,20 @@ class _Cells:
         slots[:, 0][~self.rewarded | self.rerolled] = -1
         slots[:, 1][~self.rewarded | ~self.rerolled] = -1
         return slots
+
+
+def in_a_row(todo: Iterable[Todo]) -> Iterator[tuple[Todo, int]]:
+    """Members whose uids follow each other, as the first of them and how many: what one dispatch can put."""
+    first, count = None, 0
+    for one in todo:
+        if first is not None and one[:3] == (first.uid + count, first.draw, first.attempt):
+            count += 1
+            continue
+        if first is not None:
+            yield first, count
+        first, count = one, 1
+    if first is not None:
+        yield first, count
 
 
 def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,14 @@ class Predictor(Protocol):
         """Finished answers: what was predicted about, and the real length of one member, each."""
         ...
 
+    def state(self) -> dict[str, Any]:
+        """All that was learned, as plain data: numbers, strings, lists, dicts with string keys, NumPy arrays."""
+        ...
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave. ValueError or KeyError if it does not fit; nothing is changed then."""
+        ...
+
 
 class RulesPredictor:
     """Prompt length, digits and weighted keywords; needs no data, so it is what a run starts with."""
@@ -80,7 +88,13 @@ class RulesPredictor:
         return np.clip(raw, 1.0, np.maximum(1.0, limit))
 
     def observe(self, finished: Sequence[tuple[Candidate, int]]) -> None:
-        """Rules do not learn."""
+        """Rules do not learn,"""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """and there is nothing to take over."""
 
     def _score(self, prompt: str) -> float:
         found = set(self._words.findall(prompt.lower()))  # a word counts once, however often it is said
