@@ -82,7 +82,7 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "WEIGHTS_PUBLISHED": "version step transport",
         "VALIDATION_STARTED": "round version samples",
         "VALIDATION_DONE": "round version samples mean mixed",
-        "SCHEDULER_STATE": "admitted open_groups free credit waiting values",
+        "SCHEDULER_STATE": "admitted open_groups queued free credit waiting values",
         "HELLO": "role pid host index",
         "HEARTBEAT": "role activity last_seqs",
         "GOODBYE": "reason",
@@ -106,6 +106,9 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "Tensor": "dtype shape data",
         "Task": "task slot_id seq uid record segment attempt max_new_tokens temperature top_p version completion"
         " tensors",
+    },
+    "1.2": {
+        "TASK_REQUEST": "rows",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone

@@ -17,6 +17,7 @@ MEANINGS: Final[dict[str, str]] = {
     # a slot and its sample
     "worker_id": "Name of the worker, as in topics.",
     "capacity": "How many tasks more it could begin now.",
+    "rows": "How many tasks it runs at once when it is full; 0 = not said.",
     "slot_id": "Index of the slot in the ring.",
     "seq": "`seq` of the slot's control word when this was said (36 bits).",
     "uid": "The sample. Bit 62 is set for validation.",
@@ -45,6 +46,7 @@ MEANINGS: Final[dict[str, str]] = {
     # scheduler
     "admitted": "Groups admitted so far.",
     "open_groups": "Groups in flight.",
+    "queued": "Slots waiting for a worker; 0 = not said.",
     "free": "Free slots.",
     "credit": "Groups that may be opened now.",
     "waiting": "What it waits for, in words.",

@@ -50,6 +50,7 @@ class TaskRequest(Message, tag="TASK_REQUEST"):
 
     worker_id: Name
     capacity: Count = 1
+    rows: Count = 0
 
 
 # scheduler -> actor
@@ -145,10 +146,11 @@ class ValidationDone(Message, tag="VALIDATION_DONE"):
 
 
 class SchedulerState(Message, tag="SCHEDULER_STATE"):
-    """What the scheduler sees: counts are of groups, `free` of slots; `waiting` says for what it waits."""
+    """What the scheduler sees: counts are of groups, `queued` and `free` of slots; `waiting` says for what it waits."""
 
     admitted: Count = 0
     open_groups: Count = 0
+    queued: Count = 0
     free: Count = 0
     credit: Count = 0
     waiting: Text = ""

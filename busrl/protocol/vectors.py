@@ -46,14 +46,14 @@ ARRAYS: Final = {
     "logprobs": _array("float32", [-0.125, -0.5, 0.0, -0.25]), "versions": _array("uint32", [12, 12, 12, 12]),
 }  # fmt: skip
 TYPICAL: Final[dict[str, Any]] = {
-    "worker_id": "rollout-0", "capacity": 8, "slot_id": 17, "seq": 41, "uid": 1289, "count": 3, "version": 12,
-    "step": 12, "round": 12, "samples": 64, "groups": 8, "role": "rollout", "pid": 4711,
+    "worker_id": "rollout-0", "capacity": 8, "rows": 64, "slot_id": 17, "seq": 41, "uid": 1289, "count": 3,
+    "version": 12, "step": 12, "round": 12, "samples": 64, "groups": 8, "role": "rollout", "pid": 4711,
     "host": "node-1", "index": 5, "activity": "compile", "last_seqs": {"TASK_REQUEST/": 7, "HEARTBEAT/": 31},
     "token": "8f1d0c5e", "reason": "all steps are done", "drain_s": 10.0, "severity": "warning", "where": "reward",
     "text": "sample 1289 raised", "traceback": "", "transport": "shm",
     "waiting": "credit", "mean": 0.8125,
     "reward": 0.75, "entropy": 1.5, "metrics": {"loss": 0.25}, "values": {"credit": 4.0}, "status": "generated",
-    "admitted": 96, "open_groups": 12, "free": 128, "credit": 4, "age_mean": 1.25,
+    "admitted": 96, "open_groups": 12, "queued": 30, "free": 128, "credit": 4, "age_mean": 1.25,
     "life": 1_700_000_000_000, "req": 3, "task": TASK, "holding": [TASK], "lost": [TASK], "finish": 1, "done": True,
     "drop": "raised", "parts": {"length": 0.5}, "lease_s": 20.0, "max_capacity": 1024, "max_message_bytes": LIMIT,
     "max_prompt_tokens": 64, "seed": 0, "model": "/models/sort", "prompt_key": "prompt", "answer_key": "answer",

@@ -124,7 +124,8 @@ class Rollout(Actor):
         now = time.monotonic()
         if now >= self._next_request:
             self._next_request = now + REQUEST_EVERY_S
-            self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=self.engine.capacity - self.engine.active))
+            rows, active = self.engine.capacity, self.engine.active
+            self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=rows - active, rows=rows))
 
     # -- weights ------------------------------------------------------------------------------------------------
 

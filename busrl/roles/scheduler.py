@@ -5,7 +5,8 @@ worker that asked). Consumes prompts and learner states; waits for credit, unblo
 are made by `busrl.scheduling`; this loop feeds them and carries them out. Knows nothing of tokens.
 
 Invariants:
-- A member of an open group is dispatched before any new group, so that no group stays half open.
+- A member of an open group is dispatched before any new group, so that no group stays half open; but siblings of a
+  probe wait while it is generated (`busrl.scheduling.probes`).
 - A group is opened only under the group credit and while fewer than B are in flight (`busrl.scheduling.credit`).
 - Nothing is remembered that ring and fates do not say: a successor goes on where this process was killed.
 """
@@ -24,12 +25,16 @@ from busrl.errors import DiskFull
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.foresight import Foresight
 from busrl.roles.limits import admission_limits
 from busrl.roles.trajectory import seq_of
 from busrl.scheduling.credit import Admission, Room, kept_back
-from busrl.scheduling.groups import GroupScanner, GroupView, slot_priority, uid_of
-from busrl.scheduling.policy import LearnerState, make_policy
+from busrl.scheduling.groups import GroupScanner, GroupView, in_a_row, uid_of
 from busrl.scheduling.predictors import Candidate
+from busrl.scheduling.probes import Probes
+from busrl.scheduling.rows import Rows
+from busrl.scheduling.strength import LearnerState
+from busrl.topology.resolve import in_flight
 
 log = logging.getLogger("busrl")
 CLS_TRAIN, CLS_VALIDATE = 0, 1
@@ -38,6 +43,7 @@ STATE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 PREDECESSOR_LOOK_S = 0.02
 WORKER_FORGOTTEN_S = 10.0
+PROBING_TICK_S = 0.02  # an ended probe is seen after this: its siblings may be what rows are waiting for
 
 
 class Scheduler(Actor):
@@ -53,11 +59,13 @@ class Scheduler(Actor):
         limits = admission_limits(self.topology)
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)
-        scheduler = self.topology.scheduler
-        self.policy = make_policy(scheduler.policy, derived.horizon, scheduler.predictor, scheduler.aging)
-        self.workers: dict[str, float] = {}  # worker id -> when it last asked
+        self.foresight = Foresight(self.topology, self.paths, self.stream, lambda text: self.warn("scheduler", text))
+        self.policy = self.foresight.policy
+        self.probes = Probes(derived.W if self.topology.scheduler.probe else 0)
+        self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
         self.bell = Doorbell()
         self.room = Room(0, "starting")
+        self.held = 0  # groups that wait for their probes
         self._next_state = self._next_look = 0.0
         self._signs_seen: tuple[int, ...] = ()
         self._reap_predecessor()
@@ -65,9 +73,12 @@ class Scheduler(Actor):
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.TaskRequest):
-            self.workers[message.worker_id] = time.monotonic()
+            self.rows.announce(message.worker_id, max(message.rows, message.capacity), time.monotonic())
         elif isinstance(message, m.LearnerStateUpdate):
             self.policy.feedback(LearnerState(message.step, message.entropy))
+
+    def idle(self, timeout_s: float) -> None:
+        super().idle(min(timeout_s, PROBING_TICK_S) if self.probes.on else timeout_s)
 
     def step(self) -> bool:
         """Dispatch all that may be dispatched now; nothing is left to do then until a message or the next tick."""
@@ -78,9 +89,9 @@ class Scheduler(Actor):
             return False
         self._signs_seen, self._next_look = signs, now + LOOK_EVERY_S
         view = self.scan(self.scanner)
+        self.foresight.look(view, self.lines, self.rows.total(view.generating))
         try:
-            self._finish_open(view)
-            self._open_new(view, self.lines)
+            self._dispatch_all(view)
         except DiskFull as problem:
             self._wait_for_disk(problem)
             return False
@@ -88,31 +99,43 @@ class Scheduler(Actor):
         return False
 
     def _signs(self) -> tuple[int, ...]:
-        """What must change before there is anything to dispatch: a slot came free, or the learner got on.
+        """What must change before there is anything to dispatch: a slot came free, a probe ended, the learner got on.
 
         Read before the scan: what happens during it shows at the next pass. They save looks; LOOK_EVERY_S bounds what
         a sign that is missed may cost.
         """
         words = ("step", "version", "unpublished_groups")
-        return (self.ring.transitions(State.FREE), *(self.ring.header(word) for word in words))
+        ended = self.ring.transitions(State.GENERATED) if self.probes.on else 0
+        return (self.ring.transitions(State.FREE), ended, *(self.ring.header(word) for word in words))
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
-    def _finish_open(self, view: GroupView) -> int:
-        """Members of open groups: missing ones after a crash, and re-rolls. Always allowed while a slot is free."""
+    def _dispatch_all(self, view: GroupView) -> None:
+        held = self.probes.held(view, self.ring.header("next_admission"))
+        sent = self._finish_open(view, ~held)
+        sent += self._open_new(view, self.lines)
+        if held.any():
+            idle = self.rows.total(view.generating) - view.generating - view.queued - sent
+            self._finish_open(view, self.probes.released(view, held, idle))
+        self.held = int(held.sum())
+
+    def _finish_open(self, view: GroupView, groups: np.ndarray) -> int:
+        """Members of open groups: missing ones after a crash, siblings of probes, re-rolls. Allowed while a slot is
+        free: the group credit keeps them back."""
         sent = 0
-        for todo in view.todo:
+        for todo, members in in_a_row(view.todo_of(groups)):
             index = todo.admission if todo.admission >= 0 else self._newest_index()
-            if not self._put(todo.uid, todo.member, 1, self._fields(todo.draw, index)):
+            done = self._put(todo.uid, todo.member, members, self._fields(todo.draw, index))
+            sent += done
+            if done < members:
                 break
-            sent += 1
         return sent
 
     def _open_new(self, view: GroupView, lines: np.ndarray) -> int:
         self.room = self._room(view, lines)
         if self.room.groups <= 0:
             return 0
-        self._offer(view)
+        self.foresight.offer(view, self.room.groups)
         sent = 0
         for _ in range(self.room.groups):
             candidate = self.policy.next()
@@ -133,16 +156,12 @@ class Scheduler(Actor):
             reserve=kept_back(self.topology.derived.val_reserve, validating),
         )
 
-    def _offer(self, view: GroupView) -> None:
-        missing = self.policy.missing(view.unopened(self.policy.horizon + self.room.groups))
-        if missing:
-            tokens = self.topology.generation.max_new_tokens
-            self.policy.offer([Candidate(draw, self.stream.prompt(self.stream.item(draw)), tokens) for draw in missing])
-
     def _open_group(self, candidate: Candidate) -> int:
-        """Dispatch all members; one that finds no slot is dispatched by the next scan, before any new group."""
-        draw, index = candidate.draw, self.ring.header("next_admission")
-        sent = self._put(uid_of(draw, 0, 0, self.group_size), 0, self.group_size, self._fields(draw, index))
+        """Dispatch all members, or the probe; one that finds no slot is dispatched by the next scan, before any new
+        group."""
+        draw, index, probe = candidate.draw, self.ring.header("next_admission"), self.probes.on
+        members = 1 if probe else self.group_size
+        sent = self._put(uid_of(draw, 0, 0, self.group_size), 0, members, self._fields(draw, index, probe))
         if sent:
             # After its members: who sees the index counted finds the whole group in the ring.
             self.ring.set_header("next_admission", index + 1)
@@ -155,14 +174,14 @@ class Scheduler(Actor):
         """
         return max(0, self.ring.header("next_admission") - 1)
 
-    def _fields(self, draw: int, index: int) -> dict[str, Any]:
+    def _fields(self, draw: int, index: int, probe: bool = False) -> dict[str, Any]:
         """What the members of a group have in common."""
         generation, item = self.topology.generation, self.stream.item(draw)
         return {
             "group": draw, "admission": index, "group_size": self.group_size, "cls": CLS_TRAIN, "task": item.line,
-            "prompt_crc": item.crc, "priority": slot_priority(index), "max_new_tokens": generation.max_new_tokens,
-            "temperature": generation.temperature, "top_p": generation.top_p,
-            "version": self.ring.header("version"), "step": self.ring.header("version_step"),
+            "prompt_crc": item.crc, "priority": self.policy.priority(draw, index, probe),
+            "max_new_tokens": generation.max_new_tokens, "temperature": generation.temperature,
+            "top_p": generation.top_p, "version": self.ring.header("version"), "step": self.ring.header("version_step"),
         }  # fmt: skip
 
     def _put(self, uid: int, member: int, members: int, fields: dict[str, Any]) -> int:
@@ -179,16 +198,17 @@ class Scheduler(Actor):
     def _announce(self, view: GroupView) -> None:
         """One coalesced doorbell to each worker that asked lately; nobody has to have heard it."""
         now = time.monotonic()
-        self.workers = {name: seen for name, seen in self.workers.items() if now - seen < WORKER_FORGOTTEN_S}
+        workers = self.rows.workers(now)
         message = self.bell.take()
         if isinstance(message, m.NewTask):
-            for name in self.workers:
+            for name in workers:
                 self.bus.send(m.NewTask(
                     worker_id=name, slot_id=message.slot_id, seq=message.seq, uid=message.uid, count=message.count
                 ), name)  # fmt: skip
         if now >= self._next_state:
             self._next_state = now + STATE_EVERY_S
             self._publish_state(view)
+        self.foresight.keep(now)
 
     def _publish_state(self, view: GroupView) -> None:
         waiting = self.room.reason + (f" (group {self.room.group})" if self.room.group is not None else "")
@@ -199,8 +219,22 @@ class Scheduler(Actor):
                 free=view.free_slots,
                 credit=max(0, self.room.groups),
                 waiting=waiting,
+                queued=view.queued,
+                values=self._values(view),
             )
         )
+
+    def _values(self, view: GroupView) -> dict[str, float]:
+        """What policy, probes and predictor tell; nothing under fifo."""
+        found = self.foresight.told()
+        if found:
+            found["rows"] = self.rows.total(view.generating)
+        if self.probes.on:
+            found["probing"] = self.held
+        return found
+
+    def teardown(self) -> None:
+        self.foresight.close()
 
     # -- trouble ------------------------------------------------------------------------------------------------
 

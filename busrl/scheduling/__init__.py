@@ -7,19 +7,26 @@ scheduler role: GroupScanner -> GroupView -> Admission.room -> Policy.next ; Gro
 learner role:   GroupScanner -> GroupView -> LearnerPlan.decide -> SetAside | Claim | Fire | Wait
 """
 
+from busrl.scheduling.adaptive import Adaptive
 from busrl.scheduling.credit import Admission, Room, kept_back, may_open_group, reserve_room
+from busrl.scheduling.fifo import Fifo
 from busrl.scheduling.groups import NOT_STARTED, UNKNOWN, GroupScanner, GroupView, Todo, slot_priority, uid_of
+from busrl.scheduling.inflight import Record
 from busrl.scheduling.limits import Limits, derive
+from busrl.scheduling.ordered import Ljf, Sjf
 from busrl.scheduling.plan import Action, Claim, Fire, LearnerPlan, SetAside, Wait
-from busrl.scheduling.policy import Fifo, LearnerState, Policy, Sjf, make_policy
+from busrl.scheduling.policy import POLICIES, Policy, make_policy
 from busrl.scheduling.predictors import Candidate, Predictor, RulesPredictor, kendall_tau, make_predictor
 from busrl.scheduling.staleness import Staleness, Verdict, age
+from busrl.scheduling.strength import LearnerState
 from busrl.scheduling.trigger import Cause, Moment, Trigger
 
 __all__ = [
     "NOT_STARTED",
+    "POLICIES",
     "UNKNOWN",
     "Action",
+    "Adaptive",
     "Admission",
     "Candidate",
     "Cause",
@@ -31,9 +38,11 @@ __all__ = [
     "LearnerPlan",
     "LearnerState",
     "Limits",
+    "Ljf",
     "Moment",
     "Policy",
     "Predictor",
+    "Record",
     "Room",
     "RulesPredictor",
     "SetAside",

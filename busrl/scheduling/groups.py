@@ -14,6 +14,7 @@ policies, triggers or how the arrays came about.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 
-FREE, RESERVED, QUEUED, GENERATING, REWARDED, TRAINING = 0, 1, 2, 3, 6, 7  # slot states of the ring
+FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDED, TRAINING = 0, 1, 2, 3, 4, 6, 7  # slot states of the ring
 FIELDS = ("state", "segs", "uid", "admission", "step", "reward")  # of a line, beside its class
 CLS_TRAIN = 0
 VALIDATE_BIT = 1 << 62
@@ -69,8 +70,9 @@ class GroupView:
     resolved: Bools
     usable: Bools
     closed_by: Bytes  # fate of a member that ended the group (trained, or set aside by a rule), 0 if there is none
-    todo: tuple[Todo, ...]
     free_slots: int
+    queued: int  # slots of any class that wait for a worker
+    generating: int  # slots of any class that a worker has a row for
     _cells: _Cells
     _keep: Ints  # our groups among those of the cells
     _unopened: Ints
@@ -80,6 +82,26 @@ class GroupView:
     def flat(self) -> Bools:
         """All survivors have the same reward. (Computed when asked for: only a learner wants to know.)"""
         return self._cells.flat()[self._keep]
+
+    @cached_property
+    def todo(self) -> tuple[Todo, ...]:
+        """Members to dispatch, groups in admission order (new ones last)."""
+        return self.todo_of(np.ones(len(self), np.bool_))
+
+    def todo_of(self, groups: Bools) -> tuple[Todo, ...]:
+        """`todo` of those groups for which `groups` is true."""
+        due = self._cells.due[self._keep] & groups[:, None, None]
+        found = [
+            Todo(uid_of(int(self.draws[g]), int(t), int(m), self.group_size), int(self.draws[g]), int(t), int(m),
+                 int(self.admission[g]))
+            for g, t, m in zip(*np.nonzero(due))
+        ]  # fmt: skip
+        return tuple(sorted(found, key=lambda t: (t.admission == UNKNOWN, t.admission, t.uid)))
+
+    @cached_property
+    def probing(self) -> Bools:
+        """Only the first member was ever dispatched, and it is still being generated: a probe, if there are probes."""
+        return self._cells.probing()[self._keep]
 
     @cached_property
     def _slots(self) -> npt.NDArray[np.int32]:
@@ -112,8 +134,13 @@ class GroupView:
 
     def unopened(self, count: int) -> list[int]:
         """The next `count` draws of the loader that have no fate yet, in order."""
-        found = self._unopened[:count].tolist()
-        return [*found, *range(self._high, self._high + count - len(found))]
+        found: list[int] = self.unopened_draws(count).tolist()
+        return found
+
+    def unopened_draws(self, count: int) -> Ints:
+        """`unopened` as an array: with a horizon of 100,000 draws a list would cost more than all the rest."""
+        found = self._unopened[:count]
+        return np.concatenate((found, np.arange(self._high, self._high + count - len(found))))
 
 
 class GroupScanner:
@@ -124,7 +151,7 @@ class GroupScanner:
         self.group_size, self.cls = group_size, cls
         self.g_min = least_survivors(group_size)
         self._width = 2 * group_size
-        self._low = self._high = 0
+        self._low = self._high = self._queued = self._generating = 0
         self._look = max(1, horizon)
         self._admissions: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
         self._raise_high(max(LOOKAHEAD, horizon))
@@ -133,6 +160,7 @@ class GroupScanner:
         """The view that follows from a copy of the ring's lines and from the fates as they are now."""
         state = lines["state"]
         free_slots = len(lines) - int(np.count_nonzero(state))
+        self._queued, self._generating = (int(np.count_nonzero(state == one)) for one in (QUEUED, GENERATING))
         # A RESERVED line may still show its last tenant; what counts of it, the fate, is read from the fates.
         picked = np.flatnonzero((state > RESERVED) & (lines["cls"] == self.cls) & (lines["uid"] < VALIDATE_BIT))
         # Field by field: indexing whole structured lines costs as much as all the rest together.
@@ -175,8 +203,9 @@ class GroupScanner:
             resolved=c.resolved[keep],
             usable=c.usable(self.g_min)[keep],
             closed_by=c.closed_by[keep],
-            todo=self._todo(c.due[keep], draws, admission),
             free_slots=free_slots,
+            queued=self._queued,
+            generating=self._generating,
             _cells=c,
             _keep=keep,
             _unopened=low + np.flatnonzero(~c.opened),
@@ -194,14 +223,6 @@ class GroupScanner:
         filled = [a if a != UNKNOWN else before.get(d, UNKNOWN) for d, a in zip(draws.tolist(), seen.tolist())]
         self._admissions = draws, np.array(filled, np.int64)
         return self._admissions[1]
-
-    def _todo(self, due: Bools, draws: Ints, admission: Ints) -> tuple[Todo, ...]:
-        """Members to dispatch, groups in admission order (new ones last)."""
-        found = [
-            Todo(int((draws[g] * 2 + t) * self.group_size + m), int(draws[g]), int(t), int(m), int(admission[g]))
-            for g, t, m in zip(*np.nonzero(due))
-        ]
-        return tuple(sorted(found, key=lambda t: (t.admission == UNKNOWN, t.admission, t.uid)))
 
 
 class _Cells:
@@ -232,7 +253,7 @@ class _Cells:
         self.finished = self.resolved & ~live
         self.survivors = self.rewarded.sum(1)
         self.training = (self.rewarded & (now == TRAINING)).sum(1)
-        self.closed, self.rerolled = closed, rerolled
+        self.closed, self.rerolled, self.now = closed, rerolled, now
         self._per_group()
 
     def _spread(self, values: npt.NDArray[Any], fill: float, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -256,6 +277,11 @@ class _Cells:
         enough: Bools = self.resolved & ~self.closed & (self.survivors >= g_min)
         return enough
 
+    def probing(self) -> Bools:
+        rest = self.due[:, 0, 1:].all(1)
+        alone: Bools = self.running[:, 0] & (self.now[:, 0] < GENERATED) & ~self.rerolled[:, 0] & rest
+        return alone
+
     def flat(self) -> Bools:
         both = self._spread(self.own["reward"], 0.0, np.float64)
         reward = np.where(self.rerolled, both[:, 1], both[:, 0])
@@ -269,6 +295,20 @@ class _Cells:
         slots[:, 0][~self.rewarded | self.rerolled] = -1
         slots[:, 1][~self.rewarded | ~self.rerolled] = -1
         return slots
+
+
+def in_a_row(todo: Iterable[Todo]) -> Iterator[tuple[Todo, int]]:
+    """Members whose uids follow each other, as the first of them and how many: what one dispatch can put."""
+    first, count = None, 0
+    for one in todo:
+        if first is not None and one[:3] == (first.uid + count, first.draw, first.attempt):
+            count += 1
+            continue
+        if first is not None:
+            yield first, count
+        first, count = one, 1
+    if first is not None:
+        yield first, count
 
 
 def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,14 @@ KEYWORDS: Mapping[str, float] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
-    """A group that may be opened: its draw, the text of its prompt, and the limit of its answers."""
+    """A group that may be opened: its draw, the text of its prompt, the limit of its answers, and its task's tag."""
 
     draw: int
     prompt: str
     max_new_tokens: int
+    tag: str = ""
 
 
 class Predictor(Protocol):
@@ -48,8 +49,16 @@ class Predictor(Protocol):
         """One number per candidate, in their order."""
         ...
 
-    def observe(self, candidate: Candidate, tokens: int) -> None:
-        """A finished answer: what was predicted about, and its real length."""
+    def observe(self, finished: Sequence[tuple[Candidate, int]]) -> None:
+        """Finished answers: what was predicted about, and the real length of one member, each."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """All that was learned, as plain data: numbers, strings, lists, dicts with string keys, NumPy arrays."""
+        ...
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave. ValueError or KeyError if it does not fit; nothing is changed then."""
         ...
 
 
@@ -78,8 +87,14 @@ class RulesPredictor:
         limit = np.fromiter((c.max_new_tokens for c in candidates), np.float64, len(candidates))
         return np.clip(raw, 1.0, np.maximum(1.0, limit))
 
-    def observe(self, candidate: Candidate, tokens: int) -> None:
-        """Rules do not learn."""
+    def observe(self, finished: Sequence[tuple[Candidate, int]]) -> None:
+        """Rules do not learn,"""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """and there is nothing to take over."""
 
     def _score(self, prompt: str) -> float:
         found = set(self._words.findall(prompt.lower()))  # a word counts once, however often it is said

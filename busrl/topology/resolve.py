@@ -57,7 +57,7 @@ def resolve(topology: Topology, looked: Looked) -> Resolved:
         slot_bytes=slot_bytes, task_bytes=looked.task_bytes,
         train_prompts=looked.train_prompts, validation_prompts=looked.validation_prompts if rounds else 0,
         ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
-        explain=(*bounds.explain(), slots_text, bytes_text),
+        explain=(*bounds.explain(), _order(topology), slots_text, bytes_text),
     )  # fmt: skip
     return Resolved(derived, tuple(found))
 
@@ -74,6 +74,18 @@ def _limits(topology: Topology, found: list[Finding]) -> limits.Limits:
     found.extend(Finding(keys, text, "") for text in bounds.problems())
     found.extend(Finding(keys, text, "", warning=True) for text in bounds.warnings())
     return bounds
+
+
+def _order(topology: Topology) -> str:
+    """How far the order of dispatch may depart from the order drawn."""
+    scheduler, n_min = topology.scheduler, topology.learner.trigger.n_min
+    if scheduler.policy == "fifo":
+        return "prompts are dispatched in the order drawn (fifo)"
+    horizon = scheduler.horizon or 2 * n_min
+    if scheduler.policy == "adaptive" and topology.weights.mode == "sync":
+        return f"adaptive: the n_min = {n_min} draws of a round, longest first"
+    text = f"a prompt waits for at most 2H - 2 = {2 * horizon - 2} others"
+    return f"{scheduler.policy} reorders within H = {horizon} draws: {text}"
 
 
 def _slots(topology: Topology, bounds: limits.Limits, reserve: int, found: list[Finding]) -> tuple[int, str]:

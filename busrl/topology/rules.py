@@ -115,6 +115,21 @@ def _forced_age(t: Topology) -> Iterator[Finding]:
         yield Finding(("learner.forced_age",), rule, "0 for real training", warning=True)
 
 
+def _scheduler(t: Topology) -> Iterator[Finding]:
+    scheduler, n_min = t.scheduler, t.learner.trigger.n_min
+    ordered = scheduler.policy != "fifo"
+    if scheduler.probe and not ordered:
+        rule = "a probe tells how long its siblings will be, and fifo does not ask: they would only come later"
+        yield Finding(("scheduler.probe", "scheduler.policy"), rule, 'probe = false, or policy = "adaptive"')
+    if ordered and scheduler.horizon == 1:
+        rule = f"{scheduler.policy} has nothing to choose from within a horizon of one draw"
+        yield Finding(("scheduler.horizon", "scheduler.policy"), rule, f"0 for 2 x n_min = {2 * n_min}, or more")
+    elif scheduler.policy == "adaptive" and t.weights.mode == "sync" and 0 < scheduler.horizon < n_min:
+        rule = f"adaptive sorts a whole round, which has n_min = {n_min} draws"
+        keys = ("scheduler.horizon", "scheduler.policy", "weights.mode", "learner.trigger.n_min")
+        yield Finding(keys, rule, f"set it to {n_min} or more, or 0 for 2 x n_min")
+
+
 PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
 FILLED_AT_START = ("{run_dir}", "{name}")
 FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")
@@ -244,4 +259,6 @@ def _named(key: str, given: Iterable[str], known: Sequence[str], what: str) -> I
             yield Finding((key,), f"there is no {what} {name!r}", remedy)
 
 
-CHECKS: tuple[Check, ...] = (_run, _loss, _trigger, _weights, _reward, _validation, _bus, _processes, _faults)
+CHECKS: tuple[Check, ...] = (
+    _run, _loss, _trigger, _weights, _scheduler, _reward, _validation, _bus, _processes, _faults
+)  # fmt: skip

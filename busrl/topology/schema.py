@@ -99,11 +99,14 @@ class Ring:
 class Scheduler:
     """[scheduler]: which prompt next."""
 
-    policy: str = key("fifo", "order of dispatch: as drawn, or shortest predicted answer first",
-                      choices=("fifo", "sjf"))  # fmt: skip
+    policy: str = key("fifo", "order of dispatch: as drawn, shortest or longest predicted answer first, or short in a "
+                      "stream and long in a round", choices=("fifo", "sjf", "ljf", "adaptive"))  # fmt: skip
     predictor: str = key("rules", "who predicts the length of an answer", choices=("rules",))
     horizon: int = key(0, "a policy reorders only within this many drawn groups; 0 = 2 x n_min", low=0, high=1 << 20)
     aging: float = key(0.5, "how much waiting raises a prompt's rank, so that nothing starves", low=0, high=1000)
+    tail_share: float = key(0.25, "adaptive, in a stream: share of the workers' rows kept for the longest quarter",
+                            low=0, high=0.9)  # fmt: skip
+    probe: bool = key(False, "one sample of a group first; its siblings follow in the order that its length teaches")
 
 
 @dataclass(frozen=True)

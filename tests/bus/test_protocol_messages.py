@@ -19,7 +19,10 @@ TASK_MAP = {
     "tensors": {"tokens": IDS_MAP},
 }  # fmt: skip
 GOLDEN: list[tuple[m.Message, dict]] = [
-    (m.TaskRequest(worker_id="w-0", capacity=8), {"type": "TASK_REQUEST", "worker_id": "w-0", "capacity": 8}),
+    (
+        m.TaskRequest(worker_id="w-0", capacity=8, rows=64),
+        {"type": "TASK_REQUEST", "worker_id": "w-0", "capacity": 8, "rows": 64},
+    ),
     (
         m.NewTask(worker_id="rollout-0", slot_id=1, seq=2**36 - 1, uid=1 << 62, count=4),
         {"type": "NEW_TASK", "worker_id": "rollout-0", "slot_id": 1, "seq": 2**36 - 1, "uid": 1 << 62, "count": 4},

@@ -29,10 +29,12 @@ from busrl.scheduling import (
     make_policy,
     uid_of,
 )
+from busrl.scheduling.finished import FinishedAnswers
+from busrl.scheduling.probes import Probes
 
 FREE, QUEUED, GENERATING, REWARDED, TRAINING = 0, 2, 3, 6, 7
 LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),
-                 ("reward", "f8")])  # fmt: skip
+                 ("reward", "f8"), ("finish", "u2"), ("response_tokens", "u4"), ("priority", "i4")])  # fmt: skip
 DRAWS = 4096
 
 
@@ -54,13 +56,14 @@ class Table:
         return int(np.count_nonzero(self.lines["state"] == FREE))
 
     def put(self, draw: int, member: int, *, attempt: int = 0, state: int = QUEUED, admission: int | None = None,
-            step: int = 0, reward: float = 0.0, segs: int = 0, cls: int = 0) -> int:  # fmt: skip
+            step: int = 0, reward: float = 0.0, segs: int = 0, cls: int = 0, priority: int = 0) -> int:  # fmt: skip
         """Dispatch a member into the first free slot, already in `state`."""
         slot = int(np.argmin(self.lines["state"] != FREE))
         assert self.lines["state"][slot] == FREE, "the ring is full"
         uid = uid_of(draw, attempt, member, self.group_size)
         self.fates[uid] = ord("D")
-        self.lines[slot] = (state, segs, cls, uid, draw if admission is None else admission, step, reward)
+        index = draw if admission is None else admission
+        self.lines[slot] = (state, segs, cls, uid, index, step, reward, 0, 0, priority)
         return slot
 
     def put_group(self, draw: int, rewards: list[float], **line: int) -> list[int]:
@@ -81,7 +84,8 @@ class ClosedLoop:
     def __init__(self, seed: int, *, mode: str = "batch-async", n_min: int = 4, staleness: int = 2, group_size: int = 4,
                  over_age: str = "wait", streaming: bool = True, policy: str = "fifo", t_max_s: float = float("inf"),
                  accidents: float = 0.05, flats: float = 0.2, deaths: float = 0.02, lag: float = 0.0,
-                 publish_every: int = 1, slots: int = 0, checked: bool = True) -> None:  # fmt: skip
+                 publish_every: int = 1, slots: int = 0, checked: bool = True, probe: bool = False,
+                 rows: int = 0) -> None:  # fmt: skip
         self.random = random.Random(seed)
         self.limits = derive(mode, n_min, staleness, group_size)
         assert not self.limits.problems()
@@ -93,6 +97,7 @@ class ClosedLoop:
         staleness_rule = Staleness(self.limits.max_staleness if checked else None, over_age)
         self.plan = LearnerPlan(self.limits, self.trigger, staleness_rule, streaming=streaming)
         self.publish_every = publish_every
+        self.probes, self.rows = Probes(self.limits.W if probe else 0), rows  # rows 0: any number, taken in any order
         self.next_admission = self.step = self.published = self.unpublished = 0
         self.claimed: list[int] = []
         self.trained: list[int] = []
@@ -105,7 +110,10 @@ class ClosedLoop:
 
     def start_scheduler(self) -> None:
         self.scanner = GroupScanner(self.table.fates, self.table.group_size, horizon=self.horizon)
-        self.policy = make_policy(self.policy_name, self.horizon)
+        rounds = self.limits.n_min if self.limits.sync else 0
+        self.policy = make_policy(self.policy_name, self.horizon, round_groups=rounds, window=self.limits.W,
+                                  group_size=self.limits.group_size)  # fmt: skip
+        self.answers = FinishedAnswers()
 
     def start_learner(self) -> None:
         """A new learner: what the old one had claimed is rewarded again."""
@@ -130,31 +138,52 @@ class ClosedLoop:
 
     def schedule(self) -> bool:
         view = self.scanner.scan(self.table.lines.copy())
-        moved = False
-        for todo in view.todo:
+        self.tell(view)
+        held = self.probes.held(view, self.next_admission)
+        moved = self.finish_open(view, ~held)
+        moved += self.open_groups(view)
+        if held.any():
+            idle = self.rows - view.generating - view.queued - moved
+            moved += self.finish_open(view, self.probes.released(view, held, idle))
+        return moved > 0
+
+    def tell(self, view: GroupView) -> None:
+        """What the policy is told at each look."""
+        self.policy.adopt([prompt_of(draw) for draw in self.policy.unknown(view.draws.tolist())])
+        uids, tokens = self.answers.look(self.table.lines)
+        self.policy.finished((uids // (2 * self.table.group_size)).tolist(), tokens.tolist())
+        self.policy.look(view.draws.tolist(), (view.running + view.due).tolist(), self.rows)
+
+    def finish_open(self, view: GroupView, groups: np.ndarray) -> int:
+        sent = 0
+        for todo in view.todo_of(groups):
             if not self.table.free:
                 break
             admission = max(0, self.next_admission - 1) if todo.admission == UNKNOWN else todo.admission
-            self.table.put(todo.draw, todo.member, attempt=todo.attempt, admission=admission, step=self.published)
-            moved = True
-        return moved or self.open_groups(view)
+            self.table.put(todo.draw, todo.member, attempt=todo.attempt, admission=admission, step=self.published,
+                           priority=self.policy.priority(todo.draw, admission))  # fmt: skip
+            sent += 1
+        return sent
 
-    def open_groups(self, view: GroupView) -> bool:
+    def open_groups(self, view: GroupView) -> int:
         room = self.admission.room(view, unpublished=self.unpublished, next_admission=self.next_admission,
-                                   step=self.step, free=self.table.free)  # fmt: skip
+                                   step=self.step, free=view.free_slots)  # fmt: skip
         missing = self.policy.missing(view.unopened(self.horizon + room.groups))
-        self.policy.offer([Candidate(d, "x" * (d * 7919 % 97), 64) for d in missing])
+        self.policy.offer([prompt_of(draw) for draw in missing])
+        sent = 0
         for _ in range(room.groups):
             candidate = self.policy.next()
             assert candidate is not None
             admission = self.take_admission()
             self.opened.append(candidate.draw)
-            for member in range(self.table.group_size):
-                self.table.put(candidate.draw, member, admission=admission, step=self.published)
+            for member in range(1 if self.probes.on else self.table.group_size):
+                self.table.put(candidate.draw, member, admission=admission, step=self.published,
+                               priority=self.policy.priority(candidate.draw, admission, self.probes.on))  # fmt: skip
+                sent += 1
                 if self.random.random() < self.deaths / 8:
                     self.start_scheduler()  # killed in the middle of a group: a successor finishes it
-                    return True
-        return room.groups > 0
+                    return sent
+        return sent
 
     def take_admission(self) -> int:
         self.next_admission += 1
@@ -166,6 +195,8 @@ class ClosedLoop:
         busy = np.flatnonzero((lines["state"] == QUEUED) | (lines["state"] == GENERATING))
         if straggler is not None:
             busy = busy[lines["uid"][busy] // (2 * self.table.group_size) != straggler]
+        if self.rows:
+            busy = self.within_rows(busy)
         if not len(busy):
             return False
         slot = int(self.random.choice(busy.tolist()))
@@ -178,10 +209,21 @@ class ClosedLoop:
             self.table.end(slot, self.random.choice("PRHMX"))
         else:
             lines["state"][slot] = REWARDED
+            lines["finish"][slot], lines["response_tokens"][slot] = 1, self.random.randint(1, 64)
             draw = int(lines["uid"][slot]) // (2 * self.table.group_size)
             flat = random.Random(draw).random() < self.flats
             lines["reward"][slot] = 1.0 if flat else self.random.random()
         return True
+
+    def within_rows(self, busy: np.ndarray) -> np.ndarray:
+        """What may move when there are `rows` rows: what has one, and the best that waits if one is free."""
+        lines = self.table.lines
+        running = busy[lines["state"][busy] == GENERATING]
+        waiting = busy[lines["state"][busy] == QUEUED]
+        if len(running) >= self.rows or not len(waiting):
+            return running
+        order = np.lexsort((lines["uid"][waiting], lines["admission"][waiting], -lines["priority"][waiting]))
+        return np.append(running, waiting[order[0]])
 
     def learn(self) -> bool:
         """Carry out what the plan says. Publishes every `publish_every` steps, or when nothing is on its way."""
@@ -228,6 +270,10 @@ class ClosedLoop:
 
     def publish(self) -> None:
         self.published, self.unpublished = self.step, 0
+
+
+def prompt_of(draw: int) -> Candidate:
+    return Candidate(draw, "x" * (draw * 7919 % 97), 64)
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling import Candidate, LearnerState, Policy, RulesPredictor, kendall_tau, make_policy, slot_priority
+from busrl.scheduling import (
+    POLICIES,
+    Candidate,
+    LearnerState,
+    Policy,
+    RulesPredictor,
+    kendall_tau,
+    make_policy,
+    slot_priority,
+)
 
 
 def candidate(draw: int, length: int = 10) -> Candidate:
     return Candidate(draw, "x" * length, 4096)
+
+
+def prompt_of(draw: int, lengths: list[int]) -> str:
+    return "x" * lengths[draw % len(lengths)]
 
 
 def supply(policy: Policy, opened: set[int], lengths: list[int]) -> None:
@@ -22,19 +35,22 @@ def supply(policy: Policy, opened: set[int], lengths: list[int]) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(
-    name=st.sampled_from(["fifo", "sjf"]),
+    name=st.sampled_from(POLICIES),
     horizon=st.integers(1, 12),
+    rows=st.integers(0, 40),
+    fails=st.lists(st.booleans(), max_size=40),
     aging=st.sampled_from([0.0, 0.5, 4.0]),
     lengths=st.lists(st.integers(0, 4000), min_size=1, max_size=40),
     entropies=st.lists(st.floats(0, 5), max_size=40),
 )
 def test_no_draw_waits_for_more_than_two_horizons_and_order_stays_within_one(
-    name: str, horizon: int, aging: float, lengths: list[int], entropies: list[float]
+    name: str, horizon: int, rows: int, fails: list[bool], aging: float, lengths: list[int], entropies: list[float]
 ) -> None:
-    policy = make_policy(name, horizon, aging=aging)
+    policy = make_policy(name, horizon, aging=aging, tail_share=0.9, group_size=2, window=4)
     opened: set[int] = set()
     within: dict[int, int] = {}  # draw -> groups opened when it came within the horizon
-    for count in range(80):
+    tries = 0
+    while (count := len(opened)) < 60:
         supply(policy, opened, lengths)
         oldest = next(draw for draw in range(100) if draw not in opened)
         for draw in range(oldest, oldest + horizon):
@@ -42,10 +58,57 @@ def test_no_draw_waits_for_more_than_two_horizons_and_order_stays_within_one(
         chosen = policy.next()
         assert chosen is not None and chosen.draw not in opened
         assert oldest <= chosen.draw < oldest + horizon
+        tries += 1
+        if tries <= len(fails) and fails[tries - 1]:
+            continue  # its dispatch failed: it is offered again, and has lost nothing
         assert count - within[chosen.draw] <= 2 * horizon - 2
         opened.add(chosen.draw)
+        flying = sorted(opened)[-3:]
+        policy.finished(flying[:2], [1 + 13 * count, 300][: len(flying[:2])])
+        policy.look(flying, [2] * len(flying), rows)
         if count < len(entropies):
             policy.feedback(LearnerState(count, entropies[count]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups=st.integers(1, 8), lengths=st.lists(st.integers(0, 400), min_size=1, max_size=40))
+def test_adaptive_opens_the_draws_of_a_round_before_any_other_longest_first(groups: int, lengths: list[int]) -> None:
+    policy = make_policy("adaptive", 2 * groups, round_groups=groups)
+    opened: set[int] = set()
+    order = []
+    for _ in range(5 * groups):
+        supply(policy, opened, lengths)
+        chosen = policy.next()
+        assert chosen is not None
+        order.append(chosen)
+        opened.add(chosen.draw)
+    for start in range(0, len(order), groups):
+        whole = order[start : start + groups]
+        assert sorted(c.draw for c in whole) == list(range(start, start + groups))
+        predicted = RulesPredictor().predict(whole).tolist()
+        assert predicted == sorted(predicted, reverse=True)
+
+
+def test_adaptive_keeps_its_share_of_rows_on_long_groups_and_takes_short_ones_with_the_rest() -> None:
+    lengths = [10] * 7 + [900]
+    policy, opened, long = make_policy("adaptive", 64, tail_share=0.5, group_size=4), list[int](), list[int]()
+    flying: list[int] = []
+    in_use = []
+    for turn in range(400):
+        supply(policy, set(opened), lengths)
+        policy.look(sorted(flying), [4] * len(flying), 32)
+        chosen = policy.next()
+        assert chosen is not None
+        opened.append(chosen.draw)
+        flying.append(chosen.draw)
+        if len(flying) > 8:  # 8 groups of 4 rows; a long one ends only when nothing else runs, or after 40 turns
+            over = [d for d in flying if len(prompt_of(d, lengths)) == 10 or turn - opened.index(d) > 40]
+            flying.remove(over[0] if over else flying[0])
+        in_use.append(sum(4 for d in flying if len(prompt_of(d, lengths)) == 900))
+        long.append(chosen.draw % 8 == 7)
+    middle = in_use[100:300]
+    assert max(middle) <= 20 and sum(middle) / len(middle) > 8, (max(middle), sum(middle) / len(middle))
+    assert policy.told()["tail_reserved"] == 16.0
 
 
 def test_fifo_keeps_the_order_drawn_and_sjf_takes_the_short_ones_first() -> None:

@@ -72,6 +72,13 @@ REFUSED = [
     ("[learner]\nupdates_per_batch = 40", "at most n_min updates", 12),
     ("[learner]\npublish_every = 3", "3 x n_min = 96 > B = 75; publish_every <= 2", 12),
     ('[learner]\npublish_every = 2\n[weights]\nmode = "sync"', "2 x n_min = 64 > B = 32; publish_every <= 1", 12),
+    ("[scheduler]\nprobe = true", "a probe tells how long its siblings will be, and fifo does not ask", 12),
+    ('[scheduler]\npolicy = "ljf"\nhorizon = 1', "ljf has nothing to choose from within a horizon of one draw", 13),
+    (
+        '[scheduler]\npolicy = "adaptive"\nhorizon = 31\n[weights]\nmode = "sync"',
+        "adaptive sorts a whole round, which has n_min = 32 draws; set it to 32 or more",
+        13,
+    ),
     ('[reward]\nkind = "python"', "needs a function as package.module:name or file.py:name", 12),
     ('[reward]\nfunction = "a:b"', "exact_match calls no function", 12),
     ('[reward]\nextract = "("', "not a regular expression", 12),

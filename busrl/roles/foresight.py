@@ -1,0 +1,150 @@
+"""What the scheduler's policy is told, what it tells, and what its predictor keeps: the side of it that meets files.
+
+Talks to the prompts (`busrl.data`), to `predictor.npz` and `scheduler.jsonl` of the run directory. Decisions are the
+policy's; slots and messages are the role's. Knows nothing of credit or admission.
+
+- A policy that does not learn is told nothing, so that it costs nothing.
+- What is lost here with the process (or with a damaged or refused file) costs order, never a sample.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from busrl.data import JsonlStream
+from busrl.paths import RunPaths
+from busrl.roles import plaindata
+from busrl.scheduling.finished import FinishedAnswers
+from busrl.scheduling.groups import GroupView, Lines
+from busrl.scheduling.inflight import Record
+from busrl.scheduling.policy import Policy, make_policy
+from busrl.scheduling.predictors import Candidate, Predictor, make_predictor
+from busrl.topology import Topology
+
+log = logging.getLogger("busrl")
+SAVE_EVERY_S = 30.0
+RECORDS_A_LINE = 64
+TAG_KEY = "tag"
+
+
+@runtime_checkable
+class PredictorReport(Protocol):
+    """A predictor that knows how good it is: tau, cost and fallbacks among its `measures`."""
+
+    name: str
+
+    def measures(self) -> dict[str, float]:
+        """Numbers for the metrics; NaN where there is nothing to say yet."""
+        ...
+
+
+class Foresight:
+    """The policy of a run with its predictor. `warn` is told of files that can not be used."""
+
+    def __init__(
+        self, topology: Topology, paths: RunPaths, stream: JsonlStream, warn: Callable[[str], None]
+    ) -> None:
+        self.topology, self.paths, self.stream, self._warn = topology, paths, stream, warn
+        scheduler, derived = topology.scheduler, topology.derived
+        self.predictor: Predictor = make_predictor(scheduler.predictor)
+        self.policy: Policy = make_policy(
+            scheduler.policy, derived.horizon, self.predictor, scheduler.aging,
+            tail_share=scheduler.tail_share, window=derived.W, group_size=topology.groups.size,
+            round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
+        )  # fmt: skip
+        self._answers = FinishedAnswers()
+        self._records: list[Record] = []
+        self._next_save = time.monotonic() + SAVE_EVERY_S
+        if self.policy.learns:
+            self._restore()
+
+    # -- told to the policy ---------------------------------------------------------------------------------------
+
+    def look(self, view: GroupView, lines: Lines, rows: int) -> None:
+        """What finished since the last look, what is open, and how much workers can run."""
+        if not self.policy.learns:
+            return
+        open_draws = view.draws.tolist()
+        self.policy.adopt(self.candidates(self.policy.unknown(open_draws)))
+        uids, tokens = self._answers.look(lines)
+        if len(uids):
+            self.policy.finished((uids // (2 * view.group_size)).tolist(), tokens.tolist())
+        self.policy.look(open_draws, (view.running + view.due).tolist(), rows)
+        self._write(self.policy.take_records())
+
+    def offer(self, view: GroupView, groups: int) -> None:
+        """Supply the policy with what lies within its horizon, `groups` of which may be opened."""
+        missing = self.policy.missing(view.unopened_draws(self.policy.horizon + groups))
+        if missing:
+            self.policy.offer(self.candidates(missing))
+
+    def candidates(self, draws: Sequence[int]) -> list[Candidate]:
+        """The groups of these draws, read from the prompts."""
+        return [self._candidate(draw) for draw in draws]
+
+    def _candidate(self, draw: int) -> Candidate:
+        record = self.stream.record(self.stream.item(draw))
+        prompt = str(record[self.topology.data.prompt_key])
+        return Candidate(draw, prompt, self.topology.generation.max_new_tokens, str(record.get(TAG_KEY, "")))
+
+    # -- told by it -----------------------------------------------------------------------------------------------
+
+    def told(self) -> dict[str, float]:
+        """Numbers about policy and predictor, for SCHEDULER_STATE."""
+        if not self.policy.learns:
+            return {}
+        found = self.policy.told()
+        if isinstance(self.predictor, PredictorReport):
+            found |= {name: value for name, value in self.predictor.measures().items() if math.isfinite(value)}
+        return found
+
+    def _write(self, records: Sequence[Record], least: int = RECORDS_A_LINE) -> None:
+        """Append ended groups to `scheduler.jsonl`, one list per number and line."""
+        self._records += records
+        if len(self._records) < max(1, least):
+            return
+        columns = ("draw", "wait", "predicted", "actual", "longest", "members")
+        line = {name: [round(getattr(record, name), 2) for record in self._records] for name in columns}
+        self._records = []
+        head = {"time": round(time.time(), 3), "policy": self.policy.name, "predictor": self.predictor.name}
+        try:
+            with open(self.paths.scheduler_log, "a", encoding="utf-8") as file:
+                file.write(json.dumps(head | line) + "\n")
+        except OSError as problem:
+            self._warn(f"{len(line['draw'])} groups are missing from {self.paths.scheduler_log.name}: {problem}")
+
+    # -- kept by the predictor ------------------------------------------------------------------------------------
+
+    def keep(self, now: float) -> None:
+        """Save what the predictor learned, now and then."""
+        if self.policy.learns and now >= self._next_save:
+            self._next_save = now + SAVE_EVERY_S
+            self._save()
+
+    def close(self) -> None:
+        """The last records and the last state."""
+        if self.policy.learns:
+            self._write(self.policy.take_records(), least=1)
+            self._save()
+
+    def _save(self) -> None:
+        state = self.predictor.state()
+        if not state:
+            return
+        try:
+            plaindata.save(self.paths.predictor, state)
+        except OSError as problem:
+            self._warn(f"what the predictor learned is not saved: {problem}")
+
+    def _restore(self) -> None:
+        try:
+            state = plaindata.load(self.paths.predictor)
+            if state:
+                self.predictor.load(state)
+        except (KeyError, ValueError) as problem:
+            self._warn(f"the predictor begins anew: {problem}")

@@ -1,0 +1,198 @@
+"""The groups that wait to be opened, in the order of a key, within a horizon of draws.
+
+Talks to nothing. A key is fixed when a group comes within the horizon and stays until `rekey`, so taking and adding
+cost O(log n) however many wait. Knows nothing of what a key means, nor of slots, credit or clocks.
+
+- Only a draw below `limit(oldest waiting draw)` is ever taken.
+- Keys that are equal go by draw. Same additions, same keys, same order.
+- An entry that was taken and is added again has lost nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.scheduling.predictors import Candidate
+
+Ints = npt.NDArray[np.int64]
+BEYOND = -1
+SPARE = 1024
+
+
+class Entry:
+    """One waiting group. `since`: groups opened when it came within the horizon, BEYOND until then."""
+
+    __slots__ = ("candidate", "predicted", "since")
+
+    def __init__(self, candidate: Candidate, predicted: float) -> None:
+        self.candidate, self.predicted, self.since = candidate, predicted, BEYOND
+
+
+class Pool:
+    """Waiting groups. `key` and `short` give the numbers by which they are taken, smallest first."""
+
+    def __init__(
+        self, limit: Callable[[int], int], key: Callable[[Entry], float], short: Callable[[Entry], float]
+    ) -> None:
+        self._limit, self._key, self._short = limit, key, short
+        self.opened = 0  # groups taken so far
+        self.near_sum = 0.0  # of the predictions of the groups within the horizon
+        self.near_count = 0
+        self._waiting: dict[int, Entry] = {}
+        self._present = Present()
+        # Heaps with stale entries: one counts only while its draw waits, within the horizon.
+        self._draws: list[int] = []
+        self._beyond: list[int] = []
+        self._near: list[tuple[float, int]] = []
+        self._best: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._waiting.values())
+
+    def missing(self, draws: Iterable[int]) -> list[int]:
+        """Those of `draws` that do not wait here."""
+        return self._present.missing(as_draws(draws))
+
+    def add(self, candidate: Candidate, predicted: float) -> None:
+        """A group begins to wait; one that waits already stays as it is."""
+        draw = candidate.draw
+        if draw in self._waiting:
+            return
+        self._waiting[draw] = Entry(candidate, predicted)
+        self._present.set(draw)
+        heapq.heappush(self._draws, draw)
+        heapq.heappush(self._beyond, draw)
+
+    def oldest(self) -> int | None:
+        """The smallest draw that waits."""
+        while self._draws and self._draws[0] not in self._waiting:
+            heapq.heappop(self._draws)
+        return self._draws[0] if self._draws else None
+
+    def near(self) -> int | None:
+        """Let every draw below the limit come within the horizon; the limit, or None if nothing waits."""
+        oldest = self.oldest()
+        if oldest is None:
+            return None
+        limit = self._limit(oldest)
+        while self._beyond and self._beyond[0] < limit:
+            entry = self._waiting.get(heapq.heappop(self._beyond))
+            if entry is not None and entry.since == BEYOND:
+                entry.since = self.opened
+                self.near_sum, self.near_count = self.near_sum + entry.predicted, self.near_count + 1
+                self._push(entry)
+        return limit
+
+    def first(self) -> Entry | None:
+        """The entry with the smallest key within the horizon."""
+        return self._peek(self._near)
+
+    def best(self) -> Entry | None:
+        """The entry within the horizon that would be taken if nobody had waited."""
+        return self._peek(self._best)
+
+    def entry(self, draw: int) -> Entry | None:
+        """The entry of a draw if it waits."""
+        return self._waiting.get(draw)
+
+    def waiting(self, draw: int, limit: int) -> Entry | None:
+        """The entry of a draw if it waits within the horizon."""
+        entry = self._waiting.get(draw) if draw < limit else None
+        return entry if entry is not None and entry.since != BEYOND else None
+
+    def take(self, entry: Entry) -> int:
+        """Remove an entry; the number of groups that were opened since it came within the horizon."""
+        draw = entry.candidate.draw
+        del self._waiting[draw]
+        self._present.clear(draw)
+        self._leave(entry)
+        self.opened += 1
+        return self.opened - 1 - entry.since
+
+    def rekey(self) -> None:
+        """Compute all keys anew. O(n): for when what they are made of has changed."""
+        near = [entry for entry in self._waiting.values() if entry.since != BEYOND]
+        self.near_sum, self.near_count = float(sum(entry.predicted for entry in near)), len(near)
+        self._near = [(self._key(entry), entry.candidate.draw) for entry in near]
+        self._best = [(self._short(entry), entry.candidate.draw) for entry in near]
+        heapq.heapify(self._near)
+        heapq.heapify(self._best)
+
+    def _push(self, entry: Entry) -> None:
+        heapq.heappush(self._near, (self._key(entry), entry.candidate.draw))
+        heapq.heappush(self._best, (self._short(entry), entry.candidate.draw))
+
+    def _leave(self, entry: Entry) -> None:
+        self.near_count -= 1
+        self.near_sum = self.near_sum - entry.predicted if self.near_count else 0.0
+
+    def _peek(self, heap: list[tuple[float, int]]) -> Entry | None:
+        oldest = self.oldest()
+        if oldest is None:
+            return None
+        limit = self._limit(oldest)
+        while heap:
+            entry = self._waiting.get(heap[0][1])
+            if entry is not None and entry.since != BEYOND:
+                if entry.candidate.draw < limit:
+                    return entry
+                # An older draw came back, so this one is beyond the horizon again.
+                self._leave(entry)
+                entry.since = BEYOND
+                heapq.heappush(self._beyond, entry.candidate.draw)
+            heapq.heappop(heap)
+        return None
+
+
+def as_draws(draws: Iterable[int]) -> Ints:
+    """Draws as an array."""
+    return draws if isinstance(draws, np.ndarray) else np.fromiter(draws, np.int64)
+
+
+class Present:
+    """Which draws wait, as a string of flags, so that a hundred thousand draws can be asked for at once."""
+
+    def __init__(self) -> None:
+        self._base = 0
+        self._flags = bytearray(SPARE)
+        self._count = 0
+
+    def set(self, draw: int) -> None:
+        at = draw - self._base
+        if not 0 <= at < len(self._flags):
+            at = self._make_room(draw)
+        self._flags[at] = 1
+        self._count += 1
+
+    def clear(self, draw: int) -> None:
+        self._flags[draw - self._base] = 0
+        self._count -= 1
+
+    def missing(self, draws: Ints) -> list[int]:
+        flags = np.frombuffer(self._flags, np.uint8)
+        at = draws - self._base
+        inside = (at >= 0) & (at < len(flags))
+        here = np.zeros(len(draws), np.uint8)
+        here[inside] = flags[at[inside]]
+        found: list[int] = draws[here == 0].tolist()
+        return found
+
+    def _make_room(self, draw: int) -> int:
+        """Let the flags reach from the oldest draw that waits to `draw`, with room for as many again."""
+        first = self._flags.find(1)
+        low = draw if first < 0 else min(draw, self._base + first)
+        high = draw + 1 if first < 0 else max(draw + 1, self._base + self._flags.rfind(1) + 1)
+        flags = bytearray(2 * (high - low) + SPARE)
+        if first >= 0:
+            kept = self._flags[first : self._flags.rfind(1) + 1]
+            at = self._base + first - low
+            flags[at : at + len(kept)] = kept
+        self._base, self._flags = low, flags
+        return draw - low

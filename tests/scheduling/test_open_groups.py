@@ -1,0 +1,258 @@
+"""What is known of open groups: finished answers, probes, slot priorities, rows, and the records of ended groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from busrl.scheduling import Candidate, GroupScanner, make_policy, slot_priority, uid_of
+from busrl.scheduling.finished import FinishedAnswers
+from busrl.scheduling.pool import Entry, Pool, Present
+from busrl.scheduling.probes import Probes
+from busrl.scheduling.rows import Rows
+from busrl.scheduling.slotorder import SlotOrder
+
+FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = range(9)
+G = 4
+
+
+@pytest.fixture
+def ring(table: Any) -> Any:
+    return table(G, 40)
+
+
+def held(ring: Any, bound: int = 8, next_admission: int = 1) -> list[int]:
+    view = ring.view()
+    return view.draws[Probes(bound).held(view, next_admission)].tolist()
+
+
+# -- probes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [QUEUED, GENERATING])
+def test_siblings_wait_while_the_probe_is_being_generated_and_a_new_scheduler_sees_it(ring: Any, state: int) -> None:
+    ring.put(0, 0, state=state)
+    assert held(ring) == [0] and held(ring, bound=0) == []
+    view = ring.view()
+    assert view.due[0] == G - 1 and not view.resolved[0] and view.todo_of(np.array([False])) == ()
+
+
+@pytest.mark.parametrize("state", [GENERATED, REWARDING, REWARDED])
+def test_siblings_go_when_the_probe_was_generated(ring: Any, state: int) -> None:
+    ring.put(0, 0, state=state)
+    assert held(ring) == []
+
+
+@pytest.mark.parametrize("fate", "PRHMX")
+def test_an_accident_of_the_probe_ends_the_wait_and_its_re_roll_is_no_probe(ring: Any, fate: str) -> None:
+    ring.end(ring.put(0, 0), fate)
+    assert held(ring) == []
+    assert len(ring.view().todo) == G
+    ring.put(0, 0, attempt=1)
+    assert held(ring) == []
+
+
+def test_a_group_with_a_second_member_out_waits_for_nothing(ring: Any) -> None:
+    ring.put(0, 0)
+    ring.end(ring.put(0, 2), "P")
+    assert held(ring) == []
+
+
+def test_a_group_waits_no_longer_when_as_many_as_the_window_were_admitted_after_it(ring: Any) -> None:
+    ring.put(0, 0, admission=3)
+    assert held(ring, 8, next_admission=10) == [0] and held(ring, 8, next_admission=11) == []
+
+
+def test_idle_rows_release_the_groups_admitted_first_and_no_more_than_they_can_run(ring: Any) -> None:
+    for draw, admission in ((0, 5), (1, 4), (2, 6)):
+        ring.put(draw, 0, admission=admission)
+    view, probes = ring.view(), Probes(20)
+    waiting = probes.held(view, 7)
+    for idle, gone in ((-1, []), (0, []), (1, [1]), (3, [1]), (4, [0, 1]), (99, [0, 1, 2])):
+        assert view.draws[probes.released(view, waiting, idle)].tolist() == gone
+
+
+def test_a_negative_bound_is_refused() -> None:
+    with pytest.raises(ValueError, match="bound = -1"):
+        Probes(-1)
+
+
+# -- finished answers -----------------------------------------------------------------------------------------------
+
+
+def finish(ring: Any, slot: int, tokens: int, state: int = GENERATED) -> None:
+    ring.lines["finish"][slot], ring.lines["response_tokens"][slot], ring.lines["state"][slot] = 1, tokens, state
+
+
+def test_every_finished_answer_is_given_once_also_when_it_was_trained_between_two_looks(ring: Any) -> None:
+    answers = FinishedAnswers()
+    slots = [ring.put(3, member) for member in range(G)]
+    assert len(answers.look(ring.lines).uids) == 0
+    finish(ring, slots[1], 7)
+    finish(ring, slots[2], 9, FREE)
+    found = answers.look(ring.lines)
+    assert dict(zip(found.uids.tolist(), found.tokens.tolist())) == {uid_of(3, 0, 1, G): 7, uid_of(3, 0, 2, G): 9}
+    for state in (REWARDING, REWARDED, TRAINING, FREE):
+        finish(ring, slots[1], 7, state)
+        assert len(answers.look(ring.lines).uids) == 0
+    finish(ring, ring.put(5, 0), 4)  # into the slot that came free
+    assert answers.look(ring.lines).tokens.tolist() == [4]
+
+
+def test_accidents_partial_answers_and_validation_are_no_finished_answers(ring: Any) -> None:
+    answers = FinishedAnswers()
+    ring.end(ring.put(0, 0, state=GENERATING), "P")
+    ring.put(0, 1, segs=1)
+    finish(ring, ring.put(0, 2, cls=1), 5)
+    assert len(answers.look(ring.lines).uids) == 0
+
+
+# -- what a policy makes of it --------------------------------------------------------------------------------------
+
+
+def prompt(draw: int, length: int = 10) -> Candidate:
+    return Candidate(draw, "x" * length, 4096)
+
+
+def test_the_longest_finished_member_decides_where_its_siblings_stand() -> None:
+    policy = make_policy("ljf", 8, window=8, group_size=G)
+    policy.offer([prompt(0), prompt(1)])
+    assert [c.draw for c in (policy.next(), policy.next()) if c] == [0, 1]
+    assert policy.priority(0, 0, probe=True) > policy.priority(0, 0) == policy.priority(1, 1)
+    policy.finished([0, 1, 1], [5, 100, 3])
+    assert policy.priority(1, 1) > policy.priority(0, 0)
+    short = make_policy("sjf", 8, window=8, group_size=G)
+    short.adopt([prompt(0), prompt(1)])  # a new scheduler is told the open groups
+    short.finished([0, 1, 1], [5, 100, 3])
+    assert short.priority(0, 0) > short.priority(1, 1)
+
+
+def test_a_group_that_ended_leaves_a_record_and_is_forgotten() -> None:
+    policy = make_policy("sjf", 8, aging=0.0, group_size=G)
+    policy.offer([prompt(0, 500), prompt(1, 10)])
+    assert [c.draw for c in (policy.next(), policy.next()) if c] == [1, 0]
+    policy.look([0, 1], [4, 4], 16)
+    policy.finished([0, 0, 1, 9], [10, 20, 7, 1])
+    assert policy.take_records() == [] and policy.unknown([0, 1, 9]) == [9]
+    policy.look([1], [3], 16)
+    (record,) = policy.take_records()
+    assert (record.draw, record.wait, record.actual, record.longest, record.members) == (0, 1, 15.0, 20, 2)
+    assert record.predicted == 166.0 and policy.unknown([0]) == [0] and policy.take_records() == []
+
+
+class Learner:
+    """Predicts what it last observed for a prompt."""
+
+    name = "planted"
+
+    def __init__(self) -> None:
+        self.known: dict[str, float] = {}
+        self.seen: list[int] = []
+
+    def predict(self, candidates: Any) -> Any:
+        return np.array([self.known.get(c.prompt, 1.0) for c in candidates])
+
+    def observe(self, finished: Any) -> None:
+        self.seen += [tokens for _, tokens in finished]
+        self.known |= {c.prompt: float(tokens) for c, tokens in finished}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Any) -> None: ...
+
+
+def test_waiting_groups_are_predicted_anew_after_enough_was_seen_and_each_answer_is_observed_once() -> None:
+    learner = Learner()
+    policy = make_policy("sjf", 8, learner, 0.0, group_size=G)
+    policy.offer([Candidate(0, "a", 4096), Candidate(1, "a", 4096), Candidate(2, "b", 4096)])
+    assert policy.next() == Candidate(0, "a", 4096)
+    policy.finished([0] * 300, [50] * 300)
+    assert learner.seen == [50] * 300
+    assert policy.next() == Candidate(2, "b", 4096)  # "a" is long now, which the second "a" was not when it was offered
+
+
+# -- slots, rows, pool ----------------------------------------------------------------------------------------------
+
+
+@given(window=st.integers(1, 64), direction=st.sampled_from([-1, 0, 1]), a=st.integers(0, 10**7),
+       b=st.integers(0, 10**7), x=st.floats(0, 1e6), y=st.floats(0, 1e6))  # fmt: skip
+def test_a_group_is_overtaken_in_the_ring_only_inside_its_own_window(
+    window: int, direction: int, a: int, b: int, x: float, y: float
+) -> None:
+    order = SlotOrder(window, direction)
+    first, second = order.sample(a, x), order.sample(b, y)
+    assert -(2**31) <= first < 1 and order.probe() >= first
+    if a < b < a + 10**6 and second > first:
+        assert b - a < window and direction * y <= direction * x
+
+
+def test_a_window_of_one_and_fifo_serve_in_the_order_of_admission() -> None:
+    for order in (SlotOrder(1, -1), SlotOrder(8, 0)):
+        assert [order.sample(index, 100.0 * index) for index in range(9)] == [slot_priority(i) for i in range(9)]
+    with pytest.raises(ValueError, match="window = 0"):
+        SlotOrder(0, 1)
+
+
+def test_rows_are_those_announced_lately_and_at_least_those_in_use() -> None:
+    rows = Rows(64, 10.0)
+    assert rows.total(0) == 64 and rows.total(80) == 80
+    rows.announce("a", 16, 0.0)
+    rows.announce("b", 8, 5.0)
+    assert rows.workers(6.0) == ["a", "b"] and rows.total(3) == 24
+    assert rows.workers(12.0) == ["b"] and rows.total(3) == 8 and rows.total(9) == 9
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=60))
+def test_the_flags_of_waiting_draws_are_a_set(steps: list[tuple[bool, int]]) -> None:
+    flags, model = Present(), set[int]()
+    for add, draw in steps:
+        if add and draw not in model:
+            flags.set(draw)
+            model.add(draw)
+        elif draw in model:
+            flags.clear(draw)
+            model.discard(draw)
+        asked = np.array([draw, draw + 1, 0, 4999, 9999])
+        assert flags.missing(asked) == [d for d in asked.tolist() if d not in model]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    horizon=st.integers(1, 9),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(0, 9)), max_size=80),
+)
+def test_a_pool_takes_the_smallest_key_within_the_horizon_whatever_came_and_went(
+    horizon: int, steps: list[tuple[bool, int, int]]
+) -> None:
+    lengths = {draw: float(draw * 7919 % 13) for draw in range(41)}
+    pool = Pool(lambda oldest: oldest + horizon, lambda entry: entry.predicted, lambda entry: -entry.predicted)
+    model: set[int] = set()
+    for add, draw, rekey in steps:
+        if add:
+            pool.add(prompt(draw), lengths[draw])
+            model.add(draw)
+        elif model:
+            near = [d for d in model if d < min(model) + horizon]
+            pool.near()
+            best, first = pool.best(), pool.first()
+            assert best is not None and first is not None
+            assert best.candidate.draw == min(near, key=lambda d: (-lengths[d], d))
+            assert first.candidate.draw == min(near, key=lambda d: (lengths[d], d))
+            assert pool.near_count == len(near) and pool.near_sum == pytest.approx(sum(lengths[d] for d in near))
+            assert pool.take(first) >= 0
+            model.discard(first.candidate.draw)
+        if not rekey:
+            pool.rekey()
+    assert len(pool) == len(model) and all(isinstance(entry, Entry) for entry in pool)
+
+
+def test_the_scan_of_a_group_with_a_probe_costs_no_list_of_members(ring: Any) -> None:
+    ring.put(0, 0)
+    view = GroupScanner(ring.fates, G).scan(ring.lines.copy())
+    assert view.todo_of(~Probes(4).held(view, 1)) == () and len(view.todo) == G - 1
