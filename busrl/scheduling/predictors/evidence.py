@@ -21,6 +21,7 @@ from busrl.scheduling.predictors.table import PromptTable, key_of
 LOOK_BACK = 400  # surprises that a variance is the mean of
 AT_FIRST = 20  # surprises that the first guess of a variance is worth
 LEAST = 0.02
+OUTLIER = 2.5  # standard deviations; an answer that is further off counts as if it were so far off
 
 
 class Variance:
@@ -29,9 +30,11 @@ class Variance:
     def __init__(self, guess: float) -> None:
         self.mean, self.seen = guess, float(AT_FIRST)
 
-    def add(self, square: float) -> None:
+    def add(self, square: float, beside: float = 0.0) -> None:
+        """A squared surprise, of which `beside` is expected from another cause."""
         self.seen = min(self.seen + 1, LOOK_BACK)
-        self.mean += (square - self.mean) / self.seen
+        bounded = min(square, OUTLIER**2 * (self.value + beside))
+        self.mean += (bounded - beside - self.mean) / self.seen
 
     @property
     def value(self) -> float:
@@ -64,7 +67,9 @@ class Evidence:
         own = own_count / noise
         old = np.where(old_count > 0, 1 / (self.drift.value + noise / np.maximum(old_count, 1)), 0.0)
         prior = 1 / self.expected.value
-        together: Floats = (prior * expected + own * own_mean + old * old_mean) / (prior + own + old)
+        far = OUTLIER * np.sqrt(self.expected.value + noise / np.maximum(own_count, 1))
+        surprise = np.clip(own_mean - expected, -far, far)
+        together: Floats = expected + (own * surprise + old * (old_mean - expected)) / (prior + own + old)
         return together
 
     def add(self, candidate: Candidate, value: float) -> bool:
@@ -83,13 +88,13 @@ class Evidence:
     def _learn_drift(self, row: int, value: float) -> None:
         count, mean = self.table.overall(np.array([row]))
         if count[0]:
-            self.drift.add((value - float(mean[0])) ** 2 - self.answer.value * (1 + 1 / float(count[0])))
+            self.drift.add((value - float(mean[0])) ** 2, self.answer.value * (1 + 1 / float(count[0])))
 
     def surprised(self, surprises: Floats) -> None:
         """First answers of draws, minus what was expected of them."""
         noise = self.answer.value
         for square in (surprises**2).tolist():
-            self.expected.add(square - noise)
+            self.expected.add(square, noise)
 
     def state(self) -> dict[str, Any]:
         variances = {name: [v.mean, v.seen] for name, v in self._variances().items()}

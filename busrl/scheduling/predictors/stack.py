@@ -15,8 +15,8 @@ import numpy as np
 
 from busrl.scheduling.predictors.base import Floats
 
-FADE = 1 / 500  # per prompt
-PENALTY = 8.0  # prompts that the first guess is worth, per unit of variance of a source
+LOOK_BACK = 2000  # prompts; at first the newer half of all, since the sources are still learning themselves
+PENALTY = 2.0  # weight of the first guess, in prompts per unit of variance of a source
 
 
 class Stack:
@@ -26,6 +26,7 @@ class Stack:
         self.sources = sources
         self.square = np.zeros((sources + 1, sources + 1))
         self.cross = np.zeros(sources + 1)
+        self.seen = 0
         self.weights = self._guess()
 
     def _guess(self) -> Floats:
@@ -41,7 +42,8 @@ class Stack:
     def learn(self, inputs: Floats, real: Floats) -> None:
         """What each source had said, [n, sources], and what came out, [n]."""
         full = np.column_stack((inputs, np.ones(len(inputs))))
-        keep = (1 - FADE) ** len(inputs)
+        self.seen = min(self.seen + len(inputs), LOOK_BACK)
+        keep = max(0.0, 1 - 2 * len(inputs) / self.seen)
         self.square = keep * self.square + full.T @ full
         self.cross = keep * self.cross + full.T @ real
         self._solve()
@@ -63,11 +65,11 @@ class Stack:
         self.weights = weights
 
     def state(self) -> dict[str, Any]:
-        return {"square": self.square.copy(), "cross": self.cross.copy()}
+        return {"square": self.square.copy(), "cross": self.cross.copy(), "seen": self.seen}
 
     def load(self, state: Mapping[str, Any]) -> None:
         square, cross = np.array(state["square"], np.float64), np.array(state["cross"], np.float64)
         if square.shape != self.square.shape or cross.shape != self.cross.shape or not np.isfinite(square).all():
             raise ValueError("a mixture of other sources")
-        self.square, self.cross = square, cross
+        self.square, self.cross, self.seen = square, cross, int(state["seen"])
         self._solve()
