@@ -130,6 +130,16 @@ class RunPaths:
         return self.root / "gateway.json"
 
     @property
+    def predictor(self) -> Path:
+        """What the length predictor has learned; losing it costs quality, never a sample."""
+        return self.root / "predictor.npz"
+
+    @property
+    def scheduler_log(self) -> Path:
+        """Predicted and real lengths, and waits, of the groups that ended."""
+        return self.root / "scheduler.jsonl"
+
+    @property
     def open_bin(self) -> Path:
         return self.root / "open.bin"
 

@@ -25,6 +25,7 @@ from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.limits import admission_limits
+from busrl.roles.predictor_state import PredictorState
 from busrl.roles.trajectory import seq_of
 from busrl.scheduling.credit import Admission, Room, kept_back
 from busrl.scheduling.groups import GroupScanner, GroupView, slot_priority, uid_of
@@ -54,7 +55,11 @@ class Scheduler(Actor):
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)
         scheduler = self.topology.scheduler
-        self.policy = make_policy(scheduler.policy, derived.horizon, scheduler.predictor, scheduler.aging)
+        self.predictor = PredictorState(
+            self.topology, self.paths, self.stream, lambda text: self.warn("scheduler", text)
+        )
+        self.predictor.restore()
+        self.policy = make_policy(scheduler.policy, derived.horizon, self.predictor.guard, scheduler.aging)
         self.workers: dict[str, float] = {}  # worker id -> when it last asked
         self.bell = Doorbell()
         self.room = Room(0, "starting")
@@ -186,6 +191,7 @@ class Scheduler(Actor):
                 self.bus.send(m.NewTask(
                     worker_id=name, slot_id=message.slot_id, seq=message.seq, uid=message.uid, count=message.count
                 ), name)  # fmt: skip
+        self.predictor.keep(now)
         if now >= self._next_state:
             self._next_state = now + STATE_EVERY_S
             self._publish_state(view)
@@ -201,6 +207,9 @@ class Scheduler(Actor):
                 waiting=waiting,
             )
         )
+
+    def teardown(self) -> None:
+        self.predictor.close()
 
     # -- trouble ------------------------------------------------------------------------------------------------
 

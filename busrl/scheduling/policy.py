@@ -158,10 +158,10 @@ class _Reference:
         return self._smooth / self._mean if self._mean > 0 else None
 
 
-def make_policy(name: str, horizon: int, predictor: str = "rules", aging: float = 0.5) -> Policy:
+def make_policy(name: str, horizon: int, predictor: str | Predictor = "rules", aging: float = 0.5) -> Policy:
     """The policy that `scheduler.policy` names."""
     if name == "fifo":
         return Fifo(horizon)
     if name == "sjf":
-        return Sjf(horizon, make_predictor(predictor), aging)
+        return Sjf(horizon, make_predictor(predictor) if isinstance(predictor, str) else predictor, aging)
     raise ValueError(f"policy = {name!r}: must be fifo or sjf")

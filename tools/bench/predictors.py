@@ -92,17 +92,17 @@ def tau(pairs: Pairs) -> float:
 
 
 class Clocked:
-    """Seconds that a predictor took, per prompt and per answer."""
+    """CPU seconds that a predictor took to learn, per answer."""
 
     def __init__(self, predictor: Predictor) -> None:
         self.inner = predictor
-        self.ask, self.learn = 0.0, 0.0
-        self.prompts = self.answers = 0
+        self.learn = 0.0
+        self.answers = 0
 
     def observe(self, finished: Sequence[tuple[Candidate, int]]) -> None:
-        begun = time.perf_counter()
+        begun = time.process_time()
         self.inner.observe(finished)
-        self.learn += time.perf_counter() - begun
+        self.learn += time.process_time() - begun
         self.answers += len(finished)
 
     @property
@@ -176,9 +176,9 @@ def costs(predictor: Predictor, name: str, tasks: Sequence[Task]) -> dict[str, f
     copy = make()
     for turn in range(20):
         part = [candidate(10**6 + i, tasks[(turn * 256 + i) % len(tasks)]) for i in range(256)]
-        begun = time.perf_counter()
+        begun = time.process_time()
         copy.predict(part)
-        found.append((time.perf_counter() - begun) / 256)
+        found.append((time.process_time() - begun) / 256)
     single = Clocked(make())
     for draw in range(PHASES[-1], PHASES[-1] + 400):
         for member in range(GROUP):
@@ -206,30 +206,30 @@ def rivals(tasks: Sequence[Task]) -> dict[str, dict[str, float]]:
         return statistics.mean(kendall_tau(predicted, y[tested, member]) for member in range(GROUP))
 
     def online(make: Callable[[], Any], count: int) -> tuple[float, float]:
-        model, begun = make(), time.perf_counter()
+        model, begun = make(), time.process_time()
         for first in range(0, count, 32):
             rows = slice(first, min(count, first + 32))
             for member in range(GROUP):
                 model.partial_fit(x[rows], y[rows, member] - 6)
-        return judged(model.predict(x[tested])), 1e6 * (time.perf_counter() - begun) / count / GROUP
+        return judged(model.predict(x[tested])), 1e6 * (time.process_time() - begun) / count / GROUP
 
     def classes(count: int) -> tuple[float, float]:
         cuts, model, begun = np.quantile(y[: min(count, 100)], (1 / 3, 2 / 3)), SGDClassifier(loss="log_loss"), 0.0
-        begun = time.perf_counter()
+        begun = time.process_time()
         for first in range(0, count, 32):
             rows = slice(first, min(count, first + 32))
             for member in range(GROUP):
                 model.partial_fit(x[rows], np.digitize(y[rows, member], cuts), classes=[0, 1, 2])
-        seconds = time.perf_counter() - begun
+        seconds = time.process_time() - begun
         return judged(model.predict_proba(x[tested]) @ [0, 1, 2]), 1e6 * seconds / count / GROUP
 
     def boosted(count: int) -> tuple[float, float]:
         import lightgbm
 
         settings = {"objective": "l2", "verbosity": -1, "num_threads": 1, "num_leaves": 15, "learning_rate": 0.1}
-        begun = time.perf_counter()
+        begun = time.process_time()
         model = lightgbm.train(settings, lightgbm.Dataset(x[:count], y[:count].mean(1)), 60)
-        return judged(model.predict(x[tested])), 1e6 * (time.perf_counter() - begun)
+        return judged(model.predict(x[tested])), 1e6 * (time.process_time() - begun)
 
     huber = {"loss": "huber", "epsilon": 1.0, "alpha": 1e-4, "eta0": 0.02}
     passive = {"loss": "epsilon_insensitive", "penalty": None, "learning_rate": "pa1", "eta0": 0.01, "epsilon": 0.1}
@@ -264,7 +264,11 @@ def table(trace: str, told: dict[str, dict[str, dict[str, list[float]]]]) -> str
             lines.append(f"| {phase} | {name} | " + " | ".join(cells) + " |")
         cells = [_margin({name: told[name][phase][column] for name in NAMES}) for column in COLUMNS]
         lines.append(f"| {phase} | blend - best part | " + " | ".join(cells) + " |")
-    lines += ["", "| | us per prompt (256) | us per answer (50 at a time) | us per answer (one at a time) |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "| | us per prompt (256) | us per answer (50 at a time) | us per answer (one at a time) |",
+        "|---|---|---|---|",
+    ]
     for name in NAMES:
         last = told[name][str(PHASES[-1])]
         cells = [f"{statistics.median(last[c]):.1f}" for c in ("us_prompt", "us_answer", "us_answer_alone")]

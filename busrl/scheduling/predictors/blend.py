@@ -67,8 +67,10 @@ class BlendPredictor(Learning):
         keys, f = [key_of(candidate) for candidate in candidates], features(candidates, BITS)
         typical, first = self.level.typical, np.array([one.first for one in fresh])
         sources = self._sources(candidates, keys, f, typical)  # before they learn: what they would have said
-        self.evidence.surprised(first - typical - self.stack.mix(sources))
+        said = self.stack.mix(sources)
         self.stack.learn(sources, first - typical)
+        # At the very first the rules' scale is not known yet, which says nothing about how well they rank.
+        self.evidence.surprised(first - typical - (said if self.prompts > len(fresh) else self.stack.mix(sources)))
         add_to(self.ridge, fresh, f)
         self.neighbours.add(keys, self.table.rows(keys), f)
 

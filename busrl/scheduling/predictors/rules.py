@@ -22,7 +22,8 @@ from busrl.scheduling.predictors.keywords import Keywords, shipped
 BASE, PER_CHARACTER, PER_DIGIT = 16.0, 0.3, 1.0  # tokens
 PER_LIMIT = 0.02  # tokens per token of the limit: who allows longer answers expects them
 HEAD, TAIL = 2000, 1000  # characters searched for words
-_DIGITS = re.compile(r"\d+")
+DIGITS = "0123456789"
+_WORD = re.compile("[a-z0-9_]+")  # other scripts have no spaces to go by: their words match anywhere
 
 
 class RulesPredictor:
@@ -33,10 +34,18 @@ class RulesPredictor:
     def __init__(self, keywords: Keywords | None = None) -> None:
         self.keywords = keywords or shipped()
         words = self.keywords.words
-        self._words = list(words.items())
+        self._single = {word for word in words if _WORD.fullmatch(word)}
+        self._phrases: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # by their first Latin word, "" without one
+        for word in words:
+            if word.isascii() and word not in self._single:
+                first = (_WORD.findall(word) or [""])[0]
+                whole = re.compile(rf"(?<![a-z0-9_]){re.escape(word)}(?![a-z0-9_])")
+                self._phrases.setdefault(first, []).append((word, whole))
+        self._others: dict[str, list[str]] = {}  # by their first character
+        for word in words:
+            if not word.isascii():
+                self._others.setdefault(word[0], []).append(word)
         self._longer = {w: tuple(o for o in words if w in o and w != o) for w in words}
-        # A Latin word matches as a word; other scripts have no spaces to go by.
-        self._bounded = {w: re.compile(rf"(?<!\w){re.escape(w)}(?!\w)") for w in words if w.isascii()}
 
     def predict(self, candidates: Sequence[Candidate]) -> Floats:
         return limited(np.fromiter((self._score(c) for c in candidates), np.float64, len(candidates)), candidates)
@@ -52,15 +61,20 @@ class RulesPredictor:
 
     def _score(self, candidate: Candidate) -> float:
         prompt = candidate.prompt
-        digits = sum(map(len, _DIGITS.findall(prompt)))
+        digits = sum(map(prompt.count, DIGITS))
         found = self._found(prompt if len(prompt) <= HEAD + TAIL else f"{prompt[:HEAD]} {prompt[-TAIL:]}")
         weight = sum(self.keywords.words[word] for word in found) + self.keywords.tags.get(candidate.tag.lower(), 0.0)
         return BASE + PER_CHARACTER * len(prompt) + PER_DIGIT * digits + PER_LIMIT * candidate.max_new_tokens + weight
 
     def _found(self, prompt: str) -> list[str]:
         text = prompt.lower()
-        inside = [word for word, _ in self._words if word in text]
-        found = [word for word in inside if word not in self._bounded or self._bounded[word].search(text)]
+        latin = {*_WORD.findall(text), ""}
+        found = list(self._single & latin)
+        for first in self._phrases.keys() & latin:
+            found += [phrase for phrase, whole in self._phrases[first] if whole.search(text)]
+        if not text.isascii():
+            for first in self._others.keys() & set(text):
+                found += [word for word in self._others[first] if word in text]
         if len(found) > 1:
             found = [word for word in found if not any(longer in found for longer in self._longer[word])]
         return found
