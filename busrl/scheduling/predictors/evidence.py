@@ -67,7 +67,8 @@ class Evidence:
         own = own_count / noise
         old = np.where(old_count > 0, 1 / (self.drift.value + noise / np.maximum(old_count, 1)), 0.0)
         prior = 1 / self.expected.value
-        far = OUTLIER * np.sqrt(self.expected.value + noise / np.maximum(own_count, 1))
+        # One answer may be an outlier; several that agree are none.
+        far = OUTLIER * np.sqrt(self.expected.value + noise) * np.maximum(own_count, 1)
         surprise = np.clip(own_mean - expected, -far, far)
         together: Floats = expected + (own * surprise + old * (old_mean - expected)) / (prior + own + old)
         return together

@@ -68,7 +68,7 @@ def _weights(table: str, given: Any, faults: list[Fault]) -> dict[str, float]:
 
 
 def _fault(table: str, word: str, weight: Any, found: Mapping[str, float]) -> Fault | None:
-    path, shown = (table, word), f"{word!r} = {weight!r}"
+    path, shown = (table, word), f"{word!r} = {repr(weight)[:40]}"
     if not word.strip():
         return Fault(path, shown, "an empty word is in every prompt", "remove the line")
     if word.strip().lower() in found:
@@ -77,7 +77,7 @@ def _fault(table: str, word: str, weight: Any, found: Mapping[str, float]) -> Fa
         return Fault(path, repr(word), "must be a number of tokens, not a table", "put a word with a dot in quotes")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         return Fault(path, shown, "a weight must be a number of tokens", f'for example "{word}" = 100')
-    if not math.isfinite(weight):
+    if isinstance(weight, float) and not math.isfinite(weight):
         return Fault(path, shown, "a weight must be finite", f'for example "{word}" = 100')
     if abs(weight) > LARGEST:
         return Fault(path, shown, f"a weight must be within {LARGEST:.0f} tokens either way", "use a smaller one")

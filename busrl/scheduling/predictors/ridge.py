@@ -75,8 +75,10 @@ class Ridge:
 
     def _forget(self) -> None:
         """Let the oldest rows go until the window is within its bounds."""
-        over = max(len(self) - ROWS, int(np.searchsorted(np.cumsum(self.size), len(self.column) - ENTRIES)))
-        if over <= 0:
+        over, entries = max(0, len(self) - ROWS), len(self.column) - ENTRIES
+        if entries > 0:
+            over = max(over, int(np.searchsorted(np.cumsum(self.size), entries)) + 1)
+        if not over:
             return
         for row, key in enumerate(self.keys[:over].tolist(), self._first):
             if self._at.get(key) == row:
