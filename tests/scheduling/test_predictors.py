@@ -169,7 +169,7 @@ def test_the_linear_model_reaches_the_optimum_of_its_window() -> None:
     f = features([candidate(d, t) for d, t in enumerate(tasks)], 14)
     target = np.log([statistics.mean(t.lengths) for t in tasks])
     ridge.add(list(range(300)), f, target, np.full(300, 8.0))
-    for _ in range(200):
+    for _ in range(60):
         ridge.fit()
     full = np.zeros((300, HASHED + COUNTS))
     full[f.row, f.column] = f.value.astype(np.float32)
@@ -219,7 +219,7 @@ CANDIDATES = st.builds(
     Candidate, st.integers(0, 9), PROMPTS | st.text(max_size=30), st.integers(1, 9000), st.sampled_from(["", "code"])
 )
 ANSWERS = st.lists(st.lists(st.tuples(CANDIDATES, st.integers(1, 10**6)), max_size=8), max_size=6)
-SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("name", ALL)

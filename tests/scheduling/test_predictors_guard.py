@@ -1,4 +1,4 @@
-"""The guard around a predictor: nothing that it does wrong reaches the scheduler, all of it is counted and told once."""
+"""The guard around a predictor: nothing that it does wrong reaches the scheduler; all is counted, and told once."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ def test_costs_are_told_in_microseconds_per_prompt_and_per_answer() -> None:
     guard.predict(ASKED[:2])
     guard.observe([(ASKED[0], 5)] * 4)
     told = guard.measures()
-    assert told["predictor_us_per_prompt"] == pytest.approx(500) and told["predictor_us_per_answer"] == pytest.approx(250)
+    assert told["predictor_us_per_prompt"] == pytest.approx(500) and told["predictor_us_per_answer"] == pytest.approx(
+        250
+    )
 
 
 def test_the_state_of_another_predictor_is_refused() -> None:
