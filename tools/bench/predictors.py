@@ -297,11 +297,13 @@ def measure(trace: str, seeds: Sequence[int]) -> dict[str, dict[str, dict[str, l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", nargs="+", default=list(TRACES), choices=TRACES)
+    parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=TRACES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--rivals", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    if os.environ.get("OPENBLAS_NUM_THREADS") != "1":
+        print("set OPENBLAS_NUM_THREADS=1, as busrl does for its processes: more take longer", file=sys.stderr)
     path = options.out / "predictors.json"
     saved: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"traces": {}}
     saved["machine"] = {"python": platform.python_version(), "numpy": np.__version__, "cores": os.cpu_count()}

@@ -24,7 +24,7 @@ from busrl.scheduling.predictors.rules import RulesPredictor
 WINDOW = 512  # pairs that tau is computed of
 EVERY = 64  # answers after which it is computed anew, when asked for
 LEAST_PAIRS = 16  # before that many, tau says nothing
-REMEMBERED = 1 << 16  # predictions waiting for their answers
+REMEMBERED = 1 << 17  # predictions waiting for their answers; as many prompts may be waiting to be dispatched
 FADE_PROMPTS = 4096  # costs are means over about so many
 
 

@@ -19,7 +19,7 @@ from busrl.scheduling.predictors.neighbours import Neighbours
 from busrl.scheduling.predictors.ridge import BITS
 from busrl.scheduling.predictors.table import PromptTable, key_of
 
-PROMPTS = 1 << 16  # prompts remembered, about 50 bytes each and as much for finding them
+PROMPTS = 1 << 16  # prompts remembered, about 200 bytes each
 VECTORS = 4096  # texts compared with
 
 
