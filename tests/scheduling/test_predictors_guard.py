@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.scheduling.predictors import Candidate, Guard, RulesPredictor
+from busrl.scheduling.predictors import guard as guard_module
 
 ASKED = [Candidate(0, "prove it", 4096), Candidate(1, "yes or no?", 4096), Candidate(2, "2+2", 8)]
 Says = Callable[[Sequence[Candidate]], Any]
@@ -106,6 +107,15 @@ def test_tau_is_silent_before_it_can_say_anything_and_answers_nobody_asked_about
     guard = Guard(RulesPredictor())
     guard.observe([(Candidate(d, "", 8), 3) for d in range(100)])
     assert np.isnan(guard.tau) and guard.measures()["predictor_pairs"] == 0
+
+
+def test_predictions_waiting_for_answers_are_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "REMEMBERED", 20)
+    guard = Guard(RulesPredictor())
+    for draw in range(40):
+        guard.predict([Candidate(draw, "", 8), Candidate(0, "", 8)])  # draw 0 is asked about again and again
+    guard.observe([(Candidate(draw, "", 8), 3) for draw in range(40)])
+    assert guard.measures()["predictor_pairs"] == 20
 
 
 def test_costs_are_told_in_microseconds_per_prompt_and_per_answer() -> None:

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from busrl.data import tracemaker
 from busrl.data.trace import Task
 from busrl.data.tracemaker import Shape, Spread, generate
 from busrl.scheduling.predictors import Candidate, Predictor, kendall_tau, make_predictor
@@ -250,6 +251,25 @@ def rivals(tasks: Sequence[Task]) -> dict[str, dict[str, float]]:
     return found
 
 
+# -- what nobody can beat -------------------------------------------------------------------------------------------
+
+
+def ceilings(seed: int, prompts: int = 4000) -> dict[str, float]:
+    """Kendall's tau on the default trace of one who knows all that the text says, and the spreads."""
+    random, shape, effect = np.random.default_rng(seed), Shape(), tracemaker._Standard(tracemaker._effects())
+    text = np.array([effect(tracemaker._prompt(random)[2]) for _ in range(prompts)])
+    logs = np.log([tracemaker._lengths(random, shape, one) for one in text])
+    known = np.log(shape.median) + shape.spread.text * text
+    noise = shape.spread.member**2 / shape.spread.prompt**2
+    found: dict[int, Any] = {}
+    for k in range(1, GROUP):  # the surprise of k siblings, an outlier counted as 1.2, and shrunk
+        surprise = np.clip(logs[:, :k] - known[:, None], -1.2, 1.2).sum(1)
+        found[k] = (known + surprise / (k + noise), logs[:, k])
+    pooled = kendall_tau(*(np.concatenate([found[k][side] for k in found])[::4] for side in (0, 1)))
+    return {"text": kendall_tau(known, logs[:, 0]), "siblings": pooled, "k=1": kendall_tau(*found[1]),
+            "k=7": kendall_tau(*found[7])}  # fmt: skip
+
+
 # -- telling --------------------------------------------------------------------------------------------------------
 
 COLUMNS = ("text", "siblings", "k=1", "k=7", "shortest")
@@ -311,6 +331,10 @@ def main() -> None:
         saved["traces"][trace] = {"seeds": options.seeds, "told": measure(trace, options.seeds)}
         print(table(trace, saved["traces"][trace]["told"]) + "\n", flush=True)
         path.write_text(json.dumps(saved, indent=1))
+    known = [ceilings(seed) for seed in options.seeds]
+    saved["ceilings"] = {name: round(statistics.mean(one[name] for one in known), 4) for name in known[0]}
+    print("ceilings of the default trace:", saved["ceilings"])
+    path.write_text(json.dumps(saved, indent=1))
     if options.rivals:
         found = [rivals(tasks_of("default", seed)) for seed in options.seeds]
         saved["rivals"] = {
