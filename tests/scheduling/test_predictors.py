@@ -291,9 +291,15 @@ def damaged(state: dict[str, object]) -> Iterator[dict[str, object]]:
         yield {**state, name: {}}
     if isinstance(ridge := state.get("ridge"), dict):
         yield {**state, "ridge": {**ridge, "weights": np.zeros(3)}}
+        yield {**state, "ridge": {**ridge, "column": np.asarray(ridge["column"]) - HASHED}}
         yield {**state, "ridge": {**ridge, "target": np.full(len(ridge["target"]), np.nan)}}
     if isinstance(index := state.get("neighbours"), dict):
         yield {**state, "neighbours": {**index, "vectors": np.zeros((1, 2))}}
+        yield {**state, "neighbours": {**index, "next": len(index["keys"]) + 1}}
+    if isinstance(evidence := state.get("evidence"), dict):
+        yield {**state, "evidence": {**evidence, "table": {**evidence["table"], "oldest": -1}}}
+        yield {**state, "evidence": {**evidence, "variances": {**evidence["variances"], "drift": [np.nan, 5.0]}}}
+    yield {**state, "level": {"answers": 5, "mean": np.inf, "base": 0.0}}
 
 
 @pytest.mark.parametrize("name", LEARNING)

@@ -10,6 +10,7 @@ Pure arithmetic. Knows nothing of text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -104,6 +105,8 @@ class Evidence:
     def load(self, state: Mapping[str, Any]) -> None:
         for name, variance in self._variances().items():
             variance.mean, variance.seen = map(float, state["variances"][name])
+            if not (math.isfinite(variance.mean) and variance.seen > 0):
+                raise ValueError("a variance that is no number")
         self.table.load(state["table"])
 
     def _variances(self) -> dict[str, Variance]:

@@ -45,4 +45,6 @@ class Level:
         return {"answers": self.answers, "mean": self.mean, "base": self._base}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        if not (math.isfinite(state["mean"]) and math.isfinite(state["base"])):
+            raise ValueError("a level that is no number")
         self.answers, self.mean, self._base = int(state["answers"]), float(state["mean"]), float(state["base"])

@@ -94,6 +94,8 @@ class Neighbours:
         keys, vectors = np.array(state["keys"], np.int64), np.array(state["vectors"], np.float32)
         if vectors.shape != (len(keys), DIMENSIONS) or len(keys) > self.capacity or not np.isfinite(vectors).all():
             raise ValueError("an index of another shape")
+        if not 0 <= int(state["next"]) <= len(keys):
+            raise ValueError("an index whose next place lies outside of it")
         self.keys, self.vectors, self._next = keys, vectors, int(state["next"]) % self.capacity
         self.rows = np.maximum(self.table.rows(keys.tolist()), 0)  # a key that has gone is seen in `_values`
         self._place = {key: place for place, key in enumerate(keys.tolist())}

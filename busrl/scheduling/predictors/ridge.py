@@ -109,6 +109,8 @@ class Ridge:
             raise ValueError("columns of different lengths")
         if not np.isfinite(state["weights"]).all() or not np.isfinite(state["target"]).all():
             raise ValueError("numbers that are not finite")
+        if len(state["column"]) and not 0 <= np.min(state["column"]) <= np.max(state["column"]) < HASHED:
+            raise ValueError("columns that there are not")
         for name in ("weights", "column", "value", "size", "counts", "keys", "answers", "target"):
             setattr(self, name, np.array(state[name], getattr(self, name).dtype))
         self.fresh, self.offset = int(state["fresh"]), float(state["offset"])

@@ -104,6 +104,8 @@ class PromptTable:
         used = len(columns[0])
         if any(column.shape != (used,) or not np.isfinite(column).all() for column in columns) or used > self.capacity:
             raise ValueError("a table of prompts of another shape")
+        if not 0 <= int(state["oldest"]) < self.capacity:
+            raise ValueError("a table whose oldest row lies outside of it")
         for name, column in zip(COLUMNS, columns):
             setattr(self, name, column)
         self.used, self._oldest = used, int(state["oldest"])
