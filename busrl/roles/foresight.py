@@ -1,7 +1,7 @@
-"""What the scheduler's policy is told, what it tells, and what its predictor keeps: the side of it that meets files.
+"""What the scheduler's policy is told, and what it tells: the side of it that meets files.
 
-Talks to the prompts (`busrl.data`), to `predictor.npz` and `scheduler.jsonl` of the run directory. Decisions are the
-policy's; slots and messages are the role's. Knows nothing of credit or admission.
+Talks to the prompts (`busrl.data`), the predictor's state, and `scheduler.jsonl` of the run directory. Decisions are
+the policy's; slots and messages are the role's. Knows nothing of credit or admission.
 
 - A policy that does not learn is told nothing, so that it costs nothing.
 - What is lost here with the process (or with a damaged or refused file) costs order, never a sample.
@@ -14,33 +14,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 from busrl.data import JsonlStream
 from busrl.paths import RunPaths
-from busrl.roles import plaindata
+from busrl.roles.predictor_state import PredictorState
 from busrl.scheduling.finished import FinishedAnswers
 from busrl.scheduling.groups import GroupView, Lines
 from busrl.scheduling.inflight import Record
 from busrl.scheduling.policy import Policy, make_policy
-from busrl.scheduling.predictors import Candidate, Predictor, make_predictor
+from busrl.scheduling.predictors import Candidate
 from busrl.topology import Topology
 
 log = logging.getLogger("busrl")
-SAVE_EVERY_S = 30.0
 RECORDS_A_LINE = 64
 TAG_KEY = "tag"
-
-
-@runtime_checkable
-class PredictorReport(Protocol):
-    """A predictor that knows how good it is: tau, cost and fallbacks among its `measures`."""
-
-    name: str
-
-    def measures(self) -> dict[str, float]:
-        """Numbers for the metrics; NaN where there is nothing to say yet."""
-        ...
 
 
 class Foresight:
@@ -51,17 +38,16 @@ class Foresight:
     ) -> None:
         self.topology, self.paths, self.stream, self._warn = topology, paths, stream, warn
         scheduler, derived = topology.scheduler, topology.derived
-        self.predictor: Predictor = make_predictor(scheduler.predictor)
+        self.predictor = PredictorState(topology, paths, stream, warn)
         self.policy: Policy = make_policy(
-            scheduler.policy, derived.horizon, self.predictor, scheduler.aging,
+            scheduler.policy, derived.horizon, self.predictor.guard, scheduler.aging,
             tail_share=scheduler.tail_share, window=derived.W, group_size=topology.groups.size,
             round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
         )  # fmt: skip
         self._answers = FinishedAnswers()
         self._records: list[Record] = []
-        self._next_save = time.monotonic() + SAVE_EVERY_S
         if self.policy.learns:
-            self._restore()
+            self.predictor.restore()
 
     # -- told to the policy ---------------------------------------------------------------------------------------
 
@@ -98,10 +84,8 @@ class Foresight:
         """Numbers about policy and predictor, for SCHEDULER_STATE."""
         if not self.policy.learns:
             return {}
-        found = self.policy.told()
-        if isinstance(self.predictor, PredictorReport):
-            found |= {name: value for name, value in self.predictor.measures().items() if math.isfinite(value)}
-        return found
+        measures = self.predictor.guard.measures()
+        return self.policy.told() | {name: value for name, value in measures.items() if math.isfinite(value)}
 
     def _write(self, records: Sequence[Record], least: int = RECORDS_A_LINE) -> None:
         """Append ended groups to `scheduler.jsonl`, one list per number and line."""
@@ -111,7 +95,7 @@ class Foresight:
         columns = ("draw", "wait", "predicted", "actual", "longest", "members")
         line = {name: [round(getattr(record, name), 2) for record in self._records] for name in columns}
         self._records = []
-        head = {"time": round(time.time(), 3), "policy": self.policy.name, "predictor": self.predictor.name}
+        head = {"time": round(time.time(), 3), "policy": self.policy.name, "predictor": self.predictor.guard.name}
         try:
             with open(self.paths.scheduler_log, "a", encoding="utf-8") as file:
                 file.write(json.dumps(head | line) + "\n")
@@ -122,29 +106,11 @@ class Foresight:
 
     def keep(self, now: float) -> None:
         """Save what the predictor learned, now and then."""
-        if self.policy.learns and now >= self._next_save:
-            self._next_save = now + SAVE_EVERY_S
-            self._save()
+        if self.policy.learns:
+            self.predictor.keep(now)
 
     def close(self) -> None:
         """The last records and the last state."""
         if self.policy.learns:
             self._write(self.policy.take_records(), least=1)
-            self._save()
-
-    def _save(self) -> None:
-        state = self.predictor.state()
-        if not state:
-            return
-        try:
-            plaindata.save(self.paths.predictor, state)
-        except OSError as problem:
-            self._warn(f"what the predictor learned is not saved: {problem}")
-
-    def _restore(self) -> None:
-        try:
-            state = plaindata.load(self.paths.predictor)
-            if state:
-                self.predictor.load(state)
-        except (KeyError, ValueError) as problem:
-            self._warn(f"the predictor begins anew: {problem}")
+            self.predictor.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from busrl.errors import DiskFull
@@ -22,6 +23,7 @@ from busrl.ledger.trainlog import TrainLog
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates
+from busrl.roles import predictor_state
 from busrl.topology import Topology
 
 if TYPE_CHECKING:
@@ -100,12 +102,15 @@ class History:
         }
         self._write_lines()
         self.train_log.flush()
-        training.save_checkpoint(
-            self.paths.checkpoints, self.step, meta, lambda directory: self.trained.save(directory / "trained.bin")
-        )
+        training.save_checkpoint(self.paths.checkpoints, self.step, meta, self._add_files)
         if self.wal is not None:
             self.wal.drop_before(self.step + 1)
         return time.monotonic() - begun
+
+    def _add_files(self, directory: Path) -> None:
+        """What a checkpoint holds besides the model: the trained set, and what the length predictor had learned."""
+        self.trained.save(directory / "trained.bin")
+        predictor_state.copy_into(directory, self.paths)
 
     def close(self) -> None:
         if self.wal is not None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from busrl import keys, quickstart
 from busrl.errors import BadKeys, DataError, Problem
+from busrl.topology import keywords
 from busrl.topology.rules import FUNCTION
 from busrl.topology.schema import FOREIGN_ROLES, TINY, Topology
 
@@ -63,6 +64,11 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
         bus_keys(topology.bus.keys, found)
     if "process" not in skip:
         commands(topology, skip, found)
+    if topology.scheduler.keywords and "scheduler.keywords" not in skip:
+        problems = keywords.read(topology.scheduler.keywords)[1]
+        found.extend(KeyProblem("scheduler.keywords", problem) for problem in problems)
+    if topology.scheduler.predictor == "oracle" and not skip & {"scheduler.predictor", "data.train"}:
+        trace(topology, found)
     lines, longest = counts.get("data.train", (0, TINY_LINE_BYTES))
     validation_lines, validation_longest = counts.get("data.validation", (lines, longest))
     looked = Looked(lines, validation_lines, max(longest, validation_longest), token_bytes, context)
@@ -112,6 +118,19 @@ def prompts(topology: Topology, key: str, path: str, found: list[KeyProblem]) ->
         rest = result.broken - len(result.problems)
         found.append(KeyProblem(key, Problem(path, "", f"and {rest} more broken lines", "correct those above first")))
     return result.count, result.longest_line
+
+
+def trace(topology: Topology, found: list[KeyProblem]) -> None:
+    """An oracle needs a trace: prompts with the lengths of their answers."""
+    if topology.data.train.startswith(TINY):
+        return  # the rule on engines says what is wrong
+    from busrl.data.trace import read
+
+    try:
+        read(topology.data.train, topology.data.prompt_key)
+    except DataError as error:
+        rule = f'predictor = "oracle" needs a trace: {error}'
+        found.append(KeyProblem("data.train", Problem("", "", rule, 'or predictor = "blend"')))
 
 
 def commands(topology: Topology, skip: set[str], found: list[KeyProblem]) -> None:

@@ -130,6 +130,18 @@ def _scheduler(t: Topology) -> Iterator[Finding]:
         yield Finding(keys, rule, f"set it to {n_min} or more, or 0 for 2 x n_min")
 
 
+def _predictor(t: Topology) -> Iterator[Finding]:
+    # An entry without the key runs the model; only the scripted engine's answers are known beforehand.
+    engines = {getattr(entry, "engine", "torch") for entry in t.process if entry.role == "rollout"}
+    if t.scheduler.predictor == "oracle" and engines != {"mock"}:
+        rule = "nobody knows the lengths of a real model's answers beforehand: it is for the scripted engine"
+        yield Finding(("scheduler.predictor",), rule, 'predictor = "blend"', depends=("process",))
+    if t.scheduler.policy == "fifo" and (t.scheduler.predictor != "rules" or t.scheduler.keywords):
+        rule = "fifo goes by the order drawn and asks no predictor"
+        keys = ("scheduler.predictor" if t.scheduler.predictor != "rules" else "scheduler.keywords", "scheduler.policy")
+        yield Finding(keys, rule, 'policy = "sjf", or remove it', warning=True)
+
+
 PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
 FILLED_AT_START = ("{run_dir}", "{name}")
 FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")
@@ -260,5 +272,5 @@ def _named(key: str, given: Iterable[str], known: Sequence[str], what: str) -> I
 
 
 CHECKS: tuple[Check, ...] = (
-    _run, _loss, _trigger, _weights, _scheduler, _reward, _validation, _bus, _processes, _faults
+    _run, _loss, _trigger, _weights, _scheduler, _predictor, _reward, _validation, _bus, _processes, _faults
 )  # fmt: skip

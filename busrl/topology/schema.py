@@ -101,7 +101,11 @@ class Scheduler:
 
     policy: str = key("fifo", "order of dispatch: as drawn, shortest or longest predicted answer first, or short in a "
                       "stream and long in a round", choices=("fifo", "sjf", "ljf", "adaptive"))  # fmt: skip
-    predictor: str = key("rules", "who predicts the length of an answer", choices=("rules",))
+    predictor: str = key("rules", "who predicts the length of an answer: words, a model of texts, like answers, or all "
+                         "three; the oracle reads the trace (scripted engine only)",
+                         choices=("rules", "learned", "history", "blend", "oracle"))  # fmt: skip
+    keywords: str = key("", "TOML table of weighted words for rules and blend; empty: the one that is shipped",
+                        path=True)  # fmt: skip
     horizon: int = key(0, "a policy reorders only within this many drawn groups; 0 = 2 x n_min", low=0, high=1 << 20)
     aging: float = key(0.5, "how much waiting raises a prompt's rank, so that nothing starves", low=0, high=1000)
     tail_share: float = key(0.25, "adaptive, in a stream: share of the workers' rows kept for the longest quarter",

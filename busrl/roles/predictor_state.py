@@ -1,0 +1,114 @@
+"""The length predictor of a run: made as the topology says, guarded, and kept in `predictor.npz`.
+
+Talks to files: the run's own state, the copy in each checkpoint, the user's table of keywords. Used by the scheduler
+(makes, restores, saves) and by the learner (`copy_into` a checkpoint). Knows nothing of policies or slots.
+
+- Losing the state costs order, never a sample: a file that can not be used is warned about and passed over, and a save
+  that fails is tried again later.
+- A start takes the run's own file, or else that of the newest checkpoint that has one.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from busrl.data import JsonlStream
+from busrl.data.trace import parse
+from busrl.paths import RunPaths
+from busrl.roles import plaindata
+from busrl.scheduling.predictors import Guard, Keywords, RulesPredictor, make_predictor
+from busrl.topology import Topology, keywords
+
+log = logging.getLogger("busrl")
+SAVE_EVERY_S = 30.0
+Warn = Callable[[str], None]
+
+
+class PredictorState:
+    """`guard` is the predictor to be asked. `warn` is told of what goes wrong."""
+
+    def __init__(self, topology: Topology, paths: RunPaths, stream: JsonlStream, warn: Warn) -> None:
+        self.paths, self._warn = paths, warn
+        words = _keywords(topology, warn)
+        predictor = make_predictor(topology.scheduler.predictor, keywords=words, lengths_of=_lengths(topology, stream))
+        self.guard = Guard(predictor, RulesPredictor(words), clock=time.perf_counter, report=warn)
+        self._saved_at = 0  # answers that the saved state knows
+        self._next_save = time.monotonic() + SAVE_EVERY_S
+
+    def restore(self) -> bool:
+        """Take over what an earlier scheduler learned; False if there was nothing that could be used."""
+        for path in _candidates(self.paths):
+            try:
+                state = plaindata.load(path)
+                if state is not None:
+                    self.guard.load(state)
+                    log.info("the predictor goes on from %s", path)
+                    return True
+            except Exception as problem:  # whatever a damaged file may lead to: the run is worth more
+                self._warn(f"{path}: what the predictor learned is not used: {problem}")
+        return False
+
+    def keep(self, now: float) -> None:
+        """Save from time to time, if answers came in."""
+        if now >= self._next_save:
+            self._next_save = now + SAVE_EVERY_S
+            self.save()
+
+    def save(self) -> None:
+        """Replace the saved state by the present one."""
+        if self.guard.answers == self._saved_at:
+            return
+        try:
+            plaindata.save(self.paths.predictor, self.guard.state())
+            self._saved_at = self.guard.answers
+        except Exception as problem:  # a predictor whose state fails must not end the run either
+            self._warn(f"what the predictor learned is not saved: {problem}")
+
+    def close(self) -> None:
+        """Save, and say how good it was."""
+        self.save()
+        if self.guard.answers or self.guard.fallbacks:
+            told = (f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in self.guard.measures().items())
+            log.info("predictor %s: %s", self.guard.name, ", ".join(told))
+
+
+def copy_into(checkpoint: Path, paths: RunPaths) -> None:
+    """Put what is saved into a checkpoint that is being written. OSError if the disk refuses."""
+    try:
+        shutil.copyfile(paths.predictor, checkpoint / paths.predictor.name)
+    except FileNotFoundError:
+        pass  # rules learn nothing, and a run begins without
+
+
+def _candidates(paths: RunPaths) -> Iterator[Path]:
+    """Files to restore from, best first."""
+    yield paths.predictor
+    found = paths.checkpoints.glob(f"global_step_*/{paths.predictor.name}")
+    yield from sorted(found, key=lambda path: path.parent.stat().st_mtime, reverse=True)
+
+
+def _keywords(topology: Topology, warn: Warn) -> Keywords | None:
+    """The user's table; None for the shipped one. `launch` has checked it, so a fault is one of a moment later."""
+    if not topology.scheduler.keywords:
+        return None
+    found, problems = keywords.read(topology.scheduler.keywords)
+    for problem in problems:
+        warn(f"{topology.scheduler.keywords}: {problem}; left out")
+    return found if found.words or found.tags else None
+
+
+def _lengths(topology: Topology, stream: JsonlStream) -> Callable[[int], Sequence[int]] | None:
+    """What the oracle knows: the lengths of a draw's members, from the trace that is `data.train`."""
+    if topology.scheduler.predictor != "oracle":
+        return None
+
+    def of(draw: int) -> Sequence[int]:
+        item = stream.item(draw)
+        task = parse(item.line, f"{stream.path}:{item.index + 1}", stream.prompt_key)
+        return [task.length(member) for member in range(topology.groups.size)]
+
+    return of

@@ -1,0 +1,43 @@
+"""A predictor that fails in a real run: rules predict in its place, it is told once, and the run ends in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checks import check_end
+from harness import Run, read_lines, running
+
+# Read by every Python of the run before anything else; only the scheduler asks a predictor.
+BROKEN = """\
+import sys
+if any("scheduler" in argument for argument in sys.orig_argv):
+    import numpy
+    from busrl.scheduling.predictors import BlendPredictor
+    def predict(self, candidates):
+        {fault}
+    BlendPredictor.predict = predict
+"""
+FAULTS = {
+    "raises": ("raise KeyError('lost')", "predict raised KeyError"),
+    "nan": ("return numpy.full(len(candidates), numpy.nan)", "not finite"),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param("raises", marks=pytest.mark.slow), "nan"])
+def test_a_run_whose_predictor_fails_goes_on_with_rules(tmp_path: Path, quickstart: None, kind: str) -> None:
+    fault, named = FAULTS[kind]
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "sitecustomize.py").write_text(BROKEN.format(fault=fault))
+    path = f"{tmp_path / 'broken'}:{Path(__file__).resolve().parents[2]}"
+    settings = ("scheduler.policy=sjf", "scheduler.predictor=blend")
+    run = Run(tmp_path / "run", *settings, steps=5, env={"PYTHONPATH": path})
+    with running(run):
+        code = run.wait()
+    check_end(run, code)
+    told = [line for line in read_lines(run.paths.errors) if "predictor blend" in line["text"]]
+    assert len(told) == 1 and named in told[0]["text"] and "rules predict in its place" in told[0]["text"]
+    log = run.paths.log("scheduler").read_text()
+    (last,) = [line for line in log.splitlines() if "predictor blend: tau" in line]
+    fallbacks = float(last.split("fallbacks ")[1].split(",")[0])
+    assert fallbacks >= 40  # every prompt of the run: 5 steps of 8 groups and more
