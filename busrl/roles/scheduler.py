@@ -19,17 +19,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from busrl.data import JsonlStream
+from busrl.data import JsonlStream, trace
 from busrl.errors import DiskFull
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.limits import admission_limits
 from busrl.roles.trajectory import seq_of
-from busrl.scheduling.credit import Admission, Room, kept_back
+from busrl.scheduling.arrivals import Arrivals
+from busrl.scheduling.credit import Admission, Room, kept_back, not_ahead
 from busrl.scheduling.groups import GroupScanner, GroupView, slot_priority, uid_of
 from busrl.scheduling.policy import LearnerState, make_policy
 from busrl.scheduling.predictors import Candidate
+from busrl.topology import Topology
 
 log = logging.getLogger("busrl")
 CLS_TRAIN, CLS_VALIDATE = 0, 1
@@ -38,6 +40,7 @@ STATE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 PREDECESSOR_LOOK_S = 0.02
 WORKER_FORGOTTEN_S = 10.0
+NO_END = 1 << 62
 
 
 class Scheduler(Actor):
@@ -55,6 +58,7 @@ class Scheduler(Actor):
         self.admission = Admission(limits, self.topology.weights.over_age)
         scheduler = self.topology.scheduler
         self.policy = make_policy(scheduler.policy, derived.horizon, scheduler.predictor, scheduler.aging)
+        self.arrivals = make_arrivals(self.topology)
         self.workers: dict[str, float] = {}  # worker id -> when it last asked
         self.bell = Doorbell()
         self.room = Room(0, "starting")
@@ -73,7 +77,8 @@ class Scheduler(Actor):
         """Dispatch all that may be dispatched now; nothing is left to do then until a message or the next tick."""
         if self.ring.header("run_state") != RUNNING or self.ring.header("generation_pause"):
             return False
-        now, signs = time.monotonic(), self._signs()
+        now = time.monotonic()
+        signs = self._signs(now)
         if signs == self._signs_seen and now < self._next_look:
             return False
         self._signs_seen, self._next_look = signs, now + LOOK_EVERY_S
@@ -87,14 +92,18 @@ class Scheduler(Actor):
         self._announce(view)
         return False
 
-    def _signs(self) -> tuple[int, ...]:
-        """What must change before there is anything to dispatch: a slot came free, or the learner got on.
+    def _signs(self, now: float) -> tuple[int, ...]:
+        """What must change before there is anything to dispatch: a slot came free, the learner got on, or where these
+        hold it back an engine took a sample, a prompt arrived.
 
         Read before the scan: what happens during it shows at the next pass. They save looks; LOOK_EVERY_S bounds what
         a sign that is missed may cost.
         """
         words = ("step", "version", "unpublished_groups")
-        return (self.ring.transitions(State.FREE), *(self.ring.header(word) for word in words))
+        taken = self.ring.transitions(State.GENERATING) if self.topology.scheduler.ahead else 0
+        admitted = self.ring.header("next_admission")
+        self.arrived = NO_END if self.arrivals is None else self.arrivals.count(now, admitted)  # draws below are there
+        return (self.ring.transitions(State.FREE), taken, self.arrived, *map(self.ring.header, words))
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
@@ -123,8 +132,9 @@ class Scheduler(Actor):
 
     def _room(self, view: GroupView, lines: np.ndarray) -> Room:
         validating = int(np.count_nonzero((lines["cls"] == CLS_VALIDATE) & (lines["state"] != State.FREE)))
+        waiting = int(np.count_nonzero((lines["cls"] == CLS_TRAIN) & (lines["state"] == State.QUEUED)))
         # The unpublished groups are read after the fates that `scan` read: a group is never missing from both.
-        return self.admission.room(
+        room = self.admission.room(
             view,
             unpublished=self.ring.header("unpublished_groups"),
             next_admission=self.ring.header("next_admission"),
@@ -132,9 +142,11 @@ class Scheduler(Actor):
             free=view.free_slots,
             reserve=kept_back(self.topology.derived.val_reserve, validating),
         )
+        return not_ahead(room, self.topology.scheduler.ahead, waiting, self.group_size)
 
     def _offer(self, view: GroupView) -> None:
-        missing = self.policy.missing(view.unopened(self.policy.horizon + self.room.groups))
+        draws = view.unopened(self.policy.horizon + self.room.groups)
+        missing = self.policy.missing(draw for draw in draws if draw < self.arrived)
         if missing:
             tokens = self.topology.generation.max_new_tokens
             self.policy.offer([Candidate(draw, self.stream.prompt(self.stream.item(draw)), tokens) for draw in missing])
@@ -234,6 +246,13 @@ class Scheduler(Actor):
         self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
         with self.activity("waiting for disk space", math.inf):
             self.idle(1.0)
+
+
+def make_arrivals(topology: Topology) -> Arrivals | None:
+    """The arrival times of an open stream (`data.arrivals`), checked when the run was started."""
+    if not topology.data.arrivals:
+        return None
+    return Arrivals([task.arrival_s or 0.0 for task in trace.read(topology.data.train, topology.data.prompt_key)])
 
 
 def main(run_dir: str, name: str) -> int:

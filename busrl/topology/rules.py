@@ -204,6 +204,26 @@ def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
         yield Finding((f"process.{index}.command",), rule, "correct it")
 
 
+def _mock(t: Topology) -> Iterator[Finding]:
+    if t.data.arrivals and t.data.shuffle:
+        rule = "prompts arrive in the order of their lines"
+        yield Finding(("data.arrivals", "data.shuffle"), rule, "set shuffle = false")
+    if not t.scripted:
+        return
+    at = next(f"process.{i}.engine" for i, entry in enumerate(t.process) if entry.engine == "mock")
+    if count(t, "validator"):
+        rule = "scripted answers are made up, so there is nothing to validate"
+        yield Finding((at, "process"), rule, 'remove the [[process]] of role "validator"', value=f'{at} = "mock"')
+    if t.weights.transport != "shm":
+        rule = "a scripted engine follows the versions in shared memory"
+        yield Finding((at, "weights.transport"), rule, 'set weights.transport = "shm"')
+    if t.reward.kind == "exact_match" and t.reward.extract:
+        rule = "the text of a scripted answer is the bare answer, or a wrong one: the pattern would find neither"
+        yield Finding(("reward.extract", at), rule, "remove extract")
+    rule = "nothing is learnt: token ids are drawn at random, lengths and rewards are those of data.train"
+    yield Finding((at,), rule, 'engine = "torch" for training', warning=True)
+
+
 def count(t: Topology, role: str) -> int:
     """How many processes of a role are started."""
     return sum(entry.count for entry in t.process if entry.role == role)
@@ -244,4 +264,4 @@ def _named(key: str, given: Iterable[str], known: Sequence[str], what: str) -> I
             yield Finding((key,), f"there is no {what} {name!r}", remedy)
 
 
-CHECKS: tuple[Check, ...] = (_run, _loss, _trigger, _weights, _reward, _validation, _bus, _processes, _faults)
+CHECKS: tuple[Check, ...] = (_run, _loss, _trigger, _weights, _reward, _validation, _bus, _processes, _mock, _faults)
