@@ -209,7 +209,8 @@ def _facts(t: Topology) -> machine.ModelFacts:
 
 def _warnings(t: Topology) -> Iterator[str]:
     found = list(t.derived.warnings)
-    threads = sum(entry.threads * entry.count for entry in t.process if entry.role in ("rollout", "learner"))
+    computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != "mock")
+    threads = sum(entry.threads * entry.count for entry in computing)
     if threads > machine.cores():
         text = f"rollouts and learner have {threads} threads for {machine.cores()} cores; lower threads or count"
         found.append(f"[[process]]: {text}")

@@ -1,0 +1,28 @@
+"""A run with scripted actors is a run like any other, without a model in its rollout processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from checks import check_end
+from harness import ROOT, Run, running
+
+SCRIPTED = [
+    "process.rollout.count=4", "learner.trigger.n_min=8", "mock.token_s=0.0005", "mock.per_sequence_s=0.00005",
+    "generation.max_new_tokens=128",
+]  # fmt: skip
+
+
+def test_scripted_actors_feed_a_real_learner_and_load_no_torch(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", *SCRIPTED, config=ROOT / "configs" / "scripted.toml", steps=12)
+    with running(run):
+        run.until_step(6)
+        loaded = Path(f"/proc/{run.pid('rollout/2')}/maps").read_text()
+        code = run.wait()
+    check_end(run, code)
+    assert "numpy" in loaded and "torch" not in loaded
+    rows = run.metrics()
+    assert max(row["age_max"] for row in rows) <= 4
+    assert 0.3 < sum(row["reward"] for row in rows) / len(rows) < 0.7
+    assert all(row["length_mean"] <= 128 for row in rows)
+    assert len({row["version"] for row in rows}) == 12
