@@ -5,12 +5,14 @@
 A real learner (the quickstart's model, one thread) with 16 scripted actors whose pace is set from the speed that the
 same learner has with recorded batches in memory. After every run its own batches, from its write-ahead log, are fed to
 the same TrainingStep in a fresh process: trained tokens per second of the run over those from memory is the figure.
-Busy is forward, backward and optimiser alone.
+`cpu_ratio` compares CPU seconds per token instead, without waiting: what the learner role costs beside training, also
+on a machine that others use. Busy is forward, backward and optimiser alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -29,6 +31,7 @@ from busrl.topology import Topology
 
 ACTORS = 16
 FIRST = 4  # steps left out: buffers fill
+SHOWN = ("ratio", "cpu_ratio", "busy", "busy_from_memory", "actors_busy", "age_mean")
 BAR = {1.0: 0.90, 1.1: 0.95, 1.3: 0.95}
 
 
@@ -47,15 +50,16 @@ def feed(topology_file: Path, log: Path) -> dict[str, float]:
 
     training = TrainingStep(Topology.from_json(topology_file.read_text()))
     batches = records(log)
-    seconds = busy = tokens = 0.0
+    seconds = cpu = busy = tokens = 0.0
     for record in batches:
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), time.process_time()
         stats = training.train(record.samples, len(record.groups), record.version)
         if record.step > FIRST:
             seconds += time.perf_counter() - begun
+            cpu += time.process_time() - used
             busy += stats.forward_s + stats.backward_s + stats.step_s
             tokens += stats.tokens
-    return {"tokens_per_s": tokens / seconds, "busy": busy / seconds, "steps": len(batches)}
+    return {"tokens_per_s": tokens / seconds, "busy": busy / seconds, "cpu_per_token": cpu / tokens}
 
 
 def fed(topology_file: Path, log: Path) -> dict[str, float]:
@@ -64,6 +68,32 @@ def fed(topology_file: Path, log: Path) -> dict[str, float]:
     told = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=live.LIMIT_S)
     found: dict[str, float] = json.loads(told.stdout.splitlines()[-1])
     return found
+
+
+class Used:
+    """CPU seconds of the learner when each step had been made: they do not depend on what else the machine does."""
+
+    def __init__(self, run: live.runs.BenchRun) -> None:
+        self.run, self.at, self.pid = run, {0: 0.0}, 0
+
+    def look(self) -> None:
+        step = self.run.attach().header("step")
+        if step <= self.last:
+            return
+        self.pid = self.pid or self.run.process("learner").pid
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            self.at[step] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def last(self) -> int:
+        """The last step that was seen."""
+        return max(self.at)
+
+    def after(self, first: int) -> tuple[int, int, float]:
+        """A step from `first` on, the last one, and the CPU seconds between them."""
+        begin = min(step for step in self.at if step >= first)
+        return begin, self.last, self.at[self.last] - self.at[begin]
 
 
 # -- a run ----------------------------------------------------------------------------------------------------------
@@ -89,7 +119,8 @@ def measure(options: argparse.Namespace, folder: Path, trace: Path, capacity: fl
     with live.runs.run(*live.flat(settings_of(options, trace, capacity)), config=live.SCRIPTED) as run:
         run.until("the topology", run.paths.topology.exists)
         (kept / "topology.json").write_text(run.paths.topology.read_text())
-        live.watch(run, lambda: None, done=lambda: live.keep_log(run, kept / "wal") or False)  # type: ignore[func-returns-value]
+        used = Used(run)
+        live.watch(run, used.look, done=lambda: live.keep_log(run, kept / "wal"))
         if run.wait():
             raise RuntimeError(run.tail())
         rows, summary = live.rows_of(run)[FIRST:], run.summary()
@@ -97,6 +128,8 @@ def measure(options: argparse.Namespace, folder: Path, trace: Path, capacity: fl
     busy = sum(row["forward_s"] + row["backward_s"] + row["update_s"] for row in rows)
     tokens = sum(row["tokens"] for row in rows)
     memory = fed(kept / "topology.json", kept / "wal")
+    begin, end, cpu = used.after(FIRST)
+    cpu /= sum(row["tokens"] for row in rows if begin < row["step"] <= end)
     waits: dict[str, float] = {}
     for row in rows:
         for name, value in row["wait_s"].items():
@@ -105,7 +138,8 @@ def measure(options: argparse.Namespace, folder: Path, trace: Path, capacity: fl
     return {
         "tokens_per_s": round(tokens / seconds), "from_memory": round(memory["tokens_per_s"]),
         "ratio": round(tokens / seconds / memory["tokens_per_s"], 3), "busy": round(busy / seconds, 3),
-        "busy_from_memory": round(memory["busy"], 3), "seconds_per_step": round(seconds / len(rows), 3),
+        "busy_from_memory": round(memory["busy"], 3),
+        "cpu_ratio": round(memory["cpu_per_token"] / cpu, 3), "seconds_per_step": round(seconds / len(rows), 3),
         "waits": waits, "age_mean": round(statistics.fmean(row["age_mean"] for row in rows), 2),
         "actors_busy": round(statistics.fmean(actors), 3), "load_before": round(load, 2),
     }  # fmt: skip
@@ -133,7 +167,7 @@ def experiment(options: argparse.Namespace) -> dict[str, Any]:
     table = []
     for share in options.shares:
         mine = [cell for cell in cells if cell["share"] == share]
-        medians = {key: statistics.median(c[key] for c in mine) for key in ("ratio", "busy", "actors_busy", "age_mean")}
+        medians = {key: statistics.median(cell[key] for cell in mine) for key in SHOWN}
         bar = BAR.get(share)
         table.append({"share": share, **medians, "bar": bar, "met": None if bar is None else medians["ratio"] >= bar})
     shown = {key: value for key, value in vars(options).items() if key != "feed"}

@@ -6,6 +6,7 @@ user has. Knows nothing of what an experiment wants to show.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
@@ -40,17 +41,26 @@ def make_trace(path: Path, prompts: int, seed: int, **shape: Any) -> list[trace.
     return tasks
 
 
+def arriving(path: Path, tasks: Sequence[trace.Task], per_s: float, seed: int) -> list[trace.Task]:
+    """Write the same tasks again as an open stream: independent arrivals at that mean rate."""
+    times = np.cumsum(np.random.default_rng(seed).exponential(1 / per_s, len(tasks))).round(6).tolist()
+    stream = [dataclasses.replace(task, arrival_s=time) for task, time in zip(tasks, times)]
+    trace.write(path, stream)
+    return stream
+
+
 def mean_tokens(tasks: Iterable[trace.Task], limit: int) -> float:
     """Mean length of the answers of a trace, cut at `limit`."""
     return statistics.fmean(min(n, limit) for task in tasks for n in task.lengths)
 
 
-def keep_log(run: runs.BenchRun, to: Path) -> None:
+def keep_log(run: runs.BenchRun, to: Path) -> bool:
     """Link the segments of the write-ahead log, so that they stay when a checkpoint lets them go."""
     to.mkdir(exist_ok=True)
     for segment in run.paths.wal.glob("*.wal"):
         if not (to / segment.name).exists():
             os.link(segment, to / segment.name)
+    return False
 
 
 def rows_of(run: runs.BenchRun) -> list[dict[str, Any]]:
@@ -80,26 +90,35 @@ def flat(settings: Settings) -> list[str]:
 
 
 class Groups:
-    """The moments of every group, seen in the ring: first member dispatched, generating, and all of them answered."""
+    """The moments of every group, seen in the ring by looking at it every 20 ms."""
 
     def __init__(self, run: runs.BenchRun, group_size: int) -> None:
         self.run, self.size = run, group_size
-        self.started: dict[int, float] = {}  # draw -> first seen with a member in an engine's hands
-        self.ended: dict[int, float] = {}  # draw -> seen with all members answered
-        self.began = 0.0
+        self.began = 0.0  # the first group was opened
+        self.opened: dict[int, int] = {}  # draw -> admission index
+        self.started: dict[int, float] = {}  # draw -> an engine holds a member
+        self.ended: dict[int, float] = {}  # draw -> all members are answered
 
     def look(self) -> None:
         lines, now = self.run.attach().lines(), time.monotonic()
         own = lines[(lines["state"] > State.RESERVED) & (lines["cls"] == 0)]
-        if not len(own):
-            return
-        self.began = self.began or now
-        running, answered = (own["state"] == State.GENERATING), own["state"] >= State.GENERATED
-        for draw in np.unique(own["group"][running | answered]).tolist():
-            self.started.setdefault(int(draw), now)
-        draws, counts = np.unique(own["group"][answered], return_counts=True)
-        for draw in draws[counts == self.size].tolist():
-            self.ended.setdefault(int(draw), now)
+        if len(own):
+            self.began = self.began or now
+        groups, answered = own["group"].astype(np.int64), own["state"] >= State.GENERATED
+        self.opened.update(zip(groups.tolist(), own["admission"].tolist()))
+        for draw in np.unique(groups[answered | (own["state"] == State.GENERATING)]).tolist():
+            self.started.setdefault(draw, now)
+        draws, counts = np.unique(groups[answered], return_counts=True)
+        here = set(groups.tolist())
+        gone = [draw for draw in self.started if draw not in self.ended and draw not in here]
+        for draw in [*draws[counts == self.size].tolist(), *gone]:  # gone: trained or set aside between two looks
+            self.ended.setdefault(draw, now)
+
+    def overtaken(self, draws: int) -> list[int]:
+        """For each of the first `draws`: how many later ones were opened before it."""
+        by_draw = [self.opened[draw] for draw in sorted(self.opened)]
+        later = np.array(by_draw)
+        return [int(np.count_nonzero(later[i + 1 :] < index)) for i, index in enumerate(by_draw[:draws])]
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
