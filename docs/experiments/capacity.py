@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import statistics
@@ -50,6 +51,8 @@ def feed(topology_file: Path, log: Path) -> dict[str, float]:
 
     training = TrainingStep(Topology.from_json(topology_file.read_text()))
     batches = records(log)
+    gc.collect()
+    gc.freeze()  # as every process of a run does
     seconds = cpu = busy = tokens = 0.0
     for record in batches:
         begun, used = time.perf_counter(), time.process_time()
@@ -179,10 +182,10 @@ def main() -> int:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.8, 0.9, 1.0, 1.1, 1.3])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--groups", type=int, default=16, help="groups of 8 per step")
+    parser.add_argument("--groups", type=int, default=32, help="groups of 8 per step")
     parser.add_argument("--median", type=float, default=20.0, help="median length of an answer, tokens")
     parser.add_argument("--limit", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=8, help="sequences that an actor generates at once")
+    parser.add_argument("--rows", type=int, default=4, help="sequences that an actor generates at once")
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--name", default="capacity")
