@@ -208,6 +208,9 @@ def _mock(t: Topology) -> Iterator[Finding]:
     if t.data.arrivals and t.data.shuffle:
         rule = "prompts arrive in the order of their lines"
         yield Finding(("data.arrivals", "data.shuffle"), rule, "set shuffle = false")
+    if t.mock.learner_s_per_token and not t.scripted:
+        rule = "an experiment: the learner is slowed down on purpose"
+        yield Finding(("mock.learner_s_per_token",), rule, "0 for real training", warning=True)
     if not t.scripted:
         return
     at = next(f"process.{i}.engine" for i, entry in enumerate(t.process) if entry.engine == "mock")

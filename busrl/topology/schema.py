@@ -249,6 +249,8 @@ class Mock:
                                      low=0, high=1)  # fmt: skip
     jitter: float = key(0.0, "every stretch of steps takes up to this share longer or shorter, by chance",
                         low=0, high=1, open_high=True)  # fmt: skip
+    learner_s_per_token: float = key(0.0, "the learner takes at least this long per trained token, as a larger model "
+                                          "would", low=0, high=0.002)  # fmt: skip
     right: float = key(0.5, "share of answers that are right, by chance, where a line has no rewards", low=0, high=1)
 
 

@@ -9,7 +9,7 @@ from harness import ROOT, Run, running
 
 SCRIPTED = [
     "process.rollout.count=4", "learner.trigger.n_min=8", "mock.token_s=0.0005", "mock.per_sequence_s=0.00005",
-    "generation.max_new_tokens=128",
+    "generation.max_new_tokens=128", "mock.learner_s_per_token=0.00005",
 ]  # fmt: skip
 
 
@@ -26,3 +26,5 @@ def test_scripted_actors_feed_a_real_learner_and_load_no_torch(tmp_path: Path, q
     assert 0.3 < sum(row["reward"] for row in rows) / len(rows) < 0.7
     assert all(row["length_mean"] <= 128 for row in rows)
     assert len({row["version"] for row in rows}) == 12
+    taught = sum(row["tokens"] for row in rows[1:])
+    assert rows[-1]["time_s"] - rows[0]["time_s"] > 0.00005 * taught * 0.9  # the learner's pace is kept
