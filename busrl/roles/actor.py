@@ -235,7 +235,6 @@ class Actor:
     def _live(self) -> int:
         self.setup()
         # What is loaded by now stays: to look through all of torch's objects stops a learner for a tenth of a second.
-        gc.collect()
         gc.freeze()
         if not self.stopping:
             self._say_ready()

@@ -3,9 +3,10 @@
     python docs/experiments/segments.py --trace TRACE --limit TOKENS
     python docs/experiments/segments.py                      (a lognormal stands in for a fitted distribution)
 
-Scripted actors at a scaled-down pace, a real learner, the same trace for every cut. A step with k segments rolls out
-for limit / k tokens at most; what is not finished goes on in the next step. Seconds per step at the same number of
-groups per step are compared, after the first steps, in which the pool of unfinished answers fills.
+Scripted actors at a scaled-down pace, a real learner, the same trace for every cut. Seconds per step at the same number
+of groups per step are compared with those of the first entry of `--segments`, after the first steps, in which the pool
+of unfinished answers fills. Without segments the mode is `sync`; `--with-segments` sets what the other runs have.
+A log-normal that fits published step times is found by `ulorl.py`: scale its median and its limit down alike.
 """
 
 from __future__ import annotations
