@@ -30,6 +30,7 @@ from busrl.ring import State  # noqa: E402
 SCRIPTED = ROOT / "configs" / "scripted.toml"
 LOOK_S = 0.02
 LIMIT_S = 420.0
+NEVER_S = 1e7
 
 Settings = Mapping[str, object]
 
@@ -42,10 +43,10 @@ def make_trace(path: Path, prompts: int, seed: int, **shape: Any) -> list[trace.
 
 
 def arriving(path: Path, tasks: Sequence[trace.Task], per_s: float, seed: int) -> list[trace.Task]:
-    """Write the same tasks again as an open stream: independent arrivals at that mean rate."""
+    """Write the same tasks again as an open stream: independent arrivals at that mean rate, and then no more."""
     times = np.cumsum(np.random.default_rng(seed).exponential(1 / per_s, len(tasks))).round(6).tolist()
     stream = [dataclasses.replace(task, arrival_s=time) for task, time in zip(tasks, times)]
-    trace.write(path, stream)
+    trace.write(path, [*stream, dataclasses.replace(tasks[0], arrival_s=NEVER_S)])
     return stream
 
 
