@@ -23,7 +23,7 @@ SECTIONS_OF = {
     "bus": ("bus",),
     "keeper": ("ring", "limits"),
     "scheduler": ("run", "data", "groups", "generation", "scheduler", "weights"),
-    "learner": ("run", "model", "groups", "generation", "learner", "weights"),
+    "learner": ("run", "model", "groups", "generation", "learner", "weights", "mock"),
     "rollout": ("run", "model", "data", "generation", "weights", "mock"),
     "reward": ("reward", "data"),
     "validator": ("run", "data", "generation", "validation"),
