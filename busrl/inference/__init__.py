@@ -1,4 +1,4 @@
-"""Inference engines behind one interface: an embedded torch engine, and a scripted one for tests.
+"""Inference engines behind one interface: an embedded torch engine, and a scripted one without a model.
 
 Used by the rollout role, which knows `Engine`, `Request` and `Finished` only. Importing this package imports no torch;
 `make_engine` imports what the topology asks for.
@@ -13,11 +13,15 @@ from busrl.inference.base import EOS, LENGTH, Engine, Finished, Request
 if TYPE_CHECKING:
     from busrl.topology import Topology
 
-__all__ = ["EOS", "LENGTH", "Engine", "Finished", "Request", "make_engine"]
+__all__ = ["EOS", "LENGTH", "Engine", "Finished", "Request", "is_scripted", "make_engine"]
 
 
 def make_engine(topology: Topology, process: str = "") -> Engine:
-    """The engine that the topology's rollout processes use."""
+    """The engine of that rollout process."""
+    if is_scripted(topology, process):
+        from busrl.inference.scripted import make
+
+        return make(topology, process)
     from busrl.inference.torch_engine import TorchEngine
 
     generation = topology.generation
@@ -28,3 +32,10 @@ def make_engine(topology: Topology, process: str = "") -> Engine:
         dtype=topology.model.dtype,
         chat=topology.data.template == "chat",
     )
+
+
+def is_scripted(topology: Topology, process: str) -> bool:
+    """Whether that process has an engine without a model; one that joins from outside is as the first of its role."""
+    named = (one.spec.engine for one in topology.processes() if one.name == process)
+    entries = (entry.engine for entry in topology.process if entry.role == "rollout")
+    return next(named, next(entries, "torch")) == "mock"

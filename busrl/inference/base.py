@@ -3,7 +3,8 @@
 The rollout role talks to this protocol alone, so an embedded engine, a server or a script behind it look the same.
 Knows nothing of slots, the bus or rewards, and imports no torch.
 
-- One `step()` is one decoding step: sequences join before it and leave after it; new weights enter between two.
+- One `step()` is one decoding step (or several at which nothing joins or leaves): sequences join before it and leave
+  after it; new weights enter between two.
 - Every token carries its id, its log-probability under the distribution that it was drawn from, and the version of
   the weights that produced it.
 - A sample is a function of (seed, uid, segment, weights): what it is batched with does not matter.
@@ -42,13 +43,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Finished:
-    """The new tokens of one request. `finish` is EOS (the last token ends the sequence) or LENGTH (a limit cut it)."""
+    """The new tokens of one request. `finish` is EOS (the last token ends the sequence) or LENGTH (a limit cut it).
+
+    `text` is the text of the whole answer where the engine knows it; otherwise it is decoded from the ids.
+    """
 
     key: int
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.uint32]
     finish: int
+    text: str | None = None
 
 
 class Engine(Protocol):
@@ -62,6 +67,11 @@ class Engine(Protocol):
     @property
     def active(self) -> int:
         """How many requests run or wait for their first step."""
+        ...
+
+    @property
+    def drawing(self) -> int:
+        """How many tokens the next `step` will draw, all requests together."""
         ...
 
     @property

@@ -102,6 +102,10 @@ class TorchEngine:
         return self._seats.active - len(self._holes) + len(self._waiting) + len(self._done)
 
     @property
+    def drawing(self) -> int:
+        return self.active
+
+    @property
     def max_length(self) -> int:
         return self._max_length
 

@@ -63,9 +63,10 @@ class Foresight:
         self.policy.look(open_draws, (view.running + view.due).tolist(), rows)
         self._write(self.policy.take_records())
 
-    def offer(self, view: GroupView, groups: int) -> None:
-        """Supply the policy with what lies within its horizon, `groups` of which may be opened."""
-        missing = self.policy.missing(view.unopened_draws(self.policy.horizon + groups))
+    def offer(self, view: GroupView, groups: int, arrived: int) -> None:
+        """Supply the policy with what lies within its horizon and is there: draws below `arrived`."""
+        draws = view.unopened_draws(self.policy.horizon + groups)
+        missing = self.policy.missing(draw for draw in draws if draw < arrived)
         if missing:
             self.policy.offer(self.candidates(missing))
 

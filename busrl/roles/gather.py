@@ -86,6 +86,34 @@ def claim_group(ring: Ring, lines: Lines, slots: Sequence[int], fault: Fault) ->
     return Claimed(records[0].group, records[0].admission, tuple(owned), tuple(records))
 
 
+def claim_groups(ring: Ring, lines: Lines, groups: Sequence[Sequence[int]], fault: Fault) -> list[Claimed] | None:
+    """Claim several groups at once, each given by its slots: much cheaper than one by one.
+
+    None if anything is in the way: all is given back then, and `claim_group` finds out what it is, with new lines.
+    """
+    slots = [slot for group in groups for slot in group]
+    own = lines[slots]
+    owned: list[tuple[int, int]] = []
+    for slot, word in zip(slots, own["word"].tolist()):
+        if not (taken := ring.claim(slot, word, State.TRAINING)):
+            break
+        owned.append((slot, taken))
+    records: list[SampleRecord] = []
+    if slots and len(owned) == len(slots):
+        with contextlib.suppress(Malformed):
+            records = make_records(ring, owned, own)
+    if not records or fault(records) is not None:
+        give_back(ring, owned)
+        return None
+    held = iter(zip(owned, records))
+    return [_claimed([next(held) for _ in group]) for group in groups]
+
+
+def _claimed(held: Sequence[tuple[tuple[int, int], SampleRecord]]) -> Claimed:
+    first = held[0][1]
+    return Claimed(first.group, first.admission, tuple(own for own, _ in held), tuple(record for _, record in held))
+
+
 def make_records(ring: Ring, owned: Sequence[tuple[int, int]], own: Lines) -> list[SampleRecord]:
     """Copy samples out of their slots, checked."""
     fields = zip(*(own[name].tolist() for name in FIELDS))

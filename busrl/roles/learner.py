@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from busrl.errors import DiskFull
@@ -23,7 +23,7 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor
-from busrl.roles.gather import Claimed, claim_group, end, excerpt, give_back
+from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back
 from busrl.roles.history import History
 from busrl.roles.limits import admission_limits
 from busrl.roles.publish import Publisher
@@ -157,9 +157,7 @@ class Learner(Actor):
         return True
 
     def _claim(self, view: GroupView, action: Claim) -> bool:
-        lines = self.ring.lines()
-        for draw in action.draws:
-            got = claim_group(self.ring, lines, view.slots_of(draw), self.training.fault)
+        for draw, got in zip(action.draws, self._taken(view, action.draws)):
             if isinstance(got, str):
                 self.warn("learner", f"{got}; dropped as malformed, its group is looked at again", "error")
             if got is None or isinstance(got, str):
@@ -168,6 +166,17 @@ class Learner(Actor):
             self.pending.append(got)
             self.metrics.first_claim()
         return True
+
+    def _taken(self, view: GroupView, draws: Sequence[int]) -> Iterator[Claimed | str | None]:
+        """All of them at once; where something is in the way, one after the other."""
+        slots, fault = [view.slots_of(draw) for draw in draws], self.training.fault
+        several = claim_groups(self.ring, self.ring.lines(), slots, fault)
+        if several is not None:
+            yield from several
+            return
+        lines = self.ring.lines()
+        for own in slots:
+            yield claim_group(self.ring, lines, own, fault)
 
     def _while_waiting(self, action: Wait) -> bool:
         """Use the time: run a micro-batch on what was claimed, publish what is still unpublished."""

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from busrl.data import render
 from busrl.errors import WeightsTimeout
-from busrl.inference import Engine, Finished, Request, make_engine
+from busrl.inference import Engine, Finished, Request, is_scripted, make_engine
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import SlotTooSmall, State
@@ -78,7 +78,8 @@ class Rollout(Actor):
         self.version = 0
         self.step_of = {0: 0}  # learner step of each version that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
-        self.receiver: Receiver = make_receiver(self.topology, self.paths, self.worker_id)
+        tensors = not is_scripted(self.topology, self.name)
+        self.receiver: Receiver = make_receiver(self.topology, self.paths, self.worker_id, tensors=tensors)
         self._next_request = self._last_bell = 0.0
         self._behind_since = math.inf
         self._update_weights(wait=True)
@@ -91,7 +92,7 @@ class Rollout(Actor):
             return False
         begun = time.monotonic_ns()
         # Counted before they are drawn: a death in the middle of the step hides none.
-        self.ring.add(tokens=self.engine.active)
+        self.ring.add(tokens=self.engine.drawing)
         finished = self.engine.step()
         for sequence in finished:
             self._commit(sequence)
@@ -266,7 +267,8 @@ class Rollout(Actor):
         try:
             write_segment(self.ring, slot, word, segment, part)
             whole: Ids = read(self.ring, slot, "tokens", segment + 1) if segment else sequence.token_ids
-            write_text(self.ring, slot, word, segment, self.engine.decode(whole, sequence.finish == 1))
+            text = sequence.text if sequence.text is not None else self.engine.decode(whole, sequence.finish == 1)
+            write_text(self.ring, slot, word, segment, text)
             self._note(slot, task, sequence, len(whole))
         except (SlotTooSmall, *UNREADABLE) as problem:
             self._drop(slot, word, "M", str(problem))

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from busrl.data import JsonlStream
+from busrl.data import JsonlStream, trace
 from busrl.errors import DiskFull
 from busrl.protocol import messages as m
 from busrl.ring import State
@@ -28,12 +28,14 @@ from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.foresight import Foresight
 from busrl.roles.limits import admission_limits
 from busrl.roles.trajectory import seq_of
-from busrl.scheduling.credit import Admission, Room, kept_back
+from busrl.scheduling.arrivals import Arrivals
+from busrl.scheduling.credit import Admission, Room, kept_back, not_ahead
 from busrl.scheduling.groups import GroupScanner, GroupView, in_a_row, uid_of
 from busrl.scheduling.predictors import Candidate
 from busrl.scheduling.probes import Probes
 from busrl.scheduling.rows import Rows
 from busrl.scheduling.strength import LearnerState
+from busrl.topology import Topology
 from busrl.topology.resolve import in_flight
 
 log = logging.getLogger("busrl")
@@ -44,6 +46,7 @@ LOOK_EVERY_S = 0.25
 PREDECESSOR_LOOK_S = 0.02
 WORKER_FORGOTTEN_S = 10.0
 PROBING_TICK_S = 0.02  # an ended probe is seen after this: its siblings may be what rows are waiting for
+NO_END = 1 << 62
 
 
 class Scheduler(Actor):
@@ -63,6 +66,7 @@ class Scheduler(Actor):
         self.policy = self.foresight.policy
         self.probes = Probes(derived.W if self.topology.scheduler.probe else 0)
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
+        self.arrivals = make_arrivals(self.topology)
         self.bell = Doorbell()
         self.room = Room(0, "starting")
         self.held = 0  # groups that wait for their probes
@@ -84,7 +88,8 @@ class Scheduler(Actor):
         """Dispatch all that may be dispatched now; nothing is left to do then until a message or the next tick."""
         if self.ring.header("run_state") != RUNNING or self.ring.header("generation_pause"):
             return False
-        now, signs = time.monotonic(), self._signs()
+        now = time.monotonic()
+        signs = self._signs(now)
         if signs == self._signs_seen and now < self._next_look:
             return False
         self._signs_seen, self._next_look = signs, now + LOOK_EVERY_S
@@ -98,15 +103,19 @@ class Scheduler(Actor):
         self._announce(view)
         return False
 
-    def _signs(self) -> tuple[int, ...]:
-        """What must change before there is anything to dispatch: a slot came free, a probe ended, the learner got on.
+    def _signs(self, now: float) -> tuple[int, ...]:
+        """What must change before there is anything to dispatch: a slot came free, the learner got on, or where these
+        hold it back a probe ended, an engine took a sample, a prompt arrived.
 
         Read before the scan: what happens during it shows at the next pass. They save looks; LOOK_EVERY_S bounds what
         a sign that is missed may cost.
         """
         words = ("step", "version", "unpublished_groups")
         ended = self.ring.transitions(State.GENERATED) if self.probes.on else 0
-        return (self.ring.transitions(State.FREE), ended, *(self.ring.header(word) for word in words))
+        taken = self.ring.transitions(State.GENERATING) if self.topology.scheduler.ahead else 0
+        admitted = self.ring.header("next_admission")
+        self.arrived = NO_END if self.arrivals is None else self.arrivals.count(now, admitted)  # draws below are there
+        return (self.ring.transitions(State.FREE), ended, taken, self.arrived, *map(self.ring.header, words))
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
@@ -135,7 +144,7 @@ class Scheduler(Actor):
         self.room = self._room(view, lines)
         if self.room.groups <= 0:
             return 0
-        self.foresight.offer(view, self.room.groups)
+        self.foresight.offer(view, self.room.groups, self.arrived)
         sent = 0
         for _ in range(self.room.groups):
             candidate = self.policy.next()
@@ -147,7 +156,7 @@ class Scheduler(Actor):
     def _room(self, view: GroupView, lines: np.ndarray) -> Room:
         validating = int(np.count_nonzero((lines["cls"] == CLS_VALIDATE) & (lines["state"] != State.FREE)))
         # The unpublished groups are read after the fates that `scan` read: a group is never missing from both.
-        return self.admission.room(
+        room = self.admission.room(
             view,
             unpublished=self.ring.header("unpublished_groups"),
             next_admission=self.ring.header("next_admission"),
@@ -155,6 +164,7 @@ class Scheduler(Actor):
             free=view.free_slots,
             reserve=kept_back(self.topology.derived.val_reserve, validating),
         )
+        return not_ahead(room, self.topology.scheduler.ahead, view.queued, self.group_size)
 
     def _open_group(self, candidate: Candidate) -> int:
         """Dispatch all members, or the probe; one that finds no slot is dispatched by the next scan, before any new
@@ -268,6 +278,13 @@ class Scheduler(Actor):
         self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
         with self.activity("waiting for disk space", math.inf):
             self.idle(1.0)
+
+
+def make_arrivals(topology: Topology) -> Arrivals | None:
+    """The arrival times of an open stream (`data.arrivals`), checked when the run was started."""
+    if not topology.data.arrivals:
+        return None
+    return Arrivals([task.arrival_s or 0.0 for task in trace.read(topology.data.train, topology.data.prompt_key)])
 
 
 def main(run_dir: str, name: str) -> int:

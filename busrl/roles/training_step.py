@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -44,6 +45,7 @@ class TrainingStep:
         self.source = Path(topology.model.path)
         self.settings = TrainerSettings.from_learner(self.config, compute_dtype=topology.model.dtype)
         self.schedule = Schedule(self.config.lr, self.config.trigger.n_min, self.config.warmup_groups)
+        self.s_per_token = topology.mock.learner_s_per_token
         self.groups = 0
         self.trainer = Trainer(load(self.source), self.settings)
         self.vocabulary = vocabulary(self.trainer.model)
@@ -66,8 +68,16 @@ class TrainingStep:
     def accumulate(self, records: Sequence[SampleRecord], version: int, prox: Prox | None = None) -> None:
         """Forward and backward of whole groups, added to the step under way."""
         if records:
+            begun = time.monotonic()
             samples = [to_sample(record) for record in records]
             self.trainer.accumulate(samples, self._advantages(records), prox, version)
+            self._take_as_long_as_scripted(begun, samples)
+
+    def _take_as_long_as_scripted(self, begun: float, samples: Sequence[Sample]) -> None:
+        """With `mock.learner_s_per_token`: the rest of the time that a larger model would take. It is pacing only."""
+        scripted = self.s_per_token * sum(len(sample.token_ids) for sample in samples)
+        if scripted:
+            time.sleep(max(0.0, begun + scripted - time.monotonic()))
 
     def finish(self, groups: int) -> StepStats:
         """The update for all that was accumulated."""

@@ -28,7 +28,7 @@ class Room:
     """Groups that may be opened now. With none, `reason` names the rule and `group` the draw that all wait for."""
 
     groups: int
-    reason: str = ""  # slots | in_flight | round | staleness
+    reason: str = ""  # slots | in_flight | round | staleness | ahead
     group: int | None = None
 
 
@@ -45,6 +45,18 @@ def kept_back(reserve: int, in_use: int) -> int:
 def reserve_room(free: int, reserve: int, in_use: int) -> int:
     """Slots that a class with a reserve may still take; it never takes more than its reserve."""
     return max(0, min(free, reserve - in_use))
+
+
+def not_ahead(room: Room, ahead: int, waiting: int, group_size: int) -> Room:
+    """Fewer groups where `waiting` samples wait for an engine already and `ahead` of them are enough (0: never enough).
+
+    What was dispatched can not be reordered any more. A group that is opened when an engine is nearly free is chosen
+    among more, and is younger when it is trained.
+    """
+    if not ahead or room.groups <= 0:
+        return room
+    groups = min(room.groups, -(-(ahead - waiting) // group_size))
+    return Room(groups) if groups > 0 else Room(0, "ahead")
 
 
 class Admission:

@@ -23,8 +23,8 @@ SECTIONS_OF = {
     "bus": ("bus",),
     "keeper": ("ring", "limits"),
     "scheduler": ("run", "data", "groups", "generation", "scheduler", "weights"),
-    "learner": ("run", "model", "groups", "generation", "learner", "weights"),
-    "rollout": ("run", "model", "data", "generation", "weights"),
+    "learner": ("run", "model", "groups", "generation", "learner", "weights", "mock"),
+    "rollout": ("run", "model", "data", "generation", "weights", "mock"),
     "reward": ("reward", "data"),
     "validator": ("run", "data", "generation", "validation"),
 }
@@ -149,10 +149,25 @@ def _data(t: Topology) -> Iterator[str]:
         yield f"  validation: {path}, {t.derived.validation_prompts} prompts"
     yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
     yield f"  {_tokens(t)}"
+    if t.scripted:
+        yield f"  {_answers(t)}"
+
+
+def _answers(t: Topology) -> str:
+    """The lengths of a trace, of which scripted engines take theirs."""
+    from busrl.data import trace  # brings NumPy
+
+    lengths = sorted(length for task in trace.read(t.data.train, t.data.prompt_key) for length in task.lengths)
+    limit = t.generation.max_new_tokens
+    cut = sum(length > limit for length in lengths)
+    told = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
+    return f"scripted answers: {told}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
 
 
 def _tokens(t: Topology) -> str:
     limit = t.generation.max_prompt_tokens
+    if t.scripted:
+        return f"tokens: one for four bytes of a prompt; longer than {limit} would be set aside"
     if t.data.train.startswith(TINY) or t.model.path.startswith(TINY):
         return f"tokens: not counted for tiny tasks; longer than {limit} would be set aside"
     if t.data.template != "none":
@@ -195,7 +210,8 @@ def _facts(t: Topology) -> machine.ModelFacts:
 
 def _warnings(t: Topology) -> Iterator[str]:
     found = list(t.derived.warnings)
-    threads = sum(entry.threads * entry.count for entry in t.process if entry.role in ("rollout", "learner"))
+    computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != "mock")
+    threads = sum(entry.threads * entry.count for entry in computing)
     if threads > machine.cores():
         text = f"rollouts and learner have {threads} threads for {machine.cores()} cores; lower threads or count"
         found.append(f"[[process]]: {text}")

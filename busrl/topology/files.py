@@ -18,7 +18,7 @@ from typing import Any
 
 from busrl import keys, quickstart
 from busrl.errors import BadKeys, DataError, Problem
-from busrl.topology import keywords
+from busrl.topology import keywords, machine
 from busrl.topology.rules import FUNCTION
 from busrl.topology.schema import FOREIGN_ROLES, TINY, Topology
 
@@ -56,6 +56,8 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
     for key, path in (("data.train", topology.data.train), ("data.validation", topology.data.validation)):
         if path and key not in skip:
             counts[key] = prompts(topology, key, path, found)
+    if "data.train" in counts and "process" not in skip:
+        traces(topology, found)
     token_bytes, context = (DEFAULT_TOKEN_BYTES, 0) if "model.path" in skip else model(topology, found)
     asked = topology.reward.kind == "python" and FUNCTION.fullmatch(topology.reward.function)
     if asked and not skip & {"reward.function", "reward.kind"}:
@@ -67,8 +69,6 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
     if topology.scheduler.keywords and "scheduler.keywords" not in skip:
         problems = keywords.read(topology.scheduler.keywords)[1]
         found.extend(KeyProblem("scheduler.keywords", problem) for problem in problems)
-    if topology.scheduler.predictor == "oracle" and not skip & {"scheduler.predictor", "data.train"}:
-        trace(topology, found)
     lines, longest = counts.get("data.train", (0, TINY_LINE_BYTES))
     validation_lines, validation_longest = counts.get("data.validation", (lines, longest))
     looked = Looked(lines, validation_lines, max(longest, validation_longest), token_bytes, context)
@@ -120,17 +120,44 @@ def prompts(topology: Topology, key: str, path: str, found: list[KeyProblem]) ->
     return result.count, result.longest_line
 
 
-def trace(topology: Topology, found: list[KeyProblem]) -> None:
-    """An oracle needs a trace: prompts with the lengths of their answers."""
-    if topology.data.train.startswith(TINY):
-        return  # the rule on engines says what is wrong
-    from busrl.data.trace import read
+def traces(topology: Topology, found: list[KeyProblem]) -> None:
+    """Scripted answers need their lengths, and prompts that arrive need their times."""
+    path = topology.data.train
+    if not (topology.scripted or topology.data.arrivals) or any(item.key == "data.train" for item in found):
+        return
+    if path.startswith(TINY):
+        rule = "a trace is needed: lines with prompt, answer and lengths"
+        remedy = "give a trace file; busrl.data.tracemaker makes one"
+        found.append(KeyProblem("data.train", Problem("", "", rule, remedy)))
+        return
+    from busrl.data import trace
 
     try:
-        read(topology.data.train, topology.data.prompt_key)
+        tasks = trace.read(path, topology.data.prompt_key)
     except DataError as error:
-        rule = f'predictor = "oracle" needs a trace: {error}'
-        found.append(KeyProblem("data.train", Problem("", "", rule, 'or predictor = "blend"')))
+        place, rule, remedy = _parted(str(error))
+        found.append(KeyProblem("data.train", Problem(place, "", rule, remedy)))
+        return
+    if topology.data.arrivals:
+        _arrivals(path, [task.arrival_s for task in tasks], found)
+
+
+def _parted(text: str) -> tuple[str, str, str]:
+    """Place, rule and remedy of a message `file:line: rule; remedy` (or `rule: remedy`)."""
+    place, _, rest = text.partition(": ")
+    rule, mark, remedy = rest.rpartition("; ")
+    return (place, rule, remedy) if mark else (place, *rest.rpartition(": ")[::2])
+
+
+def _arrivals(path: str, times: list[float | None], found: list[KeyProblem]) -> None:
+    late = 0.0
+    for number, time in enumerate(times, 1):
+        if time is None or time < late:
+            rule = "no arrival_s" if time is None else f"arrival_s = {time}, after {late} on the line before"
+            problem = Problem(f"{path}:{number}", "", rule, "give every line one, in ascending order")
+            found.append(KeyProblem("data.train", problem))
+            return
+        late = time
 
 
 def commands(topology: Topology, skip: set[str], found: list[KeyProblem]) -> None:
@@ -172,6 +199,9 @@ def model(topology: Topology, found: list[KeyProblem]) -> tuple[int, int]:
         broken = Problem(str(folder / "config.json"), "", "not a JSON object", "copy it again")
         found.append(KeyProblem("model.path", broken))
         return DEFAULT_TOKEN_BYTES, 0
+    if topology.scripted and machine.vocabulary(folder) is None:
+        rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
+        found.append(KeyProblem("model.path", Problem(str(folder / "config.json"), "", rule, "add them")))
     return token_bytes(folder), context_of(config)
 
 

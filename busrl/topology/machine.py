@@ -16,6 +16,7 @@ from typing import Any
 
 SHM = "/dev/shm"
 TOKENISED_AT_MOST = 5000  # prompts; the longest by bytes are looked at first
+SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 
@@ -71,11 +72,40 @@ def model_facts(folder: Path, context: int) -> ModelFacts:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a model folder, empty where it can not be read."""
+    return _read(folder / "config.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids of a model: those that end a sequence, and those that mean text (no special ones)."""
+
+    eos: int
+    plain: tuple[int, ...]
+
+
+def vocabulary(folder: Path) -> Vocabulary | None:
+    """From config.json and generation_config.json; None where they do not say how many ids there are, and the end."""
+    config = read_config(folder)
+    nested = config.get("text_config")
+    parts = [config, nested if isinstance(nested, dict) else {}, _read(folder / "generation_config.json")]
+    ends = [end for part in parts for end in _ids(part.get("eos_token_id"))]
+    special = {i for part in parts for name in SPECIAL for i in _ids(part.get(name))}
+    size = next((part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)), 0)
+    plain = tuple(i for i in range(size) if i not in special)
+    return Vocabulary(ends[0], plain) if ends and ends[0] < size and plain else None
+
+
+def _ids(value: Any) -> list[int]:
+    found = value if isinstance(value, list) else [value]
+    return [i for i in found if isinstance(i, int) and i >= 0]
 
 
 def _whole(config: Any, *names: str) -> int:

@@ -131,8 +131,7 @@ def _scheduler(t: Topology) -> Iterator[Finding]:
 
 
 def _predictor(t: Topology) -> Iterator[Finding]:
-    # An entry without the key runs the model; only the scripted engine's answers are known beforehand.
-    engines = {getattr(entry, "engine", "torch") for entry in t.process if entry.role == "rollout"}
+    engines = {entry.engine for entry in t.process if entry.role == "rollout"}
     if t.scheduler.predictor == "oracle" and engines != {"mock"}:
         rule = "nobody knows the lengths of a real model's answers beforehand: it is for the scripted engine"
         yield Finding(("scheduler.predictor",), rule, 'predictor = "blend"', depends=("process",))
@@ -231,6 +230,29 @@ def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
         yield Finding((f"process.{index}.command",), rule, "correct it")
 
 
+def _mock(t: Topology) -> Iterator[Finding]:
+    if t.data.arrivals and t.data.shuffle:
+        rule = "prompts arrive in the order of their lines"
+        yield Finding(("data.arrivals", "data.shuffle"), rule, "set shuffle = false")
+    if t.mock.learner_s_per_token and not t.scripted:
+        rule = "an experiment: the learner is slowed down on purpose"
+        yield Finding(("mock.learner_s_per_token",), rule, "0 for real training", warning=True)
+    if not t.scripted:
+        return
+    at = next(f"process.{i}.engine" for i, entry in enumerate(t.process) if entry.engine == "mock")
+    if count(t, "validator"):
+        rule = "scripted answers are made up, so there is nothing to validate"
+        yield Finding((at, "process"), rule, 'remove the [[process]] of role "validator"', value=f'{at} = "mock"')
+    if t.weights.transport != "shm":
+        rule = "a scripted engine follows the versions in shared memory"
+        yield Finding((at, "weights.transport"), rule, 'set weights.transport = "shm"')
+    if t.reward.kind == "exact_match" and t.reward.extract:
+        rule = "the text of a scripted answer is the bare answer, or a wrong one: the pattern would find neither"
+        yield Finding(("reward.extract", at), rule, "remove extract")
+    rule = "nothing is learnt: token ids are drawn at random, lengths and rewards are those of data.train"
+    yield Finding((at,), rule, 'engine = "torch" for training', warning=True)
+
+
 def count(t: Topology, role: str) -> int:
     """How many processes of a role are started."""
     return sum(entry.count for entry in t.process if entry.role == role)
@@ -272,5 +294,5 @@ def _named(key: str, given: Iterable[str], known: Sequence[str], what: str) -> I
 
 
 CHECKS: tuple[Check, ...] = (
-    _run, _loss, _trigger, _weights, _scheduler, _predictor, _reward, _validation, _bus, _processes, _faults
+    _run, _loss, _trigger, _weights, _scheduler, _predictor, _reward, _validation, _bus, _processes, _mock, _faults
 )  # fmt: skip

@@ -52,6 +52,7 @@ class Data:
     prompt_key: str = key("prompt", "the key of a line that holds the prompt")
     answer_key: str = key("answer", "the key of a line that holds the right answer")
     shuffle: bool = key(True, "draw the lines of each epoch in an order given by run.seed")
+    arrivals: bool = key(False, "an open stream: a prompt is there arrival_s seconds (of its line) after the start")
     template: str = key("none", "the prompt as it stands, or as a user turn of the model's chat template",
                         choices=("none", "chat"))  # fmt: skip
 
@@ -107,6 +108,8 @@ class Scheduler:
     keywords: str = key("", "TOML table of weighted words for rules and blend; empty: the one that is shipped",
                         path=True)  # fmt: skip
     horizon: int = key(0, "a policy reorders only within this many drawn groups; 0 = 2 x n_min", low=0, high=1 << 20)
+    ahead: int = key(0, "open no new group while this many samples wait for an engine, so that order is decided late; "
+                        "0 = no limit", low=0, high=1 << 20)  # fmt: skip
     aging: float = key(0.5, "how much waiting raises a prompt's rank, so that nothing starves", low=0, high=1000)
     tail_share: float = key(0.25, "adaptive, in a stream: share of the workers' rows kept for the longest quarter",
                             low=0, high=0.9)  # fmt: skip
@@ -242,12 +245,30 @@ class Faults:
 
 
 @dataclass(frozen=True)
+class Mock:
+    """[mock]: the pace of scripted engines (engine = "mock"); lengths come from data.train, which is then a trace."""
+
+    token_s: float = key(0.005, "seconds of a decoding step, in which every sequence gets a token",
+                         low=0, open_low=True, high=5)  # fmt: skip
+    per_sequence_s: float = key(0.0, "seconds more per step for each sequence that runs at the same time",
+                                low=0, high=1)  # fmt: skip
+    prefill_s_per_token: float = key(0.0, "seconds for each token of a prompt, or of an answer that is continued",
+                                     low=0, high=1)  # fmt: skip
+    jitter: float = key(0.0, "every stretch of steps takes up to this share longer or shorter, by chance",
+                        low=0, high=1, open_high=True)  # fmt: skip
+    learner_s_per_token: float = key(0.0, "the learner takes at least this long per trained token, as a larger model "
+                                          "would", low=0, high=0.002)  # fmt: skip
+    right: float = key(0.5, "share of answers that are right, by chance, where a line has no rewards", low=0, high=1)
+
+
+@dataclass(frozen=True)
 class Process:
     """[[process]]: `count` processes of one role. The bus, keeper and scheduler are implied, one each."""
 
     role: str = key(REQUIRED, "what the process does", choices=SPAWNED_ROLES)
     count: int = key(1, "how many; 0 = none is started, they join from outside", low=0, high=1024)
-    engine: str = key("torch", "rollout: what generates", choices=("torch",))
+    engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]",
+                      choices=("torch", "mock"))  # fmt: skip
     threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
     command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
                                        "{run_dir}, {name}, {here} (this file's folder) are filled in")  # fmt: skip
@@ -307,6 +328,7 @@ class Topology:
     process: tuple[Process, ...]
     derived: Derived
     faults: Faults = field(default_factory=Faults)
+    mock: Mock = field(default_factory=Mock)
     source: str = ""
     overrides: tuple[str, ...] = ()
 
@@ -314,6 +336,11 @@ class Topology:
     def task_message_bytes(self) -> int:
         """Most bytes of a message that carries one sample: what its slot holds, and the fields."""
         return self.derived.slot_bytes + MESSAGE_FIELD_BYTES
+
+    @property
+    def scripted(self) -> bool:
+        """Whether any engine is scripted: then data.train is a trace, and nothing is learnt from its answers."""
+        return any(entry.role == "rollout" and entry.engine == "mock" and not entry.command for entry in self.process)
 
     @property
     def validates(self) -> bool:

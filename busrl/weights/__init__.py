@@ -25,8 +25,13 @@ def make_sender(topology: Topology, paths: RunPaths) -> Sender:
     return sender(Settings.of(topology, paths))
 
 
-def make_receiver(topology: Topology, paths: RunPaths, name: str) -> Receiver:
-    """An engine's side; `name` is the process, by which errors call it."""
+def make_receiver(topology: Topology, paths: RunPaths, name: str, *, tensors: bool = True) -> Receiver:
+    """An engine's side; `name` is the process, by which errors call it. Without `tensors` (an engine that has no
+    model) versions are followed, never loaded, and torch is not imported."""
+    if not tensors:
+        from busrl.weights.versions import VersionReceiver
+
+        return VersionReceiver(paths.weights_file, timeout_s=topology.weights.timeout_s)
     from busrl.weights.factory import Settings, receiver
 
     return receiver(Settings.of(topology, paths), name)

@@ -5,6 +5,7 @@ Used by both transports, so that a version is always one contiguous block. Knows
 - Sender and receiver compare manifests before a single byte is copied: the first name, shape or type that differs is
   named in the error.
 - Tensors start at multiples of 64 bytes, in the order of the sender's names.
+- torch is imported where tensors are copied: who only wants to know which version is newest does without it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from busrl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 ALIGNMENT = 64
 
@@ -64,6 +67,8 @@ class Manifest:
         self, named: dict[str, torch.Tensor], flat: torch.Tensor, done: Callable[[str], None] | None = None
     ) -> None:
         """Copy the tensors into the flat block (uint8); `done` is called with each name after its copy."""
+        import torch
+
         self.check(named)
         with torch.no_grad():
             for entry in self.entries:
@@ -73,6 +78,8 @@ class Manifest:
 
     def scatter(self, flat: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
         """Copy the flat block into the tensors, in place."""
+        import torch
+
         self.check(named)
         with torch.no_grad():
             for entry in self.entries:
@@ -94,5 +101,7 @@ class Manifest:
                 )
 
     def _view(self, flat: torch.Tensor, entry: Entry) -> torch.Tensor:
+        import torch
+
         dtype: torch.dtype = getattr(torch, entry.dtype)
         return flat[entry.offset : entry.offset + entry.nbytes].view(dtype).view(entry.shape)

@@ -1,7 +1,7 @@
 """Weights through shared memory: the learner writes one of two buffers, engines on the host copy the newest one.
 
 Used by the learner and by everybody with an engine, behind `weights.base`. Talks to one file in /dev/shm
-(`weights.segment`). Knows nothing of the bus or of models.
+(`weights.segment`); which version is newest is read by `weights.versions`. Knows nothing of the bus or of models.
 
 - Each buffer has a sequence word, odd while it is written. A reader copies, then looks at the word again: a copy that
   was overtaken, or whose writer died in its middle, is never used.
@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import os
 import platform
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from busrl.errors import UserError, WeightsTimeout
+from busrl.errors import UserError
 from busrl.weights import segment as layout
-from busrl.weights.base import NOTHING, StepTable
+from busrl.weights.base import NOTHING
 from busrl.weights.manifest import Manifest
 from busrl.weights.segment import CHECKSUM, SEQ, STEP, VERSION, WRITING, Segment
+from busrl.weights.versions import VersionReceiver, stamp_of
 
 ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
-LOOK_EVERY_S = 0.005
 
 
 class ShmSender:
@@ -43,7 +41,7 @@ class ShmSender:
 
     def newest(self) -> tuple[int, int]:
         k = None if self._segment is None else self._segment.newest()
-        return NOTHING if self._segment is None or k is None else _stamp(self._segment, k)
+        return NOTHING if self._segment is None or k is None else stamp_of(self._segment, k)
 
     def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
         newest, _ = self.newest()
@@ -83,61 +81,19 @@ class ShmSender:
         return self._segment
 
 
-class ShmReceiver:
+class ShmReceiver(VersionReceiver):
     """Copies the newest version. `timeout_s` bounds a fetch that keeps being overtaken."""
 
     def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
-        self.path = Path(path)
+        super().__init__(path, timeout_s=timeout_s)
         self.hook: Callable[[str], None] | None = None  # called between a copy and its check; for fault tests
-        self._timeout_s = timeout_s
-        self._segment: Segment | None = None
         self._staging = np.empty(0, np.uint8)
-        self._steps = StepTable()
 
-    def newest(self) -> tuple[int, int]:
-        segment = self._current()
-        while segment is not None and (k := segment.newest()) is not None:
-            seq, stamp = int(segment.buffer[k][SEQ]), _stamp(segment, k)
-            if not seq & 1 and int(segment.buffer[k][SEQ]) == seq:
-                return stamp
-        return NOTHING
-
-    def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
-        """Nothing in another process's memory can be waited on, so this looks every few milliseconds."""
-        deadline, pause = time.monotonic() + timeout_s, threading.Event()
-        while (found := self.newest())[0] < version:
-            if time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self._where()}: no version {version} after {timeout_s:g} s, newest {found[0]}")
-            pause.wait(LOOK_EVERY_S)
-        return found
-
-    def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            segment = self._current()
-            stamp = None if segment is None else self._copy(segment)
-            if segment is not None and stamp is not None:
-                segment.manifest.scatter(torch.from_numpy(self._staging), params)
-                self._steps.add(*stamp)
-                return stamp
-            if segment is None or segment.newest() is None or time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self._where()}: no complete version within {self._timeout_s:g} s")
-
-    def step_of(self, version: int) -> int:
-        return self._steps.step_of(version)
-
-    def close(self) -> None:
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
-
-    def _current(self) -> Segment | None:
-        """The segment that the path leads to now."""
-        if self._segment is not None and not self._segment.still_named():
-            self.close()
-        if self._segment is None:
-            self._segment = layout.attach(self.path)
-        return self._segment
+    def _take(self, segment: Segment, params: dict[str, torch.Tensor]) -> tuple[int, int] | None:
+        stamp = self._copy(segment)
+        if stamp is not None:
+            segment.manifest.scatter(torch.from_numpy(self._staging), params)
+        return stamp
 
     def _copy(self, segment: Segment) -> tuple[int, int] | None:
         """Copy the newest complete buffer into `_staging`; None if it was written to meanwhile."""
@@ -145,7 +101,7 @@ class ShmReceiver:
         if k is None:
             return None
         words, data = segment.buffer[k], segment.data[k]
-        seq, stamp, check = int(words[SEQ]), _stamp(segment, k), int(words[CHECKSUM])
+        seq, stamp, check = int(words[SEQ]), stamp_of(segment, k), int(words[CHECKSUM])
         if len(self._staging) != len(data):
             self._staging = np.empty(len(data), np.uint8)
         self._staging[:] = data
@@ -156,17 +112,3 @@ class ShmReceiver:
         if check and check != layout.checksum(*stamp, self._staging):
             return None
         return stamp
-
-    def _where(self) -> str:
-        """The path, and what its writer was doing."""
-        if self._segment is None:
-            return f"{self.path} is not there: the learner has published nothing yet"
-        pid = self._segment.writer_pid
-        alive = "alive" if os.path.exists(f"/proc/{pid}") else "dead"
-        torn = [int(words[WRITING]) for words in self._segment.buffer if int(words[SEQ]) & 1]
-        doing = f", in the middle of version {torn[0]}" if torn else ""
-        return f"{self.path}: writer pid {pid} is {alive}{doing}"
-
-
-def _stamp(segment: Segment, k: int) -> tuple[int, int]:
-    return int(segment.buffer[k][VERSION]), int(segment.buffer[k][STEP])

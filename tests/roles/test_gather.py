@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from busrl.ring import Fates, Ring, State
-from busrl.roles.gather import Claimed, claim_group, end, excerpt, give_back
+from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back
 from busrl.roles.trajectory import Generated, write_segment, write_text
 
 GROUP = 4
@@ -27,11 +27,14 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
     Ring.unlink(name)
 
 
-def rewarded_group(ring: Ring, lengths: tuple[int, ...] = (3, 4, 5, 6), logprob: float = -1.0) -> list[int]:
+def rewarded_group(
+    ring: Ring, lengths: tuple[int, ...] = (3, 4, 5, 6), logprob: float = -1.0, group: int = 0, lost: int = 0
+) -> list[int]:
     """Take one group through dispatch, generation and reward; its slots by member."""
     for member in range(GROUP):
         ring.dispatch(
-            uid=member, group=0, admission=7, member=member, group_size=GROUP, cls=0, task=b'{"prompt": "ab"}',
+            uid=2 * GROUP * group + member, group=group, admission=7 + group, member=member, group_size=GROUP,
+            cls=0, task=b'{"prompt": "ab"}',
             prompt_crc=1, max_new_tokens=8, temperature=1.0, version=3, step=2,
         )  # fmt: skip
     slots = []
@@ -39,7 +42,7 @@ def rewarded_group(ring: Ring, lengths: tuple[int, ...] = (3, 4, 5, 6), logprob:
         size = lengths[len(slots)]
         ring.put(slot, word, "prompt_ids", np.arange(2, dtype=np.int32))
         part = Generated(
-            np.arange(size, dtype=np.int32), np.full(size, logprob, np.float32), np.full(size, 3, np.uint32)
+            np.arange(size, dtype=np.int32), np.full(size, logprob, np.float32), np.full(size - lost, 3, np.uint32)
         )
         write_segment(ring, slot, word, 0, part)
         write_text(ring, slot, word, 0, "x" * size)
@@ -137,3 +140,35 @@ def test_a_tensor_of_another_type_or_rank_costs_its_sample_only(ring, array, why
     left = claim(ring, slots[1:])
     assert isinstance(left, Claimed)
     assert "has no tensor" in str(excerpt(ring, left)["completion"])  # nobody wrote a text: trained all the same
+
+
+def sound(records):  # type: ignore[no-untyped-def]
+    return None
+
+
+def test_several_groups_at_once_are_what_each_alone_would_be(ring: Ring) -> None:
+    groups = [rewarded_group(ring), rewarded_group(ring, (1, 2, 3, 4), group=1)]
+    several = claim_groups(ring, ring.lines(), groups, sound)
+    assert several is not None
+    for slots, claimed in zip(groups, several):
+        give_back(ring, claimed.slots)
+        alone = claim(ring, slots)
+        assert isinstance(alone, Claimed)
+        assert (alone.group, alone.admission, alone.records) == (claimed.group, claimed.admission, claimed.records)
+        assert [slot for slot, _ in alone.slots] == [slot for slot, _ in claimed.slots] == slots
+        assert states(ring, slots) == [State.TRAINING] * GROUP
+
+
+@pytest.mark.parametrize("trouble", ["moved", "malformed", "fault"])
+def test_several_groups_are_all_given_back_if_one_is_in_the_way(trouble: str, ring: Ring) -> None:
+    groups = [rewarded_group(ring), rewarded_group(ring, group=1, lost=int(trouble == "malformed"))]
+    lines, fault = ring.lines(), sound
+    if trouble == "moved":
+        slot = groups[1][2]
+        word = ring.claim(slot, int(lines["word"][slot]), State.TRAINING)
+        ring.release(slot, word, State.REWARDED)
+    elif trouble == "fault":
+        fault = lambda records: (3, "bad")  # noqa: E731
+    assert claim_groups(ring, lines, groups, fault) is None
+    assert [states(ring, slots) for slots in groups] == [[State.REWARDED] * GROUP] * 2
+    assert isinstance(claim(ring, groups[0]), Claimed)

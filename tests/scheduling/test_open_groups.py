@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling import Candidate, GroupScanner, make_policy, slot_priority, uid_of
+from busrl.scheduling import Candidate, GroupScanner, RulesPredictor, make_policy, slot_priority, uid_of
 from busrl.scheduling.finished import FinishedAnswers
 from busrl.scheduling.pool import Entry, Pool, Present
 from busrl.scheduling.probes import Probes
@@ -141,7 +141,8 @@ def test_a_group_that_ended_leaves_a_record_and_is_forgotten() -> None:
     policy.look([1], [3], 16)
     (record,) = policy.take_records()
     assert (record.draw, record.wait, record.actual, record.longest, record.members) == (0, 1, 15.0, 20, 2)
-    assert record.predicted == 166.0 and policy.unknown([0]) == [0] and policy.take_records() == []
+    assert record.predicted == RulesPredictor().predict([prompt(0, 500)])[0]
+    assert policy.unknown([0]) == [0] and policy.take_records() == []
 
 
 class Learner:

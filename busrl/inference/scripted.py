@@ -1,0 +1,203 @@
+"""The scripted engine (`engine = "mock"`): no model, answers of given lengths at a given pace, in real time.
+
+Stands behind `busrl.inference.base.Engine` where the torch engine does, so that a whole run can be tried out, with as
+many actors as wanted on a small machine, before machines are rented. What it answers is the business of
+`busrl.inference.script`. Imports no torch; knows nothing of weights but their versions.
+
+- Time is scripted: n decoding steps with k sequences take n x (token_s + k x per_sequence_s), and a sequence that joins
+  makes all wait for its prefill. One `step()` is as many decoding steps as fit before the next end, at most a slice.
+- Each step has a deadline that is counted from the deadline before it: waking up late costs nothing in the long run.
+- What a request produces depends on (seed, uid, segment) and the trace alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.inference.base import EOS, LENGTH, Finished, Request
+from busrl.inference.script import Script, make_script
+
+if TYPE_CHECKING:
+    import torch
+
+    from busrl.topology import Topology
+
+SLICE_S = 0.01  # a request that comes while others run joins after this at the latest
+FULL_SLICE_S = 0.05  # no row is free: there is nothing to look for but new weights and the end of the run
+LATEST_S = 0.25  # a process that was stopped for longer does not make up for it
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds: of a decoding step, more per running sequence, per prefilled token; and the random share."""
+
+    token_s: float
+    per_sequence_s: float = 0.0
+    prefill_s_per_token: float = 0.0
+    jitter: float = 0.0
+
+    def step_s(self, active: int) -> float:
+        return self.token_s + self.per_sequence_s * active
+
+
+@dataclass
+class _Row:
+    """A request, the decoding steps at which it joined and ends, and from which token on which version was in use."""
+
+    request: Request
+    joined: int
+    ends: int
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (decoding step, version)
+
+    def version_of_each(self) -> npt.NDArray[np.uint32]:
+        begins = [begin for begin, _ in self.versions] + [self.ends]
+        return np.repeat(np.array([version for _, version in self.versions], np.uint32), np.diff(begins))
+
+
+class ScriptedEngine:
+    """`capacity` rows; `clock` and `wait` are those of the process (others in tests)."""
+
+    def __init__(
+        self,
+        script: Script,
+        pace: Pace,
+        *,
+        capacity: int,
+        max_length: int,
+        seed: Sequence[int] = (0,),
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.script, self.pace = script, pace
+        self._capacity, self._max_length = capacity, max_length
+        self._clock, self._wait = clock, wait
+        self._random = np.random.default_rng(list(seed))
+        self._rows: dict[int, _Row] = {}
+        self._cut: list[Finished] = []  # had no room for a single token
+        self._steps = 0  # decoding steps done
+        self._now = 0.0  # the moment at which they are done
+        self._owed = 0.0  # prefill that comes before the next step
+        self._version = 0
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def active(self) -> int:
+        return len(self._rows) + len(self._cut)
+
+    @property
+    def drawing(self) -> int:
+        return len(self._rows) * self._planned()
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    def add(self, requests: Sequence[Request]) -> None:
+        if self.active + len(requests) > self._capacity:
+            raise ValueError(f"{len(requests)} requests for {self._capacity - self.active} free rows; look at capacity")
+        if not self._rows:
+            self._now = max(self._now, self._clock())
+        for request in requests:
+            count = self._count(request)
+            if count <= 0:
+                self._cut.append(_nothing(request))
+                continue
+            self._rows[request.key] = _Row(
+                request, self._steps, self._steps + count, [(self._steps, self._version)]
+            )  # fmt: skip
+            self._owed += self.pace.prefill_s_per_token * (len(request.prompt_ids) + len(request.prefix_ids))
+
+    def step(self) -> list[Finished]:
+        done, self._cut = self._cut, []
+        if not self._rows:
+            return done
+        steps = self._planned()
+        self._pass(self._owed + steps * self.pace.step_s(len(self._rows)))
+        self._owed = 0.0
+        self._steps += steps
+        ended = [row for row in self._rows.values() if row.ends == self._steps]
+        for row in ended:
+            del self._rows[row.request.key]
+        return done + [self._finished(row) for row in ended]
+
+    def cancel(self, key: int) -> bool:
+        return self._rows.pop(key, None) is not None
+
+    def set_weights(self, version: int, step: int) -> None:
+        self._version = version
+        for row in self._rows.values():
+            if row.versions[-1][0] == self._steps:
+                row.versions.pop()
+            row.versions.append((self._steps, version))
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """None: there is no model."""
+        return {}
+
+    def encode(self, text: str) -> list[int]:
+        return self.script.encode(text)
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
+        """The ids as numbers: they mean nothing. Answers bring their own text."""
+        return " ".join(str(int(i)) for i in ids)
+
+    # -- internals ----------------------------------------------------------------------------------------------
+
+    def _planned(self) -> int:
+        """Decoding steps of the next `step`: to the next end of a row, or as many as fit into a slice."""
+        if not self._rows:
+            return 0
+        to_end = min(row.ends for row in self._rows.values()) - self._steps
+        slice_s = FULL_SLICE_S if self.active == self._capacity else SLICE_S
+        return min(to_end, max(1, int(slice_s / self.pace.step_s(len(self._rows)))))
+
+    def _pass(self, seconds: float) -> None:
+        """Let the scripted time pass; it is pacing, nobody is waited for."""
+        if self.pace.jitter:
+            seconds *= 1 + self.pace.jitter * self._random.uniform(-1, 1)
+        here = self._clock()
+        self._now = max(self._now, here - LATEST_S) + seconds
+        if self._now > here:
+            self._wait(self._now - here)
+
+    def _count(self, request: Request) -> int:
+        """Tokens that this segment will have."""
+        before = len(request.prefix_ids)
+        room = min(request.max_new_tokens, self._max_length - len(request.prompt_ids) - before)
+        return min(room, max(1, self.script.length(request.uid) - before))
+
+    def _finished(self, row: _Row) -> Finished:
+        request, count = row.request, row.ends - row.joined
+        begin = len(request.prefix_ids)
+        ended = begin + count >= self.script.length(request.uid)
+        ids, logprobs = self.script.tokens(request.uid, begin, begin + count, ended)
+        text = self.script.text(request.uid, ended)
+        finish = EOS if ended else LENGTH
+        return Finished(request.key, ids, logprobs, row.version_of_each(), finish, text)
+
+
+def _nothing(request: Request) -> Finished:
+    empty = np.empty(0, np.int32)
+    return Finished(request.key, empty, empty.astype(np.float32), empty.astype(np.uint32), LENGTH, "")
+
+
+def make(topology: Topology, process: str) -> ScriptedEngine:
+    """The engine of a rollout process whose topology says `engine = "mock"`."""
+    mock, generation = topology.mock, topology.generation
+    number = int(process.rpartition("/")[2]) if process.rpartition("/")[2].isdigit() else 0
+    return ScriptedEngine(
+        make_script(topology),
+        Pace(mock.token_s, mock.per_sequence_s, mock.prefill_s_per_token, mock.jitter),
+        capacity=generation.max_batch,
+        max_length=generation.max_prompt_tokens + generation.max_new_tokens,
+        seed=(topology.run.seed, number),
+    )

@@ -1,0 +1,68 @@
+"""What a dispatch policy is worth on the quickstart: seconds, updates and samples to a mean reward of 0.85.
+
+    python docs/experiments/quickstart_policies.py --policies fifo sjf:rules ljf:rules
+
+Real training, all as in `tools/bench/compare.py` (the clock, the goal, 32 drawn groups per update), policies in turn,
+at least three seeds. On two cores the rollout process is what the learner waits for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from typing import Any
+
+import live
+import systems  # of tools/bench, which live puts on the path
+
+
+def settings_of(name: str) -> list[str]:
+    policy, _, predictor = name.partition(":")
+    return [f"scheduler.policy={policy}", *([f"scheduler.predictor={predictor}"] if predictor else [])]
+
+
+def row_of(policy: str, runs: list[dict[str, Any]], first: str) -> dict[str, Any]:
+    """Medians of one policy, and its seconds over those of the first, seed by seed."""
+    mine = {run["seed"]: run for run in runs if run["policy"] == policy}
+    base = {run["seed"]: run for run in runs if run["policy"] == first}
+    both = [seed for seed in mine if seed in base]
+    return {
+        "policy": policy, "reached": f"{sum(run['reached'] for run in mine.values())}/{len(mine)}",
+        **{key: round(statistics.median(run[key] for run in mine.values()), 2)
+           for key in ("seconds", "cpu_seconds", "updates", "samples")},
+        f"over_{first}": [round(mine[seed]["seconds"] / base[seed]["seconds"], 3) for seed in both],
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", nargs="+", default=["fifo", "sjf:rules"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--goal", type=float, default=0.85)
+    parser.add_argument("--max-updates", type=int, default=200)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--name", default="quickstart_policies")
+    options = parser.parse_args()
+    terms = systems.Terms(
+        options.goal, 2e-4, options.max_updates, 600.0, live.ROOT / "configs" / "quickstart.toml", ""
+    )  # fmt: skip
+    runs: list[dict[str, Any]] = []
+    for place, seed in enumerate(options.seeds):
+        for policy in options.policies[:: 1 if place % 2 == 0 else -1]:
+            load = os.getloadavg()[0]
+            told = systems.run_busrl(seed, terms, policy, [*settings_of(policy), *options.overrides])
+            kept = {key: told[key] for key in ("seconds", "cpu_seconds", "updates", "samples", "reached")}
+            runs.append({"policy": policy, "seed": seed, **kept, "load_before": round(load, 2)})
+            print(json.dumps(runs[-1]), flush=True)
+    table = [row_of(policy, runs, options.policies[0]) for policy in options.policies]
+    live.save(options.name, {"settings": vars(options), "table": table, "runs": runs})
+    for row in table:
+        print(row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""A run with scripted actors is a run like any other, without a model in its rollout processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from checks import check_end
+from harness import ROOT, Run, running
+
+from busrl.data import trace
+from busrl.data.trace import Task
+from busrl.ring import Ring
+
+SCRIPTED = [
+    "process.rollout.count=4", "learner.trigger.n_min=8", "mock.token_s=0.0005", "mock.per_sequence_s=0.00005",
+    "generation.max_new_tokens=128", "mock.learner_s_per_token=0.00005",
+]  # fmt: skip
+
+
+def test_scripted_actors_feed_a_real_learner_and_load_no_torch(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", *SCRIPTED, config=ROOT / "configs" / "scripted.toml", steps=12)
+    with running(run):
+        run.until_step(6)
+        loaded = Path(f"/proc/{run.pid('rollout/2')}/maps").read_text()
+        code = run.wait()
+    check_end(run, code)
+    assert "numpy" in loaded and "torch" not in loaded
+    rows = run.metrics()
+    assert max(row["age_max"] for row in rows) <= 4
+    assert 0.3 < sum(row["reward"] for row in rows) / len(rows) < 0.7
+    assert all(row["length_mean"] <= 128 for row in rows)
+    assert len({row["version"] for row in rows}) == 12
+    taught = sum(row["tokens"] for row in rows[1:])
+    assert rows[-1]["time_s"] - rows[0]["time_s"] > 0.00005 * taught * 0.9  # the learner's pace is kept
+
+
+def admitted(run: Run) -> int:
+    """Groups that were opened so far."""
+    ring = Ring.attach(run.paths.ring_name, read_only=True)
+    try:
+        return ring.header("next_admission")
+    finally:
+        ring.close()
+
+
+def test_prompts_that_have_not_arrived_are_not_dispatched_not_by_a_successor_either(
+    tmp_path: Path, quickstart: None
+) -> None:
+    there, later = 16, 3600.0
+    tasks = [Task(f"prompt {n}", (9, 5, 7, 20), "a", "", (1, 0, 1, 0), 0.0 if n < there else later) for n in range(40)]
+    trace.write(tmp_path / "stream.jsonl", tasks)
+    stream = [f"data.train={tmp_path / 'stream.jsonl'}", "data.arrivals=true", "scheduler.ahead=8"]
+    run = Run(tmp_path / "run", *SCRIPTED, *stream, config=ROOT / "configs" / "scripted.toml", steps=3)
+    with running(run):
+        run.until_step(2)
+        run.kill("scheduler")
+        run.until("a new scheduler", lambda: run.processes().get("scheduler", None) is not None)
+        run.let_pass(1.0)
+        assert (admitted(run), run.step()) == (there, 2)
+    assert run.audit().counts.lost == 0 and not run.audit().errors
