@@ -111,6 +111,9 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "Task": "task slot_id seq uid record segment attempt max_new_tokens temperature top_p version completion"
         " tensors",
     },
+    "1.2": {
+        "Task": "segment_tokens",
+    },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy.typing as npt
 
 from busrl.errors import DiskFull
 from busrl.ledger.wal import Record, SampleRecord
@@ -29,6 +31,7 @@ from busrl.roles.limits import admission_limits
 from busrl.roles.publish import Publisher
 from busrl.roles.stepmetrics import StepMetrics
 from busrl.roles.training_step import TrainingStep
+from busrl.roles.worth import Worth
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.limits import Limits
 from busrl.scheduling.plan import Claim, Fire, LearnerPlan, SetAside, Wait
@@ -56,6 +59,7 @@ class Learner(Actor):
         self.plan = make_plan(self.topology, limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
+        self.worth = Worth(self.topology.segments.truncated, self.topology.segments.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
         self.claimed: dict[int, Claimed] = {}
         self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
@@ -70,6 +74,7 @@ class Learner(Actor):
             self.history.load(self.training)
             replayed = 0
             for record in self.history.to_replay():
+                self.training.skip_mastered = record.dmmpt
                 stats = self.training.train(record.samples, len(record.groups), record.version)
                 self.history.finished(record)
                 self.metrics.replayed(record, stats)
@@ -122,6 +127,10 @@ class Learner(Actor):
             self.ring.add(busy_ns=time.monotonic_ns() - begun)
         return moved
 
+    def copy_lines(self) -> npt.NDArray[Any]:
+        """The ring's lines, with the rewards of cut answers as [segments] wants them, whoever judged them."""
+        return self.worth.apply(super().copy_lines())
+
     def idle(self, timeout_s: float) -> None:
         """Sleep until a reward is committed, or the time is over."""
         begun = time.monotonic_ns()
@@ -148,7 +157,7 @@ class Learner(Actor):
         self.history.unfinished = bool((lines["state"] == State.TRAINING).any())
 
     def _set_aside(self, view: GroupView, action: SetAside) -> bool:
-        lines = self.ring.lines()
+        lines = self.copy_lines()
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate)
         for slot in slots:
@@ -157,7 +166,7 @@ class Learner(Actor):
         return True
 
     def _claim(self, view: GroupView, action: Claim) -> bool:
-        lines = self.ring.lines()
+        lines = self.copy_lines()
         for draw in action.draws:
             got = claim_group(self.ring, lines, view.slots_of(draw), self.training.fault)
             if isinstance(got, str):
@@ -219,6 +228,7 @@ class Learner(Actor):
             cause=action.cause.value,
             groups=list(action.draws),
             samples=[record for group in groups for record in group.records],
+            dmmpt=self.training.skip_mastered,
         )
 
     def _commit(self, record: Record) -> bool:
@@ -242,6 +252,9 @@ class Learner(Actor):
         if stats.skipped:
             blame = ", ".join(stats.culprits)
             self.warn("learner", f"step {self.history.step} changed nothing: {stats.skipped} ({blame})", "error")
+        if (gate := self.training.gate) is not None and self.training.gate_moved:
+            how = f"smoothed entropy {gate.entropy:.3f}, sigma {gate.sigma:g}"
+            log.info("step %d: mastered tokens are %s (%s)", self.history.step, "left out" if gate.on else "trained", how)
 
     def _maybe_checkpoint(self) -> None:
         every = self.config.checkpoint_every
