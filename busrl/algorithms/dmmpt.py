@@ -1,4 +1,4 @@
-"""Which tokens are mastered: tokens of a better answer that the policy writes almost surely, in an answer of low entropy.
+"""Which tokens are mastered: those that the policy writes almost surely, in a better answer of low entropy.
 
 UloRL (2507.19766) calls leaving them out DMMPT, eq. 10, whose entropy lacks the minus sign: H = -sum p log p here. Pure
 tensors. Knows nothing of samples or of when to do it (`busrl.scheduling.entropy_gate`).

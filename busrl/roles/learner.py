@@ -74,8 +74,7 @@ class Learner(Actor):
             self.history.load(self.training)
             replayed = 0
             for record in self.history.to_replay():
-                self.training.skip_mastered = record.dmmpt
-                stats = self.training.train(record.samples, len(record.groups), record.version)
+                stats = self.training.replay(record)
                 self.history.finished(record)
                 self.metrics.replayed(record, stats)
                 self.ring.progress()
@@ -253,8 +252,8 @@ class Learner(Actor):
             blame = ", ".join(stats.culprits)
             self.warn("learner", f"step {self.history.step} changed nothing: {stats.skipped} ({blame})", "error")
         if (gate := self.training.gate) is not None and self.training.gate_moved:
-            how = f"smoothed entropy {gate.entropy:.3f}, sigma {gate.sigma:g}"
-            log.info("step %d: mastered tokens are %s (%s)", self.history.step, "left out" if gate.on else "trained", how)
+            what = f"{'left out' if gate.on else 'trained'} (entropy {gate.entropy:.3f}, sigma {gate.sigma:g})"
+            log.info("after step %d mastered tokens are %s", self.history.step, what)
 
     def _maybe_checkpoint(self) -> None:
         every = self.config.checkpoint_every

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from busrl.algorithms.advantages import advantages
 from busrl.algorithms.losses import get
-from busrl.ledger.wal import SampleRecord
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.entropy_gate import EntropyGate
 from busrl.topology import Topology
 from busrl.topology.schema import Learner
@@ -73,13 +73,21 @@ class TrainingStep:
             samples = self._samples(records)
             self.trainer.accumulate(samples, self._advantages(records), prox, version)
 
-    def finish(self, groups: int) -> StepStats:
-        """The update for all that was accumulated."""
+    def finish(self, groups: int, last: bool = True) -> StepStats:
+        """The update for all that was accumulated; `last`: of the updates of this step."""
         stats = self.trainer.step(self.schedule(self.groups, groups))
         self.groups += groups
-        self.gate_moved = self.gate is not None and stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
-        if self.gate is not None:
+        if self.gate is not None and last:
+            self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
             self.skip_mastered = self.gate.on
+        return stats
+
+    def replay(self, record: Record) -> StepStats:
+        """Train a step of the log again, with the tokens left out that were left out then."""
+        live, self.skip_mastered = self.skip_mastered, record.dmmpt
+        stats = self.train(record.samples, len(record.groups), record.version)
+        if self.gate is None:
+            self.skip_mastered = live
         return stats
 
     @property
@@ -106,7 +114,7 @@ class TrainingStep:
         stats = None
         for part in parts:
             self.accumulate([records[i] for i in part], version, [prox[i] for i in part])
-            stats = self.finish(len({records[i].group for i in part}))
+            stats = self.finish(len({records[i].group for i in part}), part is parts[-1])
         assert stats is not None
         return stats
 

@@ -81,7 +81,7 @@ def test_a_reward_worker_gets_the_whole_answer_inline(keeper: Keeper) -> None:
     keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
     [task] = keeper.claim("gen")
     assert (task.record, task.max_new_tokens, task.segment, task.tensors) == ('{"prompt": "2"}', 8, 0, {})
-    keeper.ask("gen", answer_to(task.task, done=False))
+    keeper.ask("gen", answer_to(task.task, done=False, finish=2))
     [task] = keeper.claim("gen", req=2)
     assert (task.max_new_tokens, task.segment, sorted(task.tensors)) == (
         5, 1, ["logprobs", "prompt_ids", "tokens", "versions"],
