@@ -100,8 +100,8 @@ def topology(**segments: Any) -> Topology:
 def dispatch(ring: Ring, uids: Sequence[int], cls: int = 0, step: int = 0, version: int = 0) -> None:
     for uid in uids:
         sent = ring.dispatch(
-            uid=uid, group=uid // 4, admission=uid, member=uid % 4, group_size=4, cls=cls, task=b'{"prompt": "ab"}',
-            prompt_crc=1, max_new_tokens=LIMIT, temperature=1.0, version=version, step=step, priority=-uid,
+            uid=uid, group=uid // 4, admission=uid % 100, member=uid % 4, group_size=4, cls=cls,
+            task=b'{"prompt": "ab"}', prompt_crc=1, max_new_tokens=LIMIT, temperature=1.0, version=version, step=step, priority=-(uid % 100),
         )  # fmt: skip
         assert sent
 
