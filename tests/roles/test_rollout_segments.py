@@ -101,7 +101,8 @@ def dispatch(ring: Ring, uids: Sequence[int], cls: int = 0, step: int = 0, versi
     for uid in uids:
         sent = ring.dispatch(
             uid=uid, group=uid // 4, admission=uid % 100, member=uid % 4, group_size=4, cls=cls,
-            task=b'{"prompt": "ab"}', prompt_crc=1, max_new_tokens=LIMIT, temperature=1.0, version=version, step=step, priority=-(uid % 100),
+            task=b'{"prompt": "ab"}', prompt_crc=1, max_new_tokens=LIMIT, temperature=1.0, version=version, step=step,
+            priority=-(uid % 100),
         )  # fmt: skip
         assert sent
 
