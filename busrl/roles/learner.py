@@ -31,6 +31,7 @@ from busrl.roles.limits import admission_limits
 from busrl.roles.publish import Publisher
 from busrl.roles.stepmetrics import StepMetrics
 from busrl.roles.training_step import TrainingStep
+from busrl.roles.wave_claims import waves_of
 from busrl.roles.worth import Worth
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.limits import Limits
@@ -57,6 +58,7 @@ class Learner(Actor):
         self.config = self.topology.learner
         limits = admission_limits(self.topology)
         self.plan = make_plan(self.topology, limits)
+        self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
         self.worth = Worth(self.topology.segments.truncated, self.topology.segments.truncated_penalty)
@@ -108,6 +110,7 @@ class Learner(Actor):
             now=time.monotonic(),
             next_admission=self.ring.header("next_admission"),
             aside=self.metrics.groups_aside,
+            wave_over=self._wave_over(view),
         )
         moved = False
         for action in actions:
@@ -125,6 +128,12 @@ class Learner(Actor):
         if moved:
             self.ring.add(busy_ns=time.monotonic_ns() - begun)
         return moved
+
+    def _wave_over(self, view: GroupView) -> bool | None:
+        """In rounds of segments: whether the wave is over, and no member is still to be dispatched."""
+        if self.waves is None:
+            return None
+        return not view.due.any() and self.waves.over(self.lines, self.ring.header("next_admission"))
 
     def copy_lines(self) -> npt.NDArray[Any]:
         """The ring's lines, with the rewards of cut answers as [segments] wants them, whoever judged them."""

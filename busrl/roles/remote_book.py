@@ -21,6 +21,7 @@ from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, NotOwner, Ring, RingError, RingFull, SlotTooSmall, State, state_of
 from busrl.roles.segment_cuts import SegmentCuts
 from busrl.roles.trajectory import Generated, read, read_task, read_text, segments_of, seq_of, write_segment, write_text
+from busrl.roles.wave_claims import take_queued
 
 log = logging.getLogger("busrl")
 WORKS_IN = {"rollout": (State.QUEUED, State.GENERATING), "reward": (State.GENERATED, State.REWARDING)}
@@ -78,9 +79,12 @@ class RemoteBook:
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[Held]:
         """As a worker of our own takes: a sample that was tried twice only by a worker that holds nothing else."""
         hand, (rest, work) = self._hand(index), WORKS_IN[role]
-        taken = hand.take(rest, work, cls=None, limit=limit, max_attempt=1)
+        if role == "reward":
+            taken = hand.take(rest, work, cls=None, limit=limit, max_attempt=1)
+        else:
+            taken = take_queued(hand, self.cuts.waves, limit, 1)
         if not taken and idle and role == "rollout":
-            taken = hand.take(rest, work, cls=None, limit=1, max_attempt=ANY_ATTEMPT)
+            taken = take_queued(hand, self.cuts.waves, 1, ANY_ATTEMPT)
             for slot, word in taken:
                 hand.mark_alone(slot, word)
         return [self._held(slot, self.ring.line(slot)) for slot, _ in taken]

@@ -45,6 +45,7 @@ from busrl.roles.trajectory import (
     write_segment,
     write_text,
 )
+from busrl.roles.wave_claims import take_queued
 from busrl.weights import Receiver, make_receiver
 
 log = logging.getLogger("busrl")
@@ -52,6 +53,7 @@ REQUEST_EVERY_S = 1.0
 BELL_EVERY_S = 0.04
 SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: somebody may wait for these
 WEIGHTS_TURN_S = 0.25
+WAVE_TICK_S = 0.01
 LINE_FIELDS = ("uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p")
 Ids = npt.NDArray[np.int32]
 NO_TOKENS: Ids = np.empty(0, np.int32)
@@ -77,9 +79,12 @@ class Rollout(Actor):
     def setup(self) -> None:
         self.held: dict[int, Task] = {}  # by slot
         self.bell, self.segment_bell = Doorbell(), Doorbell()
-        self.segments = SegmentCuts.of(self.topology)
         self.alone = False
         self.limits = admission_limits(self.topology)
+        self.segments = SegmentCuts.of(self.topology)
+        self.waves = self.segments.waves
+        if self.waves is not None:
+            self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # a wave begins without a transition that could wake us
         self.version = 0
         self.step_of = {0: 0}  # learner step of each version that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
@@ -170,9 +175,9 @@ class Rollout(Actor):
         if room <= 0 or (self.alone and self.held) or self._left_behind():
             return False
         self.alone = False
-        taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=room, max_attempt=1)
+        taken = take_queued(self.ring, self.waves, room, 1)
         if not taken and not self.held:
-            taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1, max_attempt=255)
+            taken = take_queued(self.ring, self.waves, 1, 255)
             self.alone = bool(taken)
             for slot, word in taken:
                 self.ring.mark_alone(slot, word)
@@ -205,7 +210,7 @@ class Rollout(Actor):
 
     def _left_behind(self) -> bool:
         """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
-        bound = self.limits.max_staleness
+        bound = 0 if self.limits.waves else self.limits.max_staleness
         behind = self.ring.header("version_step") - self.step_of[self.version]
         return bound is not None and self.topology.learner.forced_age == 0 and behind >= max(1, bound)
 

@@ -26,6 +26,7 @@ from busrl.ring import State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.limits import admission_limits
 from busrl.roles.trajectory import seq_of
+from busrl.roles.wave_claims import waves_of
 from busrl.scheduling.credit import Admission, Room, kept_back
 from busrl.scheduling.groups import GroupScanner, GroupView, slot_priority, uid_of
 from busrl.scheduling.policy import LearnerState, make_policy
@@ -37,6 +38,7 @@ RUNNING = 0
 STATE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 PREDECESSOR_LOOK_S = 0.02
+WAVE_TICK_S = 0.01
 WORKER_FORGOTTEN_S = 10.0
 
 
@@ -53,6 +55,9 @@ class Scheduler(Actor):
         limits = admission_limits(self.topology)
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)
+        self.waves = waves_of(limits)
+        if self.waves is not None:
+            self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # everybody waits for the next wave
         scheduler = self.topology.scheduler
         self.policy = make_policy(scheduler.policy, derived.horizon, scheduler.predictor, scheduler.aging)
         self.workers: dict[str, float] = {}  # worker id -> when it last asked
@@ -94,7 +99,9 @@ class Scheduler(Actor):
         a sign that is missed may cost.
         """
         words = ("step", "version", "unpublished_groups")
-        return (self.ring.transitions(State.FREE), *(self.ring.header(word) for word in words))
+        ends = (State.QUEUED, State.REWARDED) if self.waves is not None else ()
+        seen = [self.ring.transitions(state) for state in (State.FREE, *ends)]
+        return (*seen, *(self.ring.header(word) for word in words))
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
@@ -131,6 +138,7 @@ class Scheduler(Actor):
             step=self.ring.header("step"),
             free=view.free_slots,
             reserve=kept_back(self.topology.derived.val_reserve, validating),
+            wave_over=self.waves is not None and self.waves.over(lines, self.ring.header("next_admission")),
         )
 
     def _offer(self, view: GroupView) -> None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import logging
 
+from busrl.roles.limits import admission_limits
+from busrl.roles.wave_claims import waves_of
 from busrl.scheduling.segments import Cut, SegmentPlan
+from busrl.scheduling.waves import Waves
 from busrl.topology import Topology
 
 log = logging.getLogger("busrl")
@@ -21,15 +24,15 @@ BETA = 0.9  # smoothing of the two times
 class SegmentCuts:
     """`next` for every claim; `finished`, `fetched` and `stepped` only matter to a length of "auto"."""
 
-    def __init__(self, plan: SegmentPlan, trains_last_only: bool = False) -> None:
-        self.plan, self.trains_last_only = plan, trains_last_only
+    def __init__(self, plan: SegmentPlan, trains_last_only: bool = False, waves: Waves | None = None) -> None:
+        self.plan, self.trains_last_only, self.waves = plan, trains_last_only, waves
         self._sync_s = self._token_s = 0.0
 
     @classmethod
     def of(cls, topology: Topology) -> SegmentCuts:
         own = topology.segments
         plan = SegmentPlan(own.length, own.max_segments, topology.generation.max_new_tokens)
-        return cls(plan, own.on and own.loss == "last_segment")
+        return cls(plan, own.on and own.loss == "last_segment", waves_of(admission_limits(topology)))
 
     def next(self, cls: int, segment: int, left: int) -> Cut:
         """The segment number `segment` of a sample of that class, which may still have `left` tokens."""

@@ -17,7 +17,8 @@ from busrl.topology.rules import Finding, count, wants_rounds
 from busrl.topology.schema import Derived, Topology
 
 SLOTS_FROM = (
-    "weights.mode", "weights.max_staleness", "learner.trigger.n_min", "groups.size", "generation.max_batch", "process"
+    "weights.mode", "weights.max_staleness", "learner.trigger.n_min", "groups.size", "generation.max_batch", "process",
+    "segments.max_segments", "segments.rounds",
 )  # fmt: skip
 BYTES_FROM = (
     "data.train", "data.validation", "model.path", "generation.max_new_tokens", "generation.max_prompt_tokens",
@@ -72,7 +73,8 @@ def in_flight(topology: Topology) -> int:
 
 def _limits(topology: Topology, found: list[Finding]) -> limits.Limits:
     n_min, stale, size = topology.learner.trigger.n_min, topology.weights.max_staleness, topology.groups.size
-    bounds = limits.derive(topology.weights.mode, n_min, stale, size, n_floor=topology.learner.trigger.n_floor)
+    floor, waves = topology.learner.trigger.n_floor, topology.segments.waves
+    bounds = limits.derive(topology.weights.mode, n_min, stale, size, n_floor=floor, waves=waves)
     keys = ("weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
     found.extend(Finding(keys, text, "") for text in bounds.problems())
     found.extend(Finding(keys, text, "", warning=True) for text in bounds.warnings())

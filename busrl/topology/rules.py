@@ -124,6 +124,8 @@ def _segments(t: Topology) -> Iterator[Finding]:
     yield from _segment_sums(t) if own.on else _segments_off(t)
     if own.loss == "pois":
         yield from _pois(t)
+    if own.rounds == "segments":
+        yield from _waves(t)
     if own.truncated != "reward" and own.truncated_penalty:
         rule = "a cut answer is worth either a fixed number or its reward less a penalty"
         yield Finding(("segments.truncated", "segments.truncated_penalty"), rule, "remove one of them")
@@ -162,6 +164,18 @@ def _segment_sums(t: Topology) -> Iterator[Finding]:
     if own.length == "auto" and t.learner.deterministic:
         rule = "a length that follows the answers depends on who finished first"
         yield Finding(("segments.length", "learner.deterministic"), rule, "give a number, or deterministic = false")
+
+
+def _waves(t: Topology) -> Iterator[Finding]:
+    if not t.segments.on:
+        rule = "segments are off: there is nothing that a round could be made of"
+        yield Finding(("segments.rounds", "segments.length"), rule, 'set segments.length, or rounds = "answers"')
+    if t.weights.mode != "sync":
+        rule = "only synchronous steps have rounds; elsewhere nobody waits for a segment"
+        yield Finding(("segments.rounds", "weights.mode"), rule, 'mode = "sync", or rounds = "answers"')
+    if t.learner.forced_age:
+        rule = "an answer in several waves has tokens of several ages"
+        yield Finding(("segments.rounds", "learner.forced_age"), rule, 'forced_age = 0, or rounds = "answers"')
 
 
 def _pois(t: Topology) -> Iterator[Finding]:

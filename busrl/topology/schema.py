@@ -85,6 +85,8 @@ class Segments:
                                     "generation.max_new_tokens; 0 = that", low=0, high=1 << 20)  # fmt: skip
     loss: str = key("behaviour", "trained: all tokens with their own ratios, all with ratio 1, or the last segment",
                     choices=("behaviour", "pois", "last_segment"))  # fmt: skip
+    rounds: str = key("answers", "weights.mode = sync: a round ends with its answers, or with a segment of each",
+                      choices=("answers", "segments"))  # fmt: skip
     truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, or this",
                                  words=("reward",))  # fmt: skip
     truncated_penalty: float = key(0.0, "subtracted from the reward of a training answer that the limit cut", low=0)
@@ -93,6 +95,11 @@ class Segments:
     def on(self) -> bool:
         """Whether training answers are made in segments."""
         return self.length != 0
+
+    @property
+    def waves(self) -> int:
+        """Waves that an answer may take, where rounds are made of segments; else 0."""
+        return self.max_segments if self.on and self.rounds == "segments" else 0
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Worker(Rollout):
         self.held, self.alone, self.limits = {}, False, admission_limits(topology)
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.segments = SegmentCuts.of(topology)
+        self.waves = self.segments.waves
         self.version, self.step_of = 0, {0: 0}
         self._last_bell = 1e18  # bells are rung by hand
         self.warned: list[str] = []
@@ -95,6 +96,13 @@ def topology(**segments: Any) -> Topology:
     return dataclasses.replace(
         base, generation=generation, segments=Segments(**{"length": 4, "max_segments": 3, **segments})
     )
+
+
+def in_waves(n_min: int) -> Topology:
+    """Synchronous rounds of segments, of so many groups each."""
+    base = topology(rounds="segments")
+    learner = dataclasses.replace(base.learner, trigger=dataclasses.replace(base.learner.trigger, n_min=n_min))
+    return dataclasses.replace(base, learner=learner, weights=dataclasses.replace(base.weights, mode="sync"))
 
 
 def dispatch(ring: Ring, uids: Sequence[int], cls: int = 0, step: int = 0, version: int = 0) -> None:
@@ -293,3 +301,28 @@ def test_a_group_in_segments_leaves_the_ring_with_the_bounds_of_each(rings: list
     assert [record.segments for record in claimed.records] == [[], [4, 2], [4, 4, 2], [4, 4, 4]]
     assert [record.earlier for record in claimed.records] == [0, 4, 8, 8]
     assert [record.finish for record in claimed.records] == [EOS, EOS, EOS, LENGTH]
+
+
+def test_in_rounds_of_segments_every_unfinished_answer_gets_one_segment_per_wave(rings: list[Ring]) -> None:
+    ring, seen = rings[0], []
+    answers = {0: "ab$", 1: "abcdefghi$", 2: "abcdef$"}
+    worker = Worker(in_waves(1), ring, MockEngine(4, script=says(answers, seen)))
+    waves, made = worker.waves, []
+    assert waves is not None
+    for admission in range(3):
+        dispatch(ring, [admission])
+        worker.run()  # dispatched, but its round is not admitted whole
+        assert not waves.over(ring.lines(), admission)
+        ring.set_header("next_admission", admission + 1)
+        assert not waves.over(ring.lines(), admission + 1)
+        worker.run()
+        made.append([(r.uid, r.segment) for r in seen])
+        seen.clear()
+        for at, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=4):
+            assert not waves.over(ring.lines(), admission + 1)  # it is being judged
+            ring.release(at, word, State.REWARDED)
+        assert waves.over(ring.lines(), admission + 1)
+    ring.set_header("next_admission", 4)
+    worker.run()
+    made.append([(r.uid, r.segment) for r in seen])
+    assert made == [[(0, 0)], [(1, 0)], [(1, 1), (2, 0)], [(1, 2), (2, 1)]]
