@@ -176,6 +176,9 @@ def _waves(t: Topology) -> Iterator[Finding]:
     if t.learner.forced_age:
         rule = "an answer in several waves has tokens of several ages"
         yield Finding(("segments.rounds", "learner.forced_age"), rule, 'forced_age = 0, or rounds = "answers"')
+    if t.learner.publish_every > 1:
+        rule = "the next wave begins when what this one completed is published"
+        yield Finding(("segments.rounds", "learner.publish_every"), rule, "publish_every = 1")
 
 
 def _pois(t: Topology) -> Iterator[Finding]:

@@ -26,6 +26,10 @@ REFUSED = [
     ('loss = "pois"', "with ratio 1 nothing corrects for old samples"),
     ('loss = "pois"\n[weights]\nmode = "sync"\n[learner]\nloss = "decoupled"', "ratios that pois sets to 1"),
     ('loss = "pois"\n[weights]\nmode = "sync"\n[learner]\nupdates_per_batch = 2', "is not 1 any more"),
+    ('rounds = "segments"\n[weights]\nmode = "sync"', "there is nothing that a round could be made of"),
+    ('rounds = "segments"\nlength = 16', "only synchronous steps have rounds"),
+    ('rounds = "segments"\nlength = 16\n[weights]\nmode = "sync"\n[learner]\nforced_age = 1', "of several ages"),
+    ('rounds = "segments"\nlength = 16\n[weights]\nmode = "sync"\n[learner]\npublish_every = 2', "is published"),
     ("truncated = 0\ntruncated_penalty = 0.5", "either a fixed number or its reward less a penalty"),
     ('truncated = "half"', 'expected a number "reward"'),
     ('length = "auto"\n[learner]\ndeterministic = true\n[weights]\nmode = "sync"', "depends on who finished first"),
@@ -61,6 +65,13 @@ def test_a_slot_has_room_for_the_tensors_of_every_segment(loaded: Loaded) -> Non
     assert any("64 tokens in at most 8 of 8 tokens; loss = behaviour" in line for line in eight.explain)
     auto = loaded('[segments]\nlength = "auto"\nmax_segments = 4\n').derived
     assert any("at most 4 of 16 or more" in line for line in auto.explain)
+
+
+def test_rounds_of_segments_have_slots_for_as_many_rounds_as_an_answer_has_segments(loaded: Loaded) -> None:
+    text = '[segments]\nlength = 16\nmax_segments = 4\nrounds = "segments"\n[weights]\nmode = "sync"\n'
+    derived = loaded(text).derived
+    assert (derived.B, derived.W, derived.train_slots) == (128, 128, 1024)
+    assert any("at most 4 rounds in flight" in line for line in derived.explain)
 
 
 def test_the_rule_about_the_table_is_that_of_the_ring() -> None:
