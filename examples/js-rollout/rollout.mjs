@@ -47,12 +47,13 @@ function generate(task, welcome) {
   const { chars, logprobs } = policy(prompt, random(`${welcome.seed}/${task.uid}/${task.segment}`));
   // Digits do not hang on each other, so a later segment is the same policy from where the earlier ones ended.
   const earlier = task.segment ? Array.from(fromTensor(task.tensors.tokens)) : [];
-  const tokens = [...chars.map(vocabulary.id), vocabulary.eos].slice(earlier.length);
+  const begin = Math.min(earlier.length, chars.length); // what another policy began may be longer than this one's
+  const tokens = [...chars.map(vocabulary.id), vocabulary.eos].slice(begin);
   const count = Math.min(tokens.length, task.max_new_tokens, task.segment_tokens || Infinity);
   const written = [...earlier, ...tokens.slice(0, count)].filter((id) => id !== vocabulary.eos);
   return ["REMOTE_GENERATED", {
     tokens: toTensor(Int32Array.from(tokens.slice(0, count))),
-    logprobs: toTensor(Float32Array.from([...logprobs, 0].slice(earlier.length, earlier.length + count))),
+    logprobs: toTensor(Float32Array.from([...logprobs, 0].slice(begin, begin + count))),
     versions: toTensor(new Uint32Array(count).fill(task.version)),
     prompt_ids: toTensor(Int32Array.from(promptIds)),
     text: written.map(vocabulary.char).join(""),
