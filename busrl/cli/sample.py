@@ -228,6 +228,8 @@ def logged(sample: SampleRecord) -> str:
     """What a record of the log says about one sample."""
     versions = sample.version_array()
     made = f"versions {versions.min()} to {versions.max()}" if len(versions) else "no tokens"
+    if sample.segments:
+        made += f" in segments of {', '.join(map(str, sample.segments))}"
     return f"attempt {sample.attempt}, {len(versions)} tokens of {made}, reward {sample.reward:g}"
 
 

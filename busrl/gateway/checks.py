@@ -49,6 +49,8 @@ def answer(message: g.RemoteGenerated, limits: Limits, most_tokens: int, segment
         raise Broken(f"versions has {int(versions.max())}: the newest version that was published is {limits.newest}")
     if message.finish not in (EOS, LENGTH):
         raise Broken(f"finish = {message.finish}: it must be {EOS} (ended by itself) or {LENGTH} (cut by a limit)")
+    if message.finish == EOS and not message.done:
+        raise Broken(f"finish = {EOS} and done = false: an answer that ended by itself has no further segment")
     prompt_ids = None if segment else _prompt(message.prompt_ids, limits)
     return Answer(tokens, logprobs, versions, prompt_ids, message.text, message.finish, message.done)
 

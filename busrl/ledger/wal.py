@@ -9,8 +9,10 @@ ring, of tensors or of the optimiser.
 - Half a record at the very end is what a killed writer leaves: it is cut at opening. Damage anywhere else is refused.
 - Old segments go only after a checkpoint, oldest first, so what remains always joins on to it.
 
-A segment `<number>.wal`, little endian: "BUSRLWAL", u32 layout 1, u32 crc32 of those 12 bytes; then records: "WREC",
-u32 length, u32 crc32 of the length's 4 bytes and the payload, payload (msgpack map of `Record`).
+A segment `<number>.wal`, little endian: "BUSRLWAL", u32 layout, u32 crc32 of those 12 bytes; then records: "WREC",
+u32 length, u32 crc32 of the length's 4 bytes and the payload, payload (msgpack map of `Record`). Layout 2 knows the
+segments of an answer; files of layout 1 are read as they are, and appended to no more: who knows only layout 1 would
+train them without their masks, so it must meet a head that it refuses.
 """
 
 from __future__ import annotations
@@ -30,13 +32,20 @@ from busrl.errors import FileCorrupt, LedgerError, WriteFailed
 from busrl.ledger.files import sync_dir, write_all, write_error
 
 MAGIC = b"BUSRLWAL"
-LAYOUT = 1
+LAYOUT, OLD_LAYOUT = 2, 1
 MARK = b"WREC"
 SEGMENT_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 _FRAME = struct.Struct("<4sII")
-_START = MAGIC + _LENGTH.pack(LAYOUT)
-HEAD = _START + _LENGTH.pack(zlib.crc32(_START))
+
+
+def _head(layout: int) -> bytes:
+    start = MAGIC + _LENGTH.pack(layout)
+    return start + _LENGTH.pack(zlib.crc32(start))
+
+
+HEAD, OLD_HEAD = _head(LAYOUT), _head(OLD_LAYOUT)
+HEADS = (HEAD, OLD_HEAD)  # of one size
 
 
 class SampleRecord(msgspec.Struct, kw_only=True):
@@ -57,6 +66,7 @@ class SampleRecord(msgspec.Struct, kw_only=True):
     token_ids: bytes  # int32
     logprobs: bytes  # float32, one per token
     versions: bytes  # uint32, one per token
+    segments: list[int] = []  # tokens of each segment; left out when there is one
 
     def prompt_array(self) -> npt.NDArray[np.int32]:
         return np.frombuffer(self.prompt_ids, "<i4")
@@ -70,15 +80,24 @@ class SampleRecord(msgspec.Struct, kw_only=True):
     def version_array(self) -> npt.NDArray[np.uint32]:
         return np.frombuffer(self.versions, "<u4")
 
+    @property
+    def earlier(self) -> int:
+        """Tokens of all segments but the last."""
+        return sum(self.segments[:-1])
+
 
 class Record(msgspec.Struct, kw_only=True):
-    """One step: `version` is the highest version published so far, `groups` the groups in the order trained."""
+    """One step: `version` is the highest version published so far, `groups` the groups in the order trained.
+
+    `dmmpt` says whether mastered tokens are left out of it.
+    """
 
     step: int
     version: int
     cause: str
     groups: list[int]
     samples: list[SampleRecord]
+    dmmpt: bool = False
 
 
 class _Brief(msgspec.Struct):
@@ -93,6 +112,7 @@ class _Segment:
     path: Path
     last_step: int  # of its records; -1 with none
     size: int
+    old: bool = False  # of an earlier layout: nothing is appended
 
 
 @dataclass(frozen=True)
@@ -290,7 +310,7 @@ class Wal:
         for path in paths:
             self._number = max(self._number, int(path.stem))
             self._read_segment(path, newest=path == paths[-1])
-        if self._segments and self._segments[-1].size < self.segment_bytes:
+        if self._segments and not self._segments[-1].old and self._segments[-1].size < self.segment_bytes:
             self._fd = os.open(self._segments[-1].path, os.O_RDWR | os.O_CLOEXEC)
 
     def _read_segment(self, path: Path, *, newest: bool) -> None:
@@ -299,9 +319,11 @@ class Wal:
             path.unlink()
             self._cut_bytes += len(data)
             return
-        if data[: len(HEAD)] != HEAD:
-            raise FileCorrupt(f"{path}: does not begin with {MAGIC!r}, layout {LAYOUT}; it is not a log of this busrl")
-        segment = _Segment(path, -1, len(HEAD))
+        if data[: len(HEAD)] not in HEADS:
+            raise FileCorrupt(
+                f"{path}: does not begin with {MAGIC!r}, layout {OLD_LAYOUT} or {LAYOUT}; it is not a log of this busrl"
+            )
+        segment = _Segment(path, -1, len(HEAD), data[: len(HEAD)] == OLD_HEAD)
         for payload, end in frames(data):
             self._note(segment, payload, end)
         if segment.size < len(data):

@@ -109,6 +109,7 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     },
     "1.2": {
         "TASK_REQUEST": "rows",
+        "Task": "segment_tokens",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone

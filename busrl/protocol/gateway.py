@@ -125,7 +125,8 @@ class Task(Struct):
 
     A rollout task has `max_new_tokens` left to generate, and of a sample with earlier segments `segment` > 0 and the
     tensors prompt_ids, tokens, logprobs, versions. A reward task has these tensors of the whole answer, and
-    `completion`. `version` is the newest weight version when it was claimed.
+    `completion`. `version` is the newest weight version when it was claimed. With `segment_tokens` the answer is made
+    in segments: one that is not over after so many tokens is sent with `done` false, and its task is queued again.
     """
 
     task: TaskId
@@ -141,6 +142,7 @@ class Task(Struct):
     version: Count = 0
     completion: str = ""
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    segment_tokens: Count = 0
 
 
 class GatewayTasks(Message, tag="GATEWAY_TASKS"):

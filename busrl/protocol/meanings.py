@@ -90,6 +90,7 @@ MEANINGS: Final[dict[str, str]] = {
     "segment": "Segments that are committed already.",
     "attempt": "How often it was tried since the last committed segment.",
     "max_new_tokens": "Tokens that may still be generated.",
+    "segment_tokens": "Tokens after which this segment ends, with `done` false; 0: none, make the answer whole.",
     "temperature": "For sampling.",
     "top_p": "For sampling.",
     "Task.version": "Newest version of the weights when it was claimed.",

@@ -58,7 +58,8 @@ TYPICAL: Final[dict[str, Any]] = {
     "drop": "raised", "parts": {"length": 0.5}, "lease_s": 20.0, "max_capacity": 1024, "max_message_bytes": LIMIT,
     "max_prompt_tokens": 64, "seed": 0, "model": "/models/sort", "prompt_key": "prompt", "answer_key": "answer",
     "template": "none", "code": "done", "about": "REMOTE_REWARDED", "GATEWAY_ANSWER.text": "", "segment": 0,
-    "attempt": 1, "max_new_tokens": 32, "temperature": 1.0, "top_p": 1.0, "record": '{"prompt":"312=","answer":"123"}',
+    "attempt": 1, "max_new_tokens": 32, "segment_tokens": 16, "temperature": 1.0, "top_p": 1.0,
+    "record": '{"prompt":"312=","answer":"123"}',
     "completion": "123", "REMOTE_GENERATED.text": "123", "tensors": ARRAYS, **ARRAYS,
     "LEARNER_STATE_UPDATE.tokens": 5321,
 }  # fmt: skip

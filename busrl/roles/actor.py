@@ -24,9 +24,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
+import numpy.typing as npt
 
 from busrl.bus import Endpoint
 from busrl.errors import BusNotReady, DiskFull, NoSuchRun
@@ -195,11 +196,15 @@ class Actor:
 
     def scan(self, scanner: GroupScanner) -> GroupView:
         """The open groups now. The lines are copied before the fates are read, and the fate table may have grown."""
-        lines = self.ring.lines()
+        lines = self.copy_lines()
         if len(self.fates) != len(scanner.fates):
             scanner.fates = self.fates.view()
         self.lines = lines
         return scanner.scan(lines)
+
+    def copy_lines(self) -> npt.NDArray[Any]:
+        """The lines of all slots as they are now; a copy that a role may correct."""
+        return self.ring.lines()
 
     # -- internals ----------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from busrl.protocol import messages as m
 from busrl.ring import Ring
 from busrl.roles.actor import Doorbell
 from busrl.roles.remote_book import RemoteBook
+from busrl.roles.segment_cuts import SegmentCuts
 from busrl.topology import Topology
 from busrl.topology.machine import model_facts
 from busrl.topology.rules import RESERVE_PROCESSES
@@ -49,7 +50,7 @@ class Gateway:
         self.steps = VersionSteps()
         self.tally = Tally(read_counts(paths.gateway))
         self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
-        book = RemoteBook(ring, self.steps, self._announce)
+        book = RemoteBook(ring, self.steps, self._announce, SegmentCuts.of(topology))
         self.desk = Desk(book, settings_of(topology), self.tally, time.monotonic())
         self._prompt_tokens = topology.generation.max_prompt_tokens
         self._vocabulary = model_facts(Path(topology.model.path), 0).vocabulary

@@ -21,7 +21,15 @@ import numpy.typing as npt
 
 from busrl.ledger.wal import SampleRecord
 from busrl.ring import Ring, State
-from busrl.roles.trajectory import UNREADABLE, read, read_many, read_prompt_ids, read_task, read_text, segments_of
+from busrl.roles.trajectory import (
+    UNREADABLE,
+    read_many,
+    read_prompt_ids,
+    read_segment,
+    read_task,
+    read_text,
+    segments_of,
+)
 
 
 @dataclass(frozen=True)
@@ -118,30 +126,40 @@ def make_records(ring: Ring, owned: Sequence[tuple[int, int]], own: Lines) -> li
     """Copy samples out of their slots, checked."""
     fields = zip(*(own[name].tolist() for name in FIELDS))
     records = []
-    for position, (values, payload) in enumerate(zip(fields, _payloads(ring, owned))):
+    for position, (values, (payload, segments)) in enumerate(zip(fields, _payloads(ring, owned))):
         counts = [len(part) // 4 for part in payload[1:]]
         if not counts[0] == counts[1] == counts[2] > 0:
             text = "{} tokens, {} log-probs, {} versions".format(*counts)
             raise Malformed(position, f"sample {values[0]}: {text}")
         found: dict[str, Any] = dict(zip((*FIELDS, *TENSORS), (*values, *payload)))
-        records.append(SampleRecord(**found))
+        records.append(SampleRecord(**found, segments=segments))
     return records
 
 
-def _payloads(ring: Ring, owned: Sequence[tuple[int, int]]) -> Iterable[tuple[bytes, ...]]:
-    """For each slot the bytes of its prompt, tokens, log-probabilities and versions."""
+Payload = tuple[tuple[bytes, ...], list[int]]
+
+
+def _payloads(ring: Ring, owned: Sequence[tuple[int, int]]) -> Iterable[Payload]:
+    """For each slot the bytes of its prompt, tokens, log-probabilities and versions, and the tokens of its segments if
+    there are several."""
     if all(segments_of(word) == 1 for _, word in owned):
         with contextlib.suppress(*UNREADABLE):  # which slot it is, is found one by one below
-            return list(zip(*(read_many(ring, owned, name) for name in ("prompt_ids", *SEGMENTED))))
+            whole = zip(*(read_many(ring, owned, name) for name in ("prompt_ids", *SEGMENTED)))
+            return [(payload, []) for payload in whole]
     return [_payload(ring, position, slot, segments_of(word)) for position, (slot, word) in enumerate(owned)]
 
 
-def _payload(ring: Ring, position: int, slot: int, segments: int) -> tuple[bytes, ...]:
+def _payload(ring: Ring, position: int, slot: int, segments: int) -> Payload:
     try:
-        parts = [read(ring, slot, name, segments) for name in SEGMENTED]
-        return (read_prompt_ids(ring, slot).tobytes(), *(part.tobytes() for part in parts))
+        parts = [[read_segment(ring, slot, name, k) for k in range(max(1, segments))] for name in SEGMENTED]
+        prompt = read_prompt_ids(ring, slot).tobytes()
     except UNREADABLE as problem:
         raise Malformed(position, f"sample {int(ring.line(slot)['uid'])}: {problem}") from None
+    sizes = [[len(part) for part in name] for name in parts]
+    if segments > 1 and not (sizes[0] == sizes[1] == sizes[2] and all(sizes[0])):
+        text = "its segments have {} tokens, {} log-probs, {} versions".format(*sizes)
+        raise Malformed(position, f"sample {int(ring.line(slot)['uid'])}: {text}")
+    return (prompt, *(np.concatenate(name).tobytes() for name in parts)), sizes[0] if segments > 1 else []
 
 
 def give_back(ring: Ring, owned: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> None:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy.typing as npt
 
 from busrl.errors import DiskFull
 from busrl.ledger.wal import Record, SampleRecord
@@ -29,6 +31,8 @@ from busrl.roles.limits import admission_limits
 from busrl.roles.publish import Publisher
 from busrl.roles.stepmetrics import StepMetrics
 from busrl.roles.training_step import TrainingStep
+from busrl.roles.wave_claims import waves_of
+from busrl.roles.worth import Worth
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.limits import Limits
 from busrl.scheduling.plan import Claim, Fire, LearnerPlan, SetAside, Wait
@@ -54,8 +58,10 @@ class Learner(Actor):
         self.config = self.topology.learner
         limits = admission_limits(self.topology)
         self.plan = make_plan(self.topology, limits)
+        self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
+        self.worth = Worth(self.topology.segments.truncated, self.topology.segments.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
         self.claimed: dict[int, Claimed] = {}
         self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
@@ -70,7 +76,7 @@ class Learner(Actor):
             self.history.load(self.training)
             replayed = 0
             for record in self.history.to_replay():
-                stats = self.training.train(record.samples, len(record.groups), record.version)
+                stats = self.training.replay(record)
                 self.history.finished(record)
                 self.metrics.replayed(record, stats)
                 self.ring.progress()
@@ -104,6 +110,7 @@ class Learner(Actor):
             now=time.monotonic(),
             next_admission=self.ring.header("next_admission"),
             aside=self.metrics.groups_aside,
+            wave_over=self._wave_over(view),
         )
         moved = False
         for action in actions:
@@ -121,6 +128,16 @@ class Learner(Actor):
         if moved:
             self.ring.add(busy_ns=time.monotonic_ns() - begun)
         return moved
+
+    def _wave_over(self, view: GroupView) -> bool | None:
+        """In rounds of segments: whether the wave is over, and no member is still to be dispatched."""
+        if self.waves is None:
+            return None
+        return not view.due.any() and self.waves.over(self.lines, self.ring.header("next_admission"))
+
+    def copy_lines(self) -> npt.NDArray[Any]:
+        """The ring's lines, with the rewards of cut answers as [segments] wants them, whoever judged them."""
+        return self.worth.apply(super().copy_lines())
 
     def idle(self, timeout_s: float) -> None:
         """Sleep until a reward is committed, or the time is over."""
@@ -148,7 +165,7 @@ class Learner(Actor):
         self.history.unfinished = bool((lines["state"] == State.TRAINING).any())
 
     def _set_aside(self, view: GroupView, action: SetAside) -> bool:
-        lines = self.ring.lines()
+        lines = self.copy_lines()
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate)
         for slot in slots:
@@ -170,11 +187,11 @@ class Learner(Actor):
     def _taken(self, view: GroupView, draws: Sequence[int]) -> Iterator[Claimed | str | None]:
         """All of them at once; where something is in the way, one after the other."""
         slots, fault = [view.slots_of(draw) for draw in draws], self.training.fault
-        several = claim_groups(self.ring, self.ring.lines(), slots, fault)
+        several = claim_groups(self.ring, self.copy_lines(), slots, fault)
         if several is not None:
             yield from several
             return
-        lines = self.ring.lines()
+        lines = self.copy_lines()
         for own in slots:
             yield claim_group(self.ring, lines, own, fault)
 
@@ -228,6 +245,7 @@ class Learner(Actor):
             cause=action.cause.value,
             groups=list(action.draws),
             samples=[record for group in groups for record in group.records],
+            dmmpt=self.training.skip_mastered,
         )
 
     def _commit(self, record: Record) -> bool:
@@ -251,6 +269,9 @@ class Learner(Actor):
         if stats.skipped:
             blame = ", ".join(stats.culprits)
             self.warn("learner", f"step {self.history.step} changed nothing: {stats.skipped} ({blame})", "error")
+        if (gate := self.training.gate) is not None and self.training.gate_moved:
+            what = f"{'left out' if gate.on else 'trained'} (entropy {gate.entropy:.3f}, sigma {gate.sigma:g})"
+            log.info("after step %d mastered tokens are %s", self.history.step, what)
 
     def _maybe_checkpoint(self) -> None:
         every = self.config.checkpoint_every

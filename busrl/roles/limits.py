@@ -15,4 +15,5 @@ def admission_limits(topology: Topology) -> Limits:
         topology.weights.max_staleness,
         topology.groups.size,
         n_floor=trigger.n_floor,
+        waves=topology.segments.waves,
     )

@@ -20,7 +20,9 @@ from busrl.gateway.checks import tensor
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, NotOwner, Ring, RingError, RingFull, SlotTooSmall, State, state_of
+from busrl.roles.segment_cuts import SegmentCuts
 from busrl.roles.trajectory import Generated, read, read_task, read_text, segments_of, seq_of, write_segment, write_text
+from busrl.roles.wave_claims import take_queued
 
 log = logging.getLogger("busrl")
 WORKS_IN = {"rollout": (State.QUEUED, State.GENERATING), "reward": (State.GENERATED, State.REWARDING)}
@@ -34,8 +36,10 @@ TENSORS = ("tokens", "logprobs", "versions")
 class RemoteBook:
     """`busrl.gateway.Book` on a ring that this process is registered in. `announce` rings a doorbell."""
 
-    def __init__(self, ring: Ring, steps: VersionSteps, announce: Callable[[m.Message], None]) -> None:
-        self.ring, self.steps, self.announce = ring, steps, announce
+    def __init__(
+        self, ring: Ring, steps: VersionSteps, announce: Callable[[m.Message], None], cuts: SegmentCuts
+    ) -> None:
+        self.ring, self.steps, self.announce, self.cuts = ring, steps, announce, cuts
         self._hands: dict[int, Ring] = {}
 
     # -- entries --------------------------------------------------------------------------------------------------
@@ -76,9 +80,12 @@ class RemoteBook:
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[Held]:
         """As a worker of our own takes: a sample that was tried twice only by a worker that holds nothing else."""
         hand, (rest, work) = self._hand(index), WORKS_IN[role]
-        taken = hand.take(rest, work, cls=None, limit=limit, max_attempt=1)
+        if role == "reward":
+            taken = hand.take(rest, work, cls=None, limit=limit, max_attempt=1)
+        else:
+            taken = take_queued(hand, self.cuts.waves, limit, 1)
         if not taken and idle and role == "rollout":
-            taken = hand.take(rest, work, cls=None, limit=1, max_attempt=ANY_ATTEMPT)
+            taken = take_queued(hand, self.cuts.waves, 1, ANY_ATTEMPT)
             for slot, word in taken:
                 hand.mark_alone(slot, word)
         return [self._held(slot, self.ring.line(slot)) for slot, _ in taken]
@@ -99,13 +106,14 @@ class RemoteBook:
         line, segments = self.ring.line(held.slot), segments_of(held.word)
         rewarding = state_of(held.word) == State.REWARDING
         most, _ = (0, 0) if rewarding else self.most_tokens(held)
+        cut = self.cuts.next(int(line["cls"]), segments, most)
         return g.Task(
             task=held.task, slot_id=held.slot, seq=held.seq, uid=held.uid,
             record=read_task(self.ring, held.slot).decode("utf-8", "replace"), segment=segments,
             attempt=int(line["attempt"]), max_new_tokens=most, temperature=float(line["temperature"]),
             top_p=float(line["top_p"]), version=self.ring.header("version"),
             completion=read_text(self.ring, held.slot, segments) if rewarding else "",
-            tensors=self._tensors(held.slot, segments),
+            tensors=self._tensors(held.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
         )  # fmt: skip
 
     def _tensors(self, slot: int, segments: int) -> dict[str, g.Tensor]:
@@ -124,23 +132,39 @@ class RemoteBook:
 
     def commit_answer(self, index: int, held: Held, answer: Answer) -> None:
         hand, slot, word = self._hand(index), held.slot, held.word
-        segment = segments_of(word)
+        segment, whole = segments_of(word), self._whole(held, answer)
         try:
             if answer.prompt_ids is not None:
                 hand.put(slot, word, "prompt_ids", answer.prompt_ids)
             write_segment(hand, slot, word, segment, Generated(answer.tokens, answer.logprobs, answer.versions))
-            write_text(hand, slot, word, segment, answer.text)
+            if whole:
+                write_text(hand, slot, word, segment, answer.text)
         except SlotTooSmall as problem:
             raise Room(str(problem)) from None
         except NotOwner:
             raise Gone from None
-        hand.set(slot, word, **self._notes(hand, held, answer))
-        done = _moved(hand.commit_segment(slot, word, answer.done))
-        hand.add(tokens=len(answer.tokens), samples=1)
-        version, status = int(answer.versions[-1]), "generated" if answer.done else "segment"
+        notes = self._notes(hand, held, answer, whole)
+        hand.set(slot, word, **notes)
+        done = _moved(hand.commit_segment(slot, word, whole))
+        hand.add(tokens=len(answer.tokens), samples=int(whole))
+        if whole:
+            self.cuts.finished(notes["response_tokens"])
+        version, status = int(answer.versions[-1]), "generated" if whole else "segment"
         self.announce(m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=held.uid, version=version, status=status))
 
-    def _notes(self, hand: Ring, held: Held, answer: Answer) -> dict[str, Any]:
+    def _whole(self, held: Held, answer: Answer) -> bool:
+        """Whether the answer ends with this segment; `Room` where it must but says that it does not."""
+        left, segment = self.most_tokens(held)
+        if answer.done or len(answer.tokens) >= left:
+            return True
+        if segment + 1 < self.cuts.plan.most:
+            return False
+        raise Room(
+            f"segment {segment} is the last that an answer may have here (segments.max_segments = "
+            f"{self.cuts.plan.most}, 1 with segments off): send the answer to its end, with done = true"
+        )
+
+    def _notes(self, hand: Ring, held: Held, answer: Answer, whole: bool) -> dict[str, Any]:
         """Fields of the line. The oldest version is that of admission, or of older weights that made a token."""
         line, earlier = self.ring.line(held.slot), 0
         if segments := segments_of(held.word):
@@ -148,8 +172,11 @@ class RemoteBook:
         version, step, oldest = int(line["version"]), int(line["step"]), int(answer.versions.min())
         if oldest < version:
             version, step = oldest, min(step, self.steps.step_of(oldest))
+        if not whole and self.cuts.trains_last_only:  # as if it were admitted now: what is trained is still to come
+            version, step = self.ring.header("version"), self.ring.header("version_step")
         return {
-            "version": version, "step": step, "finish": answer.finish, "response_tokens": earlier + len(answer.tokens),
+            "version": version, "step": step, "finish": answer.finish if whole else 0,
+            "response_tokens": earlier + len(answer.tokens),
             "prompt_tokens": len(hand.get(held.slot, "prompt_ids")),
         }  # fmt: skip
 

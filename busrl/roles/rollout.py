@@ -5,6 +5,7 @@ produces GENERATED ones and DATA_GENERATED; waits for slots, unblocked by the ri
 Knows nothing of rewards, groups or the learner's state beyond the newest version.
 
 Invariants:
+- A segment that ends neither by itself nor at the answer's limit goes back to QUEUED, for whoever claims it first.
 - New weights enter only between two decoding steps; every token carries the version that produced it.
 - A slot is claimed only when the engine has a row for it: nobody prefetches more than it runs.
 - A slot that was being generated when its worker died twice is run alone, so that it can only hurt itself.
@@ -25,12 +26,13 @@ import numpy.typing as npt
 
 from busrl.data import render
 from busrl.errors import WeightsTimeout
-from busrl.inference import Engine, Finished, Request, is_scripted, make_engine
+from busrl.inference import EOS, Engine, Finished, Request, is_scripted, make_engine
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import SlotTooSmall, State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.limits import admission_limits
+from busrl.roles.segment_cuts import SegmentCuts
 from busrl.roles.trajectory import (
     UNREADABLE,
     Generated,
@@ -43,6 +45,7 @@ from busrl.roles.trajectory import (
     write_segment,
     write_text,
 )
+from busrl.roles.wave_claims import take_queued
 from busrl.weights import Receiver, make_receiver
 
 log = logging.getLogger("busrl")
@@ -51,7 +54,8 @@ BELL_EVERY_S = 0.04
 SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: somebody may wait for these
 WEIGHTS_TURN_S = 0.25
 LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding step
-LINE_FIELDS = ("uid", "version", "step", "max_new_tokens", "temperature", "top_p")
+WAVE_TICK_S = 0.01
+LINE_FIELDS = ("uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p")
 Ids = npt.NDArray[np.int32]
 NO_TOKENS: Ids = np.empty(0, np.int32)
 
@@ -64,6 +68,9 @@ class Task(NamedTuple):
     version: int  # at its admission,
     step: int  # and the learner's step then
     prompt_tokens: int = 0
+    earlier: int = 0  # tokens of the segments before,
+    tokens: int = 0  # and those of this one, at most
+    last: bool = True  # the answer has to end with this segment
 
 
 class Rollout(Actor):
@@ -72,9 +79,13 @@ class Rollout(Actor):
 
     def setup(self) -> None:
         self.held: dict[int, Task] = {}  # by slot
-        self.bell = Doorbell()
+        self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.alone = False
         self.limits = admission_limits(self.topology)
+        self.segments = SegmentCuts.of(self.topology)
+        self.waves = self.segments.waves
+        if self.waves is not None:
+            self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # a wave begins without a transition that could wake us
         self.version = 0
         self.step_of = {0: 0}  # learner step of each version that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
@@ -94,13 +105,11 @@ class Rollout(Actor):
         # Counted before they are drawn: a death in the middle of the step hides none.
         self.ring.add(tokens=self.engine.drawing)
         finished = self.engine.step()
-        for sequence in finished:
-            self._commit(sequence)
+        whole = sum([self._commit(sequence) for sequence in finished])
         self._announce()
-        self.ring.add(
-            busy_ns=time.monotonic_ns() - begun,
-            samples=len(finished),
-        )
+        busy_ns = time.monotonic_ns() - begun
+        self.segments.stepped(busy_ns / 1e9)
+        self.ring.add(busy_ns=busy_ns, samples=whole)
         return True
 
     def _announce(self) -> None:
@@ -109,10 +118,14 @@ class Rollout(Actor):
         pause = SPARSE_BELL_EVERY_S if self.engine.active < self.engine.capacity // SPARSE else BELL_EVERY_S
         if now >= self._last_bell + pause:
             self._last_bell = now
-            self.ring_bell(self.bell)
+            self._ring_bells()
+
+    def _ring_bells(self) -> None:
+        self.ring_bell(self.bell)
+        self.ring_bell(self.segment_bell)
 
     def idle(self, timeout_s: float) -> None:
-        self.ring_bell(self.bell)
+        self._ring_bells()
         seen = self.ring.transitions(State.QUEUED)
         if not self._take():
             self.ring.wait(State.QUEUED, seen, timeout_s)
@@ -139,7 +152,9 @@ class Rollout(Actor):
             newest, _ = self.receiver.newest()
         if newest <= self.version:
             return
+        begun = time.monotonic()
         self.version, step = self.receiver.fetch(self.engine.parameters())
+        self.segments.fetched(time.monotonic() - begun)
         self.step_of[self.version] = step
         self.engine.set_weights(self.version, step)
         self.ring.set_version_seen(self.version)
@@ -164,9 +179,9 @@ class Rollout(Actor):
         if room <= 0 or (self.alone and self.held) or self._left_behind():
             return False
         self.alone = False
-        taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=room, max_attempt=1)
+        taken = take_queued(self.ring, self.waves, room, 1)
         if not taken and not self.held:
-            taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1, max_attempt=255)
+            taken = take_queued(self.ring, self.waves, 1, 255)
             self.alone = bool(taken)
             for slot, word in taken:
                 self.ring.mark_alone(slot, word)
@@ -199,7 +214,7 @@ class Rollout(Actor):
 
     def _left_behind(self) -> bool:
         """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
-        bound = self.limits.max_staleness
+        bound = 0 if self.limits.waves else self.limits.max_staleness
         behind = self.ring.header("version_step") - self.step_of[self.version]
         if bound is None or self.topology.learner.forced_age != 0 or behind < max(1, bound):
             self._behind_since = math.inf
@@ -227,14 +242,18 @@ class Rollout(Actor):
             return None
         if prompt is None:
             return None
-        self.held[slot] = self.held[slot]._replace(prompt_tokens=len(prompt))
+        left = line["max_new_tokens"] - len(prefix)
+        cut = self.segments.next(line["cls"], segments, left)
+        self.held[slot] = self.held[slot]._replace(
+            prompt_tokens=len(prompt), earlier=len(prefix), tokens=cut.tokens, last=cut.last
+        )
         return Request(
             key=slot,
             uid=line["uid"],
             segment=segments,
             prompt_ids=prompt,
             prefix_ids=prefix,
-            max_new_tokens=line["max_new_tokens"] - len(prefix),
+            max_new_tokens=cut.tokens,
             temperature=line["temperature"],
             top_p=line["top_p"],
             seed=self.topology.run.seed,
@@ -256,37 +275,57 @@ class Rollout(Actor):
         self.ring.put(slot, word, "prompt_ids", ids)
         return ids
 
-    def _commit(self, sequence: Finished) -> None:
+    def _commit(self, sequence: Finished) -> bool:
+        """Commit a segment that ended. True if the sample is done with here: its answer is whole, or it was dropped."""
         slot, task = sequence.key, self.held.pop(sequence.key)
         word = task.word
         if not len(sequence.token_ids):
             self._drop(slot, word, "l", f"its prompt leaves no room in the engine's {self.engine.max_length} tokens")
-            return
-        segment = segments_of(word)
+            return True
+        segment, whole = segments_of(word), not self._goes_on(task, sequence)
         part = Generated(sequence.token_ids, sequence.logprobs, sequence.versions)
         try:
             write_segment(self.ring, slot, word, segment, part)
-            whole: Ids = read(self.ring, slot, "tokens", segment + 1) if segment else sequence.token_ids
-            text = sequence.text if sequence.text is not None else self.engine.decode(whole, sequence.finish == 1)
-            write_text(self.ring, slot, word, segment, text)
-            self._note(slot, task, sequence, len(whole))
+            if whole:
+                write_text(self.ring, slot, word, segment, self._text(slot, segment, sequence))
+            self._note(slot, task, sequence, whole)
         except (SlotTooSmall, *UNREADABLE) as problem:
             self._drop(slot, word, "M", str(problem))
-            return
-        done = self.ring.commit_segment(slot, word, True)
-        self.bell.add(
-            lambda: m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=task.uid, version=int(sequence.versions[-1]))
-        )
+            return True
+        done = self.ring.commit_segment(slot, word, whole)
+        bell, status = (self.bell, "generated") if whole else (self.segment_bell, "segment")
+        version = int(sequence.versions[-1])
+        bell.add(lambda: m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=task.uid, version=version, status=status))
+        return whole
 
-    def _note(self, slot: int, task: Task, sequence: Finished, length: int) -> None:
+    def _text(self, slot: int, segment: int, sequence: Finished) -> str:
+        """The whole answer; a scripted engine brings its own."""
+        if sequence.text is not None:
+            return sequence.text
+        ids: Ids = read(self.ring, slot, "tokens", segment + 1) if segment else sequence.token_ids
+        return self.engine.decode(ids, sequence.finish == EOS)
+
+    def _goes_on(self, task: Task, sequence: Finished) -> bool:
+        """Whether the segment was cut by its own length alone: not by the answer's limit, and by no fault."""
+        if task.last or sequence.finish == EOS or len(sequence.token_ids) < task.tokens:
+            return False
+        room = self.engine.max_length - task.prompt_tokens - task.earlier - len(sequence.token_ids)
+        return room > 0 and math.isfinite(sequence.logprobs[-1])
+
+    def _note(self, slot: int, task: Task, sequence: Finished, whole: bool) -> None:
         """Fill the control line. The oldest version is that of admission, or of older weights that made a token."""
         oldest = int(sequence.versions[0])  # versions only grow
         version, step = task.version, task.step
         if oldest < version:
             version, step = oldest, min(step, self.step_of[oldest])
+        if not whole and self.segments.trains_last_only:  # as if admitted now: what is trained is still to come
+            version, step = self.ring.header("version"), self.ring.header("version_step")
+        length = task.earlier + len(sequence.token_ids)
+        if whole:
+            self.segments.finished(length)
         self.ring.set(
             slot, task.word,
-            version=version, step=step, finish=sequence.finish, response_tokens=length,
+            version=version, step=step, finish=sequence.finish if whole else 0, response_tokens=length,
             prompt_tokens=task.prompt_tokens,
         )  # fmt: skip
 

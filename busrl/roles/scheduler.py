@@ -28,6 +28,7 @@ from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.foresight import Foresight
 from busrl.roles.limits import admission_limits
 from busrl.roles.trajectory import seq_of
+from busrl.roles.wave_claims import waves_of
 from busrl.scheduling.arrivals import Arrivals
 from busrl.scheduling.credit import Admission, Room, kept_back, not_ahead
 from busrl.scheduling.groups import GroupScanner, GroupView, in_a_row, uid_of
@@ -44,6 +45,7 @@ RUNNING = 0
 STATE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 PREDECESSOR_LOOK_S = 0.02
+WAVE_TICK_S = 0.01
 WORKER_FORGOTTEN_S = 10.0
 PROBING_TICK_S = 0.02  # an ended probe is seen after this: its siblings may be what rows are waiting for
 NO_END = 1 << 62
@@ -67,6 +69,9 @@ class Scheduler(Actor):
         self.probes = Probes(derived.W if self.topology.scheduler.probe else 0)
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
         self.arrivals = make_arrivals(self.topology)
+        self.waves = waves_of(limits)
+        if self.waves is not None:
+            self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # everybody waits for the next wave
         self.bell = Doorbell()
         self.room = Room(0, "starting")
         self.held = 0  # groups that wait for their probes
@@ -111,11 +116,12 @@ class Scheduler(Actor):
         a sign that is missed may cost.
         """
         words = ("step", "version", "unpublished_groups")
-        ended = self.ring.transitions(State.GENERATED) if self.probes.on else 0
-        taken = self.ring.transitions(State.GENERATING) if self.topology.scheduler.ahead else 0
+        ends: tuple[State, ...] = (State.QUEUED, State.REWARDED) if self.waves is not None else ()
+        ends += (State.GENERATED,) if self.probes.on else ()
+        ends += (State.GENERATING,) if self.topology.scheduler.ahead else ()
         admitted = self.ring.header("next_admission")
         self.arrived = NO_END if self.arrivals is None else self.arrivals.count(now, admitted)  # draws below are there
-        return (self.ring.transitions(State.FREE), ended, taken, self.arrived, *map(self.ring.header, words))
+        return (*map(self.ring.transitions, (State.FREE, *ends)), self.arrived, *map(self.ring.header, words))
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
@@ -163,6 +169,7 @@ class Scheduler(Actor):
             step=self.ring.header("step"),
             free=view.free_slots,
             reserve=kept_back(self.topology.derived.val_reserve, validating),
+            wave_over=self.waves is not None and self.waves.over(lines, self.ring.header("next_admission")),
         )
         return not_ahead(room, self.topology.scheduler.ahead, view.queued, self.group_size)
 

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.errors import MachineError
+from busrl.inference.base import LENGTH
 from busrl.ledger.files import LineFile
-from busrl.ledger.wal import Record
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.roles.gather import Claimed
 
@@ -111,6 +112,9 @@ class StepMetrics:
             "length_mean": float(lengths.mean()),
             "length_p95": float(np.percentile(lengths, 95)),
             "length_ended": float(np.concatenate([lengths, self._aside_lengths]).mean()),
+            "segments_mean": float(np.mean([_segments(sample) for sample in record.samples])),
+            "segments_max": max(map(_segments, record.samples)),
+            "cut_share": float(np.mean([sample.finish == LENGTH for sample in record.samples])),
             "age_mean": float(ages.mean()),
             "age_p95": float(np.percentile(ages, 95)),
             "age_max": int(ages.max()),
@@ -174,9 +178,16 @@ def _last_step(path: Path) -> int:
     return int(msgspec.json.decode(lines[-1])["step"]) if lines else 0
 
 
+def _segments(sample: SampleRecord) -> int:
+    return len(sample.segments) or 1
+
+
 def _training(stats: StepStats) -> dict[str, Any]:
     told = stats.diagnostics
+    masked = stats.context_tokens + stats.mastered_tokens
     return {
+        "masked": {"earlier_segments": stats.context_tokens, "mastered": stats.mastered_tokens},
+        "never_trained": masked / max(1, stats.tokens + stats.context_tokens),  # of the tokens of the step's samples
         "lr": stats.lr,
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from busrl.algorithms.advantages import advantages
 from busrl.algorithms.losses import get
-from busrl.ledger.wal import SampleRecord
+from busrl.ledger.wal import Record, SampleRecord
+from busrl.scheduling.entropy_gate import EntropyGate
 from busrl.topology import Topology
 from busrl.topology.schema import Learner
 from busrl.training import checkpoint
@@ -43,7 +44,10 @@ class TrainingStep:
         keep_freed_memory()
         self.config = topology.learner
         self.source = Path(topology.model.path)
-        self.settings = TrainerSettings.from_learner(self.config, compute_dtype=topology.model.dtype)
+        self.settings = TrainerSettings.from_learner(self.config, topology.model.dtype, topology.segments.loss)
+        self.last_only = topology.segments.loss == "last_segment"
+        self.gate = EntropyGate(self.config.dmmpt_sigma) if self.config.dmmpt == "gate" else None
+        self.gate_moved = False  # by the last step
         self.schedule = Schedule(self.config.lr, self.config.trigger.n_min, self.config.warmup_groups)
         self.s_per_token = topology.mock.learner_s_per_token
         self.groups = 0
@@ -57,7 +61,7 @@ class TrainingStep:
 
     def fault(self, records: Sequence[SampleRecord]) -> tuple[int, str] | None:
         """The position of a sample that must not be trained, and why; None if all are sound."""
-        samples = [to_sample(record) for record in records]
+        samples = self._samples(records)
         if all_sound(samples, self.vocabulary):
             return None
         texts = ((i, sample.fault(self.vocabulary)) for i, sample in enumerate(samples))
@@ -69,7 +73,7 @@ class TrainingStep:
         """Forward and backward of whole groups, added to the step under way."""
         if records:
             begun = time.monotonic()
-            samples = [to_sample(record) for record in records]
+            samples = self._samples(records)
             self.trainer.accumulate(samples, self._advantages(records), prox, version)
             self._take_as_long_as_scripted(begun, samples)
 
@@ -79,11 +83,34 @@ class TrainingStep:
         if scripted:
             time.sleep(max(0.0, begun + scripted - time.monotonic()))
 
-    def finish(self, groups: int) -> StepStats:
-        """The update for all that was accumulated."""
+    def finish(self, groups: int, last: bool = True) -> StepStats:
+        """The update for all that was accumulated; `last`: of the updates of this step."""
         stats = self.trainer.step(self.schedule(self.groups, groups))
         self.groups += groups
+        if self.gate is not None and last:
+            self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
+            self.skip_mastered = self.gate.on
         return stats
+
+    def replay(self, record: Record) -> StepStats:
+        """Train a step of the log again, with the tokens left out that were left out then."""
+        live, self.skip_mastered = self.skip_mastered, record.dmmpt
+        stats = self.train(record.samples, len(record.groups), record.version)
+        if self.gate is None:
+            self.skip_mastered = live
+        return stats
+
+    @property
+    def skip_mastered(self) -> bool:
+        """Whether the step under way leaves mastered tokens out (DMMPT); a replay sets it to what the log says."""
+        return self.trainer.skip_mastered
+
+    @skip_mastered.setter
+    def skip_mastered(self, value: bool) -> None:
+        self.trainer.skip_mastered = value
+
+    def _samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
+        return [to_sample(record, self.last_only) for record in records]
 
     def train(self, records: Sequence[SampleRecord], groups: int, version: int) -> StepStats:
         """A whole step at once. With several updates per batch each takes a share of the groups, all against the
@@ -92,12 +119,12 @@ class TrainingStep:
         if updates == 1:
             self.accumulate(records, version)
             return self.finish(groups)
-        prox = self.trainer.score([to_sample(record) for record in records])
+        prox = self.trainer.score(self._samples(records))
         parts = _split(records, updates)
         stats = None
         for part in parts:
             self.accumulate([records[i] for i in part], version, [prox[i] for i in part])
-            stats = self.finish(len({records[i].group for i in part}))
+            stats = self.finish(len({records[i].group for i in part}), part is parts[-1])
         assert stats is not None
         return stats
 
@@ -121,6 +148,9 @@ class TrainingStep:
             self.trainer.load_optimizer_state(found.optimizer_state())
             found.restore_random()
             self.groups = int(found.meta["groups"])
+            if self.gate is not None and "dmmpt_gate" in found.meta:
+                self.gate.load(found.meta["dmmpt_gate"])
+                self.skip_mastered = self.gate.on
         return found
 
     def save_checkpoint(
@@ -131,15 +161,16 @@ class TrainingStep:
             step,
             model=self.trainer.model,
             optimizer_state=self.trainer.optimizer_state(),
-            meta=dict(meta),
+            meta={**meta, **({"dmmpt_gate": self.gate.state()} if self.gate is not None else {})},
             source=self.source,
             extras=extras,
             keep_last=self.config.keep_last,
         )
 
 
-def to_sample(record: SampleRecord) -> Sample:
-    """A record of the log as the trainer takes it; the arrays share the record's bytes."""
+def to_sample(record: SampleRecord, last_only: bool = False) -> Sample:
+    """A record of the log as the trainer takes it; the arrays share the record's bytes. `last_only`: all segments but
+    the last are context."""
     return Sample(
         uid=record.uid,
         group=record.group,
@@ -151,6 +182,7 @@ def to_sample(record: SampleRecord) -> Sample:
         reward=record.reward,
         temperature=record.temperature,
         finish=record.finish,
+        context=record.earlier if last_only else 0,
     )
 
 

@@ -27,8 +27,8 @@ import numpy.typing as npt
 from busrl.ring import NO_SEGMENT, BadTensor, NoSuchTensor, Ring, segments_of, seq_of
 
 __all__ = [
-    "UNREADABLE", "Generated", "read", "read_many", "read_prompt_ids", "read_task", "read_text", "segments_of",
-    "seq_of", "text_of", "write_segment", "write_text",
+    "UNREADABLE", "Generated", "read", "read_many", "read_prompt_ids", "read_segment", "read_task", "read_text",
+    "segments_of", "seq_of", "text_of", "write_segment", "write_text",
 ]  # fmt: skip
 
 
@@ -87,6 +87,11 @@ def read(ring: Ring, slot: int, name: str, segments: int) -> npt.NDArray[Any]:
     if segments == 1:
         return _get(ring, slot, name, 0)
     return np.concatenate([_get(ring, slot, name, k) for k in range(max(1, segments))])
+
+
+def read_segment(ring: Ring, slot: int, name: str, segment: int) -> npt.NDArray[Any]:
+    """A tensor of one segment, a view of the slot."""
+    return _get(ring, slot, name, segment)
 
 
 def read_many(ring: Ring, held: Sequence[tuple[int, int]], name: str) -> list[bytes]:

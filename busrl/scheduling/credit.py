@@ -10,6 +10,7 @@ policies or workers.
   as unpublished *before* it frees their slots, so they are never missing from both counts.
 - sync: round r is made of the admission indices [r x n_min, (r + 1) x n_min). It begins when nothing is in flight and
   is never refilled.
+- sync in segments: a round begins when the wave before it is over and what it completed is trained and published.
 - Nothing here is remembered from one call to the next.
 """
 
@@ -68,29 +69,33 @@ class Admission:
         self.limits, self.over_age = limits, over_age
 
     def room(
-        self, view: GroupView, *, unpublished: int, next_admission: int, step: int, free: int, reserve: int = 0
-    ) -> Room:
+        self, view: GroupView, *, unpublished: int, next_admission: int, step: int, free: int, reserve: int = 0,
+        wave_over: bool = False,
+    ) -> Room:  # fmt: skip
         """Groups that may be opened now.
 
         `free`: FREE slots; `reserve`: those of them kept for other classes (`kept_back`); `next_admission`: the index
-        that the next group gets; `step`: the learner's finished steps; `unpublished`: groups trained, not published.
+        that the next group gets; `step`: the learner's finished steps; `unpublished`: groups trained, not published;
+        `wave_over`: see `scheduling.waves`.
         """
         due = int(view.due.sum())
         blocker = view.oldest_unresolved()
         old = self._too_old(view, step)
         if old is not None:
             return Room(0, "staleness", old)
-        groups, reason = self._by_count(len(view) + unpublished, next_admission)
+        settled = wave_over and not unpublished and not due and not bool(view.resolved.any())
+        groups, reason = self._by_count(len(view) + unpublished, next_admission, settled)
         if groups <= 0:
             return Room(0, reason, blocker)
         by_slots = (free - reserve - due) // self.limits.group_size
         return Room(min(groups, by_slots)) if by_slots > 0 else Room(0, "slots", blocker)
 
-    def _by_count(self, in_flight: int, next_admission: int) -> tuple[int, str]:
+    def _by_count(self, in_flight: int, next_admission: int, settled: bool) -> tuple[int, str]:
         if not self.limits.sync:
             return self.limits.B - in_flight, "in_flight"
         position = next_admission % self.limits.n_min
-        if position == 0 and in_flight:
+        may_begin = settled and in_flight + self.limits.n_min <= self.limits.B if self.limits.waves else not in_flight
+        if position == 0 and not may_begin:
             return 0, "round"
         return self.limits.n_min - position, "round"
 

@@ -32,6 +32,7 @@ class Limits:
     g_min: int
     B: int
     W: int
+    waves: int = 0  # sync in rounds of segments: so many rounds are in flight
 
     @property
     def sync(self) -> bool:
@@ -41,7 +42,7 @@ class Limits:
     def max_age(self) -> int | None:
         """Steps that a group may be old when it is trained, by the sums above."""
         if self.sync:
-            return 0
+            return max(0, self.waves - 1)
         return None if self.max_staleness is None else oldest_age(self.B, self.W, self.n_lo)
 
     @property
@@ -99,8 +100,10 @@ def derive(
     n_lo: int | None = None,
     n_hi: int | None = None,
     n_floor: int = 0,
+    waves: int = 0,
 ) -> Limits:
     """The limits of a run. `n_lo`, `n_hi`: thresholds that a controller may choose (default: n_min, it does not act).
+    `waves`: segments of an answer where rounds of sync are made of segments.
 
     Never raises for numbers that do not fit together: `problems()` says what is wrong with the result.
     """
@@ -108,7 +111,8 @@ def derive(
         raise ValueError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
     low, high = n_min if n_lo is None else n_lo, n_min if n_hi is None else n_hi
     if mode == "sync":
-        low = high = admitted = window = n_min
+        low = high = n_min
+        admitted = window = n_min * max(1, waves)
     elif mode == "fully-async":
         admitted = 4 * n_min
         window = window_of(admitted)
@@ -122,11 +126,12 @@ def derive(
         n_lo=low,
         n_hi=high,
         n_floor=n_floor or min(n_min, max(4, n_min // 4)),
-        max_staleness={"sync": 0, "fully-async": None}.get(mode, max_staleness),
+        max_staleness={"sync": None if waves else 0, "fully-async": None}.get(mode, max_staleness),
         group_size=group_size,
         g_min=least_survivors(group_size),
         B=admitted,
         W=window,
+        waves=waves if mode == "sync" else 0,
     )
 
 
@@ -162,6 +167,12 @@ def _largest_admitted(total: int) -> int:
 
 def _explain_mode(limits: Limits) -> str:
     n, admitted, window = limits.n_lo, limits.B, limits.W
+    if limits.waves:
+        return (
+            f"sync in segments: every wave admits n_min = {limits.n_min} groups, gives each unfinished answer a "
+            f"segment and trains what is whole; at most {limits.waves} rounds in flight, B = W = {admitted}, "
+            f"age at most {limits.max_age}"
+        )
     if limits.sync:
         return f"sync: B = W = n_min = {admitted}; a round is trained and published before the next is admitted (age 0)"
     if limits.max_staleness is None:

@@ -85,12 +85,14 @@ class LearnerPlan:
         next_admission: int = 0,
         draining: bool = False,
         aside: int = 0,
+        wave_over: bool | None = None,
     ) -> list[Action]:
         """Actions to carry out in this order; the last one is a Fire or a Wait.
 
         `claimed`: draws taken for the coming step, in the order taken; `step`: finished steps; `next_admission`: the
         header word (closes rounds in sync); `draining`: nothing will be admitted any more; `aside`: groups set aside
-        since the last step, which matter where the trigger counts every ended group.
+        since the last step, which matter where the trigger counts every ended group; `wave_over`: in rounds of
+        segments, whether the wave is over (`scheduling.waves`), which ends a step whatever is still unfinished.
         """
         asides, active = self._set_aside(view, claimed, step)
         counted = len(claimed) + (aside + len(asides) if self.trigger.count_ended else 0)
@@ -100,7 +102,7 @@ class LearnerPlan:
             groups=len(claimed) + len(fresh),
             counted=counted + len(fresh),
             now=now,
-            unresolved=int(np.count_nonzero(active & ~view.resolved)),
+            unresolved=int(np.count_nonzero(active & ~view.resolved)) if wave_over is None else int(not wave_over),
             round_full=self.limits.sync and next_admission % self.limits.n_min == 0,
             draining=draining or self._admission_is_held(view, step),
             leaves_too_old=blocker is not None,

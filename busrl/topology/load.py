@@ -19,7 +19,7 @@ from busrl.errors import Problem, TopologyError
 from busrl.topology import files, rules
 from busrl.topology.reader import Reader, show
 from busrl.topology.resolve import resolve
-from busrl.topology.schema import TINY, Derived, Topology
+from busrl.topology.schema import TINY, Derived, Generation, Topology
 from busrl.topology.source import KeyPath, Source, read
 
 UNRESOLVED = Derived(
@@ -58,7 +58,16 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
         dataclasses.replace(entry, command=tuple(part.replace("{here}", here) for part in entry.command))
         for entry in draft.process
     )
-    return dataclasses.replace(draft, reward=reward, process=tuple(entries))
+    return dataclasses.replace(draft, reward=reward, process=tuple(entries), generation=_generation(draft, source))
+
+
+def _generation(draft: Topology, source: Source) -> Generation:
+    """An answer has one limit: that of [segments] stands for max_new_tokens where the latter is not written."""
+    key, limit = ("generation", "max_new_tokens"), draft.segments.global_max_length
+    written = key in source.lines or key in source.overridden
+    if not (limit and draft.segments.on) or written:
+        return draft.generation
+    return dataclasses.replace(draft.generation, max_new_tokens=limit)
 
 
 def _function_path(function: str, source: Source) -> str:

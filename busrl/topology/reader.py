@@ -143,7 +143,8 @@ def _convert(hint: Any, rule: Rule, value: Any) -> Any:
     """A value of the annotated type that keeps the rule; `_Wrong` otherwise."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType or origin is typing.Union:  # int | str: a number or one of the rule's words
-        return value if isinstance(value, str) and value in rule.words else _number(int, rule, value)
+        kind = float if float in args else int
+        return value if isinstance(value, str) and value in rule.words else _number(kind, rule, value)
     if hint in (int, float):
         return _number(hint, rule, value)
     if hint is bool:

@@ -17,13 +17,17 @@ from busrl.topology.rules import Finding, count, wants_rounds
 from busrl.topology.schema import Derived, Topology
 
 SLOTS_FROM = (
-    "weights.mode", "weights.max_staleness", "learner.trigger.n_min", "groups.size", "generation.max_batch", "process"
+    "weights.mode", "weights.max_staleness", "learner.trigger.n_min", "groups.size", "generation.max_batch", "process",
+    "segments.max_segments", "segments.rounds",
 )  # fmt: skip
 BYTES_FROM = (
-    "data.train", "data.validation", "model.path", "generation.max_new_tokens", "generation.max_prompt_tokens"
+    "data.train", "data.validation", "model.path", "generation.max_new_tokens", "generation.max_prompt_tokens",
+    "segments.max_segments",
 )  # fmt: skip
 ALIGN = 64  # every tensor begins at a multiple of this
-TENSORS = 12  # task, prompt_ids, reward_parts, twice tokens, logprobs, versions and text, and one to spare
+SEGMENT_TENSORS = 3  # tokens, logprobs, versions
+# Of an answer in one segment: task, prompt_ids, reward_parts, twice tokens, logprobs, versions and text, one to spare.
+TENSORS = 12
 PER_TOKEN = 12  # id, log-probability, version: 4 bytes each
 REWARD_BYTES = 256
 TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of the longest token only up to here
@@ -57,7 +61,7 @@ def resolve(topology: Topology, looked: Looked) -> Resolved:
         slot_bytes=slot_bytes, task_bytes=looked.task_bytes,
         train_prompts=looked.train_prompts, validation_prompts=looked.validation_prompts if rounds else 0,
         ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
-        explain=(*bounds.explain(), _order(topology), slots_text, bytes_text),
+        explain=(*bounds.explain(), _order(topology), *_segments(topology), slots_text, bytes_text),
     )  # fmt: skip
     return Resolved(derived, tuple(found))
 
@@ -69,7 +73,8 @@ def in_flight(topology: Topology) -> int:
 
 def _limits(topology: Topology, found: list[Finding]) -> limits.Limits:
     n_min, stale, size = topology.learner.trigger.n_min, topology.weights.max_staleness, topology.groups.size
-    bounds = limits.derive(topology.weights.mode, n_min, stale, size, n_floor=topology.learner.trigger.n_floor)
+    floor, waves = topology.learner.trigger.n_floor, topology.segments.waves
+    bounds = limits.derive(topology.weights.mode, n_min, stale, size, n_floor=floor, waves=waves)
     keys = ("weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
     found.extend(Finding(keys, text, "") for text in bounds.problems())
     found.extend(Finding(keys, text, "", warning=True) for text in bounds.warnings())
@@ -110,8 +115,22 @@ def slot_parts(topology: Topology, looked: Looked) -> list[tuple[str, int]]:
         (f"{tokens} tokens x {PER_TOKEN}", PER_TOKEN * tokens),
         ("text", text),
         ("reward parts", REWARD_BYTES),
-        ("alignment", ALIGN * TENSORS),
+        ("alignment", ALIGN * (TENSORS + SEGMENT_TENSORS * (most_segments(topology) - 1))),
     ]
+
+
+def _segments(topology: Topology) -> Iterator[str]:
+    """How an answer is cut, for `busrl check`."""
+    own, limit = topology.segments, topology.generation.max_new_tokens
+    if own.on:
+        least = -(-limit // own.max_segments)
+        how = f"of {own.length} tokens" if isinstance(own.length, int) else f"of {least} or more, by lengths seen"
+        yield f"segments: an answer of up to {limit} tokens in at most {own.max_segments} {how}; loss = {own.loss}"
+
+
+def most_segments(topology: Topology) -> int:
+    """Segments that an answer may have; 1 with segments off."""
+    return topology.segments.max_segments if topology.segments.on else 1
 
 
 def _slot_bytes(topology: Topology, looked: Looked, found: list[Finding]) -> tuple[int, str]:

@@ -141,6 +141,84 @@ def _predictor(t: Topology) -> Iterator[Finding]:
         yield Finding(keys, rule, 'policy = "sjf", or remove it', warning=True)
 
 
+TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
+MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT
+
+
+def _segments(t: Topology) -> Iterator[Finding]:
+    own = t.segments
+    yield from _segment_sums(t) if own.on else _segments_off(t)
+    if own.loss == "pois":
+        yield from _pois(t)
+    if own.rounds == "segments":
+        yield from _waves(t)
+    if own.truncated != "reward" and own.truncated_penalty:
+        rule = "a cut answer is worth either a fixed number or its reward less a penalty"
+        yield Finding(("segments.truncated", "segments.truncated_penalty"), rule, "remove one of them")
+
+
+def _segments_off(t: Topology) -> Iterator[Finding]:
+    remedy = 'set segments.length to a number of tokens or "auto"'
+    if t.segments.global_max_length:
+        rule = "segments are off, so the limit of an answer is generation.max_new_tokens"
+        yield Finding(("segments.global_max_length", "segments.length"), rule, f"{remedy}, or remove it")
+    if t.segments.loss == "last_segment":
+        rule = "segments are off: the last segment is the whole answer"
+        yield Finding(("segments.loss", "segments.length"), rule, remedy, warning=True)
+
+
+def _segment_sums(t: Topology) -> Iterator[Finding]:
+    own, limit = t.segments, t.generation.max_new_tokens
+    if own.global_max_length not in (0, limit):
+        rule = "an answer has one limit, and both are given"
+        yield Finding(("segments.global_max_length", "generation.max_new_tokens"), rule, "remove one of them")
+        return
+    named = "segments.global_max_length" if own.global_max_length else "generation.max_new_tokens"
+    keys = ("segments.length", "segments.max_segments", named)
+    if own.max_segments > MOST_SEGMENTS:
+        rule = (
+            f"a slot's table has {TABLE_TENSORS} tensors: ({TABLE_TENSORS} - {TENSORS_OF_SLOT}) / "
+            f"{TENSORS_OF_SEGMENT} = {MOST_SEGMENTS} segments"
+        )
+        yield Finding(("segments.max_segments",), rule, f"set it to {MOST_SEGMENTS} or less, and segments longer")
+    if isinstance(own.length, int) and own.length * own.max_segments < limit:
+        rule = f"{own.max_segments} segments of {own.length} tokens can not reach the limit of {limit}"
+        yield Finding(keys, rule, f"length >= {-(-limit // own.max_segments)}, or more segments")
+    if isinstance(own.length, int) and own.length >= limit:
+        rule = f"every answer ends within its first segment: the limit is {limit}"
+        yield Finding(("segments.length", named), rule, "a shorter length, or 0 = off", warning=True)
+    if own.length == "auto" and t.learner.deterministic:
+        rule = "a length that follows the answers depends on who finished first"
+        yield Finding(("segments.length", "learner.deterministic"), rule, "give a number, or deterministic = false")
+
+
+def _waves(t: Topology) -> Iterator[Finding]:
+    if not t.segments.on:
+        rule = "segments are off: there is nothing that a round could be made of"
+        yield Finding(("segments.rounds", "segments.length"), rule, 'set segments.length, or rounds = "answers"')
+    if t.weights.mode != "sync":
+        rule = "only synchronous steps have rounds; elsewhere nobody waits for a segment"
+        yield Finding(("segments.rounds", "weights.mode"), rule, 'mode = "sync", or rounds = "answers"')
+    if t.learner.forced_age:
+        rule = "an answer in several waves has tokens of several ages"
+        yield Finding(("segments.rounds", "learner.forced_age"), rule, 'forced_age = 0, or rounds = "answers"')
+    if t.learner.publish_every > 1:
+        rule = "the next wave begins when what this one completed is published"
+        yield Finding(("segments.rounds", "learner.publish_every"), rule, "publish_every = 1")
+
+
+def _pois(t: Topology) -> Iterator[Finding]:
+    if t.weights.mode != "sync":
+        rule = "with ratio 1 nothing corrects for old samples; measured: it does not learn at age 2"
+        yield Finding(("segments.loss", "weights.mode"), rule, 'loss = "behaviour", or mode = "sync"')
+    if t.learner.loss == "decoupled":
+        rule = "the decoupled loss is made of the ratios that pois sets to 1"
+        yield Finding(("segments.loss", "learner.loss"), rule, 'learner.loss = "ppo_clip"')
+    if t.learner.updates_per_batch > 1:
+        rule = "after the first update the ratio to the newest weights is not 1 any more"
+        yield Finding(("segments.loss", "learner.updates_per_batch"), rule, "updates_per_batch = 1")
+
+
 PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
 FILLED_AT_START = ("{run_dir}", "{name}")
 FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")
@@ -294,5 +372,6 @@ def _named(key: str, given: Iterable[str], known: Sequence[str], what: str) -> I
 
 
 CHECKS: tuple[Check, ...] = (
-    _run, _loss, _trigger, _weights, _scheduler, _predictor, _reward, _validation, _bus, _processes, _mock, _faults
+    _run, _loss, _trigger, _weights, _scheduler, _predictor, _segments, _reward, _validation, _bus, _processes, _mock,
+    _faults,
 )  # fmt: skip

@@ -76,6 +76,34 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class Segments:
+    """[segments]: long training answers in pieces, each generated and committed by itself."""
+
+    length: int | str = key(0, "tokens of one segment; 0 = answers are made in one go, auto = from the lengths seen",
+                            words=("auto",), low=0, high=1 << 20)  # fmt: skip
+    max_segments: int = key(8, "an answer has at most so many segments", low=1, high=254)
+    global_max_length: int = key(0, "tokens of an answer over all of its segments, the place of "
+                                    "generation.max_new_tokens; 0 = that", low=0, high=1 << 20)  # fmt: skip
+    loss: str = key("behaviour", "trained: all tokens with their own ratios, all with ratio 1, or the last segment",
+                    choices=("behaviour", "pois", "last_segment"))  # fmt: skip
+    rounds: str = key("answers", "weights.mode = sync: a round ends with its answers, or with a segment of each",
+                      choices=("answers", "segments"))  # fmt: skip
+    truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, or this",
+                                 words=("reward",))  # fmt: skip
+    truncated_penalty: float = key(0.0, "subtracted from the reward of a training answer that the limit cut", low=0)
+
+    @property
+    def on(self) -> bool:
+        """Whether training answers are made in segments."""
+        return self.length != 0
+
+    @property
+    def waves(self) -> int:
+        """Waves that an answer may take, where rounds are made of segments; else 0."""
+        return self.max_segments if self.on and self.rounds == "segments" else 0
+
+
+@dataclass(frozen=True)
 class Bus:
     """[bus]: the doorbell."""
 
@@ -155,6 +183,11 @@ class Learner:
     wal: str = key("sync", "write-ahead log: fsync before training, without fsync, or none",
                    choices=("sync", "async", "off"))  # fmt: skip
     deterministic: bool = key(False, "claim at firing and train in (group, member) order")
+    dmmpt: str = key("off", "leave out tokens that are mastered: never, always, or while the entropy is low",
+                     choices=("off", "on", "gate"))  # fmt: skip
+    dmmpt_tau: float = key(0.99, "mastered: a token of a better answer with at least this probability", low=0, high=1)
+    dmmpt_sigma: float = key(0.2, "nats; only in answers of lower mean entropy, and what the gate compares with",
+                             low=0, open_low=True, high=100)  # fmt: skip
     forced_age: int = key(0, "experiments only: publish the weights this many steps late", low=0, high=1024)
     trigger: Trigger = field(default_factory=Trigger)
 
@@ -329,6 +362,7 @@ class Topology:
     derived: Derived
     faults: Faults = field(default_factory=Faults)
     mock: Mock = field(default_factory=Mock)
+    segments: Segments = field(default_factory=Segments)
     source: str = ""
     overrides: tuple[str, ...] = ()
 

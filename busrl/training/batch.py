@@ -3,9 +3,10 @@
 The trainer hands samples in; `forward` turns the same samples into the model's inputs. Knows nothing of models and
 losses.
 
-- Trained are exactly the generated tokens: the prompt never, the end token always, and a length cut has no end token.
-- The flat order is sample by sample, token by token; `forward` returns its logits in that order, one row per trained
-  token.
+- Trained are the generated tokens: the prompt never, the end token always, and a length cut has no end token. The
+  first `context` of a sample are left out: they get a place in the flat order, and are masked.
+- The flat order is sample by sample, token by token; `forward` returns its logits in that order, one row per
+  generated token.
 - The logits of position t predict token t + 1; this shift is in `predicting_positions` and nowhere else.
 """
 
@@ -37,6 +38,7 @@ class Sample:
     reward: float = 0.0
     temperature: float = 1.0
     finish: int = 1  # 1 end token, 2 length cut
+    context: int = 0  # generated tokens at the start that are read and not trained: earlier segments
 
     @property
     def length(self) -> int:
@@ -58,6 +60,8 @@ class Sample:
         high = max(int(self.prompt_ids.max()), int(self.token_ids.max()))
         if low < 0 or high >= vocabulary:
             return f"token {low if low < 0 else high} is outside of the vocabulary of {vocabulary}"
+        if not 0 <= self.context < len(self.token_ids):
+            return f"{self.context} of {len(self.token_ids)} tokens are context: at least one must be left to train"
         return None if self.temperature > 0 else f"temperature {self.temperature}: training needs one above 0"
 
 
@@ -65,7 +69,8 @@ def all_sound(samples: Sequence[Sample], vocabulary: int) -> bool:
     """Whether none of `samples` has a `fault`, looked at together: much cheaper than one by one."""
     for s in samples:
         counted = len(s.token_ids) == len(s.logprobs) == len(s.versions) > 0 and len(s.prompt_ids) > 0
-        if not counted or s.temperature <= 0 or not math.isfinite(s.reward):
+        sound = counted and s.temperature > 0 and math.isfinite(s.reward) and 0 <= s.context < len(s.token_ids)
+        if not sound:
             return False
     ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.token_ids)])
     logprobs = np.concatenate([s.logprobs for s in samples])
@@ -154,7 +159,7 @@ def predicting_positions(prompts: Ints, responses: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class Flat:
-    """The trained tokens of a micro-batch, one entry per token; `lengths` and `uids` have one per sample."""
+    """The generated tokens of a micro-batch, one entry per token; `lengths` and `uids` have one per sample."""
 
     targets: Tensor
     behaviour: Tensor
@@ -162,6 +167,7 @@ class Flat:
     rows: Tensor  # the sample of each token
     lengths: Tensor  # trained tokens of each sample
     temperature: Tensor | None  # per token; None if all are 1
+    mask: Tensor | None = None  # true where trained; None if all are
     uids: list[int] = field(default_factory=list)
 
     def per_token(self, per_sample: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -170,8 +176,9 @@ class Flat:
 
     def to(self, device: torch.device) -> Flat:
         temperature = None if self.temperature is None else self.temperature.to(device)
+        mask = None if self.mask is None else self.mask.to(device)
         moved = {name: getattr(self, name).to(device) for name in ("targets", "behaviour", "rows", "lengths")}
-        return replace(self, temperature=temperature, **moved)
+        return replace(self, temperature=temperature, mask=mask, **moved)
 
 
 def spread(advantages: Sequence[float]) -> Sequence[float]:
@@ -183,15 +190,28 @@ def flatten(samples: Sequence[Sample], padded: Padded, dtype: torch.dtype) -> Fl
     """What the loss needs of the tokens at the predicted positions; a prompt token has log-probability 0."""
     behaviour, versions = _at_positions(samples, padded)
     temperatures = torch.tensor([sample.temperature for sample in samples], dtype=dtype)
+    mask = _trained(samples, padded)
+    rows = padded.rows if mask is None else padded.rows[mask]
     return Flat(
         targets=padded.ids[padded.rows, padded.columns + 1],
         behaviour=torch.from_numpy(behaviour).to(dtype),
         versions=versions,
         rows=padded.rows,
-        lengths=torch.bincount(padded.rows, minlength=len(samples)),
+        lengths=torch.bincount(rows, minlength=len(samples)),
         temperature=None if bool((temperatures == 1).all()) else temperatures[padded.rows],
+        mask=mask,
         uids=[sample.uid for sample in samples],
     )
+
+
+def _trained(samples: Sequence[Sample], padded: Padded) -> Tensor | None:
+    """Which of the flat tokens are trained; None if all are."""
+    context = np.fromiter((sample.context for sample in samples), np.int64, len(samples))
+    if not context.any():
+        return None
+    prompts, _ = lengths_of(samples)
+    first = torch.from_numpy(prompts + context)
+    return padded.columns + 1 >= first[padded.rows]
 
 
 def _at_positions(samples: Sequence[Sample], padded: Padded) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:

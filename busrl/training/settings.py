@@ -27,13 +27,20 @@ class TrainerSettings:
     tis_cap: float = 2.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 4096
+    dmmpt: str = "off"
+    dmmpt_tau: float = 0.99
+    dmmpt_sigma: float = 0.2
+    ratio_one: bool = False  # segments.loss = "pois"
     compute_dtype: str = "float32"  # "bfloat16": forward under autocast, parameters and gradients stay float32
 
     @classmethod
-    def from_learner(cls, learner: Any, compute_dtype: str = "float32") -> TrainerSettings:
-        """From the topology's [learner] and [model].dtype."""
-        names = {field.name for field in fields(cls)} - {"compute_dtype"}
-        return cls(compute_dtype=compute_dtype, **{name: getattr(learner, name) for name in names})
+    def from_learner(
+        cls, learner: Any, compute_dtype: str = "float32", segments_loss: str = "behaviour"
+    ) -> TrainerSettings:
+        """From the topology's [learner], [model].dtype and [segments].loss."""
+        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one"}
+        values = {name: getattr(learner, name) for name in names}
+        return cls(compute_dtype=compute_dtype, ratio_one=segments_loss == "pois", **values)
 
     def for_loss(self) -> LossSettings:
         return LossSettings(self.clip_low, self.clip_high, self.dual_clip, self.tis_cap)
@@ -53,6 +60,8 @@ class StepStats:
     diagnostics: Diagnostics
     skipped: str = ""
     culprits: tuple[str, ...] = ()
+    context_tokens: int = 0  # generated, and masked as earlier segments; not among `tokens`
+    mastered_tokens: int = 0  # among `tokens`, left out of the loss by DMMPT
     forward_s: float = 0.0
     backward_s: float = 0.0
     step_s: float = 0.0

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from busrl.algorithms import aggregation, diagnostics, losses
+from busrl.algorithms import aggregation, diagnostics, dmmpt, losses
 
 from . import batch, logprobs
 from .batch import Flat, Padded, Sample
@@ -48,12 +49,14 @@ class Trainer:
         self._dtype = torch.promote_types(self._parameters[0].dtype, torch.float32)
         self.optimizer = _adamw(self._parameters, settings)
         self._published: dict[str, Tensor] = {}
+        self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
         self._clear()
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self._sums = torch.zeros(len(diagnostics.FIELDS), dtype=torch.float64, device=self._device)
-        self._tokens = self._sequences = self._computed = self._real = 0
+        self._tokens = self._sequences = self._computed = self._real = self._context = 0
+        self._mastered = torch.zeros((), dtype=torch.int64, device=self._device)
         self._blame: list[tuple[list[int], Tensor]] = []
         self._forward_s = self._backward_s = 0.0
 
@@ -80,15 +83,26 @@ class Trainer:
         logp, entropy = self._logp(samples, padded, flat)
         tokens = losses.Tokens(
             logp=logp, behaviour=flat.behaviour, prox=logp.detach() if prox is None else self._flat_prox(prox, logp),
-            advantage=flat.per_token(batch.spread(advantages), self._dtype))  # fmt: skip
+            advantage=flat.per_token(batch.spread(advantages), self._dtype), mask=flat.mask)  # fmt: skip
         weights = token_weights(self.settings.aggregation, flat, self._dtype)
-        weighted = self.loss.per_token(tokens, self._loss_settings) * weights
+        if self.skip_mastered:
+            weights = weights.masked_fill(self._find_mastered(tokens, flat, entropy), 0)
+        # Under pois the ratio is 1 everywhere; what is counted below stays the true one.
+        trained = replace(tokens, behaviour=logp.detach()) if self.settings.ratio_one else tokens
+        weighted = self.loss.per_token(trained, self._loss_settings) * weights
         total = weighted.sum()
         forwarded = time.perf_counter()
         total.backward()  # type: ignore[no-untyped-call]
         self._forward_s += forwarded - started
         self._backward_s += time.perf_counter() - forwarded
         self._count(samples, padded, flat, tokens, weighted.detach(), entropy, version)
+
+    def _find_mastered(self, tokens: losses.Tokens, flat: Flat, entropy: Tensor) -> Tensor:
+        settings = self.settings
+        found = dmmpt.mastered(tokens.logp, entropy, tokens.advantage, flat.rows, flat.lengths, settings.dmmpt_tau,
+                               settings.dmmpt_sigma, flat.mask)  # fmt: skip
+        self._mastered += found.sum()
+        return found
 
     def _tensors(self, samples: Sequence[Sample]) -> tuple[Padded, Flat]:
         padded = batch.pad(samples)
@@ -113,7 +127,9 @@ class Trainer:
         self._sums += diagnostics.sums(tokens, weighted, entropy, current, self._loss_settings)
         per_sample = torch.zeros(len(samples), dtype=weighted.dtype, device=self._device)
         self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, weighted)))
-        self._tokens += len(flat.targets)
+        context = sum(sample.context for sample in samples)
+        self._tokens += len(flat.targets) - context
+        self._context += context
         self._sequences += len(samples)
         real = sum(sample.length for sample in samples)
         self._computed += real if self.forward.together else padded.ids.numel()
@@ -171,7 +187,8 @@ class Trainer:
         return StepStats(
             lr=lr, loss=told.loss / max(count, 1), grad_norm=norm, tokens=self._tokens, sequences=self._sequences,
             micro_batches=len(self._blame), padding=1.0 - self._real / self._computed if self._computed else 0.0,
-            diagnostics=told, skipped=reason, culprits=culprits, forward_s=self._forward_s, backward_s=self._backward_s,
+            diagnostics=told, skipped=reason, culprits=culprits, context_tokens=self._context,
+            mastered_tokens=int(self._mastered), forward_s=self._forward_s, backward_s=self._backward_s,
             step_s=time.perf_counter() - started)  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------- in and out

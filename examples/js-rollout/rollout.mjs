@@ -3,7 +3,7 @@
 // It writes the digits of the prompt in order, each one wrong with probability WRONG, and knows the exact probability
 // of every token that it wrote. Chance depends on (run seed, uid, segment) alone: a retried sample is the same sample.
 import { readFileSync } from "node:fs";
-import { Worker, toTensor } from "busrl-gateway";
+import { Worker, fromTensor, toTensor } from "busrl-gateway";
 
 const WRONG = 0.08;
 const EOS = 1, LENGTH = 2;
@@ -13,7 +13,8 @@ let vocabulary = null;
 function load(folder) {
   const ids = JSON.parse(readFileSync(`${folder}/tokenizer.json`, "utf8")).model.vocab;
   const eos = [JSON.parse(readFileSync(`${folder}/config.json`, "utf8")).eos_token_id].flat()[0];
-  return { id: (char) => ids[char] ?? ids["<unk>"], eos };
+  const chars = Object.fromEntries(Object.entries(ids).map(([char, id]) => [id, char]));
+  return { id: (char) => ids[char] ?? ids["<unk>"], char: (id) => chars[id], eos };
 }
 
 function random(text) {
@@ -44,15 +45,20 @@ function generate(task, welcome) {
   const promptIds = [...prompt].map(vocabulary.id);
   if (promptIds.length > welcome.max_prompt_tokens) return ["REMOTE_FAIL", { drop: "too_long" }];
   const { chars, logprobs } = policy(prompt, random(`${welcome.seed}/${task.uid}/${task.segment}`));
-  const tokens = [...chars.map(vocabulary.id), vocabulary.eos];
-  const count = Math.min(tokens.length, task.max_new_tokens);
+  // Digits do not hang on each other, so a later segment is the same policy from where the earlier ones ended.
+  const earlier = task.segment ? Array.from(fromTensor(task.tensors.tokens)) : [];
+  const begin = Math.min(earlier.length, chars.length); // what another policy began may be longer than this one's
+  const tokens = [...chars.map(vocabulary.id), vocabulary.eos].slice(begin);
+  const count = Math.min(tokens.length, task.max_new_tokens, task.segment_tokens || Infinity);
+  const written = [...earlier, ...tokens.slice(0, count)].filter((id) => id !== vocabulary.eos);
   return ["REMOTE_GENERATED", {
     tokens: toTensor(Int32Array.from(tokens.slice(0, count))),
-    logprobs: toTensor(Float32Array.from([...logprobs, 0].slice(0, count))),
+    logprobs: toTensor(Float32Array.from([...logprobs, 0].slice(begin, begin + count))),
     versions: toTensor(new Uint32Array(count).fill(task.version)),
     prompt_ids: toTensor(Int32Array.from(promptIds)),
-    text: chars.slice(0, count).join(""),
+    text: written.map(vocabulary.char).join(""),
     finish: count === tokens.length ? EOS : LENGTH,
+    done: count === tokens.length || count === task.max_new_tokens, // else one segment more is to come
   }];
 }
 

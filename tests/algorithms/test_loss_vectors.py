@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from busrl.algorithms import advantages, aggregation, diagnostics, losses
+from busrl.algorithms import advantages, aggregation, diagnostics, dmmpt, losses
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 CASES = {case["name"]: case for case in VECTORS["losses"]}
@@ -29,19 +29,30 @@ def run(case: dict[str, Any], planted: float | None = None) -> tuple[Tensor, Ten
         name: array(values).masked_fill(hole, planted or 0.0) for name, values in inputs.items() if name != "rewards"
     }
     logp = read["logp"].requires_grad_()
-    behaviour = read[case["behaviour"]]
+    behaviour = read[case["behaviour"]].detach()  # "logp": against itself, so that every ratio is 1
     prox = read["logp_old"] if case["loss_name"] == "decoupled" else logp.detach()
     advantage = (
         array(case.get("advantage", VECTORS["advantage"]))[:, None].expand_as(mask).masked_fill(hole, planted or 0.0)
     )
     tokens = losses.Tokens(logp, behaviour, prox, advantage, mask)
     per_token = losses.get(case["loss_name"]).per_token(tokens, losses.LossSettings(**case["settings"]))
+    if "dmmpt" in case:
+        per_token = per_token.masked_fill(found_mastered(tokens, read["token_entropy"], **case["dmmpt"]), 0)
     lengths = mask.sum(1).long()
     weights = aggregation.sequence_weights(case["aggregation"], lengths, torch.float64)[:, None]
     count = aggregation.denominator(case["aggregation"], int(lengths.sum()), int((lengths > 0).sum()))
     loss = (per_token * weights).sum() / count
     (gradient,) = torch.autograd.grad(loss, logp)
     return loss.detach(), per_token.detach(), gradient
+
+
+def found_mastered(tokens: losses.Tokens, entropy: Tensor, tau: float, sigma: float) -> Tensor:
+    """DMMPT on the rectangle of the vectors."""
+    assert tokens.mask is not None
+    rows = torch.arange(len(entropy))[:, None].expand_as(entropy)
+    flat = [values.flatten() for values in (tokens.logp, entropy, tokens.advantage, rows)]
+    lengths = tokens.mask.sum(1).long()
+    return dmmpt.mastered(*flat, lengths, tau, sigma, tokens.mask.flatten()).view_as(entropy)
 
 
 @pytest.mark.parametrize("planted", [None, float("nan"), 1e9, -1e9], ids=["zeros", "nan", "plus", "minus"])
@@ -149,3 +160,14 @@ def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
 def test_both_losses_can_be_streamed_and_only_the_decoupled_one_wants_a_proximal_policy() -> None:
     assert {name: (loss.streamable, loss.uses_prox) for name, loss in losses.LOSSES.items()} == {
         "ppo_clip": (True, False), "decoupled": (True, True)}  # fmt: skip
+
+
+def test_the_printed_sign_of_the_entropy_would_leave_out_tokens_of_every_better_answer() -> None:
+    """UloRL's eq. 10 lacks the minus sign: with it the third case would leave out three tokens."""
+    inputs = VECTORS["inputs"]
+    advantage = array(VECTORS["advantage"])[:, None].expand(4, 5)
+    tokens = losses.Tokens(array(inputs["logp"]), array(inputs["logp"]), array(inputs["logp"]), advantage,
+                           array(inputs["mask"]))  # fmt: skip
+    entropy = array(inputs["token_entropy"])
+    assert int(found_mastered(tokens, -entropy, 0.7, 0.45).sum()) >= 3
+    assert int(found_mastered(tokens, entropy, 0.7, 0.45).sum()) == 0

@@ -55,6 +55,24 @@ def test_an_example_goes_on_when_broker_and_keeper_are_killed(
 
 
 @pytest.mark.slow
+def test_a_remote_rollout_and_one_of_busrls_own_continue_each_others_answers(
+    quickstart: None, javascript: Path, tmp_path: Path
+) -> None:
+    settings = ("segments.length=4", "segments.max_segments=14", "generation.max_new_tokens=40", "limits.lease_s=5")
+    run = Run(tmp_path / "run", *settings, "generation.max_batch=16", steps=15)
+    with running(run):
+        where = wait_for_bus(run)
+        with workers([*node(javascript, "rollout"), where, "far"]) as [child]:
+            run.until_step(5)
+            run.kill("rollout/0")
+            check_end(run, run.wait())
+            assert finished(words_of(child)) > 100
+    told = counts(run)["far"]
+    assert not run.audit().accidents and told["answered"] > 100 and "refused" not in told, told
+    assert max(row["segments_max"] for row in run.metrics()) > 3
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_killed_and_started_again_under_its_name_costs_a_retry(
     quickstart: None, tmp_path: Path
 ) -> None:

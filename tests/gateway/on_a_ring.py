@@ -15,8 +15,11 @@ from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.remote_book import RemoteBook
+from busrl.roles.segment_cuts import SegmentCuts
+from busrl.scheduling.segments import SegmentPlan
 
 LEASE_S = 10.0
+CUTS = SegmentCuts(SegmentPlan(3, 3, 8))
 
 
 class Keeper:
@@ -29,7 +32,7 @@ class Keeper:
         self.ring.bind_fates(*self.fates)
         self.bells: list[m.Message] = []
         self.steps = VersionSteps()
-        book = RemoteBook(self.ring, self.steps, self.bells.append)
+        book = RemoteBook(self.ring, self.steps, self.bells.append, CUTS)
         self.desk = Desk(book, settings(LEASE_S), Tally(), 0.0)
         self.desk.limits = Limits(16, 0, self.ring.header("version"))
         self.now = 0.0

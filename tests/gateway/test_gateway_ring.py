@@ -19,6 +19,7 @@ from on_a_ring import Keeper, play
 from busrl.gateway.checks import tensor
 from busrl.protocol import gateway as g
 from busrl.ring import NotRegistered, Ring, RingError, RingFull, State
+from busrl.roles.trajectory import read
 
 HERE = Path(__file__).parent
 SOME = ["remote.entered:1", "put.copied:1", "commit.before:1", "release.before:1", "remote.rested:1"]
@@ -81,7 +82,7 @@ def test_a_reward_worker_gets_the_whole_answer_inline(keeper: Keeper) -> None:
     keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     [task] = keeper.claim("gen")
     assert (task.record, task.max_new_tokens, task.segment, task.tensors) == ('{"prompt": "2"}', 8, 0, {})
-    keeper.ask("gen", answer_to(task.task, done=False))
+    keeper.ask("gen", answer_to(task.task, done=False, finish=2))
     [task] = keeper.claim("gen", req=2)
     assert (task.max_new_tokens, task.segment, sorted(task.tensors)) == (
         5, 1, ["logprobs", "prompt_ids", "tokens", "versions"],
@@ -92,6 +93,38 @@ def test_a_reward_worker_gets_the_whole_answer_inline(keeper: Keeper) -> None:
     [task] = keeper.claim("judge")
     assert task.completion == "abc" and task.tensors["tokens"] == tensor(np.array([0, 1, 2, 0, 1, 2], np.int32))
     assert task.tensors["logprobs"].dtype == "float32" and task.tensors["versions"].shape == [6]
+
+
+def test_a_remote_worker_is_told_where_a_segment_ends_and_may_continue_what_another_began(keeper: Keeper) -> None:
+    dispatch(keeper.ring, 2)
+    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("other", m.RemoteJoin(life=1, role="rollout"))
+    [task] = keeper.claim("gen")
+    assert (task.max_new_tokens, task.segment_tokens) == (8, 3)
+    assert keeper.ask("gen", answer_to(task.task, done=False, finish=2))[0].code == "done"
+    assert states(keeper.ring) == {"QUEUED": 1} and keeper.ring.line(0)["finish"] == 0
+    assert [bell.status for bell in keeper.bells] == ["segment"]
+    [task] = keeper.claim("other")
+    assert (task.segment, task.max_new_tokens, task.segment_tokens) == (1, 5, 3)
+    assert keeper.ask("other", answer_to(task.task, done=False, finish=2))[0].code == "done"
+    [task] = keeper.claim("gen", req=2)
+    assert (task.segment, task.max_new_tokens, task.segment_tokens) == (2, 2, 0), "the last: no further cut"
+    [answer] = keeper.ask("gen", answer_to(task.task, count=1, done=False, finish=2))
+    assert answer.code == "refused" and "segment 2 is the last" in answer.text and "done = true" in answer.text
+    # The limit ends an answer, whatever its worker thinks.
+    assert keeper.ask("gen", answer_to(task.task, count=2, done=False, finish=2))[0].code == "done"
+    line = keeper.ring.lines()[0]
+    assert (line["state"], line["segs"], line["finish"], line["response_tokens"]) == (State.GENERATED, 3, 2, 8)
+    assert read(keeper.ring, 0, "tokens", 3).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_an_answer_that_ended_by_itself_and_is_not_done_is_refused(keeper: Keeper) -> None:
+    dispatch(keeper.ring, 2)
+    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    [task] = keeper.claim("gen")
+    [answer] = keeper.ask("gen", answer_to(task.task, done=False))
+    assert answer.code == "refused" and "has no further segment" in answer.text
+    assert states(keeper.ring) == {"GENERATING": 1}
 
 
 def test_tokens_of_older_weights_than_those_of_the_dispatch_set_the_age_of_the_sample(keeper: Keeper) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from busrl.errors import DiskFull, FileCorrupt, LedgerError, WriteFailed
-from busrl.ledger.wal import HEAD, Record, SampleRecord, Wal
+from busrl.ledger.wal import HEAD, MARK, OLD_HEAD, Record, SampleRecord, Wal, frames
 
 
 def sample(uid: int, tokens: int = 3) -> SampleRecord:
@@ -256,3 +259,53 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x40
     path.write_bytes(data)
+
+
+def as_layout_1(directory: Path) -> None:
+    """The only segment as the first busrl wrote it: without the fields of layout 2."""
+    path = directory / "00000001.wal"
+    parts = [OLD_HEAD]
+    for payload, _ in frames(path.read_bytes()):
+        content = msgspec.msgpack.decode(payload)
+        del content["dmmpt"]
+        for one in content["samples"]:
+            del one["segments"]
+        body = msgspec.msgpack.encode(content)
+        size = struct.pack("<I", len(body))
+        parts += [MARK, size, struct.pack("<I", zlib.crc32(body, zlib.crc32(size))), body]
+    path.write_bytes(b"".join(parts))
+
+
+def test_a_log_of_the_first_layout_is_read_and_new_records_go_into_a_file_that_it_would_refuse(tmp_path: Path) -> None:
+    with Wal(tmp_path / "wal") as wal:
+        wal.append(record(1))
+        wal.append(record(2))
+    as_layout_1(tmp_path / "wal")
+    old = (tmp_path / "wal" / "00000001.wal").read_bytes()
+    with Wal(tmp_path / "wal") as wal:
+        assert list(wal.records()) == [record(1), record(2)]  # one segment each, nothing left out
+        wal.append(record(3))
+        assert [r.step for r in wal.records()] == [1, 2, 3]
+    assert segments(tmp_path / "wal") == ["00000001.wal", "00000002.wal"]
+    assert (tmp_path / "wal" / "00000001.wal").read_bytes() == old
+    assert (tmp_path / "wal" / "00000002.wal").read_bytes().startswith(HEAD)
+
+
+def test_the_bounds_of_segments_and_the_mask_of_a_step_are_in_the_log(tmp_path: Path) -> None:
+    with Wal(tmp_path / "wal") as wal:
+        wal.append(msgspec.structs.replace(record(1, tokens=7), dmmpt=True))
+        wal.append(record(2))
+    with Wal(tmp_path / "wal") as wal:
+        first, second = wal.records()
+    assert first.dmmpt and not second.dmmpt and first.samples[0].segments == [] and first.samples[0].earlier == 0
+    cut = msgspec.structs.replace(first.samples[0], segments=[4, 2, 1])
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(cut), type=SampleRecord)
+    assert again == cut and again.earlier == 6
+
+
+def test_a_log_of_a_layout_to_come_is_refused_by_name(tmp_path: Path) -> None:
+    start = b"BUSRLWAL" + struct.pack("<I", 3)
+    (tmp_path / "wal").mkdir()
+    (tmp_path / "wal" / "00000001.wal").write_bytes(start + struct.pack("<I", zlib.crc32(start)))
+    with pytest.raises(FileCorrupt, match="layout 1 or 2"):
+        Wal(tmp_path / "wal")

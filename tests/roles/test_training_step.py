@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from busrl.paths import RunPaths
 from busrl.roles.history import History
 from busrl.roles.training_step import TrainingStep, _split
 from busrl.topology import Topology, load
+from busrl.topology.schema import Segments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,3 +109,65 @@ def test_several_updates_per_batch_take_whole_groups_each(topology: Topology) ->
     stats = step.train(batch, 4, version=0)
     assert stats.sequences == 8 and not torch.equal(before, weights(step))
     assert step.groups == 4
+
+
+def with_segments(samples: list[SampleRecord]) -> list[SampleRecord]:
+    """Every second answer made in two segments, the first of one token."""
+    return [
+        msgspec.structs.replace(sample, segments=[1, len(sample.token_array()) - 1] if sample.uid % 2 else [])
+        for sample in samples
+    ]
+
+
+def changed(topology: Topology, loss: str = "behaviour", **learner: object) -> Topology:
+    config = dataclasses.replace(topology.learner, **learner)  # type: ignore[arg-type]
+    return dataclasses.replace(topology, learner=config, segments=Segments(length=4, loss=loss))
+
+
+def test_the_loss_of_segments_says_which_tokens_are_trained(topology: Topology) -> None:
+    batch = with_segments(records(3))
+    made = {loss: TrainingStep(changed(topology, loss)) for loss in ("behaviour", "pois", "last_segment")}
+    stats = {loss: step.train(batch, 4, version=0) for loss, step in made.items()}
+    every = sum(len(sample.token_array()) for sample in batch)
+    assert stats["behaviour"].tokens == stats["pois"].tokens == every
+    assert stats["last_segment"].context_tokens == 8 and stats["last_segment"].tokens == every - 8
+    assert not torch.equal(weights(made["behaviour"]), weights(made["pois"]))
+    assert not torch.equal(weights(made["behaviour"]), weights(made["last_segment"]))
+
+
+def test_a_step_in_segments_is_the_same_live_and_replayed_with_a_gate_that_goes_on_where_it_was(
+    topology: Topology, tmp_path: Path
+) -> None:
+    # The entropy of fresh weights is about ln 16 = 2.77: sigma makes the gate open after the first step.
+    gated = changed(topology, "last_segment", dmmpt="gate", dmmpt_sigma=4.0, dmmpt_tau=0.01)
+    paths = RunPaths.of(tmp_path)
+    living, history = TrainingStep(gated), History(paths, gated)
+    masks = []
+    for step in range(1, 6):
+        record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3],
+                        samples=with_segments(records(step)), dmmpt=living.skip_mastered)  # fmt: skip
+        history.append(record)
+        stats = living.train(record.samples, 4, record.version)
+        masks.append((record.dmmpt, stats.mastered_tokens > 0, living.gate_moved))
+        history.finished(record)
+        if step == 3:
+            history.checkpoint(living, step)
+    history.close()
+    assert masks == [(False, False, True), *[(True, True, False)] * 4]
+
+    again, successor = TrainingStep(gated), History(paths, gated)
+    successor.load(again)
+    assert again.gate is not None and living.gate is not None and again.gate.on and again.skip_mastered
+    for record in successor.to_replay():
+        again.replay(record)
+        successor.finished(record)
+    successor.close()
+    assert successor.step == 5 and torch.allclose(weights(living), weights(again), atol=1e-6)
+    assert again.gate.entropy == pytest.approx(living.gate.entropy)
+
+
+def test_a_replayed_step_is_masked_as_the_log_says_and_the_next_one_as_the_settings_say(topology: Topology) -> None:
+    record = Record(step=1, version=0, cause="count", groups=[0, 1, 2, 3], samples=records(1), dmmpt=True)
+    step = TrainingStep(changed(topology, dmmpt_tau=0.01, dmmpt_sigma=4.0))  # off by now
+    assert step.replay(record).mastered_tokens > 0
+    assert not step.skip_mastered and step.train(records(2), 4, 1).mastered_tokens == 0

@@ -28,6 +28,7 @@ Uids = npt.NDArray[np.uint64]
 BLOCK = 4 << 20
 CHECKPOINT_LOOKS = 10
 WAL_HEAD = struct.Struct("<8sII")
+WAL_LAYOUTS = (1, 2)  # 2 says where the segments of an answer end, which is of no interest here
 WAL_FRAME = struct.Struct("<4sII")
 TRAINED_HEAD = struct.Struct("<8sIIQQ")
 OPEN_HEAD = struct.Struct("<8sIIII")
@@ -185,7 +186,7 @@ def _read_segment(path: Path, data: bytes, newest: bool, found: Findings) -> Ite
     if newest and len(data) < WAL_HEAD.size:
         return
     magic, layout, crc = WAL_HEAD.unpack_from(data) if len(data) >= WAL_HEAD.size else (b"", 0, 0)
-    if (magic, layout, crc) != (b"BUSRLWAL", 1, zlib.crc32(data[:12])):
+    if (magic, crc) != (b"BUSRLWAL", zlib.crc32(data[:12])) or layout not in WAL_LAYOUTS:
         found.add(error("log_damaged", [path.name], "a log segment does not begin as one"))
         return
     offset = WAL_HEAD.size

@@ -1,0 +1,328 @@
+"""A rollout worker and answers in segments, case by case, on a real ring: only the model is a script."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from busrl.inference.base import Finished, Request
+from busrl.inference.mock import EOS_ID, MockEngine, logprobs_of
+from busrl.protocol import messages as m
+from busrl.ring import Fates, Ring, State
+from busrl.roles.actor import Doorbell
+from busrl.roles.gather import Claimed, claim_group
+from busrl.roles.limits import admission_limits
+from busrl.roles.rollout import Rollout
+from busrl.roles.segment_cuts import SegmentCuts
+from busrl.roles.trajectory import read, read_text
+from busrl.topology import load
+from busrl.topology.schema import Segments, Topology
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 12
+EOS, LENGTH = 1, 2
+
+
+class Worker(Rollout):
+    """A rollout role without a process: its ring entry, its claims and its commits are the real ones."""
+
+    def __init__(self, topology: Topology, ring: Ring, engine: MockEngine) -> None:
+        self.topology, self.ring, self.engine, self.name = topology, ring, engine, "rollout/0"
+        self.held, self.alone, self.limits = {}, False, admission_limits(topology)
+        self.bell, self.segment_bell = Doorbell(), Doorbell()
+        self.segments = SegmentCuts.of(topology)
+        self.waves = self.segments.waves
+        self.version, self.step_of = 0, {0: 0}
+        self._last_bell = 1e18  # bells are rung by hand
+        self.warned: list[str] = []
+
+    def warn(self, where: str, text: str, severity: str = "warning", kind: str = "") -> None:
+        self.warned.append(text)
+
+    def weights(self, version: int, step: int) -> None:
+        self.version, self.step_of[version] = version, step
+        self.engine.set_weights(version, step)
+
+    def run(self, steps: int = 1000) -> None:
+        """So many decoding steps, or until nothing is left."""
+        for _ in range(steps):
+            self._take()
+            if not self.engine.active:
+                return
+            for sequence in self.engine.step():
+                self._commit(sequence)
+
+    def _announce(self) -> None:
+        pass
+
+
+def says(answers: dict[int, str], seen: list[Request] | None = None) -> Any:
+    """A script that says `answers[uid]`, from where the earlier segments ended; "$" ends the sequence."""
+
+    def script(request: Request) -> Sequence[int]:
+        if seen is not None:
+            seen.append(request)
+        ids = [EOS_ID if letter == "$" else ord(letter) for letter in answers[request.uid]]
+        return ids[len(request.prefix_ids) :]
+
+    return script
+
+
+@pytest.fixture
+def rings(tmp_path: Path) -> Iterator[list[Ring]]:
+    """One ring as two processes see it."""
+    name = f"busrl.test.{os.getpid()}.segments"
+    made = Ring.create(name, slots=8, slot_bytes=4096, processes=8, uuid=b"s" * 16)
+    handles = [made, Ring.attach(name)]
+    fates = [Fates(str(tmp_path / f"{part}.bin"), create=True) for part in ("fates", "validate")]
+    for index, ring in enumerate(handles):
+        ring.register("rollout", f"rollout/{index}")
+        ring.bind_fates(*fates)
+    yield handles
+    for ring in reversed(handles):
+        ring.close()
+    Ring.unlink(name)
+
+
+def topology(**segments: Any) -> Topology:
+    base = load(ROOT / "configs" / "quickstart.toml")
+    generation = dataclasses.replace(base.generation, max_new_tokens=LIMIT)
+    return dataclasses.replace(
+        base, generation=generation, segments=Segments(**{"length": 4, "max_segments": 3, **segments})
+    )
+
+
+def in_waves(n_min: int) -> Topology:
+    """Synchronous rounds of segments, of so many groups each."""
+    base = topology(rounds="segments")
+    learner = dataclasses.replace(base.learner, trigger=dataclasses.replace(base.learner.trigger, n_min=n_min))
+    return dataclasses.replace(base, learner=learner, weights=dataclasses.replace(base.weights, mode="sync"))
+
+
+def dispatch(ring: Ring, uids: Sequence[int], cls: int = 0, step: int = 0, version: int = 0) -> None:
+    for uid in uids:
+        sent = ring.dispatch(
+            uid=uid, group=uid // 4, admission=uid % 100, member=uid % 4, group_size=4, cls=cls,
+            task=b'{"prompt": "ab"}', prompt_crc=1, max_new_tokens=LIMIT, temperature=1.0, version=version, step=step,
+            priority=-(uid % 100),
+        )  # fmt: skip
+        assert sent
+
+
+def line(ring: Ring, uid: int) -> Any:
+    lines = ring.lines()
+    return lines[(lines["uid"] == uid) & (lines["state"] != State.FREE)][0]
+
+
+def slot(ring: Ring, uid: int) -> int:
+    lines = ring.lines()
+    return int(((lines["uid"] == uid) & (lines["state"] != State.FREE)).nonzero()[0][0])
+
+
+def shown(ring: Ring, uid: int) -> tuple[State, int, int, int]:
+    """State, segments, finish and length of a sample."""
+    own = line(ring, uid)
+    return State(int(own["state"])), int(own["segs"]), int(own["finish"]), int(own["response_tokens"])
+
+
+CASES = [  # what is said -> (segments, finish, tokens)
+    ("abc$", 1, EOS, 4),  # the end comes with the segment's last token: no second segment
+    ("ab$", 1, EOS, 3),
+    ("abcd$", 2, EOS, 5),
+    ("abcdefg$", 2, EOS, 8),
+    ("abcdefghij$", 3, EOS, 11),
+    ("abcdefghijk$", 3, EOS, 12),  # at the limit, and by itself
+    ("abcdefghijkl$", 3, LENGTH, 12),  # the limit is reached: complete, and cut
+    ("abcdefghijklmnopqrst", 3, LENGTH, 12),
+]
+
+
+@pytest.mark.parametrize(("said", "segments", "finish", "tokens"), CASES)
+def test_an_answer_ends_by_itself_or_at_the_global_limit_and_nowhere_else(
+    rings: list[Ring], said: str, segments: int, finish: int, tokens: int
+) -> None:
+    ring, seen = rings[0], []
+    worker = Worker(topology(), ring, MockEngine(4, script=says({0: said}, seen)))
+    dispatch(ring, [0])
+    worker.run()
+    assert shown(ring, 0) == (State.GENERATED, segments, finish, tokens)
+    whole = read(ring, slot(ring, 0), "tokens", segments)
+    assert whole.tolist() == [EOS_ID if c == "$" else ord(c) for c in said[:tokens]]
+    assert np.array_equal(read(ring, slot(ring, 0), "logprobs", segments), logprobs_of(whole))
+    assert read_text(ring, slot(ring, 0), segments) == said[:tokens].removesuffix("$")
+    assert [(r.segment, len(r.prefix_ids), r.max_new_tokens) for r in seen] == [
+        (k, 4 * k, 4) for k in range(segments)
+    ]  # each with the random stream of its own segment
+    first, later = worker.bell.take(), worker.segment_bell.take()
+    assert isinstance(first, m.DataGenerated) and first.status == "generated" and first.count == 1
+    assert (later.count if isinstance(later, m.DataGenerated) else 0) == segments - 1
+
+
+def test_the_unfinished_go_before_fresh_prompts_however_early_those_were_admitted(rings: list[Ring]) -> None:
+    ring, seen = rings[0], []
+    answers = dict.fromkeys(range(4), "abcdefgh$")
+    worker = Worker(topology(), ring, MockEngine(1, script=says(answers, seen)))
+    dispatch(ring, [3])
+    worker.run(4)
+    dispatch(ring, [0, 1, 2])
+    worker.run()
+    assert [(r.uid, r.segment) for r in seen] == [(3, 0), (3, 1), (3, 2), *((u, k) for u in range(3) for k in range(3))]
+
+
+def test_any_worker_continues_what_another_began_and_versions_and_log_probs_are_kept_of_both(
+    rings: list[Ring],
+) -> None:
+    here, there = rings
+    answers = {0: "abcdefgh$"}
+    one = Worker(topology(), here, MockEngine(1, script=says(answers)))
+    two = Worker(topology(), there, MockEngine(1, script=says(answers)))
+    dispatch(here, [0], step=0)
+    one.run(4)
+    assert shown(here, 0) == (State.QUEUED, 1, 0, 4)
+    two.weights(3, 2)
+    two._take()
+    two.engine.step()
+    two.weights(5, 4)  # in the middle of the segment
+    two.run()
+    assert shown(here, 0) == (State.GENERATED, 3, EOS, 9)
+    assert read(here, slot(here, 0), "versions", 3).tolist() == [0] * 4 + [3] + [5] * 4
+    assert (int(line(here, 0)["version"]), int(line(here, 0)["step"])) == (0, 0)  # the oldest token counts
+
+
+def test_a_segment_whose_maker_died_is_made_again_and_the_committed_ones_stay(rings: list[Ring]) -> None:
+    here, there = rings
+    answers, seen = {0: "abcdefgh$"}, []
+    one = Worker(topology(), here, MockEngine(1, script=says(answers)))
+    dispatch(here, [0])
+    one.run(4)
+    [(at, word)] = here.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+    here.put(at, word, "tokens", np.arange(3, dtype=np.int32), 1)  # half of a segment, never committed
+    here.release(at, word, State.QUEUED)
+    two = Worker(topology(), there, MockEngine(1, script=says(answers, seen)))
+    two.run()
+    assert [(r.segment, r.prefix_ids.tolist()) for r in seen] == [
+        (1, [ord(c) for c in "abcd"]), (2, [ord(c) for c in "abcdefgh"])
+    ]  # fmt: skip
+    assert read(here, at, "tokens", 3).tolist() == [*(ord(c) for c in "abcdefgh"), EOS_ID]
+
+
+def test_an_answer_of_another_kind_of_worker_in_odd_pieces_still_reaches_its_limit(rings: list[Ring]) -> None:
+    ring = rings[0]
+    dispatch(ring, [0])
+    worker = Worker(topology(), ring, MockEngine(1, script=says({0: "abcdefghijklmnop"})))
+    for k in range(2):
+        [(at, word)] = ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+        ring.put(at, word, "prompt_ids", np.array([97, 98], np.int32))
+        for name, kind in (("tokens", np.int32), ("logprobs", np.float32), ("versions", np.uint32)):
+            ring.put(at, word, name, np.full(1, 97 if name == "tokens" else 0, kind), k)
+        ring.commit_segment(at, word, False)
+    worker.run()
+    assert shown(ring, 0) == (State.GENERATED, 3, LENGTH, 12)
+
+
+class Faulty(MockEngine):
+    """The last log-probability of a segment is none."""
+
+    def step(self) -> list[Finished]:
+        return [dataclasses.replace(done, logprobs=done.logprobs * np.nan) for done in super().step()]
+
+
+def test_an_answer_with_a_broken_log_probability_is_not_continued_but_ended_for_the_learner_to_drop(
+    rings: list[Ring],
+) -> None:
+    ring = rings[0]
+    worker = Worker(topology(), ring, Faulty(1, script=says({0: "abcdefgh$"})))
+    dispatch(ring, [0])
+    worker.run()
+    assert shown(ring, 0) == (State.GENERATED, 1, LENGTH, 4)
+
+
+def test_an_answer_that_fills_the_engine_ends_there(rings: list[Ring]) -> None:
+    ring = rings[0]
+    worker = Worker(topology(), ring, MockEngine(1, max_length=2 + 8, script=says({0: "abcdefghijklmn"})))
+    dispatch(ring, [0])
+    worker.run()
+    assert shown(ring, 0) == (State.GENERATED, 2, LENGTH, 8) and not worker.warned
+
+
+def test_validation_answers_are_made_in_one_go_up_to_the_same_limit(rings: list[Ring]) -> None:
+    ring, uid = rings[0], 1 << 62
+    worker = Worker(topology(), ring, MockEngine(1, script=says({uid: "abcdefghijklmnop"})))
+    dispatch(ring, [uid], cls=1)
+    worker.run()
+    assert shown(ring, uid) == (State.GENERATED, 1, LENGTH, LIMIT)
+
+
+def test_with_last_segment_age_counts_from_when_the_trained_segment_was_queued(rings: list[Ring]) -> None:
+    ring = rings[0]
+    worker = Worker(topology(loss="last_segment"), ring, MockEngine(1, script=says({0: "abcdef$"})))
+    dispatch(ring, [0])
+    worker._take()
+    ring.set_header("version", 7)
+    ring.set_header("version_step", 6)
+    worker.weights(7, 6)  # tokens are of version 7, the admission is of version 0
+    worker.run(4)
+    assert shown(ring, 0)[:2] == (State.QUEUED, 1)
+    assert (int(line(ring, 0)["version"]), int(line(ring, 0)["step"])) == (7, 6)
+    worker.run()
+    assert (int(line(ring, 0)["version"]), int(line(ring, 0)["step"])) == (7, 6)
+
+
+def test_a_length_of_auto_follows_the_answers_and_says_so(
+    rings: list[Ring], caplog: pytest.LogCaptureFixture
+) -> None:
+    ring = rings[0]
+    cuts = SegmentCuts.of(topology(length="auto", max_segments=6))
+    assert cuts.next(0, 0, LIMIT).tokens == LIMIT
+    with caplog.at_level("INFO", "busrl"):
+        for _ in range(100):
+            cuts.finished(3)
+    assert cuts.next(0, 0, LIMIT).tokens == 3 and "3 tokens now, 12 before" in caplog.text
+    assert cuts.next(1, 0, LIMIT).tokens == LIMIT and ring  # validation is not cut
+
+
+def test_a_group_in_segments_leaves_the_ring_with_the_bounds_of_each(rings: list[Ring]) -> None:
+    ring = rings[0]
+    answers = {0: "ab$", 1: "abcde$", 2: "abcdefghi$", 3: "abcdefghijklmn"}
+    worker = Worker(topology(), ring, MockEngine(4, script=says(answers)))
+    dispatch(ring, range(4))
+    worker.run()
+    for at, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=4):
+        ring.set(at, word, reward=float(at))
+        ring.release(at, word, State.REWARDED)
+    claimed = claim_group(ring, ring.lines(), [slot(ring, uid) for uid in range(4)], lambda records: None)
+    assert isinstance(claimed, Claimed)
+    assert [record.segments for record in claimed.records] == [[], [4, 2], [4, 4, 2], [4, 4, 4]]
+    assert [record.earlier for record in claimed.records] == [0, 4, 8, 8]
+    assert [record.finish for record in claimed.records] == [EOS, EOS, EOS, LENGTH]
+
+
+def test_in_rounds_of_segments_every_unfinished_answer_gets_one_segment_per_wave(rings: list[Ring]) -> None:
+    ring, seen = rings[0], []
+    answers = {0: "ab$", 1: "abcdefghi$", 2: "abcdef$"}
+    worker = Worker(in_waves(1), ring, MockEngine(4, script=says(answers, seen)))
+    waves, made = worker.waves, []
+    assert waves is not None
+    for admission in range(3):
+        dispatch(ring, [admission])
+        worker.run()  # dispatched, but its round is not admitted whole
+        assert not waves.over(ring.lines(), admission)
+        ring.set_header("next_admission", admission + 1)
+        assert not waves.over(ring.lines(), admission + 1)
+        worker.run()
+        made.append([(r.uid, r.segment) for r in seen])
+        seen.clear()
+        for at, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=4):
+            assert not waves.over(ring.lines(), admission + 1)  # it is being judged
+            ring.release(at, word, State.REWARDED)
+        assert waves.over(ring.lines(), admission + 1)
+    ring.set_header("next_admission", 4)
+    worker.run()
+    made.append([(r.uid, r.segment) for r in seen])
+    assert made == [[(0, 0)], [(1, 0)], [(1, 1), (2, 0)], [(1, 2), (2, 1)]]
