@@ -137,7 +137,7 @@ def render_slots(ring: Ring) -> list[str]:
 
 
 def processes(ring: Ring) -> list[dict[str, Any]]:
-    """Registered processes as plain data; `busy` is the share of time spent working, None where that can not be told."""
+    """Registered processes as plain data; `busy` is the share of time spent working, None where nobody told."""
     rows = []
     for process in ring.processes():
         total = process.busy_ns + process.idle_ns
