@@ -137,7 +137,7 @@ def render_slots(ring: Ring) -> list[str]:
 
 
 def processes(ring: Ring) -> list[dict[str, Any]]:
-    """Registered processes as plain data; `busy` is the share of their time spent working."""
+    """Registered processes as plain data; `busy` is the share of time spent working, None where nobody told."""
     rows = []
     for process in ring.processes():
         total = process.busy_ns + process.idle_ns
@@ -145,7 +145,7 @@ def processes(ring: Ring) -> list[dict[str, Any]]:
             {
                 "label": process.label, "role": process.role, "pid": process.pid, "activity": process.activity,
                 "alive": not ring.is_dead(process.index), "state": process.state,
-                "busy": process.busy_ns / total if total else 0.0,
+                "busy": process.busy_ns / total if process.idle_ns else None,
                 "samples": process.samples, "tokens": process.tokens, "version": process.version,
                 "remote": process.remote,
             }
@@ -160,8 +160,9 @@ def render_processes(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"  {'process':<14}{'pid':>8}  {'state':<10}{'busy':>6}  {'samples':>9}  {'version':>7}  activity"]
     for row in rows:
         state = row["state"] if row["alive"] else "dead"
+        busy = "-" if row["busy"] is None else f"{row['busy']:.0%}"
         lines.append(
-            f"  {row['label']:<14}{row['pid']:>8}  {state:<10}{row['busy']:>6.0%}  {row['samples']:>9,}  "
+            f"  {row['label']:<14}{row['pid']:>8}  {state:<10}{busy:>6}  {row['samples']:>9,}  "
             f"{row['version']:>7}  {row['activity']}"
         )
     return lines

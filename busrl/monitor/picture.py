@@ -201,7 +201,8 @@ class Picture:
 
     def _row(self, process: ProcessSeen) -> Row:
         known = self._busy.get(process.name)
-        share = known[3] if known and known[3] >= 0 else None
+        # Most roles do not say what they spend their time on: that is not known, and not nothing.
+        share = known[3] if known and known[3] >= 0 and process.busy_ns else None
         patience = process.deadline_s or self.facts.progress_s
         late = process.state == "ready" and process.progress_age_s > patience
         return Row(

@@ -81,7 +81,13 @@ def _text(path: Path) -> str:
         near = difflib.get_close_matches(path.name, [p.name for p in _toml_files(path.parent)], n=1)
         remedy = f"did you mean {path.with_name(near[0])}?" if near else "give the path of a topology file (.toml)"
         raise TopologyError([Problem(str(path), "", "no such file", remedy)]) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        rule = f"can not be read: {(error.strerror or str(error)).lower()}"
+        remedy = "give the path of a topology file (.toml)"
+        if (path / "run.json").is_file():
+            remedy = f"to go on with it: busrl launch TOPOLOGY --run-dir {path}, with the topology it was started with"
+        raise TopologyError([Problem(str(path), "", rule, remedy)]) from None
+    except UnicodeDecodeError as error:
         raise TopologyError([Problem(str(path), "", f"can not be read as UTF-8 text ({error})")]) from None
 
 

@@ -207,3 +207,12 @@ def test_a_name_that_is_heard_for_the_first_time_between_two_looks_has_a_rate_at
         traffic.heard("NEW_TASK", 100)
     traffic.tick(12.0)
     assert traffic.by_name["NEW_TASK"].rate.per_s() == traffic.per_s() == 3.0
+
+
+def test_the_busy_share_of_a_process_that_tells_none_is_not_known() -> None:
+    picture = Picture()
+    for second in (0, 1):
+        told = process("learner", pid=8, busy_ns=1_000 + second * 250_000_000)
+        picture.look(ring(process("reward/0"), told), float(second))
+    assert [row.busy for row in picture.rows(1.0)] == [None, 0.25]
+    assert "busy    -" in "\n".join(plain.lines(picture, 1.0, 0.0))

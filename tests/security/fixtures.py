@@ -63,7 +63,8 @@ class Broker:
     def start(self, *before: str) -> Broker:
         self.said.clear()
         self.process = self.spawn(*before)
-        threading.Thread(target=self._listen, args=(self.process,), daemon=True).start()
+        self.listener = threading.Thread(target=self._listen, args=(self.process,), daemon=True)
+        self.listener.start()
         self.until("ready")
         return self
 
@@ -102,6 +103,7 @@ class Broker:
         if self.process is not None:
             self.process.kill()
             self.process.wait(PATIENCE_S)
+            self.listener.join(PATIENCE_S)  # or what it says of this end is heard as the end of the next one
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,7 @@ from busrl.ring import Ring
 ring = Ring.attach(sys.argv[1])
 ring.register("rollout", "rollout/0")
 ring.set_ready()
+ring.add(busy_ns=1000)
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -132,7 +134,8 @@ def test_clean_refuses_while_a_registered_process_lives(run_ring: RunPaths, hold
     assert f"in use by rollout/0 (pid {holder.pid})" in message
     assert run_ring.ring_file.exists()
     assert f"in use by rollout/0 (pid {holder.pid})" in busrl("ring", "list").stdout
-    assert "4 FREE" in busrl("ring", "inspect", run_ring.ring_name).stdout
+    shown = busrl("ring", "inspect", run_ring.ring_name).stdout
+    assert "4 FREE" in shown and re.search(r"rollout/0 +\d+  ready +-  ", shown), shown  # busy, but for how long?
 
 
 def test_clean_removes_what_a_killed_process_left(run_ring: RunPaths, holder: subprocess.Popen[str]) -> None:
@@ -173,6 +176,13 @@ def test_a_ring_that_can_not_be_read_is_kept_without_force(tmp_path: Path) -> No
         assert busrl("ring", "clean", tmp_path, "--force").returncode == 0
     finally:
         paths.ring_file.unlink(missing_ok=True)
+
+
+def test_a_run_directory_given_as_topology_says_how_a_run_goes_on(tmp_path: Path) -> None:
+    message = told(busrl("check", tmp_path))
+    assert f"{tmp_path}: can not be read: is a directory" in message and "give the path of a topology file" in message
+    (tmp_path / "run.json").write_text("{}")
+    assert f"busrl launch TOPOLOGY --run-dir {tmp_path}" in told(busrl("launch", tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------------------- stop

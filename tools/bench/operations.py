@@ -124,7 +124,7 @@ def bus_calls(clock: Clock, chunks: int) -> None:
             here.ready(10)
             there.ready(10)
             for _ in range(chunks):
-                tasks = [NewTask(worker_id="there", slot_id=k, seq=k, uid=k, prompt="3 1 4") for k in range(200)]
+                tasks = [NewTask(worker_id="there", slot_id=k, seq=k, uid=k) for k in range(200)]
                 clock("send a message on the bus", lambda tasks=tasks: [here.send(t, to="there") for t in tasks], 200)
                 first = there.recv(10)
                 time.sleep(0.005)  # all of them are here, so that only receiving is measured

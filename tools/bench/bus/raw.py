@@ -16,7 +16,7 @@ import time
 import zmq
 
 TOPIC, BACK, END = b"NEW_TASK/there/", b"DATA_GENERATED/", b"end"
-BODY = b"x" * 134  # what the typed message of typed.py has
+BODY = b"x" * 105  # what the typed message of typed.py has
 SNDMORE = int(zmq.SNDMORE)
 SPAWN = multiprocessing.get_context("spawn")
 

@@ -15,7 +15,6 @@ from busrl.bus import Endpoint
 from busrl.protocol import DataGenerated, NewTask, Stop
 
 SPAWN = multiprocessing.get_context("spawn")
-PROMPT = "sort: 3 1 4 1 5 9 2 6"
 
 
 def endpoint(name: str, frontend: str, backend: str, *topics: str) -> Endpoint:
@@ -23,7 +22,7 @@ def endpoint(name: str, frontend: str, backend: str, *topics: str) -> Endpoint:
 
 
 def task(k: int) -> NewTask:
-    return NewTask(worker_id="there", slot_id=k & 255, seq=k, uid=k, prompt=PROMPT, count=1)
+    return NewTask(worker_id="there", slot_id=k & 255, seq=k, uid=k, count=1)
 
 
 def sink(up, ended, frontend: str, backend: str) -> None:
