@@ -68,6 +68,8 @@ class Scheduler(Actor):
             self.workers[message.worker_id] = time.monotonic()
         elif isinstance(message, m.LearnerStateUpdate):
             self.policy.feedback(LearnerState(message.step, message.entropy))
+            # A lost message is made up for by the next step's; the sums for max_staleness hold without any.
+            self.admission.tighten(_eta(message))
 
     def step(self) -> bool:
         """Dispatch all that may be dispatched now; nothing is left to do then until a message or the next tick."""
@@ -234,6 +236,12 @@ class Scheduler(Actor):
         self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
         with self.activity("waiting for disk space", math.inf):
             self.idle(1.0)
+
+
+def _eta(message: m.LearnerStateUpdate) -> int | None:
+    """The admission bound that a controller chose, None if there is none."""
+    eta = message.metrics.get("eta")
+    return int(eta) if eta is not None and math.isfinite(eta) else None
 
 
 def main(run_dir: str, name: str) -> int:

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from busrl.algorithms.advantages import advantages
 from busrl.algorithms.losses import get
 from busrl.ledger.wal import SampleRecord
+from busrl.roles.oldtokens import OldTokens
 from busrl.topology import Topology
 from busrl.topology.schema import Learner
 from busrl.training import checkpoint
@@ -28,6 +30,7 @@ from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.memory import keep_freed_memory
 from busrl.training.model import load, vocabulary
+from busrl.training.noise import NoiseMeter, Norms
 from busrl.training.schedule import Schedule
 from busrl.training.settings import StepStats, TrainerSettings
 from busrl.training.trainer import Trainer
@@ -43,10 +46,19 @@ class TrainingStep:
         self.config = topology.learner
         self.source = Path(topology.model.path)
         self.settings = TrainerSettings.from_learner(self.config, compute_dtype=topology.model.dtype)
-        self.schedule = Schedule(self.config.lr, self.config.trigger.n_min, self.config.warmup_groups)
+        self.schedule = _schedule(topology)
+        self.part_groups = self.config.controller.noise_groups if _measures_noise(self.config) else 0
         self.groups = 0
-        self.trainer = Trainer(load(self.source), self.settings)
+        weights = topology.weights
+        bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.config.forced_age
+        self.old = OldTokens(weights.max_staleness if bounded else None)
+        self._use(Trainer(load(self.source), self.settings))
         self.vocabulary = vocabulary(self.trainer.model)
+
+    def _use(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.noise = NoiseMeter(trainer.parameters) if self.part_groups else None
+        self.norms: Norms | None = None  # of the last step, where the noise scale is measured
 
     @staticmethod
     def streamable(config: Learner) -> bool:
@@ -65,12 +77,27 @@ class TrainingStep:
 
     def accumulate(self, records: Sequence[SampleRecord], version: int, prox: Prox | None = None) -> None:
         """Forward and backward of whole groups, added to the step under way."""
-        if records:
-            samples = [to_sample(record) for record in records]
-            self.trainer.accumulate(samples, self._advantages(records), prox, version)
+        advantages = self._advantages(records)
+        for part in _parts(records, self.part_groups):
+            before = self.trainer.tokens
+            self._accumulate(records[part], advantages[part], None if prox is None else prox[part], version)
+            if self.noise is not None:
+                self.noise.part(len({record.group for record in records[part]}), self.trainer.tokens - before)
+
+    def _accumulate(
+        self, records: Sequence[SampleRecord], advantages: Sequence[float], prox: Prox | None, version: int
+    ) -> None:
+        """Without the leading tokens that are too old, and without samples of which nothing is left."""
+        skipped = [self.old.leading(record) for record in records]
+        kept = [i for i, record in enumerate(records) if skipped[i] < len(record.versions) // 4]
+        samples = [to_sample(records[i], skipped[i]) for i in kept]
+        rows = None if prox is None else [prox[i][skipped[i] :] for i in kept]
+        self.trainer.accumulate(samples, [advantages[i] for i in kept], rows, version)
 
     def finish(self, groups: int) -> StepStats:
         """The update for all that was accumulated."""
+        if self.noise is not None:
+            self.norms = self.noise.whole()
         stats = self.trainer.step(self.schedule(self.groups, groups))
         self.groups += groups
         return stats
@@ -97,6 +124,10 @@ class TrainingStep:
             found += advantages(self.config.advantage, [record.reward for record in members])
         return found
 
+    def entropy(self, records: Sequence[SampleRecord]) -> float:
+        """Mean entropy in nats over the generated tokens of these samples under the present weights."""
+        return self.trainer.entropy([to_sample(record) for record in records])
+
     def weights(self) -> dict[str, Tensor]:
         """The weights to publish; valid until the next step."""
         return self.trainer.named_weights()
@@ -107,7 +138,7 @@ class TrainingStep:
         """Continue from the newest whole checkpoint under `root`; None if there is none."""
         found = checkpoint.latest(root)
         if found is not None:
-            self.trainer = Trainer(load(found.model), self.settings)
+            self._use(Trainer(load(found.model), self.settings))
             self.trainer.load_optimizer_state(found.optimizer_state())
             found.restore_random()
             self.groups = int(found.meta["groups"])
@@ -128,16 +159,43 @@ class TrainingStep:
         )
 
 
-def to_sample(record: SampleRecord) -> Sample:
-    """A record of the log as the trainer takes it; the arrays share the record's bytes."""
+def _schedule(topology: Topology) -> Schedule:
+    """The rate over the run: a fall without a length of its own ends with the run."""
+    config, run = topology.learner, topology.run
+    total = run.max_groups or run.max_steps * config.trigger.n_min
+    falls = config.decay_groups or max(1, total - config.warmup_groups)
+    return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
+
+
+def _measures_noise(config: Learner) -> bool:
+    """Only the full rules look at the noise scale; several updates per batch have no one gradient to measure."""
+    controller = config.controller
+    return controller.mode != "off" and controller.rules == "full" and config.updates_per_batch == 1
+
+
+def _parts(records: Sequence[SampleRecord], groups: int) -> list[slice]:
+    """The records in one piece, or in pieces of at most so many whole groups."""
+    if not records:
+        return []
+    first = [i for i, record in enumerate(records) if i == 0 or record.group != records[i - 1].group]
+    edges = [*(first[::groups] if groups else first[:1]), len(records)]
+    return [slice(low, high) for low, high in itertools.pairwise(edges)]
+
+
+def to_sample(record: SampleRecord, skipped: int = 0) -> Sample:
+    """A record of the log as the trainer takes it; the arrays share the record's bytes.
+
+    The first `skipped` tokens of the answer become context: seen by the model, in no loss and no denominator.
+    """
+    prompt, tokens = record.prompt_array(), record.token_array()
     return Sample(
         uid=record.uid,
         group=record.group,
         member=record.member,
-        prompt_ids=record.prompt_array(),
-        token_ids=record.token_array(),
-        logprobs=record.logprob_array(),
-        versions=record.version_array(),
+        prompt_ids=np.concatenate([prompt, tokens[:skipped]]) if skipped else prompt,
+        token_ids=tokens[skipped:],
+        logprobs=record.logprob_array()[skipped:],
+        versions=record.version_array()[skipped:],
         reward=record.reward,
         temperature=record.temperature,
         finish=record.finish,

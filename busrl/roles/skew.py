@@ -1,0 +1,110 @@
+"""Whether the answers that are trained are as long as those that were drawn: lengths side by side, and an alarm.
+
+Pure counting over the last steps; fed by `StepMetrics`. Knows nothing of the ring.
+
+- *dispatched*: the samples of every group that ended, whatever became of it. *consumed*: the trained ones.
+- *drawn*: the dispatched ones in the order of the loader. Its newest group is the last before the oldest draw that is
+  still open, so a group that takes long is missing from it together with everything drawn after it.
+- A window of steps is lost with its process: the figures begin anew then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+QUARTILES = 4
+
+
+class Skew:
+    """`ended` for every group that ends, `step` after every step. `alarm` 0 = never."""
+
+    def __init__(self, steps: int, alarm: float) -> None:
+        self.alarm = alarm
+        self._consumed: deque[Ints] = deque(maxlen=steps)
+        self._dispatched: deque[Ints] = deque(maxlen=steps)
+        self._drawn: deque[Ints] = deque(maxlen=steps)
+        self._groups: deque[list[tuple[float, str]]] = deque(maxlen=steps)  # mean length and fate of those that ended
+        self._behind: dict[int, Ints] = {}  # ended groups after the oldest open draw
+        self._now: list[tuple[Ints, str]] = []
+        self._told = False
+
+    def ended(self, draw: int, lengths: Iterable[int], fate: str) -> None:
+        """A group ended with this fate (T: trained), with the lengths of its survivors."""
+        found = np.fromiter(lengths, np.int64)
+        self._behind[draw] = found
+        self._now.append((found, fate))
+
+    def step(self, open_draws: Iterable[int]) -> dict[str, Any]:
+        """Close a step. `open_draws`: draws that may not have ended. Returns the figures over the window."""
+        oldest = min((draw for draw in open_draws if draw not in self._behind), default=None)
+        ready = sorted(draw for draw in self._behind if oldest is None or draw < oldest)
+        self._drawn.append(_joined(self._behind.pop(draw) for draw in ready))
+        self._dispatched.append(_joined(lengths for lengths, _ in self._now))
+        self._consumed.append(_joined(lengths for lengths, fate in self._now if fate == "T"))
+        self._groups.append([(float(lengths.mean()), fate) for lengths, fate in self._now if len(lengths)])
+        self._now = []
+        return self._figures()
+
+    def _figures(self) -> dict[str, Any]:
+        parts = {"drawn": self._drawn, "dispatched": self._dispatched, "consumed": self._consumed}
+        lengths = {name: np.sort(_joined(part)) for name, part in parts.items()}
+        row: dict[str, Any] = {}
+        for name, values in lengths.items():
+            if len(values):
+                row[f"length_{name}_mean"] = float(values.mean())
+                row[f"length_{name}_p95"] = float(np.percentile(values, 95))
+        row["length_ks_drawn"] = ks_distance(lengths["consumed"], lengths["drawn"])
+        row["length_ks_dispatched"] = ks_distance(lengths["consumed"], lengths["dispatched"])
+        row["length_ratio"] = self._ratio(lengths)
+        groups = sorted(group for step in self._groups for group in step)
+        row["untrained_share"] = sum(fate != "T" for _, fate in groups) / max(1, len(groups))
+        row["old_by_length"] = [sum(fate == "o" for _, fate in part) for part in _quarters(groups)]
+        return row
+
+    @staticmethod
+    def _ratio(lengths: dict[str, Ints]) -> float | None:
+        consumed, dispatched = lengths["consumed"], lengths["dispatched"]
+        if not len(consumed) or not len(dispatched) or not dispatched.any():
+            return None
+        return float(consumed.mean() / dispatched.mean())
+
+    def warning(self, row: dict[str, Any]) -> str:
+        """The text of the alarm when it begins, else "". It begins anew after the ratio was in order."""
+        full, ratio = len(self._groups) == self._groups.maxlen, row["length_ratio"]
+        short = full and ratio is not None and ratio < self.alarm
+        begins, self._told = short and not self._told, short
+        if not begins:
+            return ""
+        return (
+            f"trained answers are {ratio:.2f} as long as all that ended (below {self.alarm:g} over "
+            f"{len(self._groups)} steps): {row['length_consumed_mean']:.1f} against "
+            f"{row['length_dispatched_mean']:.1f} tokens; {row['untrained_share']:.0%} of the groups were not trained"
+        )
+
+
+def ks_distance(a: Ints, b: Ints) -> float:
+    """Largest distance between the distributions of two sorted arrays (Kolmogorov-Smirnov), 0 if one is empty."""
+    if not len(a) or not len(b):
+        return 0.0
+    every = np.concatenate([a, b])
+    left = np.searchsorted(a, every, side="right") / len(a)
+    right = np.searchsorted(b, every, side="right") / len(b)
+    return float(np.abs(left - right).max())
+
+
+def _quarters(groups: list[tuple[float, str]]) -> list[list[tuple[float, str]]]:
+    """Groups sorted by length in four parts, shortest first: which of them end as too old?"""
+    edges = [len(groups) * part // QUARTILES for part in range(QUARTILES + 1)]
+    return [groups[low:high] for low, high in itertools.pairwise(edges)]
+
+
+def _joined(parts: Iterable[Ints]) -> Ints:
+    found = list(parts)
+    return np.concatenate(found) if found else np.empty(0, np.int64)
