@@ -86,7 +86,7 @@ class Limits:
             found.append(f"n_min = {self.n_min}, groups.size = {self.group_size}: must be >= 1 and >= 2")
         if not self.n_lo <= self.n_min <= self.n_hi <= self.B:
             found.append(f"n_lo <= n_min <= n_hi <= B does not hold: {self.n_lo}, {self.n_min}, {self.n_hi}, {self.B}")
-        if self.window > min(self.B, self.W):
+        if self.window and self.window > min(self.B, self.W):
             found.append(
                 f"weights.window = {self.window} is larger than the buffer: {self._room_text}; set window <= "
                 f"{self._largest_window}, or 0 to derive it"

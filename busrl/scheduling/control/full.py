@@ -113,7 +113,8 @@ class FullRules:
         if scale is None:
             self._reset("bigger", "smaller")
             return None
-        wanted = min(max(s.kappa * scale, s.n_lo), s.n_hi)
+        wanted = s.kappa * scale
+        # Not clamped before it is compared: else n_min would stop at n_hi / grow_at and never reach its end.
         factor = wanted / knobs.n_min
         self._count("bigger", factor > s.grow_at and knobs.n_min < s.n_hi and not frozen)
         self._count("smaller", factor < s.shrink_at and knobs.n_min > s.n_lo)
