@@ -77,13 +77,13 @@ def _entropy(c: Controller) -> Iterator[Finding]:
     if c.low >= c.high:
         rule = "low < high: entropy can not be below the one and above the other"
         yield Finding((f"{HERE}.low", f"{HERE}.high"), rule, "the defaults are 0.6 and 1.3")
+    elif not c.low < 1 < c.high:
+        rule = "low < 1 < high: a run begins at H / H_ref = 1"
+        yield Finding((f"{HERE}.low", f"{HERE}.high"), rule, "the defaults are 0.6 and 1.3")
     elif c.low + c.hysteresis >= c.high - c.hysteresis:
         rule = f"low + hysteresis < high - hysteresis: the gap of {c.high - c.low:g} has no middle left"
         remedy = f"set hysteresis below {(c.high - c.low) / 2:g}"
         yield Finding((f"{HERE}.hysteresis", f"{HERE}.low", f"{HERE}.high"), rule, remedy)
-    elif not c.low < 1 < c.high:
-        rule = "low < 1 < high: a run begins at H / H_ref = 1"
-        yield Finding((f"{HERE}.low", f"{HERE}.high"), rule, "the defaults are 0.6 and 1.3")
     if c.high_t_max > c.low_t_max:
         rule = "high_t_max <= low_t_max: high entropy asks for steps more often"
         yield Finding((f"{HERE}.high_t_max", f"{HERE}.low_t_max"), rule, "the defaults are 250 and 1000")

@@ -35,3 +35,10 @@ def test_a_round_that_is_done_is_never_due_again(
 ) -> None:
     due = Rounds(before, every, at_end, done).due(step, finished, 50)
     assert due is None or due not in done
+
+
+def test_where_groups_are_counted_the_newest_round_is_given() -> None:
+    rounds = Rounds(before=False, every=10, at_end=True, done={12})
+    assert rounds.due(30, False, 100, newest=30) == 30
+    assert rounds.due(30, False, 100, newest=0) is None
+    assert rounds.due(12, False, 100, newest=12) is None
