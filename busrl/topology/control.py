@@ -16,6 +16,7 @@ from busrl.topology.rules import Finding
 from busrl.topology.schema import Controller, Topology
 
 HERE = "learner.controller"
+KEYS = (f"{HERE}.mode", f"{HERE}.n_lo", f"{HERE}.n_hi")  # what the sums for B and W look at
 
 
 def thresholds(t: Topology) -> tuple[int, int]:

@@ -74,9 +74,10 @@ def _limits(topology: Topology, found: list[Finding]) -> limits.Limits:
     bounds = limits.derive(
         topology.weights.mode, trigger.n_min, topology.weights.max_staleness, topology.groups.size, low, high,
         trigger.n_floor, topology.weights.window)  # fmt: skip
-    keys = ("weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
-    found.extend(Finding(keys, text, "") for text in bounds.problems())
-    found.extend(Finding(keys, text, "", warning=True) for text in bounds.warnings())
+    window = ("weights.window",) if topology.weights.window else ()
+    keys = (*window, "weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
+    found.extend(Finding(keys, text, "", depends=control.KEYS) for text in bounds.problems())
+    found.extend(Finding(keys, text, "", warning=True, depends=control.KEYS) for text in bounds.warnings())
     return bounds
 
 

@@ -263,3 +263,10 @@ def test_the_state_of_other_rules_is_not_loaded() -> None:
 def test_numbers_that_are_not_finite_are_left_out_and_counted_as_broken() -> None:
     made = Inputs.made(3, 8, reward=math.nan, clip=0.5, grad_norm=math.inf, ess=None)
     assert made == Inputs(3, 8, clip=0.5, broken=True)
+
+
+def test_a_controller_that_joins_a_run_late_makes_its_reference_from_then_on() -> None:
+    it = make()
+    feed(it, range(501, 521))
+    found = feed(it, range(521, 561), probe=0.2)
+    assert it.knobs.n_min == 64 and found[0].reason != "no reference entropy yet"

@@ -5,7 +5,7 @@ Pure. Everything in it is plain data, so that it stands in a checkpoint as it is
 - A mean is exponential over steps and corrected for its start; a number that is missing changes nothing.
 - The probe is not scored in every step: its mean forgets by the steps that passed, so its speed does not depend on how
   often it is scored.
-- Baselines are made of the first `reference_steps` steps and stand from then on.
+- Baselines are made of the first `reference_steps` steps that it is told of, and stand from then on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Signals:
             gap = 1 if self._probed is None else max(1, inputs.step - self._probed)
             self._smooth("probe", inputs.probe, self._ema**gap)
             self._probed = inputs.step
-        if inputs.step <= self._reference:
+        if self.steps <= self._reference:
             self._note_first("probe", inputs.probe)
             self._note_first("clip", inputs.clip)
         self._note_gradient(inputs)
@@ -83,7 +83,7 @@ class Signals:
     def first(self, name: str) -> float | None:
         """The baseline, None until the reference steps are over or if nothing was measured in them."""
         total, count = self._first.get(name, (0.0, 0))
-        return total / count if count and self.step >= self._reference else None
+        return total / count if count and self.steps >= self._reference else None
 
     @property
     def ratio(self) -> float | None:
