@@ -10,7 +10,6 @@ Pure counting over the last steps; fed by `StepMetrics`. Knows nothing of the ri
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -31,7 +30,7 @@ class Skew:
         self._consumed: deque[Ints] = deque(maxlen=steps)
         self._dispatched: deque[Ints] = deque(maxlen=steps)
         self._drawn: deque[Ints] = deque(maxlen=steps)
-        self._groups: deque[list[tuple[float, str]]] = deque(maxlen=steps)  # mean length and fate of those that ended
+        self._groups: deque[npt.NDArray[np.float64]] = deque(maxlen=steps)  # rows of mean length, fate as a number
         self._behind: dict[int, Ints] = {}  # ended groups after the oldest open draw
         self._now: list[tuple[Ints, str]] = []
         self._told = False
@@ -49,7 +48,8 @@ class Skew:
         self._drawn.append(_joined(self._behind.pop(draw) for draw in ready))
         self._dispatched.append(_joined(lengths for lengths, _ in self._now))
         self._consumed.append(_joined(lengths for lengths, fate in self._now if fate == "T"))
-        self._groups.append([(float(lengths.mean()), fate) for lengths, fate in self._now if len(lengths)])
+        groups = [(lengths.sum() / len(lengths), ord(fate)) for lengths, fate in self._now if len(lengths)]
+        self._groups.append(np.array(groups, np.float64).reshape(-1, 2))
         self._now = []
         return self._figures()
 
@@ -65,9 +65,10 @@ class Skew:
         row["length_ks_drawn"] = ks_distance(shares["consumed"], shares["drawn"])
         row["length_ks_dispatched"] = ks_distance(shares["consumed"], shares["dispatched"])
         row["length_ratio"] = self._ratio(lengths)
-        groups = sorted(group for step in self._groups for group in step)
-        row["untrained_share"] = sum(fate != "T" for _, fate in groups) / max(1, len(groups))
-        row["old_by_length"] = [sum(fate == "o" for _, fate in part) for part in _quarters(groups)]
+        groups = np.concatenate(self._groups)
+        fates = groups[np.argsort(groups[:, 0], kind="stable"), 1]
+        row["untrained_share"] = float((fates != ord("T")).mean()) if len(fates) else 0.0
+        row["old_by_length"] = [int((part == ord("o")).sum()) for part in np.array_split(fates, QUARTILES)]
         return row
 
     @staticmethod
@@ -103,12 +104,6 @@ def ks_distance(a: Shares, b: Shares) -> float:
     size = max(len(a), len(b))
     left, right = (np.pad(one, (0, size - len(one)), constant_values=1.0) for one in (a, b))
     return float(np.abs(left - right).max())
-
-
-def _quarters(groups: list[tuple[float, str]]) -> list[list[tuple[float, str]]]:
-    """Groups sorted by length in four parts, shortest first: which of them end as too old?"""
-    edges = [len(groups) * part // QUARTILES for part in range(QUARTILES + 1)]
-    return [groups[low:high] for low, high in itertools.pairwise(edges)]
 
 
 def _joined(parts: Iterable[Ints]) -> Ints:
