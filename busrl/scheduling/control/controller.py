@@ -56,7 +56,7 @@ class Controller:
         self.rules: EntropyRules | FullRules = (
             EntropyRules(settings) if settings.rules == "entropy" else FullRules(settings)
         )
-        self.knobs = Knobs(settings.n_min, settings.t_max_ms, settings.eta_max if settings.rules == "full" else None)
+        self.knobs = self.rules.start()
         self.moves = 0
         self._rest_until = 0
 

@@ -48,6 +48,10 @@ class EntropyRules:
         self.band = Band.NORMAL
         self.trend = Trend()
 
+    def start(self) -> Knobs:
+        """The topology's own settings."""
+        return Knobs(self.settings.n_min, self.settings.t_max_ms)
+
     def propose(self, signals: Signals, knobs: Knobs, *, resting: bool) -> Proposal:
         """What to do now. `resting`: a move was made so lately that none may be made."""
         ratio = signals.ratio

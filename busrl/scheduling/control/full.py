@@ -35,6 +35,10 @@ class FullRules:
         self.calm_until = 0  # the step until which safety has spoken
         self.trend = Trend()
 
+    def start(self) -> Knobs:
+        """Small steps first: the noise scale grows while a policy learns. The largest bound: safety takes from it."""
+        return Knobs(self.settings.n_lo, self.settings.t_max_ms, self.settings.eta_max)
+
     def propose(self, signals: Signals, knobs: Knobs, *, resting: bool) -> Proposal:
         """What to do now. `resting`: a move was made so lately that none but safety and the gate may act."""
         before, self.trend = self.trend, Trend(signals.ratio, signals.mean("reward"))
