@@ -113,6 +113,11 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def decisions(self) -> Path:
+        """What the controller was told of every step, and what it decided."""
+        return self.root / "decisions.jsonl"
+
+    @property
     def samples(self) -> Path:
         return self.root / "samples.jsonl"
 

@@ -23,7 +23,10 @@ from busrl.protocol import messages as m
 RUN_STATES: Final = {0: "running", 1: "finishing", 2: "stopping"}
 MAX_PRESENT: Final = 256
 MAX_ROUNDS: Final = 64
-ONLY_IN_METRICS: Final = ("length_ended", "length_mean", "age_p95", "age_max", "seconds")
+ONLY_IN_METRICS: Final = (
+    "length_ended", "length_mean", "age_p95", "age_max", "seconds", "n_min", "control_n_min", "control_moves",
+    "entropy_ratio", "eta",
+)  # fmt: skip
 SILENT_S: Final = 5.0  # a process known by its heartbeats alone, which come every second
 
 

@@ -22,6 +22,8 @@ def lines(picture: Picture, now: float, wall: float) -> list[str]:
         out.append(_chart("length", steps.course(lambda one: one.length), ".1f"))
     states = " · ".join(f"{name} {count:,}" for name, count in words.occupancy(picture))
     out += [f"  slots     {states or 'no ring'}", f"  trigger   {words.trigger(picture, now)}"]
+    if control := words.controller(picture):
+        out.append(f"  control   {control}")
     out += [f"  staleness {words.staleness(picture)}", f"  bus       {words.bus(picture, now)}"]
     flows = sorted(picture.traffic.by_name.items(), key=lambda item: -item[1].count)
     out += [f"    {name:<22}{flow.count:>9,}  {flow.rate.per_s():>8.1f}/s" for name, flow in flows]

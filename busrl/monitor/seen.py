@@ -85,6 +85,11 @@ class StepSeen(msgspec.Struct, frozen=True):
     groups: int = 0
     samples: int = 0
     tokens: int = 0
+    n_min: float = 0.0  # in force, 0: not told
+    control_n_min: float = 0.0  # what the controller would have or has set; 0: there is none
+    control_moves: float = 0.0
+    entropy_ratio: float = 0.0  # H / H_ref on the probe set, 0: not known yet
+    eta: float = -1.0  # admission bound that a controller moves, -1: none does
 
     @property
     def length(self) -> float:

@@ -38,6 +38,7 @@ def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
         "processes": [_process(row) for row in picture.rows(now)],
         "ring": _ring(picture),
         "trigger": _trigger(picture),
+        "control": _control(picture),
         "staleness": _staleness(picture),
         "charts": _charts(picture),
         "validations": [
@@ -92,6 +93,17 @@ def _trigger(picture: Picture) -> dict[str, Any]:
         "waiting": picture.waiting,
         "credit": picture.credit if picture.credit >= 0 else None,
     }
+
+
+def _control(picture: Picture) -> dict[str, Any] | None:
+    """None without a controller, or before it was heard of."""
+    newest = picture.steps.newest
+    if newest is None or not newest.control_n_min:
+        return None
+    return {
+        "n_min": int(newest.n_min), "wants_n_min": int(newest.control_n_min), "moves": int(newest.control_moves),
+        "entropy_ratio": newest.entropy_ratio or None, "eta": int(newest.eta) if newest.eta >= 0 else None,
+    }  # fmt: skip
 
 
 def _staleness(picture: Picture) -> dict[str, Any]:

@@ -34,6 +34,9 @@ SEVERITY_STYLE: Final = {"warning": "yellow", "error": "red", "critical": "bold 
 LABELS: Final = "grey58"
 
 
+FACTS = 5  # lines about slots, trigger, staleness and bus; one more with a controller
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Rows of each section; they add up to the height of the terminal."""
@@ -44,10 +47,10 @@ class Sizes:
     errors: int
 
     @classmethod
-    def of(cls, height: int, processes: int, errors: int) -> Sizes:
+    def of(cls, height: int, processes: int, errors: int, lines: int = FACTS) -> Sizes:
         """Facts first, then a line per process, then charts and errors share what is left."""
         room = max(0, height - 3)  # two lines of head, one of foot
-        facts = min(5, room)
+        facts = min(lines, room)
         room -= facts
         table = min(processes + 3, max(0, room - 5))
         room -= table
@@ -58,7 +61,7 @@ class Sizes:
 def view(picture: Picture, now: float, wall: float, width: int, height: int, errors_only: bool = False) -> Layout:
     """The whole screen; `errors_only` gives the middle of it to the list of errors."""
     rows = picture.rows(now)
-    sizes = Sizes.of(height, len(rows), picture.complaints.count)
+    sizes = Sizes.of(height, len(rows), picture.complaints.count, FACTS + bool(words.controller(picture)))
     screen = Layout()
     head = Layout(_head(picture, wall, width), size=2)
     foot = Layout(_foot(picture, errors_only), size=1)
@@ -189,6 +192,7 @@ def _facts(picture: Picture, now: float, width: int) -> RenderableType:
         _labelled("slots", bar),
         _labelled("", legend),
         _labelled("trigger", Text(words.trigger(picture, now))),
+        *([_labelled("control", Text(control))] if (control := words.controller(picture)) else []),
         _labelled("staleness", Text(words.staleness(picture))),
         _labelled("bus", Text(words.bus(picture, now), "yellow" if bad else "")),
     ]

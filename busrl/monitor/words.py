@@ -56,7 +56,9 @@ def trigger(picture: Picture, now: float) -> str:
     """How far the next step is."""
     facts, ring = picture.facts, picture.ring
     ready = str(ring.groups_ready) if ring is not None and ring.groups_ready >= 0 else "?"
-    parts = [f"{ready}/{facts.n_min or '?'} groups ready"]
+    newest = picture.steps.newest
+    needed = int(newest.n_min) if newest is not None and newest.n_min else facts.n_min
+    parts = [f"{ready}/{needed or '?'} groups ready"]
     if ring is not None and ring.groups_open >= 0:
         parts.append(f"{ring.groups_open} open")
     since = picture.since_step_s(now)
@@ -65,6 +67,18 @@ def trigger(picture: Picture, now: float) -> str:
     if picture.waiting:
         parts.append(f"scheduler waits: {safe(picture.waiting, 60)}")
     return " · ".join(parts)
+
+
+def controller(picture: Picture) -> str:
+    """What the controller sees and does, "" without one."""
+    newest = picture.steps.newest
+    if newest is None or not newest.control_n_min:
+        return ""
+    ratio = f"H/H_ref {newest.entropy_ratio:.2f}" if newest.entropy_ratio else "no reference entropy yet"
+    acts = newest.control_n_min == newest.n_min
+    size = f"n_min {newest.n_min:g}" + ("" if acts else f", advises {newest.control_n_min:g}")
+    bound = f" · admission bound {newest.eta:g} steps" if newest.eta >= 0 else ""
+    return f"{ratio} · {size}{bound} · {newest.control_moves:g} moves"
 
 
 def staleness(picture: Picture) -> str:

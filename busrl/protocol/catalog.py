@@ -45,7 +45,7 @@ ROUTES: Final[dict[type[Message], Route]] = {
     m.NewTask: Route("scheduler", "the worker named in the topic", Reach.ONE),
     m.DataGenerated: Route("rollout (keeper for a remote one)", "reward"),
     m.RewardComputed: Route("reward (keeper for a remote one)", "monitors (the learner is woken by the ring)"),
-    m.LearnerStateUpdate: Route("learner", "scheduler, launch, monitors"),
+    m.LearnerStateUpdate: Route("learner", "scheduler, validator, launch, monitors"),
     m.WeightsPublished: Route("learner", "monitors (engines look at the ring's header)"),
     m.ValidationStarted: Route("validator", "launch, monitors"),
     m.ValidationDone: Route("validator", "launch, monitors"),

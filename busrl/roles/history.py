@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from busrl.errors import DiskFull
 from busrl.ledger.trained import TrainedSet
@@ -46,13 +46,15 @@ class History:
 
     # -- start --------------------------------------------------------------------------------------------------
 
-    def load(self, training: TrainingStep) -> None:
-        """Continue from the newest whole checkpoint, if there is one."""
+    def load(self, training: TrainingStep, also: Callable[[Mapping[str, Any], Path], None]) -> None:
+        """Continue from the newest whole checkpoint, if there is one; `also` gets its meta and its folder."""
         found = training.load_checkpoint(self.paths.checkpoints)
         if found is not None:
             self.trained = TrainedSet.load(found.path / "trained.bin")
             self.step, self.groups = found.step, int(found.meta["groups"])
             self.highest_version = int(found.meta["version"])
+            training.old.load(found.meta.get("version_steps", []))
+            also(found.meta, found.path)
         if self.wal is not None:
             # A record holds the newest version at its time; its own step may have been published as the one after.
             self.highest_version = max(self.highest_version, self.wal.last_version + 1)
@@ -90,8 +92,13 @@ class History:
             self.train_log.append(self._unwritten[0])
             del self._unwritten[0]
 
-    def checkpoint(self, training: TrainingStep, version: int) -> float:
-        """Write a checkpoint, then drop the records that it makes superfluous. Returns the seconds it took."""
+    def checkpoint(
+        self, training: TrainingStep, version: int, also: Mapping[str, Any], save: Callable[[Path], None]
+    ) -> float:
+        """Write a checkpoint, then drop the records that it makes superfluous. Returns the seconds it took.
+
+        `also` is added to its meta, `save` writes further files into its folder.
+        """
         begun = time.monotonic()
         meta = {
             "version": version,
@@ -99,10 +106,17 @@ class History:
             "samples": len(self.trained),
             "seed": self.topology.run.seed,
             "uids": "trained.bin",
+            "version_steps": training.old.state(),
+            **also,
         }
+
+        def extras(directory: Path) -> None:
+            self._add_files(directory)
+            save(directory)
+
         self._write_lines()
         self.train_log.flush()
-        training.save_checkpoint(self.paths.checkpoints, self.step, meta, self._add_files)
+        training.save_checkpoint(self.paths.checkpoints, self.step, meta, extras)
         if self.wal is not None:
             self.wal.drop_before(self.step + 1)
         return time.monotonic() - begun

@@ -25,10 +25,12 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor
+from busrl.roles.control import Control
 from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back
 from busrl.roles.history import History
 from busrl.roles.limits import admission_limits
 from busrl.roles.publish import Publisher
+from busrl.roles.skew import Skew
 from busrl.roles.stepmetrics import StepMetrics
 from busrl.roles.training_step import TrainingStep
 from busrl.roles.wave_claims import waves_of
@@ -39,6 +41,7 @@ from busrl.scheduling.plan import Claim, Fire, LearnerPlan, SetAside, Wait
 from busrl.scheduling.staleness import Staleness
 from busrl.scheduling.trigger import Trigger
 from busrl.topology import Topology
+from busrl.topology.control import batch_varies, due
 
 if TYPE_CHECKING:
     from busrl.training.settings import StepStats
@@ -63,6 +66,8 @@ class Learner(Actor):
         self.training = TrainingStep(self.topology)
         self.worth = Worth(self.topology.segments.truncated, self.topology.segments.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
+        self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
+        self.control = Control(self.paths.decisions, self.topology, self.training, self.plan, self.ring)
         self.claimed: dict[int, Claimed] = {}
         self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
         self._recover()
@@ -73,14 +78,17 @@ class Learner(Actor):
         """Load the newest checkpoint, train the log's records after it again, and finish what a predecessor began."""
         with self.activity("recover", LONG_STEP_S):
             self.history = History(self.paths, self.topology)
-            self.history.load(self.training)
+            self.history.load(self.training, self.control.load)
             replayed = 0
             for record in self.history.to_replay():
+                self.training.old.at(record.version, record.step - 1)
                 stats = self.training.replay(record)
+                self.control.replayed(record, stats)
                 self.history.finished(record)
                 self.metrics.replayed(record, stats)
                 self.ring.progress()
                 replayed += 1
+            self.control.start()
             self.history.store_fates(self.fates)
             self.publisher = Publisher(self, self.config.forced_age, self.history.highest_version)
             if self.history.step or self.publisher.version:
@@ -97,7 +105,7 @@ class Learner(Actor):
 
     def step(self) -> bool:
         """Look, decide, act. True when anything moved."""
-        if self.history.step >= self.topology.run.max_steps:
+        if self._is_over():
             self._finish()
             return True
         begun = time.monotonic_ns()
@@ -121,7 +129,7 @@ class Learner(Actor):
                     return True  # a slot moved: look again before anything else
                 moved = True
             elif isinstance(action, Fire):
-                self._fire(action)
+                self._fire(action, view)
                 moved = True
             else:
                 moved |= self._while_waiting(action)
@@ -138,6 +146,10 @@ class Learner(Actor):
     def copy_lines(self) -> npt.NDArray[Any]:
         """The ring's lines, with the rewards of cut answers as [segments] wants them, whoever judged them."""
         return self.worth.apply(super().copy_lines())
+
+    def _is_over(self) -> bool:
+        run = self.topology.run
+        return self.history.step >= run.max_steps or 0 < run.max_groups <= self.history.groups
 
     def idle(self, timeout_s: float) -> None:
         """Sleep until a reward is committed, or the time is over."""
@@ -168,6 +180,7 @@ class Learner(Actor):
         lines = self.copy_lines()
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate)
+        self.skew.ended(action.draw, lines["response_tokens"][slots].tolist(), action.fate)
         for slot in slots:
             if int(lines["state"][slot]) == State.REWARDED and int(lines["group"][slot]) == action.draw:
                 self.ring.drop(slot, int(lines["word"][slot]), action.fate)
@@ -210,16 +223,17 @@ class Learner(Actor):
     def _publication_is_due(self) -> bool:
         """Unpublished groups hold credit: `publish_every` may keep it back only while enough for a step is left."""
         unpublished = self.ring.header("unpublished_groups")
-        short = unpublished + self.config.trigger.n_min > self.topology.derived.B
+        short = unpublished + self.plan.trigger.n_min > self.plan.window.B
         return bool(unpublished) and (short or self.history.step % self.config.publish_every == 0)
 
     def _accumulate(self) -> None:
         groups, self.pending = self.pending, []
+        self.training.old.at(self.publisher.version, self.history.step)
         self.training.accumulate([record for group in groups for record in group.records], self.publisher.version)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def _fire(self, action: Fire) -> None:
+    def _fire(self, action: Fire, view: GroupView) -> None:
         with self.activity("step", LONG_STEP_S):
             groups = [self.claimed[draw] for draw in action.draws]
             record = self._record(action, groups)
@@ -229,14 +243,32 @@ class Learner(Actor):
             for group in groups:
                 end(self.ring, group, "T")
             self.claimed.clear()
+            self.training.old.at(record.version, self.history.step)
             stats = self._train(record.samples, len(groups))
             self.history.finished(record)
             self.ring.set_header("step", self.history.step)
             published = self._publish() if self.history.step % self.config.publish_every == 0 else 0.0
-            self.metrics.step(record, groups, stats, sample, self.publisher.version, published)
+            more = {
+                "groups_total": self.history.groups, "queue": max(0, int(view.usable.sum()) - len(groups)),
+                **self._lengths(groups, view), **self.control.numbers(),
+            }  # fmt: skip
+            row = self.metrics.step(record, groups, stats, sample, self.publisher.version, published, more)
+            self.control.step(record, stats, row, self._warn_of_control)
             self._tell(stats)
-            self._maybe_checkpoint()
+            self._maybe_checkpoint(len(groups))
         self.plan.trigger.step_ended(time.monotonic())
+
+    def _lengths(self, groups: Sequence[Claimed], view: GroupView) -> dict[str, Any]:
+        """How the lengths that were trained compare with those that were drawn; says so when they begin to differ."""
+        for group in groups:
+            self.skew.ended(group.group, [len(record.token_ids) // 4 for record in group.records], "T")
+        figures = self.skew.step([*view.draws.tolist(), *view.unopened(1)])
+        if warning := self.skew.warning(figures):
+            self.warn("learner", warning, kind="length skew")
+        return figures
+
+    def _warn_of_control(self, text: str) -> None:
+        self.warn("learner", text, kind="controller")
 
     def _record(self, action: Fire, groups: Sequence[Claimed]) -> Record:
         return Record(
@@ -265,7 +297,7 @@ class Learner(Actor):
         return self.publisher.publish(self.history.step, self.training.weights())
 
     def _tell(self, stats: StepStats) -> None:
-        self.bus.send(m.LearnerStateUpdate(**self.metrics.update()))
+        self.bus.send(m.LearnerStateUpdate(**self.metrics.update(self.control.numbers())))
         if stats.skipped:
             blame = ", ".join(stats.culprits)
             self.warn("learner", f"step {self.history.step} changed nothing: {stats.skipped} ({blame})", "error")
@@ -273,9 +305,8 @@ class Learner(Actor):
             what = f"{'left out' if gate.on else 'trained'} (entropy {gate.entropy:.3f}, sigma {gate.sigma:g})"
             log.info("after step %d mastered tokens are %s", self.history.step, what)
 
-    def _maybe_checkpoint(self) -> None:
-        every = self.config.checkpoint_every
-        if every and self.history.step % every == 0 and self.history.step < self.topology.run.max_steps:
+    def _maybe_checkpoint(self, groups: int) -> None:
+        if checkpoint_is_due(self.topology, self.history.step, self.history.groups, groups) and not self._is_over():
             self._checkpoint()
 
     def _checkpoint(self) -> None:
@@ -286,7 +317,9 @@ class Learner(Actor):
 
     def _write_checkpoint(self) -> None:
         with self.activity("checkpoint", LONG_STEP_S):
-            self.metrics.checkpoint_s = self.history.checkpoint(self.training, self.publisher.version)
+            self.metrics.checkpoint_s = self.history.checkpoint(
+                self.training, self.publisher.version, self.control.meta(), self.control.save
+            )
 
     # -- end ----------------------------------------------------------------------------------------------------
 
@@ -312,8 +345,17 @@ class Learner(Actor):
             self._return_claims()
             self._checkpoint()
         self.publisher.close()
+        self.control.close()
         self.metrics.close()
         self.history.close()
+
+
+def checkpoint_is_due(topology: Topology, step: int, total: int, groups: int) -> bool:
+    """After step `step` of `groups` groups, `total` in all. Where the batch can vary n_min groups count as a step."""
+    every = topology.learner.checkpoint_every
+    if batch_varies(topology):
+        return due(every * topology.learner.trigger.n_min, total - groups, total)
+    return due(every, step - 1, step)
 
 
 def make_plan(topology: Topology, limits: Limits) -> LearnerPlan:

@@ -85,6 +85,8 @@ class Scheduler(Actor):
             self.rows.announce(message.worker_id, max(message.rows, message.capacity), time.monotonic())
         elif isinstance(message, m.LearnerStateUpdate):
             self.policy.feedback(LearnerState(message.step, message.entropy))
+            # A lost message is made up for by the next step's; the sums for max_staleness hold without any.
+            self.admission.tighten(_eta(message))
 
     def idle(self, timeout_s: float) -> None:
         super().idle(min(timeout_s, PROBING_TICK_S) if self.probes.on else timeout_s)
@@ -292,6 +294,12 @@ def make_arrivals(topology: Topology) -> Arrivals | None:
     if not topology.data.arrivals:
         return None
     return Arrivals([task.arrival_s or 0.0 for task in trace.read(topology.data.train, topology.data.prompt_key)])
+
+
+def _eta(message: m.LearnerStateUpdate) -> int | None:
+    """The admission bound that a controller chose, None if there is none."""
+    eta = message.metrics.get("eta")
+    return int(eta) if eta is not None and math.isfinite(eta) else None
 
 
 def main(run_dir: str, name: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +85,9 @@ class StepMetrics:
         sample: dict[str, object],
         version: int,
         published_s: float,
+        more: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Write the lines of a finished step. Returns the row."""
+        """Write the lines of a finished step, with what others counted (`more`). Returns the row."""
         now = time.monotonic()
         rewards = np.array([sample.reward for sample in record.samples])
         lengths = np.array([len(sample.token_ids) // 4 for sample in record.samples])
@@ -124,6 +125,7 @@ class StepMetrics:
             "blocked_by": self._blocker,
             "publish_s": round(published_s, 5),
             "checkpoint_s": round(self.checkpoint_s, 4),
+            **more,
         }
         self._write(row, {"step": record.step, **sample})
         self._row, self._last, self.checkpoint_s = row, now, 0.0
@@ -151,10 +153,11 @@ class StepMetrics:
             self._metrics.append(msgspec.json.encode(row))
             self._samples.append(msgspec.json.encode(sample))
 
-    def update(self) -> dict[str, Any]:
-        """Fields of LEARNER_STATE_UPDATE for the step just written."""
+    def update(self, more: Mapping[str, float]) -> dict[str, Any]:
+        """Fields of LEARNER_STATE_UPDATE for the step just written, and numbers that hold from now on."""
         row = self._row
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+        numbers.update(more)
         return {
             "entropy": row["entropy"],
             "version": row["version"],
@@ -184,9 +187,10 @@ def _segments(sample: SampleRecord) -> int:
 
 def _training(stats: StepStats) -> dict[str, Any]:
     told = stats.diagnostics
+    earlier = stats.context_tokens - stats.old_tokens
     masked = stats.context_tokens + stats.mastered_tokens
     return {
-        "masked": {"earlier_segments": stats.context_tokens, "mastered": stats.mastered_tokens},
+        "masked": {"earlier_segments": earlier, "too_old": stats.old_tokens, "mastered": stats.mastered_tokens},
         "never_trained": masked / max(1, stats.tokens + stats.context_tokens),  # of the tokens of the step's samples
         "lr": stats.lr,
         "loss": stats.loss,

@@ -9,8 +9,10 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from torch import Tensor
 from busrl.algorithms.advantages import advantages
 from busrl.algorithms.losses import get
 from busrl.ledger.wal import Record, SampleRecord
+from busrl.roles.oldtokens import OldTokens
 from busrl.scheduling.entropy_gate import EntropyGate
 from busrl.topology import Topology
 from busrl.topology.schema import Learner
@@ -30,6 +33,7 @@ from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.memory import keep_freed_memory
 from busrl.training.model import load, vocabulary
+from busrl.training.noise import NoiseMeter, Norms
 from busrl.training.schedule import Schedule
 from busrl.training.settings import StepStats, TrainerSettings
 from busrl.training.trainer import Trainer
@@ -48,11 +52,20 @@ class TrainingStep:
         self.last_only = topology.segments.loss == "last_segment"
         self.gate = EntropyGate(self.config.dmmpt_sigma) if self.config.dmmpt == "gate" else None
         self.gate_moved = False  # by the last step
-        self.schedule = Schedule(self.config.lr, self.config.trigger.n_min, self.config.warmup_groups)
+        self.schedule = _schedule(topology)
+        self.part_groups = self.config.controller.noise_groups if _measures_noise(self.config) else 0
         self.s_per_token = topology.mock.learner_s_per_token
         self.groups = 0
-        self.trainer = Trainer(load(self.source), self.settings)
+        weights = topology.weights
+        bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.config.forced_age
+        self.old = OldTokens(weights.max_staleness if bounded else None)
+        self._use(Trainer(load(self.source), self.settings))
         self.vocabulary = vocabulary(self.trainer.model)
+
+    def _use(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.noise = NoiseMeter(trainer.parameters) if self.part_groups else None
+        self.norms: Norms | None = None  # of the last step, where the noise scale is measured
 
     @staticmethod
     def streamable(config: Learner) -> bool:
@@ -71,21 +84,35 @@ class TrainingStep:
 
     def accumulate(self, records: Sequence[SampleRecord], version: int, prox: Prox | None = None) -> None:
         """Forward and backward of whole groups, added to the step under way."""
-        if records:
-            begun = time.monotonic()
-            samples = self._samples(records)
-            self.trainer.accumulate(samples, self._advantages(records), prox, version)
-            self._take_as_long_as_scripted(begun, samples)
+        advantages = self._advantages(records)
+        for part in _parts(records, self.part_groups):
+            begun, before = time.monotonic(), self.trainer.tokens
+            self._accumulate(records[part], advantages[part], None if prox is None else prox[part], version)
+            self._take_as_long_as_scripted(begun, records[part])
+            if self.noise is not None:
+                self.noise.part(len({record.group for record in records[part]}), self.trainer.tokens - before)
 
-    def _take_as_long_as_scripted(self, begun: float, samples: Sequence[Sample]) -> None:
+    def _accumulate(
+        self, records: Sequence[SampleRecord], advantages: Sequence[float], prox: Prox | None, version: int
+    ) -> None:
+        """With the leading tokens that are too old as context, and without samples of which nothing else is left."""
+        skipped = [self.old.leading(record) for record in records]
+        kept = [i for i, record in enumerate(records) if skipped[i] < len(record.versions) // 4]
+        samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
+        rows = None if prox is None else [prox[i] for i in kept]
+        self.trainer.accumulate(samples, [advantages[i] for i in kept], rows, version)
+
+    def _take_as_long_as_scripted(self, begun: float, records: Sequence[SampleRecord]) -> None:
         """With `mock.learner_s_per_token`: the rest of the time that a larger model would take. It is pacing only."""
-        scripted = self.s_per_token * sum(len(sample.token_ids) for sample in samples)
+        scripted = self.s_per_token * sum(len(record.versions) // 4 for record in records)
         if scripted:
             time.sleep(max(0.0, begun + scripted - time.monotonic()))
 
     def finish(self, groups: int, last: bool = True) -> StepStats:
         """The update for all that was accumulated; `last`: of the updates of this step."""
-        stats = self.trainer.step(self.schedule(self.groups, groups))
+        if self.noise is not None:
+            self.norms = self.noise.whole()
+        stats = replace(self.trainer.step(self.schedule(self.groups, groups)), old_tokens=self.old.taken())
         self.groups += groups
         if self.gate is not None and last:
             self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
@@ -134,6 +161,10 @@ class TrainingStep:
             found += advantages(self.config.advantage, [record.reward for record in members])
         return found
 
+    def entropy(self, records: Sequence[SampleRecord]) -> float:
+        """Mean entropy in nats over the generated tokens of these samples under the present weights."""
+        return self.trainer.entropy([to_sample(record) for record in records])
+
     def weights(self) -> dict[str, Tensor]:
         """The weights to publish; valid until the next step."""
         return self.trainer.named_weights()
@@ -144,7 +175,7 @@ class TrainingStep:
         """Continue from the newest whole checkpoint under `root`; None if there is none."""
         found = checkpoint.latest(root)
         if found is not None:
-            self.trainer = Trainer(load(found.model), self.settings)
+            self._use(Trainer(load(found.model), self.settings))
             self.trainer.load_optimizer_state(found.optimizer_state())
             found.restore_random()
             self.groups = int(found.meta["groups"])
@@ -168,9 +199,35 @@ class TrainingStep:
         )
 
 
-def to_sample(record: SampleRecord, last_only: bool = False) -> Sample:
-    """A record of the log as the trainer takes it; the arrays share the record's bytes. `last_only`: all segments but
-    the last are context."""
+def _schedule(topology: Topology) -> Schedule:
+    """The rate over the run: a fall without a length of its own ends with the run."""
+    config, run = topology.learner, topology.run
+    total = run.max_groups or run.max_steps * config.trigger.n_min
+    falls = config.decay_groups or max(1, total - config.warmup_groups)
+    return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
+
+
+def _measures_noise(config: Learner) -> bool:
+    """Only the full rules look at the noise scale; several updates per batch have no one gradient to measure."""
+    controller = config.controller
+    return controller.mode != "off" and controller.rules == "full" and config.updates_per_batch == 1
+
+
+def _parts(records: Sequence[SampleRecord], groups: int) -> list[slice]:
+    """The records in one piece, or in pieces of at most so many whole groups."""
+    if not records:
+        return []
+    first = [i for i, record in enumerate(records) if i == 0 or record.group != records[i - 1].group]
+    edges = [*(first[::groups] if groups else first[:1]), len(records)]
+    return [slice(low, high) for low, high in itertools.pairwise(edges)]
+
+
+def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -> Sample:
+    """A record of the log as the trainer takes it; the arrays share the record's bytes.
+
+    The first `skipped` tokens of the answer are context: seen by the model, in no loss and no denominator; `last_only`:
+    all segments but the last are.
+    """
     return Sample(
         uid=record.uid,
         group=record.group,
@@ -182,7 +239,7 @@ def to_sample(record: SampleRecord, last_only: bool = False) -> Sample:
         reward=record.reward,
         temperature=record.temperature,
         finish=record.finish,
-        context=record.earlier if last_only else 0,
+        context=max(skipped, record.earlier if last_only else 0),
     )
 
 

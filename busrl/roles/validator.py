@@ -29,6 +29,8 @@ from busrl.ring import BadTensor, State
 from busrl.roles import hold
 from busrl.roles.actor import Actor
 from busrl.roles.trajectory import UNREADABLE, read, segments_of
+from busrl.topology.control import batch_varies
+from busrl.topology.control import due as due_by
 
 log = logging.getLogger("busrl")
 VALIDATE_BIT = 1 << 62
@@ -54,23 +56,24 @@ class Rounds:
     def __init__(self, before: bool, every: int, at_end: bool, done: set[int]) -> None:
         self.before, self.every, self.at_end, self.done = before, every, at_end, done
 
-    def due(self, step: int, finished: bool, last_step: int) -> int | None:
+    def due(self, step: int, finished: bool, last_step: int, newest: int | None = None) -> int | None:
         """The round to run now, numbered by the step it stands for; None if there is none.
 
-        A missed step is not made up for: the newest multiple of `every` counts.
+        A missed step is not made up for: the newest multiple of `every` counts, or `newest` where groups are counted.
         """
         if finished:
             return last_step if self.at_end and last_step not in self.done else None
         if self.before and not self.done:
             return 0
-        newest = step - step % self.every if self.every else 0
+        if newest is None:
+            newest = step - step % self.every if self.every else 0
         return newest if newest and newest not in self.done and newest > max(self.done, default=0) else None
 
 
 class Validator(Actor):
     role = "validator"
     singleton = True
-    subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.LearnerStateUpdate,)
 
     def setup(self) -> None:
         config, data = self.topology.validation, self.topology.data
@@ -82,10 +85,18 @@ class Validator(Actor):
         self.rounds = Rounds(
             self.topology.run.validate_before, config.every, config.at_end, _finished_rounds(self.paths.validation)
         )
+        # Where the batch can vary an interval is so many groups; how many were trained is told by the learner.
+        self.interval = config.every * self.topology.learner.trigger.n_min if batch_varies(self.topology) else 0
+        self.groups, self.groups_done = 0, _groups_done(self.paths.validation)
         self.round: int | None = None
         self.results: dict[int, Result] = {}
         # A slot that a predecessor was about to fill must be decided before its sample is dispatched again.
         self.ring.reap()
+
+    def handle(self, message: m.Message) -> None:
+        if isinstance(message, m.LearnerStateUpdate):
+            total = message.metrics.get("groups_total", 0.0)
+            self.groups = max(self.groups, int(total) if np.isfinite(total) else 0)
 
     def step(self) -> bool:
         if self.round is None:
@@ -106,12 +117,13 @@ class Validator(Actor):
 
     def _maybe_start(self) -> bool:
         finished = self.ring.header("run_state") == FINISHED
-        due = self.rounds.due(self.ring.header("step"), finished, self.topology.run.max_steps)
+        step, run = self.ring.header("step"), self.topology.run
+        due = self.rounds.due(step, finished, step if run.max_groups else run.max_steps, self._newest(step))
         if due is None:
             if finished:
                 self.stop("all rounds are done")
             return False
-        self.round, self.started = due, time.monotonic()
+        self.round, self.started, self.groups_done = due, time.monotonic(), max(self.groups, self.groups_done)
         self.results = _read_log(self.log_path, due)
         self.pending = [uid for uid in self._uids() if self.validate_fates.get(uid & ~VALIDATE_BIT) == 0]
         if self.topology.validation.mode == "hold" and not finished:
@@ -121,6 +133,12 @@ class Validator(Actor):
         self.bus.send(m.ValidationStarted(round=due, version=version, samples=self.samples))
         log.info("round %d begins at version %d", due, version)
         return True
+
+    def _newest(self, step: int) -> int | None:
+        """The round that is due by groups, 0 if none is; None where steps are counted."""
+        if not self.interval:
+            return None
+        return step if due_by(self.interval, self.groups_done, self.groups) else 0
 
     def _uids(self) -> range:
         """Rounds are numbered by steps, so their uids are apart by `samples` and never meet."""
@@ -205,7 +223,7 @@ class Validator(Actor):
         record = {
             "round": round_number, "val/reward": mean, "samples": len(rewards), "dropped": self.samples - len(rewards),
             "version": versions[0] if versions else 0, "versions": versions, "mixed": len(versions) > 1,
-            "seconds": round(time.monotonic() - self.started, 3),
+            "seconds": round(time.monotonic() - self.started, 3), "groups": self.groups_done,
             "val/length": float(np.mean([r.tokens for r in self.results.values()])) if rewards else 0.0,
         }  # fmt: skip
         if not self.until_written("validation", lambda: self.rows.append(msgspec.json.encode(record))):
@@ -241,6 +259,12 @@ def _finished_rounds(path: Path) -> set[int]:
         with contextlib.suppress(msgspec.DecodeError):  # its samples are in the log: the round is finished once more
             found.add(msgspec.json.decode(line, type=_Row).round)
     return found
+
+
+def _groups_done(path: Path) -> int:
+    """Groups that were trained when the last finished round began."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return max((int(msgspec.json.decode(line).get("groups", 0)) for line in lines), default=0)
 
 
 def _read_log(path: Path, round_number: int) -> dict[int, Result]:

@@ -11,7 +11,7 @@ policies or workers.
 - sync: round r is made of the admission indices [r x n_min, (r + 1) x n_min). It begins when nothing is in flight and
   is never refilled.
 - sync in segments: a round begins when the wave before it is over and what it completed is trained and published.
-- Nothing here is remembered from one call to the next.
+- Nothing here is remembered from one call to the next but a tightened bound, which only ever lowers B.
 """
 
 from __future__ import annotations
@@ -61,12 +61,21 @@ def not_ahead(room: Room, ahead: int, waiting: int, group_size: int) -> Room:
 
 
 class Admission:
-    """Admits groups under the limits. Stateless: the same arguments give the same answer after any restart."""
+    """Admits groups under the limits: the same arguments give the same answer after any restart."""
 
     def __init__(self, limits: Limits, over_age: str = "wait") -> None:
         if over_age not in ("wait", "drop"):
             raise ValueError(f"over_age = {over_age!r}: must be wait or drop")
         self.limits, self.over_age = limits, over_age
+        self._admitted = limits.B
+
+    def tighten(self, eta: int | None) -> None:
+        """Admit as for a bound of `eta` steps (None: as for max_staleness). What is out of range counts as its end."""
+        limits = self.limits
+        if eta is None or limits.sync or limits.max_staleness is None:
+            self._admitted = limits.B
+        else:
+            self._admitted = limits.at(min(max(eta, limits.least_eta), limits.max_staleness)).B
 
     def room(
         self, view: GroupView, *, unpublished: int, next_admission: int, step: int, free: int, reserve: int = 0,
@@ -92,7 +101,7 @@ class Admission:
 
     def _by_count(self, in_flight: int, next_admission: int, settled: bool) -> tuple[int, str]:
         if not self.limits.sync:
-            return self.limits.B - in_flight, "in_flight"
+            return self._admitted - in_flight, "in_flight"
         position = next_admission % self.limits.n_min
         may_begin = settled and in_flight + self.limits.n_min <= self.limits.B if self.limits.waves else not in_flight
         if position == 0 and not may_begin:

@@ -7,12 +7,14 @@ Talks to nothing: arithmetic on four numbers of the topology. Knows nothing of s
 - The bound holds only if a group's credit returns when its step is *published*; returned when taken, one step more is
   reachable.
 - B and W never change during a run, also when a controller moves the threshold n_min between n_lo and n_hi.
+- A controller may tighten the bound to eta < max_staleness: `at(eta)` are smaller B and W by the same sums. Both only
+  grow with eta, so a group is never older than the largest eta that was in force while it was in flight.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MODES = ("sync", "batch-async", "fully-async")
 WINDOW_SHARE = 0.3
@@ -33,6 +35,7 @@ class Limits:
     B: int
     W: int
     waves: int = 0  # sync in rounds of segments: so many rounds are in flight
+    window: int = 0  # the W that was asked for, 0 = derived
 
     @property
     def sync(self) -> bool:
@@ -44,6 +47,19 @@ class Limits:
         if self.sync:
             return max(0, self.waves - 1)
         return None if self.max_staleness is None else oldest_age(self.B, self.W, self.n_lo)
+
+    def at(self, eta: int) -> Limits:
+        """These limits with B and W for a bound of eta steps; never larger than they are now.
+
+        For batch-async alone, and from `least_eta` on: below it no window is left. `max_staleness` stays as it is.
+        """
+        tight = _admitted(self.n_lo, self.n_hi, eta, self.window)
+        return replace(self, B=min(self.B, tight[0]), W=min(self.W, tight[1]))
+
+    @property
+    def least_eta(self) -> int:
+        """The smallest bound with which a step of n_hi groups can still be filled and a window is left."""
+        return max(0, math.ceil(self.n_hi / self.n_lo) - 1)
 
     @property
     def max_publish_every(self) -> int:
@@ -71,13 +87,33 @@ class Limits:
             found.append(f"n_min = {self.n_min}, groups.size = {self.group_size}: must be >= 1 and >= 2")
         if not self.n_lo <= self.n_min <= self.n_hi <= self.B:
             found.append(f"n_lo <= n_min <= n_hi <= B does not hold: {self.n_lo}, {self.n_min}, {self.n_hi}, {self.B}")
-        if self.W < 1:
+        if self.window and self.window > min(self.B, self.W):
+            found.append(
+                f"weights.window = {self.window} is larger than the buffer: {self._room_text}; set window <= "
+                f"{self._largest_window}, or 0 to derive it"
+            )
+        elif self.W < 1:
             need = least_staleness(self.n_lo, self.n_hi)
             found.append(
                 f"no window is left for thresholds {self.n_lo} to {self.n_hi} with max_staleness = "
                 f"{self.max_staleness}: W = {self.W} must be >= 1; set weights.max_staleness >= {need}"
             )
         return found
+
+    @property
+    def _room_text(self) -> str:
+        if self.max_staleness is None:
+            return f"B = {self.B} groups are admitted at most"
+        total = (self.max_staleness + 1) * self.n_lo + 1
+        return f"B + W <= {total} with max_staleness = {self.max_staleness}, B >= W and B >= {self.n_hi} for one step"
+
+    @property
+    def _largest_window(self) -> int:
+        """The largest W that leaves B >= W and a step of n_hi groups."""
+        if self.max_staleness is None:
+            return self.B
+        total = (self.max_staleness + 1) * self.n_lo + 1
+        return max(1, min(total // 2, total - self.n_hi))
 
     def warnings(self) -> list[str]:
         """What works but will disappoint."""
@@ -100,10 +136,11 @@ def derive(
     n_lo: int | None = None,
     n_hi: int | None = None,
     n_floor: int = 0,
+    window: int = 0,
     waves: int = 0,
 ) -> Limits:
-    """The limits of a run. `n_lo`, `n_hi`: thresholds that a controller may choose (default: n_min, it does not act).
-    `waves`: segments of an answer where rounds of sync are made of segments.
+    """The limits of a run. `n_lo`, `n_hi`: thresholds that a controller may choose (default: n_min, it does not act);
+    `window`: W, 0 to derive it; `waves`: segments of an answer where rounds of sync are made of segments.
 
     Never raises for numbers that do not fit together: `problems()` says what is wrong with the result.
     """
@@ -112,27 +149,33 @@ def derive(
     low, high = n_min if n_lo is None else n_lo, n_min if n_hi is None else n_hi
     if mode == "sync":
         low = high = n_min
-        admitted = window = n_min * max(1, waves)
+        admitted = width = n_min * max(1, waves)
     elif mode == "fully-async":
-        admitted = 4 * n_min
-        window = window_of(admitted)
+        admitted = max(4 * n_min, high)
+        width = window or window_of(admitted)
     else:
-        total = (max_staleness + 1) * low + 1
-        admitted = max(high, _largest_admitted(total))
-        window = total - admitted
+        admitted, width = _admitted(low, high, max_staleness, window)
     return Limits(
         mode=mode,
         n_min=n_min,
         n_lo=low,
         n_hi=high,
-        n_floor=n_floor or min(n_min, max(4, n_min // 4)),
+        n_floor=n_floor or min(low, max(4, n_min // 4)),
         max_staleness={"sync": None if waves else 0, "fully-async": None}.get(mode, max_staleness),
         group_size=group_size,
         g_min=least_survivors(group_size),
         B=admitted,
-        W=window,
+        W=width,
         waves=waves if mode == "sync" else 0,
+        window=0 if mode == "sync" else window,
     )
+
+
+def _admitted(n_lo: int, n_hi: int, staleness: int, window: int) -> tuple[int, int]:
+    """(B, W) under a bound: the window asked for and what is left for B, or 0.3 B; a step of n_hi groups must fit."""
+    total = (staleness + 1) * n_lo + 1
+    admitted = max(n_hi, total - window if window else _largest_admitted(total))
+    return admitted, total - admitted
 
 
 def window_of(admitted: int, share: float = WINDOW_SHARE) -> int:

@@ -64,6 +64,12 @@ class Trigger:
         """Fewest groups that a step by time may have."""
         return self._floor or min(self.n_min, max(4, self.n_min // 4))
 
+    def set(self, n_min: int, t_max_s: float) -> None:
+        """New thresholds, between two steps."""
+        if n_min < 1 or t_max_s <= 0:
+            raise ValueError(f"n_min = {n_min}, t_max_s = {t_max_s}: must be >= 1 and > 0")
+        self.n_min, self.t_max_s = n_min, t_max_s
+
     def step_ended(self, now: float) -> None:
         """Start the time threshold anew: at the start of the run and after every step."""
         self._since = now

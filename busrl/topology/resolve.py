@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from busrl.scheduling import limits
+from busrl.topology import control
 from busrl.topology.files import Looked
 from busrl.topology.rules import Finding, count, wants_rounds
 from busrl.topology.schema import Derived, Topology
@@ -45,7 +46,7 @@ class Resolved:
 
 def resolve(topology: Topology, looked: Looked) -> Resolved:
     """Everything that is computed from more than one key."""
-    found: list[Finding] = []
+    found: list[Finding] = list(control.findings(topology))
     bounds = _limits(topology, found)
     rounds = count(topology, "validator") > 0 and wants_rounds(topology)
     val_samples = topology.validation.samples if rounds else 0
@@ -54,14 +55,16 @@ def resolve(topology: Topology, looked: Looked) -> Resolved:
     slot_bytes, bytes_text = _slot_bytes(topology, looked, found)
     found.extend(_sums(topology, bounds, slots, looked))
     derived = Derived(
-        B=bounds.B, W=bounds.W, n_lo=bounds.n_lo,
+        B=bounds.B, W=bounds.W, n_lo=bounds.n_lo, n_hi=bounds.n_hi,
+        eta_min=max(bounds.least_eta, topology.learner.controller.eta_min),
         n_floor=bounds.n_floor, g_min=bounds.g_min,
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
         slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,
         slot_bytes=slot_bytes, task_bytes=looked.task_bytes,
         train_prompts=looked.train_prompts, validation_prompts=looked.validation_prompts if rounds else 0,
         ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
-        explain=(*bounds.explain(), _order(topology), *_segments(topology), slots_text, bytes_text),
+        explain=(*bounds.explain(), _order(topology), *_segments(topology), *control.explain(topology), slots_text,
+                 bytes_text),
     )  # fmt: skip
     return Resolved(derived, tuple(found))
 
@@ -72,12 +75,14 @@ def in_flight(topology: Topology) -> int:
 
 
 def _limits(topology: Topology, found: list[Finding]) -> limits.Limits:
-    n_min, stale, size = topology.learner.trigger.n_min, topology.weights.max_staleness, topology.groups.size
-    floor, waves = topology.learner.trigger.n_floor, topology.segments.waves
-    bounds = limits.derive(topology.weights.mode, n_min, stale, size, n_floor=floor, waves=waves)
-    keys = ("weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
-    found.extend(Finding(keys, text, "") for text in bounds.problems())
-    found.extend(Finding(keys, text, "", warning=True) for text in bounds.warnings())
+    trigger, low, high = topology.learner.trigger, *control.thresholds(topology)
+    bounds = limits.derive(
+        topology.weights.mode, trigger.n_min, topology.weights.max_staleness, topology.groups.size, low, high,
+        trigger.n_floor, topology.weights.window, topology.segments.waves)  # fmt: skip
+    window = ("weights.window",) if topology.weights.window else ()
+    keys = (*window, "weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
+    found.extend(Finding(keys, text, "", depends=control.KEYS) for text in bounds.problems())
+    found.extend(Finding(keys, text, "", warning=True, depends=control.KEYS) for text in bounds.warnings())
     return bounds
 
 
@@ -148,8 +153,10 @@ def _slot_bytes(topology: Topology, looked: Looked, found: list[Finding]) -> tup
 
 def _sums(topology: Topology, bounds: limits.Limits, slots: int, looked: Looked) -> Iterator[Finding]:
     generation, every = topology.generation, topology.learner.publish_every
-    if every * bounds.n_min > bounds.B:
-        rule = f"credit returns when a step is published: {every} x n_min = {every * bounds.n_min} > B = {bounds.B}"
+    most = bounds.n_hi
+    if every * most > bounds.B:
+        name = "n_min" if most == bounds.n_min else "n_hi"
+        rule = f"credit returns when a step is published: {every} x {name} = {every * most} > B = {bounds.B}"
         yield Finding(("learner.publish_every", "learner.trigger.n_min", "weights.mode"), rule, _publish_remedy(bounds))
     longest = generation.max_prompt_tokens + generation.max_new_tokens
     if looked.context and longest > looked.context:
@@ -167,7 +174,7 @@ def _sums(topology: Topology, bounds: limits.Limits, slots: int, looked: Looked)
 
 
 def _publish_remedy(bounds: limits.Limits) -> str:
-    most = bounds.B // bounds.n_min
+    most = bounds.max_publish_every
     return f"publish_every <= {most}" + (", or a higher weights.max_staleness" if bounds.mode == "batch-async" else "")
 
 

@@ -32,6 +32,7 @@ class Run:
     name: str = key("run", "name of the run, also the start of its directory's name")
     seed: int = key(0, "seed of the data order, of sampling and of the training", low=0, high=2**31 - 1)
     max_steps: int = key(200, "the run ends after this many optimiser steps", low=1)
+    max_groups: int = key(0, "or after this many trained groups, whichever comes first; 0 = no such limit", low=0)
     validate_before: bool = key(True, "one validation round before the first step")
 
 
@@ -157,6 +158,53 @@ class Trigger:
 
 
 @dataclass(frozen=True)
+class Controller:
+    """[learner.controller]: whether and how n_min, t_max and the admission bound move; see docs/control.md."""
+
+    mode: str = key("advise", "no controller, log what it would do, or do it", choices=("off", "advise", "act"))
+    rules: str = key("entropy", "n_min and t_max by H / H_ref, or safety, gate, noise scale and staleness",
+                     choices=("entropy", "full"))  # fmt: skip
+    n_lo: int = key(0, "smallest n_min that it may choose (high entropy); 0 = n_min / 2", low=0, high=65536)
+    n_hi: int = key(0, "largest n_min that it may choose (low entropy); 0 = 2 x n_min", low=0, high=65536)
+    every: int = key(5, "a decision every so many steps", low=1, high=10000)
+    cooldown: int = key(10, "after a move nothing moves for so many steps", low=0, high=10000)
+    ema: float = key(0.9, "what a smoothed number keeps of itself per step", low=0, high=1, open_high=True)
+    probe_every: int = key(5, "the probe set is scored every so many steps", low=1, high=10000)
+    probe_samples: int = key(32, "samples of the probe set, in whole groups of the first step", low=1, high=65536)
+    reference_steps: int = key(20, "H_ref and the clip baseline are means over the first so many steps", low=1)
+    high: float = key(1.3, "entropy: H / H_ref above it is high", low=0, open_low=True, high=100)
+    low: float = key(0.6, "entropy: H / H_ref below it is low", low=0, open_low=True, high=100)
+    hysteresis: float = key(0.1, "entropy: a band is left so far inside of its threshold", low=0, high=10)
+    high_t_max: float = key(250.0, "entropy: t_max (ms) at high entropy, where t_max is finite", low=0, open_low=True)
+    low_t_max: float = key(1000.0, "entropy: t_max (ms) at low entropy, where t_max is finite", low=0, open_low=True)
+    clip_factor: float = key(5.0, "a clip fraction above so many times its baseline is a danger", low=1, high=1e6)
+    clip_floor: float = key(0.001, "least baseline of the clip fraction", low=0, open_low=True, high=1)
+    ess_low: float = key(0.5, "an ESS below it is a danger", low=0, high=1)
+    k3_high: float = key(0.05, "full: a k3 above it is a danger", low=0, open_low=True, high=100)
+    masked_high: float = key(0.02, "full: a share of masked tokens above it is a danger", low=0, high=1)
+    grad_factor: float = key(5.0, "full: a gradient norm above so many times its median is a danger", low=1, high=1e6)
+    safety_cooldown: int = key(20, "full: steps of rest after a danger", low=0, high=10000)
+    sigma: float = key(0.2, "full: target entropy of the gate in nats; 0 = half of H_ref, within [0.05, 1]",
+                       low=0, high=100)  # fmt: skip
+    gate_on: float = key(0.9, "full: the gate opens below gate_on x sigma", low=0, open_low=True, high=10)
+    gate_off: float = key(1.1, "full: and closes above gate_off x sigma", low=0, open_low=True, high=10)
+    collapse: float = key(0.5, "full: below collapse x sigma, streak times in a row, growth is frozen", low=0, high=10)
+    streak: int = key(3, "full: decisions in a row that a reason must hold", low=1, high=1000)
+    kappa: float = key(1.0, "full: wanted n_min = kappa x gradient noise scale", low=0, open_low=True, high=1000)
+    grow_at: float = key(1.5, "full: n_min grows if wanted / n_min is above it", low=1, open_low=True, high=1000)
+    shrink_at: float = key(0.67, "full: n_min shrinks if wanted / n_min is below it", low=0, high=1, open_high=True)
+    grow: float = key(1.25, "full: n_min grows by this factor", low=1, open_low=True, high=100)
+    shrink: float = key(0.8, "full: n_min shrinks by this factor", low=0, open_low=True, high=1, open_high=True)
+    noise_groups: int = key(8, "full: groups per part when the noise scale is measured", low=1, high=65536)
+    eta_min: int = key(0, "full: smallest admission bound in steps; 0 = as small as n_hi allows", low=0, high=1024)
+    idle_train: float = key(0.1, "full: the bound grows if the learner idles for more than this share", low=0, high=1)
+    idle_rollout: float = key(0.2, "full: the bound shrinks if the engines idle for more than this share",
+                              low=0, high=1)  # fmt: skip
+    ess_safe: float = key(0.8, "full: the bound grows only with an ESS above it", low=0, high=1)
+    k3_safe: float = key(0.01, "full: the bound grows only with a k3 below it", low=0, open_low=True, high=100)
+
+
+@dataclass(frozen=True)
 class Learner:
     """[learner]: loss, optimiser, log and checkpoints."""
 
@@ -174,11 +222,15 @@ class Learner:
     tis_cap: float = key(2.0, "cap of the importance weight (loss = decoupled)", low=0, open_low=True, high=1000)
     max_grad_norm: float = key(1.0, "the gradient is clipped to this norm", low=0, open_low=True, high=1e6)
     warmup_groups: int = key(0, "groups over which lr rises from 0", low=0)
+    decay: str = key("none", "shape of the fall of lr after the warm-up", choices=("none", "linear", "cosine"))
+    decay_groups: int = key(0, "groups over which it falls; 0 = to the end of the run", low=0)
+    decay_to: float = key(0.0, "share of lr that is left at the end of the fall", low=0, high=1)
     micro_batch_tokens: int = key(4096, "padded tokens per forward and backward", low=1, high=1 << 26)
     micro_batch_min_samples: int = key(16, "start a micro-batch when this many samples are ready", low=1, high=65536)
     updates_per_batch: int = key(1, "optimiser updates per step, each on a mini-batch of whole groups", low=1, high=64)
     publish_every: int = key(1, "publish the weights every so many steps", low=1, high=1024)
-    checkpoint_every: int = key(50, "write a checkpoint every so many steps; 0 = only at the end", low=0)
+    checkpoint_every: int = key(50, "write a checkpoint every so many steps (of n_min groups each where the batch can "
+                                    "vary); 0 = only at the end", low=0)  # fmt: skip
     keep_last: int = key(2, "checkpoints kept", low=1, high=10000)
     wal: str = key("sync", "write-ahead log: fsync before training, without fsync, or none",
                    choices=("sync", "async", "off"))  # fmt: skip
@@ -189,7 +241,11 @@ class Learner:
     dmmpt_sigma: float = key(0.2, "nats; only in answers of lower mean entropy, and what the gate compares with",
                              low=0, open_low=True, high=100)  # fmt: skip
     forced_age: int = key(0, "experiments only: publish the weights this many steps late", low=0, high=1024)
+    length_alarm: float = key(0.9, "warn if trained answers are shorter than this share of all that ended; 0 = never",
+                              low=0, high=1)  # fmt: skip
+    length_alarm_steps: int = key(20, "steps over which lengths are compared", low=1, high=10000)
     trigger: Trigger = field(default_factory=Trigger)
+    controller: Controller = field(default_factory=Controller)
 
 
 @dataclass(frozen=True)
@@ -202,6 +258,8 @@ class Weights:
     max_staleness: int = key(2, "batch-async: steps that a trained sample may be old, S", low=0, high=1024)
     over_age: str = key("wait", "a group above max_staleness: hold admission until it is trained, or drop it",
                         choices=("wait", "drop"))  # fmt: skip
+    window: int = key(0, "W: groups past the oldest that may be trained before it; 0 = 0.3 of the buffer B",
+                      low=0, high=65536)  # fmt: skip
     timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", low=0, open_low=True)
 
 
@@ -223,7 +281,8 @@ class Reward:
 class Validation:
     """[validation]: measuring without training; on when there is a process of role validator."""
 
-    every: int = key(0, "a round every so many steps; 0 = never during the run", low=0)
+    every: int = key(0, "a round every so many steps (of n_min groups each where the batch can vary); 0 = never "
+                        "during the run", low=0)  # fmt: skip
     samples: int = key(512, "samples per round; a shorter file is gone through again", low=1, high=1 << 24)
     mode: str = key("hold", "pin the version during a round, or let it move and label the metric mixed",
                     choices=("hold", "free"))  # fmt: skip
@@ -315,6 +374,8 @@ class Derived:
     B: int  # admitted groups that may be unfinished
     W: int  # admission indices that the learner looks at
     n_lo: int  # smallest count threshold
+    n_hi: int  # largest count threshold
+    eta_min: int  # smallest admission bound that a controller may choose, in steps
     n_floor: int  # fewest groups that a step by time may have
     g_min: int  # survivors that a group needs to be trained
     horizon: int  # drawn groups among which the policy may reorder

@@ -1,4 +1,4 @@
-"""The learning rate of a step: warm-up counted in groups, coupled to the size of the step.
+"""The learning rate of a step: warm-up and decay counted in groups, coupled to the size of the step.
 
 Pure; called by the learner. Knows nothing of the optimiser.
 
@@ -16,19 +16,30 @@ COUPLING_LOW, COUPLING_HIGH = 0.5, 2.0
 
 @dataclass(frozen=True)
 class Schedule:
-    """`lr` is for steps of `n_min` groups; `warmup_groups` = 0 starts at full size."""
+    """`lr` is for steps of `n_min` groups; `warmup_groups` = 0 starts at full size, `decay_to` is a share of `lr`."""
 
     lr: float
     n_min: int
     warmup_groups: int = 0
+    decay: str = "none"
+    decay_groups: int = 0  # from the end of the warm-up on
+    decay_to: float = 0.0
 
     def __call__(self, trained: int, groups: int) -> float:
         """The rate of a step of `groups` groups after `trained` groups were trained before it."""
-        return self.lr * self.warmup(trained + groups) * self.coupling(groups)
+        return self.lr * self.warmup(trained + groups) * self.left(trained) * self.coupling(groups)
 
     def warmup(self, seen: int) -> float:
         """Rises in a line from 0, this step's groups included, so that the first step is not wasted."""
         return 1.0 if self.warmup_groups <= 0 else min(1.0, seen / self.warmup_groups)
+
+    def left(self, seen: int) -> float:
+        """Falls from 1 to decay_to over decay_groups groups and stays there; what this step adds is not counted."""
+        if self.decay == "none" or self.decay_groups <= 0:
+            return 1.0
+        done = min(max(seen - self.warmup_groups, 0) / self.decay_groups, 1.0)
+        shape = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.decay_to + (1.0 - self.decay_to) * shape
 
     def coupling(self, groups: int) -> float:
         return min(max(math.sqrt(groups / self.n_min), COUPLING_LOW), COUPLING_HIGH)

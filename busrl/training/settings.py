@@ -60,7 +60,8 @@ class StepStats:
     diagnostics: Diagnostics
     skipped: str = ""
     culprits: tuple[str, ...] = ()
-    context_tokens: int = 0  # generated, and masked as earlier segments; not among `tokens`
+    old_tokens: int = 0  # of `context_tokens`, those that were too old
+    context_tokens: int = 0  # generated, and read as context only: earlier segments, too old; not among `tokens`
     mastered_tokens: int = 0  # among `tokens`, left out of the loss by DMMPT
     forward_s: float = 0.0
     backward_s: float = 0.0

@@ -148,6 +148,17 @@ class Trainer:
                 found[index] = row
         return found
 
+    @torch.no_grad()
+    def entropy(self, samples: Sequence[Sample]) -> float:
+        """Mean entropy in nats, full softmax at the sampling temperature, over the generated tokens of `samples`."""
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self._device), 0
+        for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
+            chosen = [samples[i] for i in part]
+            padded, flat = self._tensors(chosen)
+            _, entropy = self._logp(chosen, padded, flat)
+            total, tokens = total + entropy.sum(dtype=torch.float64), tokens + len(flat.targets)
+        return float(total) / max(tokens, 1)
+
     # ------------------------------------------------------------------------------------------------ the update
 
     def step(self, lr: float) -> StepStats:
@@ -190,6 +201,16 @@ class Trainer:
             diagnostics=told, skipped=reason, culprits=culprits, context_tokens=self._context,
             mastered_tokens=int(self._mastered), forward_s=self._forward_s, backward_s=self._backward_s,
             step_s=time.perf_counter() - started)  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens of the step under way."""
+        return self._tokens
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What is trained."""
+        return self._parameters
 
     # ------------------------------------------------------------------------------------------------- in and out
 

@@ -97,8 +97,8 @@ def test_a_reward_worker_gets_the_whole_answer_inline(keeper: Keeper) -> None:
 
 def test_a_remote_worker_is_told_where_a_segment_ends_and_may_continue_what_another_began(keeper: Keeper) -> None:
     dispatch(keeper.ring, 2)
-    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
-    keeper.ask("other", m.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("other", g.RemoteJoin(life=1, role="rollout"))
     [task] = keeper.claim("gen")
     assert (task.max_new_tokens, task.segment_tokens) == (8, 3)
     assert keeper.ask("gen", answer_to(task.task, done=False, finish=2))[0].code == "done"
@@ -120,7 +120,7 @@ def test_a_remote_worker_is_told_where_a_segment_ends_and_may_continue_what_anot
 
 def test_an_answer_that_ended_by_itself_and_is_not_done_is_refused(keeper: Keeper) -> None:
     dispatch(keeper.ring, 2)
-    keeper.ask("gen", m.RemoteJoin(life=1, role="rollout"))
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
     [task] = keeper.claim("gen")
     [answer] = keeper.ask("gen", answer_to(task.task, done=False))
     assert answer.code == "refused" and "has no further segment" in answer.text

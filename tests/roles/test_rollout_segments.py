@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from busrl.inference.mock import EOS_ID, MockEngine, logprobs_of
 
 from busrl.inference.base import Finished, Request
-from busrl.inference.mock import EOS_ID, MockEngine, logprobs_of
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.actor import Doorbell

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.roles.history import History
-from busrl.roles.training_step import TrainingStep, _split
+from busrl.roles.training_step import TrainingStep, _split, to_sample
 from busrl.topology import Topology, load
 from busrl.topology.schema import Segments
 
@@ -83,11 +83,13 @@ def test_a_killed_learner_comes_back_to_the_same_weights_by_checkpoint_and_log(
         living.train(record.samples, 4, record.version)
         history.finished(record)
         if step == 3:
-            history.checkpoint(living, step)
+            history.checkpoint(living, step, {"more": 7}, lambda folder: None)
     history.close()
 
     again, successor = TrainingStep(topology), History(paths, topology)
-    successor.load(again)
+    seen: dict[str, object] = {}
+    successor.load(again, lambda meta, folder: seen.update(meta))
+    assert seen["more"] == 7
     assert successor.step == 3
     for record in successor.to_replay():
         again.train(record.samples, len(record.groups), record.version)
@@ -171,3 +173,50 @@ def test_a_replayed_step_is_masked_as_the_log_says_and_the_next_one_as_the_setti
     step = TrainingStep(changed(topology, dmmpt_tau=0.01, dmmpt_sigma=4.0))  # off by now
     assert step.replay(record).mastered_tokens > 0
     assert not step.skip_mastered and step.train(records(2), 4, 1).mastered_tokens == 0
+
+
+def test_tokens_above_the_bound_are_in_no_denominator_and_a_replay_leaves_out_the_same(topology: Topology) -> None:
+    batch = records(3)
+    for sample in batch[:2]:  # two of group 0 began at step 0, the rest is fresh
+        count = len(sample.versions) // 4
+        sample.versions = np.array([0] + [5] * (count - 1), "<u4").tobytes()
+    for sample in batch[2:]:
+        sample.step, sample.versions = 5, np.full(len(sample.versions) // 4, 5, "<u4").tobytes()
+    living, again = TrainingStep(topology), TrainingStep(topology)
+    for step in (living, again):
+        for version in range(6):
+            step.old.at(version, version)
+    living.accumulate(batch[:8], 5)
+    living.accumulate(batch[8:], 5)
+    streamed = living.finish(4)
+    replayed = again.train(batch, 4, 5)
+    tokens = sum(len(sample.versions) // 4 for sample in batch)
+    assert streamed.tokens == replayed.tokens == tokens - 2
+    assert streamed.old_tokens == replayed.old_tokens == 2
+    assert torch.allclose(weights(living), weights(again), atol=1e-6)
+
+
+def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topology: Topology) -> None:
+    batch = records(4, groups=2)
+    for sample in batch[1:]:
+        sample.step, sample.versions = 5, np.full(len(sample.versions) // 4, 5, "<u4").tobytes()
+    step, other = TrainingStep(topology), TrainingStep(topology)
+    step.old.at(0, 0)
+    step.old.at(5, 5)
+    stats = step.train(batch, 2, 5)
+    assert stats.sequences == 7
+    other.trainer.accumulate([to_sample(one) for one in batch[1:]], other._advantages(batch)[1:], None, 5)
+    other.finish(2)
+    assert torch.allclose(weights(step), weights(other), atol=1e-7)
+
+
+def test_the_noise_scale_is_measured_only_for_the_full_rules(topology: Topology) -> None:
+    controller = dataclasses.replace(topology.learner.controller, rules="full", noise_groups=2)
+    config = dataclasses.replace(topology.learner, controller=controller)
+    metered, plain = TrainingStep(dataclasses.replace(topology, learner=config)), TrainingStep(topology)
+    batch = records(5)
+    metered.train(batch, 4, 0)
+    plain.train(batch, 4, 0)
+    assert plain.noise is None and plain.norms is None
+    assert metered.norms is not None and (metered.norms.small, metered.norms.big) == (2, 4)
+    assert torch.allclose(weights(metered), weights(plain), atol=1e-6)

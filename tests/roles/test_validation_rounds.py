@@ -41,3 +41,10 @@ def test_a_damaged_line_costs_its_round_another_end_and_not_the_validator(tmp_pa
     path = tmp_path / "validation.jsonl"
     path.write_bytes(b'{"round":0,"mean":1}\n\xff\x00{"round":3}\n[]\n{"round":5}\n')
     assert _finished_rounds(path) == {0, 5} and _finished_rounds(tmp_path / "none") == set()
+
+
+def test_where_groups_are_counted_the_newest_round_is_given() -> None:
+    rounds = Rounds(before=False, every=10, at_end=True, done={12})
+    assert rounds.due(30, False, 100, newest=30) == 30
+    assert rounds.due(30, False, 100, newest=0) is None
+    assert rounds.due(12, False, 100, newest=12) is None

@@ -84,10 +84,10 @@ class ClosedLoop:
     def __init__(self, seed: int, *, mode: str = "batch-async", n_min: int = 4, staleness: int = 2, group_size: int = 4,
                  over_age: str = "wait", streaming: bool = True, policy: str = "fifo", t_max_s: float = float("inf"),
                  accidents: float = 0.05, flats: float = 0.2, deaths: float = 0.02, lag: float = 0.0,
-                 publish_every: int = 1, slots: int = 0, checked: bool = True, probe: bool = False,
-                 rows: int = 0) -> None:  # fmt: skip
+                 publish_every: int = 1, slots: int = 0, checked: bool = True, probe: bool = False, rows: int = 0,
+                 n_lo: int | None = None, n_hi: int | None = None) -> None:  # fmt: skip
         self.random = random.Random(seed)
-        self.limits = derive(mode, n_min, staleness, group_size)
+        self.limits = derive(mode, n_min, staleness, group_size, n_lo, n_hi)
         assert not self.limits.problems()
         self.table = Table(group_size, slots or self.limits.train_slots)
         self.admission = Admission(self.limits, over_age)

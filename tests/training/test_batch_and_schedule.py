@@ -107,3 +107,12 @@ def test_looking_at_samples_together_finds_what_looking_at_each_finds(drawn: lis
         for i, (prompt, tokens, logprob, temperature, reward, short) in enumerate(drawn)
     ]  # fmt: skip
     assert all_sound(samples, 8) == all(sample.fault(8) is None for sample in samples)
+
+
+def test_decay_counts_groups_from_the_end_of_the_warm_up() -> None:
+    linear = Schedule(lr=1.0, n_min=10, warmup_groups=20, decay="linear", decay_groups=100, decay_to=0.1)
+    assert [linear(trained, 10) for trained in (0, 10, 20, 70, 120, 1000)] == pytest.approx([0.5, 1, 1, 0.55, 0.1, 0.1])
+    cosine = Schedule(lr=1.0, n_min=10, decay="cosine", decay_groups=100)
+    assert [cosine(trained, 10) for trained in (0, 50, 100)] == pytest.approx([1.0, 0.5, 0.0])
+    # Half as many groups per step, twice as many steps: the same fall over the same data.
+    assert cosine(50, 5) == pytest.approx(0.5 * math.sqrt(0.5))

@@ -1,0 +1,114 @@
+"""Thresholds and the admission bound move while a closed loop runs: no deadlock, and no group older than allowed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from busrl.scheduling import derive
+
+LOOPS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def moving(closed_loop: Any) -> Any:
+    """A closed loop whose thresholds are drawn anew between steps, and which remembers when a group was admitted."""
+
+    class Moving(closed_loop):  # type: ignore[misc]
+        def __init__(self, seed: int, **more: Any) -> None:
+            self.admitted: dict[int, tuple[int, int]] = {}  # draw -> learner step, number of bounds in force so far
+            self.etas: list[int] = []
+            self.older: list[tuple[int, int]] = []  # age from admission, largest bound in force since then
+            self.chance = random.Random(seed)
+            super().__init__(seed, **more)
+            self.etas.append(self.limits.max_staleness)
+
+        def take_admission(self) -> int:
+            index = int(super().take_admission())
+            self.admitted[self.opening] = (self.published, len(self.etas) - 1)
+            return index
+
+        def open_groups(self, view: Any) -> bool:
+            original = self.policy.next
+
+            def following() -> Any:
+                candidate = original()
+                self.opening = candidate.draw
+                return candidate
+
+            self.policy.next = following
+            try:
+                return bool(super().open_groups(view))
+            finally:
+                self.policy.next = original
+
+        def fire(self, view: Any, action: Any) -> None:
+            for draw in action.draws:
+                step, since = self.admitted[draw]
+                self.older.append((self.step - step, max(self.etas[since:])))
+            super().fire(view, action)
+            self.trigger.set(self.chance.randint(self.limits.n_lo, self.limits.n_hi), self.trigger.t_max_s)
+            eta = self.chance.randint(self.limits.least_eta, self.limits.max_staleness)
+            self.etas.append(eta)
+            self.plan.tighten(eta)
+            self.admission.tighten(eta)
+
+    return Moving
+
+
+@LOOPS
+@given(seed=SEEDS, n_lo=st.integers(1, 4), factor=st.integers(1, 3), spare=st.integers(0, 4),
+       accidents=st.sampled_from([0.0, 0.1]))  # fmt: skip
+def test_no_group_is_older_than_the_largest_bound_in_force_while_it_was_in_flight(
+    closed_loop: Any, seed: int, n_lo: int, factor: int, spare: int, accidents: float
+) -> None:
+    n_hi = n_lo * factor
+    loop = moving(closed_loop)(seed, n_min=n_lo, n_lo=n_lo, n_hi=n_hi, staleness=factor + spare, accidents=accidents,
+                               deaths=0.0, checked=False)  # fmt: skip
+    for _ in range(60_000):
+        assert loop.tick(), "nothing can happen any more: a deadlock"
+        if loop.step >= 12:
+            break
+    assert loop.step >= 12
+    # From admission, so what waited in a queue before it was generated is in it.
+    assert all(age <= bound for age, bound in loop.older)
+    assert all(n_lo <= groups for _, groups in loop.fired)
+
+
+@given(n_lo=st.integers(1, 40), factor=st.integers(1, 5), stale=st.integers(0, 12), window=st.integers(0, 30))
+def test_b_and_w_only_grow_with_the_bound_and_always_hold_a_step(
+    n_lo: int, factor: int, stale: int, window: int
+) -> None:
+    limits = derive("batch-async", n_lo, stale, 8, n_lo, n_lo * factor, window=window)
+    if limits.problems():
+        return
+    tight = [limits.at(eta) for eta in range(limits.least_eta, stale + 1)]
+    assert all(a.B <= b.B and a.W <= b.W for a, b in itertools.pairwise(tight))
+    assert all(limits.n_hi <= one.B and one.W >= 1 for one in tight)
+    assert all((eta + 1) * n_lo + 1 >= one.B + one.W for eta, one in enumerate(tight, limits.least_eta))
+    assert (tight[-1].B, tight[-1].W) == (limits.B, limits.W)
+
+
+def test_an_explicit_window_is_kept_and_one_above_the_buffer_is_refused() -> None:
+    limits = derive("batch-async", 32, 2, 8, window=10)
+    assert (limits.B, limits.W, limits.problems()) == (87, 10, [])
+    (problem,) = derive("batch-async", 32, 2, 8, window=60).problems()
+    assert "weights.window = 60 is larger than the buffer" in problem and "set window <= 48" in problem
+    assert derive("batch-async", 32, 2, 8, window=48).problems() == []
+    (problem,) = derive("fully-async", 32, 2, 8, window=200).problems()
+    assert "set window <= 128" in problem
+
+
+def test_the_trigger_takes_new_thresholds_between_steps_and_refuses_nonsense() -> None:
+    from busrl.scheduling import Moment, Trigger
+
+    trigger = Trigger(4)
+    trigger.set(2, 0.5)
+    assert trigger.cause(Moment(groups=2, now=0.0)) == "count"
+    with pytest.raises(ValueError, match="n_min = 0"):
+        trigger.set(0, 1.0)
