@@ -31,6 +31,7 @@ from busrl.protocol.topics import topic
 from busrl.ring import SlotTooSmall, State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.limits import admission_limits
+from busrl.roles.pace import Pace
 from busrl.roles.trajectory import (
     UNREADABLE,
     Generated,
@@ -80,6 +81,7 @@ class Rollout(Actor):
         self.receiver: Receiver = make_receiver(self.topology, self.paths, self.worker_id)
         self._next_request = self._last_bell = 0.0
         self._update_weights(wait=True)
+        self.pace = Pace(self.paths.pace, self.worker_id)
 
     def step(self) -> bool:
         self._update_weights()
@@ -87,17 +89,16 @@ class Rollout(Actor):
         self._request_tasks()
         if not self.engine.active:
             return False
-        begun = time.monotonic_ns()
+        begun, active = time.monotonic_ns(), self.engine.active
         # Counted before they are drawn: a death in the middle of the step hides none.
-        self.ring.add(tokens=self.engine.active)
+        self.ring.add(tokens=active)
         finished = self.engine.step()
         for sequence in finished:
             self._commit(sequence)
         self._announce()
-        self.ring.add(
-            busy_ns=time.monotonic_ns() - begun,
-            samples=len(finished),
-        )
+        busy = time.monotonic_ns() - begun
+        self.ring.add(busy_ns=busy, samples=len(finished))
+        self.pace.stepped(active, busy)
         return True
 
     def _announce(self) -> None:
@@ -112,7 +113,9 @@ class Rollout(Actor):
         self.ring_bell(self.bell)
         seen = self.ring.transitions(State.QUEUED)
         if not self._take():
+            begun = time.monotonic_ns()
             self.ring.wait(State.QUEUED, seen, timeout_s)
+            self.pace.idled(time.monotonic_ns() - begun)
 
     def subscriptions(self) -> list[str]:
         return [*super().subscriptions(), topic(m.NewTask, self.worker_id)]
@@ -135,10 +138,13 @@ class Rollout(Actor):
             newest, _ = self.receiver.newest()
         if newest <= self.version:
             return
+        begun = time.monotonic_ns()
         self.version, step = self.receiver.fetch(self.engine.parameters())
         self.step_of[self.version] = step
         self.engine.set_weights(self.version, step)
         self.ring.set_version_seen(self.version)
+        if not wait:
+            self.pace.updated(time.monotonic_ns() - begun)
 
     def _wait_for_weights(self, version: int) -> None:
         """Wait for a version in short turns: the learner may be starting too, and the run may be told to end."""
@@ -168,6 +174,7 @@ class Rollout(Actor):
                 self.ring.mark_alone(slot, word)
         if taken:
             self.engine.add(self._requests(taken))
+            self.pace.joined += len(taken)
         return bool(taken)
 
     def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
@@ -286,6 +293,7 @@ class Rollout(Actor):
     def teardown(self) -> None:
         for slot, task in self.held.items():
             self.ring.release(slot, task.word, State.QUEUED)
+        self.pace.close()
         self.receiver.close()
 
 

@@ -22,14 +22,14 @@ class Times:
 
     step_s: float = 0.004
     row_s: float = 0.00004
-    sequence_s: float = 0.00005
+    sequence_s: float = 0.0002
     prefill_token_s: float = 0.000005
     weights_s: float = 0.002
     speed_spread: float = 0.0
     reward_s: float = 0.03
     learner_step_s: float = 0.01
     learner_token_s: float = 0.00003
-    learner_group_s: float = 0.0002
+    learner_group_s: float = 0.0003
     publish_s: float = 0.001
     checkpoint_s: float = 0.05
     busy_share: float = 1.0
