@@ -29,10 +29,10 @@ from busrl.launch.progress import Progress, first_line
 from busrl.launch.rundir import OpenRun
 from busrl.launch.shutdown import Ask, Shutdown
 from busrl.launch.signals import Signals
+from busrl.launch.stays import Stays
 from busrl.launch.strangers import Strangers
 from busrl.launch.summary import Outcome
 from busrl.launch.supervisor import Child, FairClock, Patience, Phase
-from busrl.launch.stays import Stays
 from busrl.launch.usage import Usage
 from busrl.launch.watch import Watch
 from busrl.protocol import address, topic

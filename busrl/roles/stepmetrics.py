@@ -47,7 +47,7 @@ class StepMetrics:
         self._aside: Counter[str] = Counter()
         self._aside_rewards: list[float] = []
         self._aside_lengths: list[int] = []
-        self._ended: list[tuple[int, str, list[int], list[float]]] = []  # draw, fate, lengths, rewards
+        self._ended: list[tuple[int, str, int, list[int], list[float]]] = []  # draw, fate, step of birth, each member
         self._waited: Counter[str] = Counter()
         self._waiting_for = "start"
         self._blocker: int | None = None
@@ -66,7 +66,7 @@ class StepMetrics:
         self._aside_rewards += rewards
         self._aside_lengths += lengths
         if rewards:
-            self._ended.append((int(lines["group"][0]), fate, lengths, rewards))
+            self._ended.append((int(lines["group"][0]), fate, int(lines["step"].min()), lengths, rewards))
 
     @property
     def groups_aside(self) -> int:
@@ -157,9 +157,12 @@ class StepMetrics:
         """Lengths and rewards of all groups that ended since the last step: what a simulation draws from."""
         for group in groups:
             lengths = [len(record.token_ids) // 4 for record in group.records]
-            self._ended.append((group.group, "T", lengths, group.rewards.tolist()))
-        draws, fates, lengths_of, rewards_of = zip(*self._ended)
-        row = {"step": step, "draws": draws, "fates": "".join(fates), "lengths": lengths_of, "rewards": rewards_of}
+            self._ended.append((group.group, "T", group.step, lengths, group.rewards.tolist()))
+        draws, fates, born, lengths_of, rewards_of = zip(*self._ended)
+        row = {
+            "step": step, "draws": draws, "fates": "".join(fates), "born": born, "lengths": lengths_of,
+            "rewards": rewards_of,
+        }  # fmt: skip
         with contextlib.suppress(MachineError, OSError):
             self._groups.append(msgspec.json.encode(row))
 

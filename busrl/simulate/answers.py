@@ -79,7 +79,7 @@ class TraceAnswers:
 
 @dataclass
 class Recorded:
-    """One group of a recorded run, as groups.jsonl tells it."""
+    """One group of a recorded run, as groups.jsonl tells it. `step`: of the weights that it was admitted with."""
 
     step: int
     line: int
@@ -112,7 +112,7 @@ class RecordedAnswers:
         return self.text_of(draw)
 
     def answer(self, draw: int, step: int) -> Answer:
-        wanted = min(step + 1, self._steps[-1])
+        wanted = min(step, self._steps[-1])
         same = min(self._by_line.get(self.line_of(draw), ()), key=lambda i: abs(self._steps[i] - wanted), default=-1)
         if same < 0 or abs(self._steps[same] - wanted) > WINDOW_STEPS:
             low = bisect.bisect_left(self._steps, wanted - WINDOW_STEPS // 2)

@@ -58,8 +58,6 @@ class Feed:
         self._tells = getattr(self.policy, "finished", None)
 
     def candidate(self, draw: int, task: Task) -> Candidate:
-        if "tag" in Candidate.__dataclass_fields__:
-            return Candidate(draw, task.prompt, self.tokens, **{"tag": task.tag})
         return Candidate(draw, task.prompt, self.tokens)
 
     def finished(self, candidate: Candidate, member: int, tokens: int) -> None:

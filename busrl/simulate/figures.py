@@ -7,7 +7,7 @@ why anything happened.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -40,7 +40,7 @@ class Counts:
     rows: list[StepRow] = field(default_factory=list)
     ages: Counter[int] = field(default_factory=Counter)
     aside: Counter[str] = field(default_factory=Counter)
-    waited: Counter[str] = field(default_factory=Counter)  # seconds of the learner by what it waited for
+    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of the learner by what it waited for
     learner_busy_s: float = 0.0
     generated: int = 0
     ended: int = 0  # samples with a reward
@@ -49,7 +49,6 @@ class Counts:
     grouped: array[float] = field(default_factory=lambda: array("f"))  # a group's opening until its last reward
     drawn: array[int] = field(default_factory=lambda: array("l"))  # lengths of all members of groups opened
     consumed: array[int] = field(default_factory=lambda: array("l"))  # of those trained
-    consumed_drawn: int = 0  # leading entries of `drawn` that were decided by the end: trained or set aside
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def figures(counts: Counts, seconds: float, busy: Sequence[float], stalled: Sequ
         actors_busy_least=float(shares.min()),
         actors_busy_most=float(shares.max()),
         actors_stalled=float(np.mean(stalled)) / span,
-        ages={int(age): counts.ages[age] / counts.ages.total() for age in sorted(counts.ages)},
+        ages={int(age): counts.ages[age] / len(ages) for age in sorted(counts.ages)},
         age_mean=float(ages.mean()),
         age_max=int(ages.max()),
         queued_p50_s=_at(counts.queued, 50),

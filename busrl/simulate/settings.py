@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from busrl.data.stream import JsonlStream
-from busrl.data.trace import Task, parse, read
+from busrl.data.trace import parse, read
 from busrl.data.tracemaker import Shape, generate
 from busrl.errors import DataError, UserError
 from busrl.simulate.answers import Answers, TraceAnswers
@@ -70,7 +70,7 @@ def stated(topology: Topology) -> Times:
     given = {name: value for name, value in dataclasses.asdict(topology.simulate).items() if name in known}
     if given["step_s"] + given["row_s"] <= 0:
         raise UserError("simulate.step_s = 0 and simulate.row_s = 0: a decoding step must take some time; raise one")
-    return Times().with_source({name: STATED for name in given}, **given)
+    return Times().with_source(dict.fromkeys(given, STATED), **given)
 
 
 def actors_of(topology: Topology, asked: int | None) -> int:
@@ -131,13 +131,3 @@ def _generated(topology: Topology, seed: int) -> tuple[Answers, str]:
     )
     return answers, f"assumed: long-tailed, median {median} tokens, at most {limit} (simulate.length_median)"
 
-
-def prompts_of(topology: Topology, lines: Path) -> JsonlStream:
-    """The prompts of a run in the order of their draws."""
-    return JsonlStream(lines, topology.run.seed, topology.data.shuffle, topology.data.prompt_key)
-
-
-def task_of(stream: JsonlStream, draw: int) -> Task:
-    """A draw as the policies see it."""
-    record = stream.record(stream.item(draw))
-    return Task(str(record[stream.prompt_key]), (1,), tag=str(record.get("tag", "")))

@@ -103,14 +103,14 @@ class World:
         self._sequence = 0
         slots = derived.train_slots
         self._of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member
-        self._left: list[int] = [0] * slots  # slot -> tokens still to be generated
+        self._to_make: list[int] = [0] * slots  # slot -> tokens still to be generated
         self._due: dict[float, list[int]] = {}  # reward time -> slots
         self._rewards = np.random.default_rng([seed, 2])
         self._latencies: list[float] = []
         self._grid = self._default_grid() if grid_s is None else grid_s
         self._view: GroupView | None = None
         self._view_of = -1
-        self._busy = self._done = self._exhausted = False
+        self._busy = self._fired = self._done = self._exhausted = False
         self._resolved = True
         self._looked_for = ("start", 0.0)
         self._deadline = math.inf
@@ -219,7 +219,7 @@ class World:
         self.counts.drawn.extend(answer.lengths)
         for member, slot in enumerate(self.ring.dispatch(draw, self.next_admission, self.version_step)):
             self._of[slot] = (draw, member)
-            self._left[slot] = answer.lengths[member]
+            self._to_make[slot] = answer.lengths[member]
         self.next_admission += 1
 
     # -- actors -------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class World:
         joining, prefill, known = [], 0, set[int]()
         for slot in taken:
             draw, member = self._of[slot]
-            group, left = self.groups[draw], self._left[slot]
+            group, left = self.groups[draw], self._to_make[slot]
             before = group.lengths[member] - left
             if not before:
                 self.counts.queued.append(self.now - group.since)
@@ -262,10 +262,10 @@ class World:
             self._next(index, self.actors.next_event(index))
 
     def _ended(self, slot: int) -> None:
-        made = min(self._left[slot], self.segment) if self.segment else self._left[slot]
-        self._left[slot] -= made
+        made = min(self._to_make[slot], self.segment) if self.segment else self._to_make[slot]
+        self._to_make[slot] -= made
         self.counts.generated += made
-        if self._left[slot]:
+        if self._to_make[slot]:
             self.ring.release(slot)
             return
         self.ring.generated(slot)
