@@ -113,10 +113,16 @@ class Actors:
     def settle(self, now: float) -> None:
         """Count everything up to `now`, for the figures; the run is over."""
         for actor in self.all:
-            if actor.active:
-                self._stall(actor, now)
-                whole = (now - actor.at) / (self.step_time[actor.active] * actor.speed)
-                self._advance(actor, max(0, math.floor(whole)))
+            if not actor.active:
+                continue
+            stalled = actor.stalled_s
+            self._stall(actor, now)
+            whole = (now - actor.at) / (self.step_time[actor.active] * actor.speed)
+            self._advance(actor, max(0, math.floor(whole)))
+            over = max(0.0, actor.at - now)  # a stall or a prefill that reaches beyond the end
+            late = min(over, actor.stalled_s - stalled)
+            actor.stalled_s -= late
+            actor.busy_s -= over - late
 
     # -- internals ------------------------------------------------------------------------------------------------
 

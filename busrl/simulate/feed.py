@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from busrl.data.trace import Task
+from busrl.scheduling.groups import slot_priority
 from busrl.scheduling.policy import LearnerState, make_policy
 from busrl.scheduling.predictors import Candidate, Floats
 from busrl.simulate.answers import Answers
@@ -59,6 +60,10 @@ class Feed:
 
     def candidate(self, draw: int, task: Task) -> Candidate:
         return Candidate(draw, task.prompt, self.tokens)
+
+    def priority(self, draw: int, admission: int) -> int:
+        """Of the slots of a group."""
+        return slot_priority(admission)
 
     def finished(self, candidate: Candidate, member: int, tokens: int) -> None:
         """An answer got its reward."""

@@ -40,7 +40,8 @@ class Counts:
     rows: list[StepRow] = field(default_factory=list)
     ages: Counter[int] = field(default_factory=Counter)
     aside: Counter[str] = field(default_factory=Counter)
-    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of the learner by what it waited for
+    # Seconds of the learner by what it waited for.
+    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     learner_busy_s: float = 0.0
     generated: int = 0
     ended: int = 0  # samples with a reward

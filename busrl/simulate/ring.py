@@ -27,8 +27,7 @@ LINE = np.dtype(
     align=True,
 )  # fmt: skip
 FATES_AT_FIRST = 1 << 16
-UNFINISHED = 1 << 62  # taken off the priority of a slot that has segments already
-ORDER_BITS = 30
+UNFINISHED = 1 << 40  # more priority for a slot that has segments already
 
 
 class SimRing:
@@ -41,12 +40,13 @@ class SimRing:
         self.state, self.reward, self.segs = self.lines["state"], self.lines["reward"], self.lines["segs"]
         self.uid, self.admission, self.step = self.lines["uid"], self.lines["admission"], self.lines["step"]
         self.free = list(range(slots - 1, -1, -1))
-        self.queue: list[tuple[int, int]] = []  # (order, slot)
+        self.queue: list[tuple[int, int, int]] = []  # (less its priority, when it came, slot)
+        self.priority = [0] * slots
         self.changes = 0
         self._order = 0
 
-    def dispatch(self, draw: int, admission: int, step: int) -> list[int]:
-        """All members of a new group go to QUEUED; their slots, by member."""
+    def dispatch(self, draw: int, admission: int, step: int, priority: int) -> list[int]:
+        """All members of a new group go to QUEUED; their slots, by member. The largest priority is taken first."""
         first = uid_of(draw, 0, 0, self.size)
         self._reserve(first + 2 * self.size)
         slots = [self.free.pop() for _ in range(self.size)]
@@ -55,13 +55,14 @@ class SimRing:
         self.admission[slots], self.step[slots] = admission, step
         self.segs[slots], self.reward[slots], self.state[slots] = 0, 0.0, QUEUED
         for slot in slots:
-            self._wait(slot, admission << ORDER_BITS)
+            self.priority[slot] = priority
+            self._wait(slot, 0)
         self.changes += 1
         return slots
 
     def take(self, limit: int) -> list[int]:
         """Up to `limit` slots go from QUEUED to GENERATING, the best first."""
-        taken = [heapq.heappop(self.queue)[1] for _ in range(min(limit, len(self.queue)))]
+        taken = [heapq.heappop(self.queue)[2] for _ in range(min(limit, len(self.queue)))]
         if taken:
             self.state[taken] = GENERATING
             self.changes += 1
@@ -71,7 +72,7 @@ class SimRing:
         """The end of a segment that was not the last: back to QUEUED, before all that have none."""
         self.state[slot] = QUEUED
         self.segs[slot] = min(255, int(self.segs[slot]) + 1)
-        self._wait(slot, (int(self.admission[slot]) << ORDER_BITS) - UNFINISHED)
+        self._wait(slot, UNFINISHED)
         self.changes += 1
 
     def generated(self, slot: int) -> None:
@@ -95,9 +96,9 @@ class SimRing:
         self.free.extend(slots)
         self.changes += 1
 
-    def _wait(self, slot: int, order: int) -> None:
+    def _wait(self, slot: int, ahead: int) -> None:
         self._order += 1
-        heapq.heappush(self.queue, (order + self._order % (1 << ORDER_BITS), slot))
+        heapq.heappush(self.queue, (-self.priority[slot] - ahead, self._order, slot))
 
     def _reserve(self, upto: int) -> None:
         if upto > len(self.fates):

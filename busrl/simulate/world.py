@@ -38,7 +38,7 @@ from busrl.topology import Topology
 
 TICK_S = 0.03  # the scheduler sees slots that came free without a message at its next tick, after this on average
 SMALL_RING = 2048  # slots; above, rewards are delivered on a grid
-LOOKS_PER_ANSWER = 100  # grid points in the time of a mean answer
+LOOKS_PER_ANSWER = 50  # grid points in the time of a mean answer
 CHARACTERS_PER_TOKEN = 4  # of a prompt, for the cost of its prefill
 ENTROPY = 1.0  # the simulated learner's; a constant, since nothing is learned
 
@@ -217,7 +217,8 @@ class World:
         self.groups[draw] = Group(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)
         self.lengths[draw] = answer.lengths
         self.counts.drawn.extend(answer.lengths)
-        for member, slot in enumerate(self.ring.dispatch(draw, self.next_admission, self.version_step)):
+        priority = self.feed.priority(draw, self.next_admission)
+        for member, slot in enumerate(self.ring.dispatch(draw, self.next_admission, self.version_step, priority)):
             self._of[slot] = (draw, member)
             self._to_make[slot] = answer.lengths[member]
         self.next_admission += 1
@@ -238,8 +239,8 @@ class World:
             before = group.lengths[member] - left
             if not before:
                 self.counts.queued.append(self.now - group.since)
-            # Equal prompts are prefilled once; what earlier segments made is each sample's own.
-            prefill += before + (0 if draw in known else group.prompt_tokens)
+            # Equal prompts are prefilled once; with what earlier segments made they are no longer equal.
+            prefill += before + (group.prompt_tokens if before or draw not in known else 0)
             known.add(draw)
             joining.append((slot, min(left, self.segment) if self.segment else left))
         self._next(index, self.actors.add(index, self.now, joining, prefill))
