@@ -10,11 +10,10 @@ Talks to nothing but what it is given; same arguments, same answers. Knows nothi
 from __future__ import annotations
 
 import bisect
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
-
-import numpy as np
 
 from busrl.data.trace import Task
 
@@ -61,6 +60,7 @@ class TraceAnswers:
         self.tasks, self.size, self.limit, self.name = tasks, group_size, limit, name
         self.order = order or (lambda draw: draw % len(tasks))
         self.flat_share, self.seed, self.endless = flat_share, seed, endless
+        self._known: dict[int, Answer] = {}  # task -> its answers, with rewards as if the group were not flat
 
     def prompt(self, draw: int) -> Task | None:
         if not self.endless and draw >= len(self.tasks):
@@ -68,13 +68,22 @@ class TraceAnswers:
         return self.tasks[self.order(draw)]
 
     def answer(self, draw: int, step: int) -> Answer:
-        task = self.tasks[self.order(draw)]
+        index = self.order(draw)
+        found = self._known.get(index) or self._known.setdefault(index, self._make(self.tasks[index]))
+        if self.tasks[index].rewards or chance(self.seed, draw) >= self.flat_share:
+            return found
+        return Answer(found.lengths, (1.0,) * self.size)
+
+    def _make(self, task: Task) -> Answer:
         members = range(self.size)
         lengths = tuple(min(task.length(m), self.limit) for m in members)
-        if task.rewards:
-            return Answer(lengths, tuple(task.reward(m) or 0.0 for m in members))
-        flat = self.flat_share > 0 and np.random.default_rng([self.seed, draw]).random() < self.flat_share
-        return Answer(lengths, (1.0,) * self.size if flat else tuple(float(m % 2) for m in members))
+        rewards = (task.reward(m) or 0.0 for m in members) if task.rewards else (float(m % 2) for m in members)
+        return Answer(lengths, tuple(rewards))
+
+
+def chance(seed: int, draw: int) -> float:
+    """A number in [0, 1) that depends on both alone; a generator for each draw would cost as much as the rest."""
+    return zlib.crc32(b"%d %d" % (draw, seed)) / 2**32
 
 
 @dataclass
@@ -118,7 +127,7 @@ class RecordedAnswers:
             low = bisect.bisect_left(self._steps, wanted - WINDOW_STEPS // 2)
             high = max(low + 1, bisect.bisect_right(self._steps, wanted + WINDOW_STEPS // 2))
             low = min(low, len(self._steps) - 1)
-            same = int(np.random.default_rng([self.seed, draw]).integers(low, min(high, len(self._steps))))
+            same = low + int(chance(self.seed, draw) * (min(high, len(self._steps)) - low))
         group = self.groups[same]
         members = range(self.size)
         return Answer(

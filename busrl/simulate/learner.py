@@ -48,6 +48,7 @@ class Learner:
     _pending_tokens: int = 0
     _pending_samples: int = 0
     _row: StepRow | None = None
+    _waits: Wait = field(default_factory=lambda: Wait("start"))
 
     def look(self, view: GroupView, now: float, next_admission: int, draining: bool) -> Look:
         """Decide and act."""
@@ -79,6 +80,12 @@ class Learner:
         if published:
             self.unpublished = 0
         return published
+
+    def rest(self) -> Look:
+        """What it does after some work if nothing has changed since its last look, which ended with a Wait."""
+        found = Look(reason=self._waits.reason)
+        self._wait(self._waits, found)
+        return found
 
     # -- actions ------------------------------------------------------------------------------------------------
 
@@ -120,7 +127,7 @@ class Learner:
 
     def _wait(self, action: Wait, found: Look) -> None:
         """Use the time as the live learner does: a micro-batch, or a publication that holds up admission."""
-        found.reason = action.reason
+        self._waits, found.reason = action, action.reason
         few = self._pending_samples < self.topology.learner.micro_batch_min_samples
         if self.plan.streaming and self._pending_samples and not few:
             found.cost_s += self._micro_batch()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from busrl.simulate.actors import Actors
 from busrl.simulate.answers import Answers
 from busrl.simulate.feed import Feed
 from busrl.simulate.figures import Counts, Figures, figures
-from busrl.simulate.learner import Learner
+from busrl.simulate.learner import Learner, Look
 from busrl.simulate.ring import SimRing
 from busrl.simulate.times import Times
 from busrl.topology import Topology
@@ -43,14 +42,8 @@ CHARACTERS_PER_TOKEN = 4  # of a prompt, for the cost of its prefill
 ENTROPY = 1.0  # the simulated learner's; a constant, since nothing is learned
 
 
-class Kind(IntEnum):
-    """Events, in the order in which those of one instant are handled."""
-
-    ACTOR = 0
-    REWARD = 1
-    LEARNER = 2
-    SCHEDULER = 3
-    DEADLINE = 4
+# Events, in the order in which those of one instant are handled. Plain numbers: there are millions.
+ACTOR, REWARD, LEARNER, SCHEDULER, DEADLINE = range(5)
 
 
 @dataclass
@@ -110,7 +103,8 @@ class World:
         self._grid = self._default_grid() if grid_s is None else grid_s
         self._view: GroupView | None = None
         self._view_of = -1
-        self._busy = self._fired = self._done = self._exhausted = False
+        self._busy = self._fired = self._done = False
+        self._end: float = math.inf  # the first draw that does not exist
         self._resolved = True
         self._looked_for = ("start", 0.0)
         self._deadline = math.inf
@@ -125,10 +119,9 @@ class World:
         self._learner_looks()
         while self._heap and not self._done:
             time, kind, _, one, stamp = heapq.heappop(self._heap)
-            assert time >= self.now - 1e-9, "the clock went back"
-            self.now = max(self.now, time)
-            self._handle(Kind(kind), time, one, stamp)
-        if not self._done and not self._exhausted:
+            self.now = time if time > self.now else self.now
+            self._handle(kind, time, one, stamp)
+        if not self._done and not self._draining():
             raise UserError(self._stuck())
         self.actors.settle(self.now)
         every = self.actors.all
@@ -142,14 +135,14 @@ class World:
             "(simulate.flat_share, rewards of the trace), or is learner.trigger.n_min above what can be admitted?"
         )
 
-    def _handle(self, kind: Kind, time: float, one: int, stamp: int) -> None:
-        if kind is Kind.ACTOR:
+    def _handle(self, kind: int, time: float, one: int, stamp: int) -> None:
+        if kind == ACTOR:
             self._actor(one, stamp)
-        elif kind is Kind.REWARD:
+        elif kind == REWARD:
             self._reward(time)
-        elif kind is Kind.LEARNER:
+        elif kind == LEARNER:
             self._learner_done()
-        elif kind is Kind.SCHEDULER:
+        elif kind == SCHEDULER:
             if time >= self._next_look:
                 self._next_look = math.inf
                 self._dispatch()
@@ -157,9 +150,9 @@ class World:
             self._deadline = math.inf
             self._learner_looks()
 
-    def _push(self, time: float, kind: Kind, one: int = 0, stamp: int = 0) -> None:
+    def _push(self, time: float, kind: int, one: int = 0, stamp: int = 0) -> None:
         self._sequence += 1
-        heapq.heappush(self._heap, (time, int(kind), self._sequence, one, stamp))
+        heapq.heappush(self._heap, (time, kind, self._sequence, one, stamp))
 
     def view(self) -> GroupView:
         """The open groups now; made again only if something has changed."""
@@ -174,7 +167,7 @@ class World:
         """A look of the scheduler at that time, unless one comes earlier."""
         if time < self._next_look:
             self._next_look = time
-            self._push(time, Kind.SCHEDULER)
+            self._push(time, SCHEDULER)
 
     def _dispatch(self) -> None:
         """Open as many groups as admission has room for, in the policy's order."""
@@ -200,7 +193,7 @@ class World:
         for draw in policy.missing(view.unopened(policy.horizon + groups)):
             task = self.answers.prompt(draw)
             if task is None:
-                self._exhausted = True
+                self._end = min(self._end, draw)
                 break
             if task.arrival_s is not None and task.arrival_s > self.now:
                 self._schedule_look(task.arrival_s)
@@ -232,22 +225,23 @@ class World:
 
     def _take(self, index: int) -> None:
         taken = self.ring.take(self.actors.room(index))
-        joining, prefill, known = [], 0, set[int]()
+        joining, prefill, known, queued = [], 0, set[int](), self.counts.queued
         for slot in taken:
             draw, member = self._of[slot]
             group, left = self.groups[draw], self._to_make[slot]
             before = group.lengths[member] - left
             if not before:
-                self.counts.queued.append(self.now - group.since)
+                queued.append(self.now - group.since)
             # Equal prompts are prefilled once; with what earlier segments made they are no longer equal.
             prefill += before + (group.prompt_tokens if before or draw not in known else 0)
             known.add(draw)
-            joining.append((slot, min(left, self.segment) if self.segment else left))
+            joining.append((slot, self.segment if 0 < self.segment < left else left))
         self._next(index, self.actors.add(index, self.now, joining, prefill))
 
     def _next(self, index: int, time: float) -> None:
         if time < math.inf:
-            self._push(time, Kind.ACTOR, index, self.actors.all[index].stamp)
+            self._sequence += 1
+            heapq.heappush(self._heap, (time, ACTOR, self._sequence, index, self.actors.all[index].stamp))
 
     def _actor(self, index: int, stamp: int) -> None:
         """Some sequences of an actor have ended, unless something came in between."""
@@ -263,7 +257,8 @@ class World:
             self._next(index, self.actors.next_event(index))
 
     def _ended(self, slot: int) -> None:
-        made = min(self._to_make[slot], self.segment) if self.segment else self._to_make[slot]
+        left = self._to_make[slot]
+        made = self.segment if 0 < self.segment < left else left
         self._to_make[slot] -= made
         self.counts.generated += made
         if self._to_make[slot]:
@@ -276,7 +271,7 @@ class World:
             self._due[due].append(slot)
         else:
             self._due[due] = [slot]
-            self._push(due, Kind.REWARD)
+            self._push(due, REWARD)
 
     # -- rewards ------------------------------------------------------------------------------------------------
 
@@ -313,27 +308,31 @@ class World:
         self._resolved = False
         found = self.learner.look(self.view(), self.now, self.next_admission, self._draining())
         self._forget(self.learner.ended)
+        self._act(found)
+
+    def _act(self, found: Look) -> None:
+        """Let the time pass that a look costs."""
         self._looked_for = (found.reason, self.now)
         self.counts.learner_busy_s += found.cost_s
         if found.freed:
-            self._schedule_look(self.now + TICK_S)
+            self._schedule_look(self.now + max(TICK_S, self._grid))
         if found.publishes:
             self._publish()
         if found.fired or found.cost_s:
             self._busy, self._fired = True, found.fired
-            self._push(self.now + found.cost_s, Kind.LEARNER)
+            self._push(self.now + found.cost_s, LEARNER)
         else:
             self._watch_deadline()
 
     def _draining(self) -> bool:
-        """An open stream has come to its end."""
-        return self._exhausted
+        """A stream has come to its end: every prompt was opened."""
+        return self.next_admission >= self._end
 
     def _watch_deadline(self) -> None:
         rest = self.learner.plan.trigger.deadline_s(self.now)
         if rest < math.inf and rest > 0:
             self._deadline = self.now + rest
-            self._push(self._deadline, Kind.DEADLINE)
+            self._push(self._deadline, DEADLINE)
 
     def _learner_done(self) -> None:
         """What the learner was busy with is done: a step, a micro-batch, a publication."""
@@ -347,10 +346,14 @@ class World:
                 return
             self.feed.learner(self.learner.step, ENTROPY)
             self._schedule_look(self.now)
+            self._resolved = True
             if self._checkpoint():
                 return
         self._looked_for = (self._looked_for[0], self.now)
-        self._learner_looks()
+        if self._resolved:
+            self._learner_looks()
+        else:
+            self._act(self.learner.rest())
 
     def _checkpoint(self) -> bool:
         """Whether a checkpoint is due after this step; the learner is busy with it then."""
@@ -359,7 +362,7 @@ class World:
             return False
         self._busy = True
         self.counts.learner_busy_s += self.times.checkpoint_s
-        self._push(self.now + self.times.checkpoint_s, Kind.LEARNER)
+        self._push(self.now + self.times.checkpoint_s, LEARNER)
         return True
 
     def _publish(self) -> None:

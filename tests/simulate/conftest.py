@@ -10,7 +10,6 @@ import pytest
 
 from busrl.data.trace import Task
 from busrl.simulate import Times, TraceAnswers, World
-from busrl.simulate.world import Kind
 from busrl.topology import Topology, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +38,7 @@ class Checked(World):
         self.last = 0.0
         self.most_in_flight = 0
 
-    def _handle(self, kind: Kind, time: float, one: int, stamp: int) -> None:
+    def _handle(self, kind: int, time: float, one: int, stamp: int) -> None:
         assert self.now >= self.last, "the clock went back"
         self.last = self.now
         super()._handle(kind, time, one, stamp)

@@ -28,7 +28,8 @@ def recorded(tmp_path: Path) -> Path:
     """A run directory with 2 rollout processes whose steps take 5 ms + 0.1 ms per row, and 2 ms per sequence."""
     prompts = tmp_path / "prompts.jsonl"
     write(prompts, [Task(f"p{i}", (10 + i,), answer="1") for i in range(20)])
-    topology = load(ROOT / "configs" / "quickstart.toml", [f"data.train={prompts}", "groups.size=4", "run.max_steps=40"])
+    given = [f"data.train={prompts}", "groups.size=4", "run.max_steps=40"]
+    topology = load(ROOT / "configs" / "quickstart.toml", given)
     run = tmp_path / "run"
     run.mkdir()
     (run / "topology.json").write_text(topology.to_json())
@@ -36,7 +37,7 @@ def recorded(tmp_path: Path) -> Path:
     for name in ("rollout-0", "rollout-1"):
         rows = []
         for _ in range(60):
-            steps, active, joined = int(random.integers(10, 40)), int(random.integers(1, 64)), int(random.integers(0, 9))
+            steps, active, joined = (int(random.integers(low, high)) for low, high in ((10, 40), (1, 64), (0, 9)))
             busy = steps * 0.005 + steps * active * 0.0001 + joined * 0.002
             rows.append({
                 "wall_s": busy + 0.1 + 0.02, "step_s": 0.9 * busy, "weights_s": 0.02, "idle_s": 0.1, "steps": steps,
@@ -92,7 +93,7 @@ def test_recorded_answers_follow_prompt_and_step(recorded: Path) -> None:
 
 def test_a_fitted_run_can_be_simulated_with_other_settings(recorded: Path) -> None:
     fitted = fit(recorded)
-    topology = load(ROOT / "configs" / "quickstart.toml", ["learner.trigger.n_min=8", f"groups.size=4",
+    topology = load(ROOT / "configs" / "quickstart.toml", ["learner.trigger.n_min=8", "groups.size=4",
                                                            f"data.train={fitted.topology.data.train}"])  # fmt: skip
     setting = make(topology, Asked(steps=10, actors=3), fitted)
     found = World(topology, setting.times, setting.answers, actors=3, steps=10, seed=0).run()

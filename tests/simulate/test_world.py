@@ -116,7 +116,8 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not(checked: Make
     lengths = [tuple(random.integers(1, 200, 8).tolist()) for _ in range(50)]
     times = Times(speed_spread=0.2)
     one, two, other = (
-        checked(made, times, answers(lengths, 0.2, seed=seed), actors=3, steps=10, seed=seed).run() for seed in (1, 1, 2)
+        checked(made, times, answers(lengths, 0.2, seed=seed), actors=3, steps=10, seed=seed).run()
+        for seed in (1, 1, 2)
     )
     assert one.to_json() == two.to_json()
     assert one.rows == two.rows
