@@ -72,11 +72,14 @@ class Actors:
         for slot, tokens in joining:
             heapq.heappush(actor.ends, (actor.steps + tokens, slot))
         actor.active += len(joining)
-        self._sort_in(index)
+        self.sort_in(index)
         return self.next_event(index)
 
     def finish(self, index: int, now: float) -> list[int] | None:
-        """The slots whose sequences end now; None if weights have come in between, so that they end later."""
+        """The slots whose sequences end now; None if weights have come in between, so that they end later.
+
+        Call `add` or `sort_in` afterwards: it has room now.
+        """
         actor = self.all[index]
         if self._stall(actor, now):
             return None
@@ -86,7 +89,6 @@ class Actors:
         while actor.ends and actor.ends[0][0] == step:
             done.append(heapq.heappop(actor.ends)[1])
         actor.active -= len(done)
-        self._sort_in(index)
         return done
 
     def next_event(self, index: int) -> float:
@@ -104,6 +106,19 @@ class Actors:
                 return self.idle[0]
             self.idle.popleft()
         return next(iter(self.partly), None)
+
+    def sort_in(self, index: int) -> None:
+        """Note whether an actor has room."""
+        active = self.all[index].active
+        if 0 < active < self.rows:
+            self.partly[index] = None
+        else:
+            self.partly.pop(index, None)
+        if active:
+            self._idle_set.discard(index)
+        elif index not in self._idle_set:
+            self._idle_set.add(index)
+            self.idle.append(index)
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -150,15 +165,3 @@ class Actors:
         actor.steps += steps
         actor.at += spent
         actor.busy_s += spent
-
-    def _sort_in(self, index: int) -> None:
-        active = self.all[index].active
-        if 0 < active < self.rows:
-            self.partly[index] = None
-        else:
-            self.partly.pop(index, None)
-        if active:
-            self._idle_set.discard(index)
-        elif index not in self._idle_set:
-            self._idle_set.add(index)
-            self.idle.append(index)

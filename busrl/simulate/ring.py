@@ -62,7 +62,13 @@ class SimRing:
 
     def take(self, limit: int) -> list[int]:
         """Up to `limit` slots go from QUEUED to GENERATING, the best first."""
-        taken = [heapq.heappop(self.queue)[2] for _ in range(min(limit, len(self.queue)))]
+        queue = self.queue
+        if limit == 1 and queue:
+            slot = heapq.heappop(queue)[2]
+            self.state[slot] = GENERATING
+            self.changes += 1
+            return [slot]
+        taken = [heapq.heappop(queue)[2] for _ in range(min(limit, len(queue)))]
         if taken:
             self.state[taken] = GENERATING
             self.changes += 1

@@ -37,7 +37,7 @@ from busrl.topology import Topology
 
 TICK_S = 0.03  # the scheduler sees slots that came free without a message at its next tick, after this on average
 SMALL_RING = 2048  # slots; above, rewards are delivered on a grid
-LOOKS_PER_ANSWER = 50  # grid points in the time of a mean answer
+LOOKS_PER_ANSWER = 25  # grid points in the time of a mean answer
 CHARACTERS_PER_TOKEN = 4  # of a prompt, for the cost of its prefill
 ENTROPY = 1.0  # the simulated learner's; a constant, since nothing is learned
 
@@ -250,10 +250,11 @@ class World:
         done = self.actors.finish(index, self.now)
         for slot in done or ():
             self._ended(slot)
-        if done and self.ring.queue and self.actors.room(index):
+        if done and self.ring.queue:
             self._take(index)
             self._feed_actors()
         else:
+            self.actors.sort_in(index)
             self._next(index, self.actors.next_event(index))
 
     def _ended(self, slot: int) -> None:
