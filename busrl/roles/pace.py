@@ -46,11 +46,11 @@ class Pace:
         self._step = self._weights = self._idle = 0
         self._steps = self._tokens = self._updates = self.joined = 0
 
-    def stepped(self, active: int, nanoseconds: int) -> None:
-        """A decoding step with so many sequences."""
+    def stepped(self, active: int, drawn: int, nanoseconds: int) -> None:
+        """An engine's step: `drawn` tokens by `active` sequences, which is one decoding step or several."""
         self._step += nanoseconds
-        self._steps += 1
-        self._tokens += active
+        self._steps += drawn // active
+        self._tokens += drawn
         self._write_when_due()
 
     def idled(self, nanoseconds: int) -> None:

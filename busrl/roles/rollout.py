@@ -90,15 +90,16 @@ class Rollout(Actor):
         if not self.engine.active:
             return False
         begun, active = time.monotonic_ns(), self.engine.active
+        drawn = active
         # Counted before they are drawn: a death in the middle of the step hides none.
-        self.ring.add(tokens=active)
+        self.ring.add(tokens=drawn)
         finished = self.engine.step()
         for sequence in finished:
             self._commit(sequence)
         self._announce()
         busy = time.monotonic_ns() - begun
         self.ring.add(busy_ns=busy, samples=len(finished))
-        self.pace.stepped(active, busy)
+        self.pace.stepped(active, drawn, busy)
         return True
 
     def _announce(self) -> None:

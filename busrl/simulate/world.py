@@ -71,7 +71,7 @@ class World:
         steps: int,
         seed: int = 0,
         oracle: bool = False,
-        segment_length: int = 0,
+        segment_length: int | None = None,
         grid_s: float | None = None,
     ) -> None:
         derived = topology.derived
@@ -89,7 +89,7 @@ class World:
         streaming = topology.learner.updates_per_batch == 1 and not topology.learner.deterministic
         plan = make_plan(topology, self.limits, streaming=streaming)
         self.learner = Learner(topology, plan, times, self.ring, self.counts, self.lengths)
-        self.segment = segment_length
+        self.segment = segment_tokens(topology) if segment_length is None else segment_length
         self.now = 0.0
         self.next_admission = self.version_step = 0
         self._heap: list[tuple[float, int, int, int, int]] = []
@@ -389,3 +389,9 @@ class World:
     def _has(self, draw: int) -> bool:
         task: Task | None = self.answers.prompt(draw)
         return task is not None
+
+
+def segment_tokens(topology: Topology) -> int:
+    """Tokens of a segment, 0 for answers in one go; `auto` is not simulated."""
+    length = getattr(getattr(topology, "segments", None), "length", 0)
+    return length if isinstance(length, int) else 0
