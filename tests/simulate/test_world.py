@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from worlds import FREE_TIMES, answers, topology
 
 from busrl.errors import UserError
 from busrl.scheduling.groups import ACCIDENTS, DISPATCHED
 from busrl.simulate import Times
-from tests.simulate.conftest import FREE_TIMES, answers, topology
 
 Make = Callable[..., Any]
 SOME = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
