@@ -15,18 +15,43 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from busrl.simulate.times import Times
 
+PACE_S = 0.25  # an actor keeps its pace for so long: the interval over which a fit measures it
+
+
+class Noise:
+    """Log-normal factors on times, drawn many at a time; 1 without a spread.
+
+    Their mean is 1 if each is for a piece of work, and that of their inverses if each is for a stretch of time
+    (`by_time`): in both cases the same work takes as long as without noise in the long run.
+    """
+
+    def __init__(self, spread: float, seed: Sequence[int], *, by_time: bool = False) -> None:
+        self.spread, self.mean = spread, (0.5 if by_time else -0.5) * spread**2
+        self._random = np.random.default_rng(list(seed))
+        self._drawn: list[float] = []
+
+    def next(self) -> float:
+        if not self.spread:
+            return 1.0
+        if not self._drawn:
+            self._drawn = np.exp(self._random.normal(self.mean, self.spread, 1024)).tolist()
+        return self._drawn.pop()
+
 
 @dataclass
 class Actor:
-    """`at`: time up to which `steps` is counted; `speed`: factor on all its times."""
+    """`at`: time up to which `steps` is counted; `pace`: factor on all its times now, `speed` on average."""
 
     speed: float = 1.0
+    pace: float = 1.0
+    paced: float = 0.0  # when `pace` was drawn
     at: float = 0.0
     steps: int = 0
     active: int = 0
@@ -45,7 +70,8 @@ class Actors:
             raise ValueError(f"{count} actors of {rows} rows: must be >= 1 each")
         random = np.random.default_rng([seed, 1])
         speeds = np.exp(random.normal(0.0, times.speed_spread, count)) if times.speed_spread else np.ones(count)
-        self.all = [Actor(float(speed)) for speed in speeds]
+        self.all = [Actor(float(speed), float(speed)) for speed in speeds]
+        self.noise = Noise(times.step_spread, [seed, 3], by_time=True)
         self.rows, self.times = rows, times
         self.step_time = times.decoding(rows)
         self.published: list[float] = []  # times of publications
@@ -66,13 +92,14 @@ class Actors:
             actor.at, actor.seen = now, len(self.published)
         else:
             self._catch_up(actor, now)
-        cost = actor.speed * (times.sequence_s * len(joining) + times.prefill_token_s * prefill_tokens)
+        cost = actor.pace * (times.sequence_s * len(joining) + times.prefill_token_s * prefill_tokens)
         actor.at += cost
         actor.busy_s += cost
         for slot, tokens in joining:
             heapq.heappush(actor.ends, (actor.steps + tokens, slot))
         actor.active += len(joining)
         self.sort_in(index)
+        self._draw_pace(actor)
         return self.next_event(index)
 
     def finish(self, index: int, now: float) -> list[int] | None:
@@ -89,6 +116,7 @@ class Actors:
         while actor.ends and actor.ends[0][0] == step:
             done.append(heapq.heappop(actor.ends)[1])
         actor.active -= len(done)
+        self._draw_pace(actor)
         return done
 
     def next_event(self, index: int) -> float:
@@ -97,7 +125,7 @@ class Actors:
         actor.stamp += 1
         if not actor.ends:
             return math.inf
-        return actor.at + (actor.ends[0][0] - actor.steps) * self.step_time[actor.active] * actor.speed
+        return actor.at + (actor.ends[0][0] - actor.steps) * self.step_time[actor.active] * actor.pace
 
     def waiting(self) -> int | None:
         """An actor that has room, idle ones first; None if there is none."""
@@ -132,7 +160,7 @@ class Actors:
                 continue
             stalled = actor.stalled_s
             self._stall(actor, now)
-            whole = (now - actor.at) / (self.step_time[actor.active] * actor.speed)
+            whole = (now - actor.at) / (self.step_time[actor.active] * actor.pace)
             self._advance(actor, max(0, math.floor(whole)))
             over = max(0.0, actor.at - now)  # a stall or a prefill that reaches beyond the end
             late = min(over, actor.stalled_s - stalled)
@@ -141,13 +169,18 @@ class Actors:
 
     # -- internals ------------------------------------------------------------------------------------------------
 
+    def _draw_pace(self, actor: Actor) -> None:
+        """A new pace every PACE_S. Only when everything is counted up to `at`: what is past keeps the old one."""
+        if self.noise.spread and actor.at >= actor.paced + PACE_S:
+            actor.paced, actor.pace = actor.at, actor.speed * self.noise.next()
+
     def _stall(self, actor: Actor, now: float) -> bool:
         """Take the time of publications that came while it ran; whether there were any."""
         new = len(self.published) - actor.seen
         if new <= 0:
             return False
         actor.seen = len(self.published)
-        lost = new * self.times.weights_s * actor.speed
+        lost = new * self.times.weights_s * actor.pace
         actor.at += lost
         actor.stalled_s += lost
         return lost > 0
@@ -155,13 +188,13 @@ class Actors:
     def _catch_up(self, actor: Actor, now: float) -> None:
         """Count the steps up to the end of the one under way at `now`."""
         self._stall(actor, now)
-        duration = self.step_time[actor.active] * actor.speed
+        duration = self.step_time[actor.active] * actor.pace
         passed = math.ceil((now - actor.at) / duration - 1e-9)
         # Whoever ends at that step is counted by its own event.
         self._advance(actor, min(max(0, passed), actor.ends[0][0] - actor.steps))
 
     def _advance(self, actor: Actor, steps: int) -> None:
-        spent = steps * self.step_time[actor.active] * actor.speed
+        spent = steps * self.step_time[actor.active] * actor.pace
         actor.steps += steps
         actor.at += spent
         actor.busy_s += spent

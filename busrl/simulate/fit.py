@@ -39,10 +39,12 @@ LEAST_STEPS = 5  # of the learner
 
 @dataclass(frozen=True)
 class Line:
-    """A least-squares fit: the numbers, and by how much single observations are off (mean over mean)."""
+    """A least-squares fit: the numbers, by how much single observations are off (mean over mean), and the spread of
+    the log-normal factor that would do that."""
 
     values: tuple[float, ...]
     error: float
+    spread: float
     count: int
 
 
@@ -114,6 +116,7 @@ def _actors(paths: RunPaths) -> tuple[dict[str, float], str]:
         "prefill_token_s": 0.0,
         "weights_s": sum(row["weights_s"] for some in found.values() for row in some) / max(1, updates),
         "busy_share": float(min(1.0, sum(row["step_s"] for _, row in rows) / at_work.sum())),
+        "step_spread": line.spread,
         "speed_spread": _spread(line, sums, at_work, [name for name, _ in rows]),
     }
     text = (
@@ -145,6 +148,7 @@ def _learner(paths: RunPaths) -> tuple[dict[str, float], str]:
         "learner_step_s": line.values[0],
         "learner_token_s": line.values[1],
         "learner_group_s": line.values[2],
+        "learner_spread": line.spread,
         "publish_s": publish,
         "checkpoint_s": float(np.mean(checkpoints)) if checkpoints else 0.0,
     }
@@ -186,24 +190,28 @@ def _groups(paths: RunPaths, topology: Topology) -> tuple[Recorded, ...]:
 
 
 def nonnegative(sums: Floats, seconds: Floats) -> Line:
-    """Least squares with all numbers >= 0: the best over all subsets of the columns. `sums` [n, k], k small."""
+    """Least squares with all numbers >= 0: the best over all subsets of the columns, then scaled so that the total is
+    that of the observations, on which throughput hangs. `sums` [n, k], k small."""
     columns = range(sums.shape[1])
     best: tuple[float, tuple[float, ...]] = (float("inf"), (0.0,) * len(columns))
     scale = np.maximum(sums.max(axis=0), 1e-12)
     for size in range(1, len(columns) + 1):
         for chosen in combinations(columns, size):
             part = sums[:, chosen] / scale[list(chosen)]
-            found = np.linalg.lstsq(part, seconds, rcond=None)[0]
-            if (found < 0).any():
+            solved = np.linalg.lstsq(part, seconds, rcond=None)[0]
+            if (solved < 0).any():
                 continue
-            left = float(((part @ found - seconds) ** 2).sum())
+            left = float(((part @ solved - seconds) ** 2).sum())
             if left < best[0]:
                 values = np.zeros(len(columns))
-                values[list(chosen)] = found / scale[list(chosen)]
+                values[list(chosen)] = solved / scale[list(chosen)]
                 best = left, tuple(values.tolist())
-    expected = sums @ np.array(best[1])
+    factor = float(seconds.sum() / max(1e-12, float((sums @ np.array(best[1])).sum())))
+    found = tuple(factor * value for value in best[1])
+    expected = sums @ np.array(found)
     error = float(np.abs(expected - seconds).mean() / max(1e-12, seconds.mean()))
-    return Line(best[1], error, len(seconds))
+    varies = float(((seconds - expected) ** 2).sum() / max(1e-24, float((expected**2).sum())))
+    return Line(found, error, float(np.sqrt(np.log1p(varies))), len(seconds))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from busrl.scheduling.groups import GroupView
 from busrl.scheduling.plan import Claim, Fire, LearnerPlan, SetAside, Wait
 from busrl.scheduling.publication import publication_is_due
 from busrl.scheduling.staleness import age
+from busrl.simulate.actors import Noise
 from busrl.simulate.figures import Counts, StepRow
 from busrl.simulate.ring import SimRing
 from busrl.simulate.times import Times
@@ -39,7 +40,9 @@ class Learner:
     times: Times
     ring: SimRing
     counts: Counts
+    noise: Noise
     lengths: Mapping[int, tuple[int, ...]]
+    pace: float = 1.0  # factor on the work of the step that fills up now
     step: int = 0
     unpublished: int = 0
     aside: int = 0
@@ -120,7 +123,8 @@ class Learner:
         self.unpublished += len(ages)
         self.ring.end(slots, "T")
         self.claimed.clear()
-        found.cost_s += self._micro_batch() + self.times.learner_step_s
+        found.cost_s += self._micro_batch() + self.times.learner_step_s * self.pace
+        self.pace = self.noise.next()
         found.fired = found.freed = True
         if (self.step + 1) % self.topology.learner.publish_every == 0:
             found.cost_s += self.times.publish_s
@@ -140,6 +144,6 @@ class Learner:
             self.unpublished = 0
 
     def _micro_batch(self) -> float:
-        seconds = self.times.learner_token_s * self._pending_tokens
+        seconds = self.times.learner_token_s * self._pending_tokens * self.pace
         self._pending_tokens = self._pending_samples = 0
         return seconds

@@ -18,7 +18,11 @@ STATED = "assumed"
 
 @dataclass(frozen=True)
 class Times:
-    """All in seconds. `busy_share`: of an actor's own time, what its counters call busy (the rest is its loop)."""
+    """In seconds, but for spreads, which are standard deviations of a natural log: between actors (`speed_spread`), of
+    one actor over the time (`step_spread`), of the learner's work (`learner_spread`); none changes a mean.
+
+    `busy_share`: of an actor's own time, what its counters call busy (the rest is its loop).
+    """
 
     step_s: float = 0.004
     row_s: float = 0.00004
@@ -26,14 +30,15 @@ class Times:
     prefill_token_s: float = 0.000005
     weights_s: float = 0.002
     speed_spread: float = 0.0
+    step_spread: float = 0.0
     reward_s: float = 0.03
     learner_step_s: float = 0.01
     learner_token_s: float = 0.00003
     learner_group_s: float = 0.0003
     publish_s: float = 0.001
+    learner_spread: float = 0.0
     checkpoint_s: float = 0.05
     busy_share: float = 1.0
-    learner_busy_share: float = 1.0
     source: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:

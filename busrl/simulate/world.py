@@ -26,7 +26,7 @@ from busrl.roles.plan import make_plan
 from busrl.scheduling.credit import Admission, kept_back
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.predictors import Candidate
-from busrl.simulate.actors import Actors
+from busrl.simulate.actors import Actors, Noise
 from busrl.simulate.answers import Answers
 from busrl.simulate.feed import Feed
 from busrl.simulate.figures import Counts, Figures, figures
@@ -88,7 +88,8 @@ class World:
         self.lengths: dict[int, tuple[int, ...]] = {}
         streaming = topology.learner.updates_per_batch == 1 and not topology.learner.deterministic
         plan = make_plan(topology, self.limits, streaming=streaming)
-        self.learner = Learner(topology, plan, times, self.ring, self.counts, self.lengths)
+        noise = Noise(times.learner_spread, [seed, 4])
+        self.learner = Learner(topology, plan, times, self.ring, self.counts, noise, self.lengths)
         self.segment = segment_tokens(topology) if segment_length is None else segment_length
         self.now = 0.0
         self.next_admission = self.version_step = 0

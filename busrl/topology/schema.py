@@ -212,10 +212,13 @@ class Simulate:
     prefill_token_s: float = key(0.000005, "a token of its prompt, or of earlier segments", low=0, high=1e6)
     weights_s: float = key(0.002, "new weights stop a rollout process for this long", low=0, high=1e6)
     speed_spread: float = key(0.0, "how unequal rollout processes are: spread of the log of their times", low=0, high=3)
+    step_spread: float = key(0.0, "how its times vary from one quarter second to the next: spread of the log", low=0,
+                             high=3)  # fmt: skip
     reward_s: float = key(0.03, "mean time from the end of an answer to its reward", low=0, high=1e6)
     learner_step_s: float = key(0.01, "an optimiser step besides its tokens", low=0, high=1e6)
     learner_token_s: float = key(0.00003, "forward and backward of one trained token", low=0, high=1e6)
     learner_group_s: float = key(0.0003, "setting one group aside", low=0, high=1e6)
+    learner_spread: float = key(0.0, "how the learner's times vary from step to step: spread of the log", low=0, high=3)
     publish_s: float = key(0.001, "publishing a version", low=0, high=1e6)
     checkpoint_s: float = key(0.05, "writing a checkpoint", low=0, high=1e6)
     length_median: int = key(0, "median answer in tokens where there is no trace; 0 = max_new_tokens / 4",
