@@ -118,6 +118,16 @@ class RunPaths:
         return self.root / "decisions.jsonl"
 
     @property
+    def groups(self) -> Path:
+        """Lengths and rewards of every group that ended, for `busrl simulate --fit`."""
+        return self.root / "groups.jsonl"
+
+    @property
+    def pace(self) -> Path:
+        """Directory with a file per rollout process: how long its decoding steps took, for the same."""
+        return self.root / "pace"
+
+    @property
     def samples(self) -> Path:
         return self.root / "samples.jsonl"
 

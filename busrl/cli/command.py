@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from busrl.cli.arguments import add_simulate_arguments
 from busrl.cli.options import positive
 from busrl.errors import BugError, BusrlError, TopologyError
 
 EPILOG = """\
 A first run:     busrl launch configs/quickstart.toml
 Look before:     busrl check my.toml --set learner.lr=1e-4
+Try a schedule:  busrl simulate my.toml --actors 64 --sweep learner.trigger.n_min=16,32,64
 From outside:    busrl monitor           busrl status            busrl stop runs/NAME
 Afterwards:      busrl audit runs/NAME
 """
@@ -77,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     _add_monitor(verbs)
     _add_record(verbs)
     _add_replay(verbs)
+    _add_simulate(verbs)
     _verb(verbs, "version", version, "print the version of busrl and of what it uses")
     return top
 
@@ -196,6 +199,12 @@ def _add_replay(verbs: Verbs) -> None:
     made.add_argument("--info", action="store_true", help="say what the file holds, and publish nothing")
 
 
+def _add_simulate(verbs: Verbs) -> None:
+    text = "how a topology would run: throughput, busy shares, ages, waits, on as many actors as you like"
+    more = "Times and lengths are assumptions unless --fit or --trace say better; what was assumed is printed."
+    add_simulate_arguments(_verb(verbs, "simulate", simulate, text, more))
+
+
 # ----------------------------------------------------------------------------------------------------------- verbs
 
 
@@ -276,6 +285,12 @@ def replay(options: argparse.Namespace) -> int:
     from busrl.cli.replay import replay as publish
 
     return publish(options.file, options.speed, options.bind, options.frontend, options.wait, options.info)
+
+
+def simulate(options: argparse.Namespace) -> int:
+    from busrl.cli.simulate import simulate as play
+
+    return play(options)
 
 
 def version(options: argparse.Namespace) -> int:

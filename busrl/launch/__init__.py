@@ -59,8 +59,9 @@ def launch(
     if outcome.exit_code == 0 and report.errors:
         outcome = Outcome("failed", "the goal was reached, but the audit found errors", 1)
     summary = build(
-        outcome, running.progress, running.children, report, still_open, time.monotonic(), running.usage.summary()
-    )
+        outcome, running.progress, running.children, report, still_open, time.monotonic(), running.usage.summary(),
+        running.stays.summary(),
+    )  # fmt: skip
     write(opened.paths, summary)
     for line in final_lines(summary, report, opened.paths):
         display.say(line)

@@ -29,6 +29,7 @@ from busrl.launch.progress import Progress, first_line
 from busrl.launch.rundir import OpenRun
 from busrl.launch.shutdown import Ask, Shutdown
 from busrl.launch.signals import Signals
+from busrl.launch.stays import Stays
 from busrl.launch.strangers import Strangers
 from busrl.launch.summary import Outcome
 from busrl.launch.supervisor import Child, FairClock, Patience, Phase
@@ -63,7 +64,7 @@ class Launch:
         self._done: set[str] = set()
         self._watch = Watch(opened.ring)
         self._strangers = Strangers({*IMPLIED_ROLES, *SINGLE_ROLES} & self._processes.keys(), patience)
-        self.usage = Usage()
+        self.usage, self.stays = Usage(), Stays()
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
@@ -229,7 +230,9 @@ class Launch:
                 self._running[child.name].kill()
         self._look_at_strangers(passed)
         pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
-        self.usage.look(pids, self._watch.entries, self._run.ring.header("step"), now)
+        step, stats = self._run.ring.header("step"), self._run.ring.stats()
+        self.usage.look(pids, self._watch.entries, step, now)
+        self.stays.look(stats.occupancy, stats.transitions, step, now)
         self._picture(now)
 
     def _look_at_strangers(self, passed: float) -> None:

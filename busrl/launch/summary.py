@@ -35,8 +35,10 @@ def build(
     still_open: int,
     now: float,
     usage: dict[str, dict[str, Any]],
+    stays: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-    """The content of summary.json; `usage` as `Usage.summary` gives it, "launch" included."""
+    """The content of summary.json; `usage` as `Usage.summary` gives it, "launch" included; `stays` as
+    `Stays.summary` does."""
     reward = progress.recent_reward()
     return {
         "name": progress.name,
@@ -64,6 +66,7 @@ def build(
                 for child in children
             },
         },
+        "slots": stays,
         "faults": progress.faults,
         "open_samples": still_open,
         "audit": report.to_json() if report else None,

@@ -29,6 +29,7 @@ from busrl.roles.control import Control
 from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back
 from busrl.roles.history import History
 from busrl.roles.limits import admission_limits
+from busrl.roles.plan import make_plan
 from busrl.roles.publish import Publisher
 from busrl.roles.skew import Skew
 from busrl.roles.stepmetrics import StepMetrics
@@ -36,10 +37,8 @@ from busrl.roles.training_step import TrainingStep
 from busrl.roles.wave_claims import waves_of
 from busrl.roles.worth import Worth
 from busrl.scheduling.groups import GroupScanner, GroupView
-from busrl.scheduling.limits import Limits
-from busrl.scheduling.plan import Claim, Fire, LearnerPlan, SetAside, Wait
-from busrl.scheduling.staleness import Staleness
-from busrl.scheduling.trigger import Trigger
+from busrl.scheduling.plan import Claim, Fire, SetAside, Wait
+from busrl.scheduling.publication import publication_is_due
 from busrl.topology import Topology
 from busrl.topology.control import batch_varies, due
 
@@ -60,7 +59,8 @@ class Learner(Actor):
     def setup(self) -> None:
         self.config = self.topology.learner
         limits = admission_limits(self.topology)
-        self.plan = make_plan(self.topology, limits)
+        streaming = TrainingStep.streamable(self.config) and not self.config.deterministic
+        self.plan = make_plan(self.topology, limits, streaming=streaming)
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
@@ -221,10 +221,13 @@ class Learner(Actor):
         return False
 
     def _publication_is_due(self) -> bool:
-        """Unpublished groups hold credit: `publish_every` may keep it back only while enough for a step is left."""
-        unpublished = self.ring.header("unpublished_groups")
-        short = unpublished + self.plan.trigger.n_min > self.plan.window.B
-        return bool(unpublished) and (short or self.history.step % self.config.publish_every == 0)
+        return publication_is_due(
+            self.ring.header("unpublished_groups"),
+            self.history.step,
+            n_min=self.plan.trigger.n_min,
+            admitted=self.plan.window.B,
+            publish_every=self.config.publish_every,
+        )
 
     def _accumulate(self) -> None:
         groups, self.pending = self.pending, []
@@ -356,23 +359,6 @@ def checkpoint_is_due(topology: Topology, step: int, total: int, groups: int) ->
     if batch_varies(topology):
         return due(every * topology.learner.trigger.n_min, total - groups, total)
     return due(every, step - 1, step)
-
-
-def make_plan(topology: Topology, limits: Limits) -> LearnerPlan:
-    """The decisions of this topology; with `forced_age` the age of a batch is the experiment, and no rule bounds it."""
-    trigger, config = topology.learner.trigger, topology.learner
-    return LearnerPlan(
-        limits,
-        Trigger(
-            trigger.n_min,
-            limits.n_floor,
-            trigger.t_max / 1000,
-            sync=limits.sync,
-            count_ended=trigger.count == "ended",
-        ),
-        Staleness(None if config.forced_age else limits.max_staleness, topology.weights.over_age),
-        streaming=TrainingStep.streamable(config) and not config.deterministic,
-    )
 
 
 def main(run_dir: str, name: str) -> int:

@@ -32,6 +32,7 @@ from busrl.protocol.topics import topic
 from busrl.ring import SlotTooSmall, State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.limits import admission_limits
+from busrl.roles.pace import Pace
 from busrl.roles.segment_cuts import SegmentCuts
 from busrl.roles.trajectory import (
     UNREADABLE,
@@ -94,6 +95,7 @@ class Rollout(Actor):
         self._next_request = self._last_bell = 0.0
         self._behind_since = math.inf
         self._update_weights(wait=True)
+        self.pace = Pace(self.paths.pace, self.worker_id)
 
     def step(self) -> bool:
         self._update_weights()
@@ -101,15 +103,17 @@ class Rollout(Actor):
         self._request_tasks()
         if not self.engine.active:
             return False
-        begun = time.monotonic_ns()
+        begun, active = time.monotonic_ns(), self.engine.active
+        drawn = self.engine.drawing
         # Counted before they are drawn: a death in the middle of the step hides none.
-        self.ring.add(tokens=self.engine.drawing)
+        self.ring.add(tokens=drawn)
         finished = self.engine.step()
         whole = sum([self._commit(sequence) for sequence in finished])
         self._announce()
         busy_ns = time.monotonic_ns() - begun
         self.segments.stepped(busy_ns / 1e9)
         self.ring.add(busy_ns=busy_ns, samples=whole)
+        self.pace.stepped(active, drawn, busy_ns)
         return True
 
     def _announce(self) -> None:
@@ -128,7 +132,9 @@ class Rollout(Actor):
         self._ring_bells()
         seen = self.ring.transitions(State.QUEUED)
         if not self._take():
+            begun = time.monotonic_ns()
             self.ring.wait(State.QUEUED, seen, timeout_s)
+            self.pace.idled(time.monotonic_ns() - begun)
 
     def subscriptions(self) -> list[str]:
         return [*super().subscriptions(), topic(m.NewTask, self.worker_id)]
@@ -152,12 +158,14 @@ class Rollout(Actor):
             newest, _ = self.receiver.newest()
         if newest <= self.version:
             return
-        begun = time.monotonic()
+        begun = time.monotonic_ns()
         self.version, step = self.receiver.fetch(self.engine.parameters())
-        self.segments.fetched(time.monotonic() - begun)
+        self.segments.fetched((time.monotonic_ns() - begun) / 1e9)
         self.step_of[self.version] = step
         self.engine.set_weights(self.version, step)
         self.ring.set_version_seen(self.version)
+        if not wait:
+            self.pace.updated(time.monotonic_ns() - begun)
 
     def _wait_for_weights(self, version: int) -> None:
         """Wait for a version in short turns: the learner may be starting too, and the run may be told to end."""
@@ -187,6 +195,7 @@ class Rollout(Actor):
                 self.ring.mark_alone(slot, word)
         if taken:
             self.engine.add(self._requests(taken))
+            self.pace.joined += len(taken)
         return bool(taken)
 
     def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
@@ -338,6 +347,7 @@ class Rollout(Actor):
     def teardown(self) -> None:
         for slot, task in self.held.items():
             self.ring.release(slot, task.word, State.QUEUED)
+        self.pace.close()
         self.receiver.close()
 
 

@@ -37,6 +37,7 @@ class StepMetrics:
         self._told = _last_step(paths.metrics)
         self._metrics = LineFile(paths.metrics)
         self._samples = LineFile(paths.samples)
+        self._groups = LineFile(paths.groups)
         self._started: float | None = None
         self._last = time.monotonic()
         self._row: dict[str, Any] = {}
@@ -47,6 +48,7 @@ class StepMetrics:
         self._aside: Counter[str] = Counter()
         self._aside_rewards: list[float] = []
         self._aside_lengths: list[int] = []
+        self._ended: list[tuple[int, str, int, list[int], list[float]]] = []  # draw, fate, step of birth, each member
         self._waited: Counter[str] = Counter()
         self._waiting_for = "start"
         self._blocker: int | None = None
@@ -60,9 +62,12 @@ class StepMetrics:
 
     def set_aside(self, lines: npt.NDArray[Any], fate: str) -> None:
         """A group's survivors were dropped by a rule."""
+        rewards, lengths = lines["reward"].tolist(), lines["response_tokens"].tolist()
         self._aside[fate] += 1
-        self._aside_rewards += lines["reward"].tolist()
-        self._aside_lengths += lines["response_tokens"].tolist()
+        self._aside_rewards += rewards
+        self._aside_lengths += lengths
+        if rewards:
+            self._ended.append((int(lines["group"][0]), fate, int(lines["step"].min()), lengths, rewards))
 
     @property
     def groups_aside(self) -> int:
@@ -128,6 +133,7 @@ class StepMetrics:
             **more,
         }
         self._write(row, {"step": record.step, **sample})
+        self._write_groups(record.step, groups)
         self._row, self._last, self.checkpoint_s = row, now, 0.0
         self._clear()
         return row
@@ -153,6 +159,19 @@ class StepMetrics:
             self._metrics.append(msgspec.json.encode(row))
             self._samples.append(msgspec.json.encode(sample))
 
+    def _write_groups(self, step: int, groups: Sequence[Claimed]) -> None:
+        """Lengths and rewards of all groups that ended since the last step: what a simulation draws from."""
+        for group in groups:
+            lengths = [len(record.token_ids) // 4 for record in group.records]
+            self._ended.append((group.group, "T", group.step, lengths, group.rewards.tolist()))
+        draws, fates, born, lengths_of, rewards_of = zip(*self._ended)
+        row = {
+            "step": step, "draws": draws, "fates": "".join(fates), "born": born, "lengths": lengths_of,
+            "rewards": rewards_of,
+        }  # fmt: skip
+        with contextlib.suppress(MachineError, OSError):
+            self._groups.append(msgspec.json.encode(row))
+
     def update(self, more: Mapping[str, float]) -> dict[str, Any]:
         """Fields of LEARNER_STATE_UPDATE for the step just written, and numbers that hold from now on."""
         row = self._row
@@ -173,6 +192,7 @@ class StepMetrics:
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
+        self._groups.close()
 
 
 def _last_step(path: Path) -> int:

@@ -304,6 +304,33 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Simulate:
+    """[simulate]: what `busrl simulate` assumes, times in seconds; a run never reads it, --fit takes its place."""
+
+    actors: int = key(0, "rollout processes; 0 = as many as the topology starts", low=0, high=1 << 20)
+    step_s: float = key(0.004, "a decoding step of a rollout process ...", low=0, high=1e6)
+    row_s: float = key(0.00004, "... and more for each sequence that it runs", low=0, high=1e6)
+    sequence_s: float = key(0.0002, "a sequence that joins or leaves", low=0, high=1e6)
+    prefill_token_s: float = key(0.000005, "a token of its prompt, or of earlier segments", low=0, high=1e6)
+    weights_s: float = key(0.002, "new weights stop a rollout process for this long", low=0, high=1e6)
+    speed_spread: float = key(0.0, "how unequal rollout processes are: spread of the log of their times", low=0, high=3)
+    step_spread: float = key(0.0, "how its times vary from one quarter second to the next: spread of the log", low=0,
+                             high=3)  # fmt: skip
+    reward_s: float = key(0.03, "mean time from the end of an answer to its reward", low=0, high=1e6)
+    learner_step_s: float = key(0.01, "an optimiser step besides its tokens", low=0, high=1e6)
+    learner_token_s: float = key(0.00003, "forward and backward of one trained token", low=0, high=1e6)
+    learner_group_s: float = key(0.0003, "setting one group aside", low=0, high=1e6)
+    learner_spread: float = key(0.0, "how the learner's times vary from step to step: spread of the log", low=0, high=3)
+    publish_s: float = key(0.001, "publishing a version", low=0, high=1e6)
+    checkpoint_s: float = key(0.05, "writing a checkpoint", low=0, high=1e6)
+    length_median: int = key(0, "median answer in tokens where there is no trace; 0 = max_new_tokens / 4",
+                             low=0, high=1 << 20)  # fmt: skip
+    flat_share: float = key(0.2, "share of the groups whose rewards are all equal, where a trace has no rewards",
+                            low=0, high=1, open_high=True)  # fmt: skip
+    oracle: bool = key(False, "the policy is told the true lengths instead of predictions")
+
+
+@dataclass(frozen=True)
 class BusFault:
     """[[faults.bus]]: trouble for messages; the first entry that fits a message decides about it."""
 
@@ -424,6 +451,7 @@ class Topology:
     faults: Faults = field(default_factory=Faults)
     mock: Mock = field(default_factory=Mock)
     segments: Segments = field(default_factory=Segments)
+    simulate: Simulate = field(default_factory=Simulate)
     source: str = ""
     overrides: tuple[str, ...] = ()
 

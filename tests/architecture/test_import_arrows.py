@@ -37,8 +37,12 @@ ARROWS: dict[str, set[str]] = {
         "topology", "training", "inference", "weights", "quickstart", "keys", "faults", "gateway",
     },
     "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart", "faults", "gateway"},
+    "simulate": {"errors", "paths", "topology", "scheduling", "data", "ledger", "roles"},
     "monitor": {"errors", "paths", "protocol", "ring", "bus", "scheduling", "launch"},
-    "cli": {"errors", "paths", "topology", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor", "data"},
+    "cli": {
+        "errors", "paths", "topology", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor", "data",
+        "simulate", "roles",
+    },
 }  # fmt: skip
 TORCH_ALLOWED = {"algorithms", "training", "inference", "weights", "quickstart"}
 TORCH_ROLES = {"rollout", "learner", "training_step", "publish"}
@@ -94,7 +98,7 @@ def test_busrl_imports_no_pickle_anywhere() -> None:
 LIGHT = [
     "busrl.cli", "busrl.launch", "busrl.launch.status", "busrl.roles.bus", "busrl.roles.keeper",
     "busrl.roles.scheduler", "busrl.roles.reward", "busrl.roles.validator", "busrl.topology", "busrl.ledger.audit",
-    "busrl.monitor.live",
+    "busrl.monitor.live", "busrl.cli.simulate",
 ]  # fmt: skip
 
 

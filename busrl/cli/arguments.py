@@ -1,0 +1,30 @@
+"""Arguments of verbs that have many, apart from `command.py`, which stays one page per verb.
+
+Loads nothing but argparse: `busrl --help` must be quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_simulate_arguments(made: argparse.ArgumentParser) -> None:
+    """Of `busrl simulate`."""
+    add = made.add_argument
+    add("topology", nargs="?", type=Path, metavar="TOPOLOGY", help="topology file (.toml)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key")
+    add("--actors", type=int, metavar="N", help="rollout processes (default: as the topology says)")
+    add("--trace", type=Path, metavar="FILE", help="prompts with the lengths of their answers (JSONL)")
+    add("--fit", type=Path, metavar="RUN_DIR", help="times, lengths and rewards of a finished run")
+    add("--sweep", action="append", default=[], metavar="KEY=A,B,C", help="simulate with each value; may be repeated")
+    add("--steps", type=int, metavar="S", help="optimiser steps (default: run.max_steps)")
+    add("--seed", type=int, metavar="N", help="of all that happens by chance (default: run.seed)")
+    add("--out", type=Path, metavar="DIR", help="where a sweep writes its table and picture (default: simulated/NAME)")
+    add("--json", action="store_true", help="print JSON")
+    add("--generate", type=Path, metavar="FILE", help="write a long-tailed trace and leave")
+    add("--prompts", type=int, default=2048, metavar="N", help="with --generate: its lines (default 2048)")
+    add("--group-size", type=int, default=8, metavar="G", help="with --generate: answers per prompt (default 8)")
+    add("--median", type=float, default=400.0, metavar="T", help="with --generate: median length (default 400)")
+    add("--limit", type=int, default=8192, metavar="T", help="with --generate: longest answer (default 8192)")
+    add("--arrivals", type=float, default=0.0, metavar="R", help="with --generate: prompts per second, 0 = all at once")

@@ -1,0 +1,29 @@
+"""The learner's decisions as a topology asks for them, for the live learner and for the simulated one. Pure."""
+
+from __future__ import annotations
+
+from busrl.scheduling.limits import Limits
+from busrl.scheduling.plan import LearnerPlan
+from busrl.scheduling.staleness import Staleness
+from busrl.scheduling.trigger import Trigger
+from busrl.topology import Topology
+
+
+def make_plan(topology: Topology, limits: Limits, *, streaming: bool) -> LearnerPlan:
+    """The decisions of this topology; with `forced_age` the age of a batch is the experiment, and no rule bounds it.
+
+    `streaming`: micro-batches may run before the whole step is known.
+    """
+    trigger, config = topology.learner.trigger, topology.learner
+    return LearnerPlan(
+        limits,
+        Trigger(
+            trigger.n_min,
+            limits.n_floor,
+            trigger.t_max / 1000,
+            sync=limits.sync,
+            count_ended=trigger.count == "ended",
+        ),
+        Staleness(None if config.forced_age else limits.max_staleness, topology.weights.over_age),
+        streaming=streaming,
+    )

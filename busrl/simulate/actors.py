@@ -1,0 +1,200 @@
+"""Actors that generate: continuous batching in rows, with decoding steps whose length grows with what is running.
+
+Given a clock value with every call; says when it next wants to be called. An actor's time is kept in decoding steps,
+not in tokens: between two events its step time is constant, so nothing has to be done for a token. Talks to the ring
+only through what it is handed. Knows nothing of groups, policies or the learner.
+
+- A sequence of n tokens that joins at step k ends at step k + n; the next event is the smallest such end.
+- New weights interrupt every running actor once, for weights_s. That is settled when the actor is next looked at, which
+  gives the same times as settling it at once.
+- Busy time, stalls and idle time add up to the time that has passed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from busrl.simulate.times import Times
+
+PACE_S = 0.25  # an actor keeps its pace for so long: the interval over which a fit measures it
+
+
+class Noise:
+    """Log-normal factors on times, drawn many at a time; 1 without a spread.
+
+    Their mean is 1 if each is for a piece of work, and that of their inverses if each is for a stretch of time
+    (`by_time`): in both cases the same work takes as long as without noise in the long run.
+    """
+
+    def __init__(self, spread: float, seed: Sequence[int], *, by_time: bool = False) -> None:
+        self.spread, self.mean = spread, (0.5 if by_time else -0.5) * spread**2
+        self._random = np.random.default_rng(list(seed))
+        self._drawn: list[float] = []
+
+    def next(self) -> float:
+        if not self.spread:
+            return 1.0
+        if not self._drawn:
+            self._drawn = np.exp(self._random.normal(self.mean, self.spread, 1024)).tolist()
+        return self._drawn.pop()
+
+
+@dataclass
+class Actor:
+    """`at`: time up to which `steps` is counted; `pace`: factor on all its times now, `speed` on average."""
+
+    speed: float = 1.0
+    pace: float = 1.0
+    paced: float = 0.0  # when `pace` was drawn
+    at: float = 0.0
+    steps: int = 0
+    active: int = 0
+    ends: list[tuple[int, int]] = field(default_factory=list)  # heap of (step, slot)
+    seen: int = 0  # publications that it was stalled by, or was idle for
+    stamp: int = 0  # of its one event that counts
+    busy_s: float = 0.0
+    stalled_s: float = 0.0
+
+
+class Actors:
+    """All actors of a run. `event` is called with (time, index, stamp) for each next event."""
+
+    def __init__(self, count: int, rows: int, times: Times, seed: int) -> None:
+        if count < 1 or rows < 1:
+            raise ValueError(f"{count} actors of {rows} rows: must be >= 1 each")
+        random = np.random.default_rng([seed, 1])
+        speeds = np.exp(random.normal(0.0, times.speed_spread, count)) if times.speed_spread else np.ones(count)
+        self.all = [Actor(float(speed), float(speed)) for speed in speeds]
+        self.noise = Noise(times.step_spread, [seed, 3], by_time=True)
+        self.rows, self.times = rows, times
+        self.step_time = times.decoding(rows)
+        self.published: list[float] = []  # times of publications
+        self.idle: deque[int] = deque(range(count))  # those without any sequence, the longest idle first
+        self._idle_set = set(self.idle)
+        self.partly: dict[int, None] = {}  # those that run some, and have room
+
+    # -- sequences ------------------------------------------------------------------------------------------------
+
+    def room(self, index: int) -> int:
+        """Sequences that may still join."""
+        return self.rows - self.all[index].active
+
+    def add(self, index: int, now: float, joining: list[tuple[int, int]], prefill_tokens: int) -> float:
+        """Let (slot, tokens) join at the end of the present step; the time of the next event."""
+        actor, times = self.all[index], self.times
+        if not actor.active:
+            actor.at, actor.seen = now, len(self.published)
+        else:
+            self._catch_up(actor, now)
+        cost = actor.pace * (times.sequence_s * len(joining) + times.prefill_token_s * prefill_tokens)
+        actor.at += cost
+        actor.busy_s += cost
+        for slot, tokens in joining:
+            heapq.heappush(actor.ends, (actor.steps + tokens, slot))
+        actor.active += len(joining)
+        self.sort_in(index)
+        self._draw_pace(actor)
+        return self.next_event(index)
+
+    def finish(self, index: int, now: float) -> list[int] | None:
+        """The slots whose sequences end now; None if weights have come in between, so that they end later.
+
+        Call `add` or `sort_in` afterwards: it has room now.
+        """
+        actor = self.all[index]
+        if self._stall(actor, now):
+            return None
+        step = actor.ends[0][0]
+        self._advance(actor, step - actor.steps)
+        done = []
+        while actor.ends and actor.ends[0][0] == step:
+            done.append(heapq.heappop(actor.ends)[1])
+        actor.active -= len(done)
+        self._draw_pace(actor)
+        return done
+
+    def next_event(self, index: int) -> float:
+        """When its next sequence ends, and a new stamp for that event; infinity if nothing runs."""
+        actor = self.all[index]
+        actor.stamp += 1
+        if not actor.ends:
+            return math.inf
+        return actor.at + (actor.ends[0][0] - actor.steps) * self.step_time[actor.active] * actor.pace
+
+    def waiting(self) -> int | None:
+        """An actor that has room, idle ones first; None if there is none."""
+        while self.idle:
+            if self.idle[0] in self._idle_set:
+                return self.idle[0]
+            self.idle.popleft()
+        return next(iter(self.partly), None)
+
+    def sort_in(self, index: int) -> None:
+        """Note whether an actor has room."""
+        active = self.all[index].active
+        if 0 < active < self.rows:
+            self.partly[index] = None
+        else:
+            self.partly.pop(index, None)
+        if active:
+            self._idle_set.discard(index)
+        elif index not in self._idle_set:
+            self._idle_set.add(index)
+            self.idle.append(index)
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def publish(self, now: float) -> None:
+        self.published.append(now)
+
+    def settle(self, now: float) -> None:
+        """Count everything up to `now`, for the figures; the run is over."""
+        for actor in self.all:
+            if not actor.active:
+                continue
+            stalled = actor.stalled_s
+            self._stall(actor, now)
+            whole = (now - actor.at) / (self.step_time[actor.active] * actor.pace)
+            self._advance(actor, max(0, math.floor(whole)))
+            over = max(0.0, actor.at - now)  # a stall or a prefill that reaches beyond the end
+            late = min(over, actor.stalled_s - stalled)
+            actor.stalled_s -= late
+            actor.busy_s -= over - late
+
+    # -- internals ------------------------------------------------------------------------------------------------
+
+    def _draw_pace(self, actor: Actor) -> None:
+        """A new pace every PACE_S. Only when everything is counted up to `at`: what is past keeps the old one."""
+        if self.noise.spread and actor.at >= actor.paced + PACE_S:
+            actor.paced, actor.pace = actor.at, actor.speed * self.noise.next()
+
+    def _stall(self, actor: Actor, now: float) -> bool:
+        """Take the time of publications that came while it ran; whether there were any."""
+        new = len(self.published) - actor.seen
+        if new <= 0:
+            return False
+        actor.seen = len(self.published)
+        lost = new * self.times.weights_s * actor.pace
+        actor.at += lost
+        actor.stalled_s += lost
+        return lost > 0
+
+    def _catch_up(self, actor: Actor, now: float) -> None:
+        """Count the steps up to the end of the one under way at `now`."""
+        self._stall(actor, now)
+        duration = self.step_time[actor.active] * actor.pace
+        passed = math.ceil((now - actor.at) / duration - 1e-9)
+        # Whoever ends at that step is counted by its own event.
+        self._advance(actor, min(max(0, passed), actor.ends[0][0] - actor.steps))
+
+    def _advance(self, actor: Actor, steps: int) -> None:
+        spent = steps * self.step_time[actor.active] * actor.pace
+        actor.steps += steps
+        actor.at += spent
+        actor.busy_s += spent

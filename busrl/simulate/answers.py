@@ -1,0 +1,136 @@
+"""What the answers to a draw will be: their lengths and rewards, from a trace, from a recorded run, or made up.
+
+Talks to nothing but what it is given; same arguments, same answers. Knows nothing of time, slots or policies.
+
+- A draw's answers do not depend on when they are asked for, but for a recorded run, where they follow the learner's
+  step: a policy that learns gives shorter answers and more groups without a signal.
+- A length is at least 1 and at most the limit of the topology.
+"""
+
+from __future__ import annotations
+
+import bisect
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from busrl.data.trace import Task
+
+WINDOW_STEPS = 5  # a recorded group stands for the steps this close to its own
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All members of one group: tokens and reward of each."""
+
+    lengths: tuple[int, ...]
+    rewards: tuple[float, ...]
+
+
+class Answers(Protocol):
+    """Where the simulator gets its samples from."""
+
+    name: str
+
+    def prompt(self, draw: int) -> Task | None:
+        """Prompt, tag and arrival of a draw; None after the last one."""
+        ...
+
+    def answer(self, draw: int, step: int) -> Answer:
+        """Lengths and rewards of the group of a draw that is opened after `step` optimiser steps."""
+        ...
+
+
+class TraceAnswers:
+    """The lines of a trace in the order in which a run would draw them."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        group_size: int,
+        limit: int,
+        *,
+        order: Callable[[int], int] | None = None,
+        flat_share: float = 0.0,
+        seed: int = 0,
+        endless: bool = True,
+        name: str = "trace",
+    ) -> None:
+        self.tasks, self.size, self.limit, self.name = tasks, group_size, limit, name
+        self.order = order or (lambda draw: draw % len(tasks))
+        self.flat_share, self.seed, self.endless = flat_share, seed, endless
+        self._known: dict[int, Answer] = {}  # task -> its answers, with rewards as if the group were not flat
+
+    def prompt(self, draw: int) -> Task | None:
+        if not self.endless and draw >= len(self.tasks):
+            return None
+        return self.tasks[self.order(draw)]
+
+    def answer(self, draw: int, step: int) -> Answer:
+        index = self.order(draw)
+        found = self._known.get(index) or self._known.setdefault(index, self._make(self.tasks[index]))
+        if self.tasks[index].rewards or chance(self.seed, draw) >= self.flat_share:
+            return found
+        return Answer(found.lengths, (1.0,) * self.size)
+
+    def _make(self, task: Task) -> Answer:
+        members = range(self.size)
+        lengths = tuple(min(task.length(m), self.limit) for m in members)
+        rewards = (task.reward(m) or 0.0 for m in members) if task.rewards else (float(m % 2) for m in members)
+        return Answer(lengths, tuple(rewards))
+
+
+def chance(seed: int, draw: int) -> float:
+    """A number in [0, 1) that depends on both alone; a generator for each draw would cost as much as the rest."""
+    return zlib.crc32(b"%d %d" % (draw, seed)) / 2**32
+
+
+@dataclass
+class Recorded:
+    """One group of a recorded run, as groups.jsonl tells it. `step`: of the weights that it was admitted with."""
+
+    step: int
+    line: int
+    lengths: tuple[int, ...]
+    rewards: tuple[float, ...]
+
+
+@dataclass
+class RecordedAnswers:
+    """Groups of a recorded run. A draw gets the group of the same prompt if one was seen at about that step, else any
+    group of about that step: lengths and rewards move on with training as they did there."""
+
+    groups: Sequence[Recorded]
+    size: int
+    limit: int
+    line_of: Callable[[int], int]
+    text_of: Callable[[int], Task]
+    seed: int = 0
+    name: str = "recorded run"
+    _by_line: dict[int, list[int]] = field(init=False, default_factory=dict)
+    _steps: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.groups = sorted(self.groups, key=lambda group: group.step)
+        self._steps = [group.step for group in self.groups]
+        for i, group in enumerate(self.groups):
+            self._by_line.setdefault(group.line, []).append(i)
+
+    def prompt(self, draw: int) -> Task | None:
+        return self.text_of(draw)
+
+    def answer(self, draw: int, step: int) -> Answer:
+        wanted = min(step, self._steps[-1])
+        same = min(self._by_line.get(self.line_of(draw), ()), key=lambda i: abs(self._steps[i] - wanted), default=-1)
+        if same < 0 or abs(self._steps[same] - wanted) > WINDOW_STEPS:
+            low = bisect.bisect_left(self._steps, wanted - WINDOW_STEPS // 2)
+            high = max(low + 1, bisect.bisect_right(self._steps, wanted + WINDOW_STEPS // 2))
+            low = min(low, len(self._steps) - 1)
+            same = low + int(chance(self.seed, draw) * (min(high, len(self._steps)) - low))
+        group = self.groups[same]
+        members = range(self.size)
+        return Answer(
+            tuple(min(group.lengths[m % len(group.lengths)], self.limit) for m in members),
+            tuple(group.rewards[m % len(group.rewards)] for m in members),
+        )

@@ -1,0 +1,229 @@
+"""Service times and answers of a finished run, from the files that it left.
+
+Reads topology.json, metrics.jsonl, groups.jsonl, pace/*.jsonl and summary.json of a run directory; changes nothing.
+Knows nothing of how a simulation goes.
+
+actors    wall time without waits, over intervals of a quarter second ~ step_s x steps + row_s x tokens + sequence_s x
+          joined: least squares without negative numbers
+learner   seconds of a step without waits ~ learner_step_s + learner_token_s x tokens + learner_group_s x set aside
+rewards   Little's law: mean slots in GENERATED and REWARDING over the samples that passed through per second
+answers   lengths and rewards of every group that ended, by prompt and by the step of the weights they began with
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.data.stream import JsonlStream
+from busrl.data.trace import Task
+from busrl.errors import DataError, NoSuchRun, UserError
+from busrl.paths import RunPaths
+from busrl.simulate.answers import Recorded, RecordedAnswers
+from busrl.simulate.times import Times
+from busrl.topology import Topology
+from busrl.topology.schema import TINY
+
+Floats = npt.NDArray[np.float64]
+LEAST_INTERVALS = 8  # of a rollout process, with at least one decoding step each
+LEAST_STEPS = 5  # of the learner
+
+
+@dataclass(frozen=True)
+class Line:
+    """A least-squares fit: the numbers, by how much single observations are off (mean over mean), and the spread of
+    the log-normal factor that would do that."""
+
+    values: tuple[float, ...]
+    error: float
+    spread: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a run teaches. `notes`: what was fitted from what, with its error, for people."""
+
+    run_dir: Path
+    topology: Topology
+    times: Times
+    groups: tuple[Recorded, ...]
+    notes: tuple[str, ...]
+
+    def answers(self, topology: Topology, seed: int) -> RecordedAnswers:
+        """The recorded groups, for the draws of `topology`."""
+        same = topology.data.train in (self.topology.data.train,) or topology.data.train.startswith(TINY)
+        path = self.topology.data.train if same else topology.data.train
+        data = topology.data
+        stream = JsonlStream(path, topology.run.seed, data.shuffle, data.prompt_key)
+        return RecordedAnswers(
+            self.groups,
+            topology.groups.size,
+            topology.generation.max_new_tokens,
+            line_of=(lambda draw: stream.item(draw).index) if same else lambda draw: -1,
+            text_of=lambda draw: task_of(stream, draw),
+            seed=seed,
+        )
+
+
+def fit(run_dir: str | Path) -> Fitted:
+    """Everything that a run teaches; `UserError` names the file that is missing or too short."""
+    paths = RunPaths.of(run_dir)
+    if not paths.topology.is_file():
+        raise NoSuchRun(f"{run_dir}: not a run directory (no topology.json); give the --run-dir of a finished run")
+    topology = Topology.from_json(paths.topology.read_text())
+    values: dict[str, float] = {}
+    notes: list[str] = []
+    for part in (_actors(paths), _learner(paths), _rewards(paths)):
+        values.update(part[0])
+        notes.append(part[1])
+    groups = _groups(paths, topology)
+    notes.append(f"answers: {len(groups)} groups of {sum(len(g.lengths) for g in groups)} samples by prompt and step")
+    times = Times().with_source(dict.fromkeys(values, f"fitted, {paths.root.name}"), **values)
+    return Fitted(paths.root, topology, times, groups, tuple(notes))
+
+
+def task_of(stream: JsonlStream, draw: int) -> Task:
+    """A draw as policies see it."""
+    record = stream.record(stream.item(draw))
+    return Task(str(record[stream.prompt_key]), (1,), tag=str(record.get("tag", "")))
+
+
+# ------------------------------------------------------------------------------------------------------- the parts
+
+
+def _actors(paths: RunPaths) -> tuple[dict[str, float], str]:
+    found = {path.stem: _rows(path) for path in sorted(paths.pace.glob("*.jsonl"))} if paths.pace.is_dir() else {}
+    rows = [(name, row) for name, some in found.items() for row in some if row["steps"]]
+    if len(rows) < LEAST_INTERVALS:
+        raise _missing(paths.pace, f"{len(rows)} intervals with decoding steps, at least {LEAST_INTERVALS} are needed")
+    at_work = np.array([row["wall_s"] - row["idle_s"] - row["weights_s"] for _, row in rows])
+    sums = np.array([[row["steps"], row["tokens"], row["joined"]] for _, row in rows], np.float64)
+    line = nonnegative(sums, at_work)
+    updates = sum(row["updates"] for some in found.values() for row in some)
+    values = {
+        "step_s": line.values[0],
+        "row_s": line.values[1],
+        "sequence_s": line.values[2],
+        "prefill_token_s": 0.0,
+        "weights_s": sum(row["weights_s"] for some in found.values() for row in some) / max(1, updates),
+        "busy_share": float(min(1.0, sum(row["step_s"] for _, row in rows) / at_work.sum())),
+        "step_spread": line.spread,
+        "speed_spread": _spread(line, sums, at_work, [name for name, _ in rows]),
+    }
+    text = (
+        f"actors: a step takes {1e3 * values['step_s']:.3g} ms + {1e6 * values['row_s']:.3g} us per row, a sequence "
+        f"{1e6 * values['sequence_s']:.3g} us ({line.count} intervals of {len(found)} processes, "
+        f"error {line.error:.0%})"
+    )
+    return values, text
+
+
+def _spread(line: Line, sums: Floats, seconds: Floats, names: Sequence[str]) -> float:
+    """How much processes differ: spread of the log of measured over expected time, by process."""
+    expected = sums @ np.array(line.values)
+    by = np.array(names)
+    factors = [seconds[by == name].sum() / max(1e-12, expected[by == name].sum()) for name in dict.fromkeys(names)]
+    return float(np.std(np.log(factors)))
+
+
+def _learner(paths: RunPaths) -> tuple[dict[str, float], str]:
+    rows = [row for row in _rows(paths.metrics) if not row.get("replayed") and row["step"] > 1]
+    if len(rows) < LEAST_STEPS:
+        raise _missing(paths.metrics, f"{len(rows)} steps after the first, at least {LEAST_STEPS} are needed")
+    publish = float(np.mean([row["publish_s"] for row in rows]))
+    checkpoints = [row["checkpoint_s"] for row in rows if row["checkpoint_s"] > 0]
+    busy = [row["seconds"] - sum(row["wait_s"].values()) - row["publish_s"] - row["checkpoint_s"] for row in rows]
+    sums = [[1.0, row["tokens"], row["groups_ended"] - row["groups"]] for row in rows]
+    line = nonnegative(np.array(sums, np.float64), np.array(busy))
+    values = {
+        "learner_step_s": line.values[0],
+        "learner_token_s": line.values[1],
+        "learner_group_s": line.values[2],
+        "learner_spread": line.spread,
+        "publish_s": publish,
+        "checkpoint_s": float(np.mean(checkpoints)) if checkpoints else 0.0,
+    }
+    text = (
+        f"learner: a step takes {1e3 * line.values[0]:.3g} ms + {1e6 * line.values[1]:.3g} us per token + "
+        f"{1e6 * line.values[2]:.3g} us per group set aside ({line.count} steps, error {line.error:.0%}); "
+        f"publishing {1e3 * publish:.3g} ms"
+    )
+    return values, text
+
+
+def _rewards(paths: RunPaths) -> tuple[dict[str, float], str]:
+    if not paths.summary.is_file():
+        raise _missing(paths.summary, "there is no such file: it is written when a run ends in order")
+    slots = json.loads(paths.summary.read_bytes()).get("slots") or {}
+    if not {"generated", "rewarding"} <= set(slots):
+        raise _missing(paths.summary, "no `slots` in it: the run was too short, or made by an older busrl")
+    seconds = float(slots["generated"]["stay_s"] + slots["rewarding"]["stay_s"])
+    return {"reward_s": seconds}, f"rewards: {1e3 * seconds:.3g} ms after the answer (mean slots over throughput)"
+
+
+def _groups(paths: RunPaths, topology: Topology) -> tuple[Recorded, ...]:
+    rows = _rows(paths.groups)
+    if not rows:
+        raise _missing(paths.groups, "no line in it: no step was made, or the run was made by an older busrl")
+    data = topology.data
+    try:
+        with JsonlStream(data.train, topology.run.seed, data.shuffle, data.prompt_key) as stream:
+            return tuple(
+                Recorded(born, stream.item(draw).index, tuple(lengths), tuple(rewards))
+                for row in rows
+                for draw, born, lengths, rewards in zip(row["draws"], row["born"], row["lengths"], row["rewards"])
+            )
+    except DataError as problem:
+        raise UserError(f"{paths.root}: its prompts can not be read any more: {problem}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------- helpers
+
+
+def nonnegative(sums: Floats, seconds: Floats) -> Line:
+    """Least squares with all numbers >= 0: the best over all subsets of the columns, then scaled so that the total is
+    that of the observations, on which throughput hangs. `sums` [n, k], k small."""
+    columns = range(sums.shape[1])
+    best: tuple[float, tuple[float, ...]] = (float("inf"), (0.0,) * len(columns))
+    scale = np.maximum(sums.max(axis=0), 1e-12)
+    for size in range(1, len(columns) + 1):
+        for chosen in combinations(columns, size):
+            part = sums[:, chosen] / scale[list(chosen)]
+            solved = np.linalg.lstsq(part, seconds, rcond=None)[0]
+            if (solved < 0).any():
+                continue
+            left = float(((part @ solved - seconds) ** 2).sum())
+            if left < best[0]:
+                values = np.zeros(len(columns))
+                values[list(chosen)] = solved / scale[list(chosen)]
+                best = left, tuple(values.tolist())
+    factor = float(seconds.sum() / max(1e-12, float((sums @ np.array(best[1])).sum())))
+    found = tuple(factor * value for value in best[1])
+    expected = sums @ np.array(found)
+    error = float(np.abs(expected - seconds).mean() / max(1e-12, seconds.mean()))
+    varies = float(((seconds - expected) ** 2).sum() / max(1e-24, float((expected**2).sum())))
+    return Line(found, error, float(np.sqrt(np.log1p(varies))), len(seconds))
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that grew; none if there is no file."""
+    if not path.is_file():
+        return []
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    try:
+        return [msgspec.json.decode(line) for line in whole.splitlines() if line]
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path}: a line is not JSON ({error}); was it edited? Fit another run") from None
+
+
+def _missing(path: Path, what: str) -> UserError:
+    return UserError(f"{path}: {what}; give a run of this busrl that made at least {LEAST_STEPS + 1} steps and ended")

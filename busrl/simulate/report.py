@@ -1,0 +1,150 @@
+"""The figures of a simulated run as text for people: a page for one run, a table for a sweep.
+
+Pure: figures in, text out. Knows nothing of how they came about.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from busrl.scheduling.limits import Limits
+from busrl.simulate.figures import Figures
+from busrl.simulate.settings import Setting
+from busrl.topology import Topology
+
+FATES = {"f": "flat", "o": "too old", "i": "incomplete"}
+BUSY, IDLE = 0.9, 0.8  # busy shares above which something is the bottleneck, and below which it is not
+STALLED = 0.05
+SKEWED = 0.9
+COLUMNS = (
+    "samples/s", "tokens/s", "s/step", "learner busy", "rollout busy", "stalled", "age mean", "age max",
+    "taken p99 s", "answered s", "group p99 s", "skew",
+)  # fmt: skip
+
+
+def page(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float) -> str:
+    """Everything about one run."""
+    lines = [*_head(topology, limits, setting, found, took_s), "", *_body(found), ""]
+    lines += [f"  {line}" for line in advice(topology, limits, setting, found)]
+    lines += ["", *_origin(topology, setting)]
+    return "\n".join(lines) + "\n"
+
+
+def _head(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float) -> list[str]:
+    rows = topology.generation.max_batch
+    return [
+        f"{topology.run.name}, simulated: {setting.actors} rollout x {rows} rows, {limits.mode}, "
+        f"B = {limits.B} groups of {limits.group_size}, n_min = {limits.n_min}, policy {topology.scheduler.policy}",
+        f"{found.steps} steps and {found.tasks} samples in {_seconds(found.seconds)} of virtual time "
+        f"({took_s:.1f} s here, seed {setting.seed})",
+    ]
+
+
+def _body(found: Figures) -> list[str]:
+    waits = sorted(found.learner_waited.items(), key=lambda item: -item[1])
+    waited = ", ".join(f"{reason} {share:.0%}" for reason, share in waits if share >= 0.005) or "nothing"
+    ages = ", ".join(f"{age}: {share:.0%}" for age, share in found.ages.items())
+    aside = ", ".join(f"{count} {FATES.get(fate, fate)}" for fate, count in found.set_aside.items()) or "none"
+    causes = ", ".join(f"{cause} {count}" for cause, count in found.causes.items())
+    return [
+        f"throughput  {_short(found.samples_per_s)} samples/s and {_short(found.tokens_per_s)} tokens/s trained, "
+        f"{_short(found.generated_tokens_per_s)} tokens/s generated, {_seconds(found.step_s)} per step",
+        f"learner     {found.learner_busy:.0%} busy; waits for: {waited}; steps by {causes}",
+        f"rollout     {found.actors_busy:.0%} busy (least {found.actors_busy_least:.0%}, most "
+        f"{found.actors_busy_most:.0%}); stopped by new weights {found.actors_stalled:.1%}",
+        f"age         {found.age_mean:.2f} steps (most {found.age_max}); groups by age: {ages}",
+        f"waiting     an answer is begun after {_seconds(found.queued_p50_s)} (p99 {_seconds(found.queued_p99_s)}), "
+        f"has its reward after {_seconds(found.completion_mean_s)} (p99 {_seconds(found.completion_p99_s)}); "
+        f"a group after {_seconds(found.group_p50_s)} (p99 {_seconds(found.group_p99_s)})",
+        f"lengths     drawn {found.length_drawn:.1f} (p95 {found.length_drawn_p95:.0f}), trained "
+        f"{found.length_consumed:.1f} (p95 {found.length_consumed_p95:.0f}); skew {found.skew:.2f}",
+        f"set aside   groups: {aside}",
+    ]
+
+
+def advice(topology: Topology, limits: Limits, setting: Setting, found: Figures) -> list[str]:
+    """What limits the run, and which keys move it."""
+    said = []
+    rows, slots = setting.actors * topology.generation.max_batch, limits.B * limits.group_size
+    if found.learner_busy >= BUSY:
+        said.append("The learner is the bottleneck: more rollout processes would only wait.")
+    elif found.actors_busy >= BUSY:
+        more = max(setting.actors + 1, round(setting.actors * 0.95 / max(found.learner_busy, 0.05)))
+        said.append(f"Generation is the bottleneck; try --actors {more}.")
+    elif limits.sync:
+        said.append("Rounds: learner and rollout wait for each other; weights.mode = batch-async lets them overlap.")
+    elif found.actors_busy < IDLE and rows > slots:
+        said.append(
+            f"{rows} rows share {slots} slots, so some stay empty: raise learner.trigger.n_min or "
+            "weights.max_staleness, or use fewer rollout processes."
+        )
+    elif found.learner_waited.get("window", 0.0) + found.learner_waited.get("staleness", 0.0) > 1 - BUSY:
+        said.append(
+            "Late groups hold up the window: a higher weights.max_staleness widens it; segments, or a policy that "
+            "begins long answers first, shorten the wait."
+        )
+    if found.actors_stalled > STALLED:
+        said.append("New weights stop rollout processes often: raise learner.publish_every or learner.trigger.n_min.")
+    if found.skew < SKEWED:
+        said.append("Short answers are favoured: what is trained is shorter than what was drawn.")
+    return said or ["Nothing stands out: learner and rollout are balanced."]
+
+
+def _origin(topology: Topology, setting: Setting) -> list[str]:
+    """Where the numbers come from, and how to have better ones."""
+    lines = [f"answers     {setting.answers_note}"]
+    by: dict[str, list[str]] = {}
+    for name, value, source in setting.times.notes():
+        if not name.endswith("busy_share"):
+            by.setdefault(source, []).append(f"{name} {value:.3g}")
+    for source, numbers in by.items():
+        lines.append(f"{source}: {', '.join(numbers)}")
+    if any(source.startswith("assumed") for source in by):
+        lines.append(
+            "Assumed times are those of a tiny model on two cores. Make a short run and give it with --fit RUN_DIR, or "
+            "set simulate.* (configs/reference.toml)."
+        )
+    return lines
+
+
+# ----------------------------------------------------------------------------------------------------------- sweeps
+
+
+def cells(found: Figures) -> list[str]:
+    """The values of COLUMNS."""
+    return [
+        f"{found.samples_per_s:.4g}", f"{found.tokens_per_s:.4g}", f"{found.step_s:.4g}", f"{found.learner_busy:.3f}",
+        f"{found.actors_busy:.3f}", f"{found.actors_stalled:.3f}", f"{found.age_mean:.2f}", f"{found.age_max}",
+        f"{found.queued_p99_s:.3g}", f"{found.completion_mean_s:.3g}", f"{found.group_p99_s:.3g}", f"{found.skew:.3f}",
+    ]  # fmt: skip
+
+
+def markdown(keys: Sequence[str], points: Sequence[tuple[Sequence[str], Figures]]) -> str:
+    """A table with a row per point."""
+    rows = [[*values, *cells(found)] for values, found in points]
+    table = [[*keys, *COLUMNS], *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in table]
+    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(text) + "\n"
+
+
+def comma_separated(keys: Sequence[str], points: Sequence[tuple[Sequence[str], Figures]]) -> str:
+    """The same as CSV."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*keys, *COLUMNS])
+    writer.writerows([*values, *cells(found)] for values, found in points)
+    return file.getvalue()
+
+
+def _seconds(value: float) -> str:
+    if value < 1:
+        return f"{1e3 * value:.3g} ms"
+    return f"{value:.3g} s" if value < 600 else f"{value / 60:.0f} min"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value / 1000:.3g}k" if value < 1e6 else f"{value / 1e6:.3g}M"

@@ -1,0 +1,113 @@
+"""A ring of slots in memory: the lines and fates that the group scanner reads, and the steps of the state machine.
+
+NumPy arrays instead of shared memory, and no owners, since nobody dies here; otherwise the ledger's rules: a fate is
+stored before its slot is freed. Talks to nothing. Knows nothing of time, policies or the learner's decisions.
+
+- `changes` counts every change of a line or a fate, so that a view is made again only when it must be.
+- Slots wait in the order of their priority: unfinished samples first, then groups in the order of their admission.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.scheduling.groups import DISPATCHED, FREE, GENERATING, QUEUED, REWARDED, TRAINING, uid_of
+
+GENERATED = 4
+LINE = np.dtype(
+    [
+        ("uid", "u8"), ("admission", "u8"), ("reward", "f8"), ("step", "u4"), ("cls", "u4"), ("state", "u1"),
+        ("segs", "u1"),
+    ],
+    align=True,
+)  # fmt: skip
+FATES_AT_FIRST = 1 << 16
+UNFINISHED = 1 << 40  # more priority for a slot that has segments already
+
+
+class SimRing:
+    """`slots` slots for training, of groups of `group_size`."""
+
+    def __init__(self, slots: int, group_size: int) -> None:
+        self.lines: npt.NDArray[Any] = np.zeros(slots, LINE)
+        self.fates = np.zeros(FATES_AT_FIRST, np.uint8)
+        self.size = group_size
+        self.state, self.reward, self.segs = self.lines["state"], self.lines["reward"], self.lines["segs"]
+        self.uid, self.admission, self.step = self.lines["uid"], self.lines["admission"], self.lines["step"]
+        self.free = list(range(slots - 1, -1, -1))
+        self.queue: list[tuple[int, int, int]] = []  # (less its priority, when it came, slot)
+        self.priority = [0] * slots
+        self.changes = 0
+        self._order = 0
+
+    def dispatch(self, draw: int, admission: int, step: int, priority: int) -> list[int]:
+        """All members of a new group go to QUEUED; their slots, by member. The largest priority is taken first."""
+        first = uid_of(draw, 0, 0, self.size)
+        self._reserve(first + 2 * self.size)
+        slots = [self.free.pop() for _ in range(self.size)]
+        self.fates[first : first + self.size] = DISPATCHED
+        self.uid[slots] = np.arange(first, first + self.size, dtype=np.uint64)
+        self.admission[slots], self.step[slots] = admission, step
+        self.segs[slots], self.reward[slots], self.state[slots] = 0, 0.0, QUEUED
+        for slot in slots:
+            self.priority[slot] = priority
+            self._wait(slot, 0)
+        self.changes += 1
+        return slots
+
+    def take(self, limit: int) -> list[int]:
+        """Up to `limit` slots go from QUEUED to GENERATING, the best first."""
+        queue = self.queue
+        if limit == 1 and queue:
+            slot = heapq.heappop(queue)[2]
+            self.state[slot] = GENERATING
+            self.changes += 1
+            return [slot]
+        taken = [heapq.heappop(queue)[2] for _ in range(min(limit, len(queue)))]
+        if taken:
+            self.state[taken] = GENERATING
+            self.changes += 1
+        return taken
+
+    def release(self, slot: int) -> None:
+        """The end of a segment that was not the last: back to QUEUED, before all that have none."""
+        self.state[slot] = QUEUED
+        self.segs[slot] = min(255, int(self.segs[slot]) + 1)
+        self._wait(slot, UNFINISHED)
+        self.changes += 1
+
+    def generated(self, slot: int) -> None:
+        self.state[slot] = GENERATED
+        self.changes += 1
+
+    def rewarded(self, slots: Sequence[int], rewards: Sequence[float]) -> None:
+        """Rewards are known."""
+        self.reward[slots], self.state[slots] = rewards, REWARDED
+        self.changes += 1
+
+    def claim(self, slots: Sequence[int]) -> None:
+        """Into the learner's hands."""
+        self.state[slots] = TRAINING
+        self.changes += 1
+
+    def end(self, slots: Sequence[int], fate: str) -> None:
+        """Store the fate of each, then free the slots."""
+        self.fates[self.uid[slots].astype(np.int64)] = ord(fate)
+        self.state[slots] = FREE
+        self.free.extend(slots)
+        self.changes += 1
+
+    def _wait(self, slot: int, ahead: int) -> None:
+        self._order += 1
+        heapq.heappush(self.queue, (-self.priority[slot] - ahead, self._order, slot))
+
+    def _reserve(self, upto: int) -> None:
+        if upto > len(self.fates):
+            grown = np.zeros(max(upto, 2 * len(self.fates)), np.uint8)
+            grown[: len(self.fates)] = self.fates
+            self.fates = grown

@@ -1,0 +1,398 @@
+"""One simulated run: the event queue, the virtual clock, and who is woken by what.
+
+Drives the objects that the live roles drive (GroupScanner, Admission, the policy, LearnerPlan with its trigger and
+staleness) over a ring in memory. What takes time comes from `Times`, what comes out of it from `Answers`. Knows
+nothing of files, tables or the command line.
+
+- The clock never goes back; same topology, times, answers and seed: same run, event for event.
+- The scheduler looks when slots came free or a version was published, the learner when a group was resolved, as their
+  live counterparts do after a doorbell.
+- Rewards are delivered on a grid of `grid_s` (0: each at its own time). It bounds the looks of a large run; the live
+  rewards come in batches too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from busrl.data.trace import Task
+from busrl.errors import UserError
+from busrl.roles.limits import admission_limits
+from busrl.roles.plan import make_plan
+from busrl.scheduling.credit import Admission, kept_back
+from busrl.scheduling.groups import GroupScanner, GroupView
+from busrl.scheduling.predictors import Candidate
+from busrl.simulate.actors import Actors, Noise
+from busrl.simulate.answers import Answers
+from busrl.simulate.feed import Feed
+from busrl.simulate.figures import Counts, Figures, figures
+from busrl.simulate.learner import Learner, Look
+from busrl.simulate.ring import SimRing
+from busrl.simulate.times import Times
+from busrl.topology import Topology
+
+TICK_S = 0.03  # the scheduler sees slots that came free without a message at its next tick, after this on average
+SMALL_RING = 2048  # slots; above, rewards are delivered on a grid
+LOOKS_PER_ANSWER = 25  # grid points in the time of a mean answer
+CHARACTERS_PER_TOKEN = 4  # of a prompt, for the cost of its prefill
+ENTROPY = 1.0  # the simulated learner's; a constant, since nothing is learned
+
+
+# Events, in the order in which those of one instant are handled. Plain numbers: there are millions.
+ACTOR, REWARD, LEARNER, SCHEDULER, DEADLINE = range(5)
+
+
+@dataclass
+class Group:
+    """An open group."""
+
+    candidate: Candidate
+    lengths: tuple[int, ...]
+    rewards: tuple[float, ...]
+    since: float  # its arrival, or the time of its opening in a closed loop
+    prompt_tokens: int
+    left: int
+
+
+class World:
+    """A run of `steps` optimiser steps; `run` plays it to the end."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        times: Times,
+        answers: Answers,
+        *,
+        actors: int,
+        steps: int,
+        seed: int = 0,
+        oracle: bool = False,
+        segment_length: int | None = None,
+        grid_s: float | None = None,
+    ) -> None:
+        derived = topology.derived
+        self.topology, self.times, self.answers, self.steps = topology, times, answers, steps
+        self.limits = admission_limits(topology)
+        self.size = topology.groups.size
+        self.ring = SimRing(derived.train_slots, self.size)
+        self.scanner = GroupScanner(self.ring.fates, self.size, horizon=derived.horizon)
+        self.admission = Admission(self.limits, topology.weights.over_age)
+        self.feed = Feed(topology, answers, oracle)
+        self.actors = Actors(actors, topology.generation.max_batch, times, seed)
+        self.counts = Counts()
+        self.groups: dict[int, Group] = {}
+        self.lengths: dict[int, tuple[int, ...]] = {}
+        streaming = topology.learner.updates_per_batch == 1 and not topology.learner.deterministic
+        plan = make_plan(topology, self.limits, streaming=streaming)
+        noise = Noise(times.learner_spread, [seed, 4])
+        self.learner = Learner(topology, plan, times, self.ring, self.counts, noise, self.lengths)
+        self.segment = segment_tokens(topology) if segment_length is None else segment_length
+        self.now = 0.0
+        self.next_admission = self.version_step = 0
+        self._heap: list[tuple[float, int, int, int, int]] = []
+        self._sequence = 0
+        slots = derived.train_slots
+        self._of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member
+        self._to_make: list[int] = [0] * slots  # slot -> tokens still to be generated
+        self._due: dict[float, list[int]] = {}  # reward time -> slots
+        self._rewards = np.random.default_rng([seed, 2])
+        self._latencies: list[float] = []
+        self._grid = self._default_grid() if grid_s is None else grid_s
+        self._view: GroupView | None = None
+        self._view_of = -1
+        self._busy = self._fired = self._done = False
+        self._end: float = math.inf  # the first draw that does not exist
+        self._resolved = True
+        self._looked_for = ("start", 0.0)
+        self._deadline = math.inf
+        self._next_look = math.inf
+
+    # -- the clock ----------------------------------------------------------------------------------------------
+
+    def run(self) -> Figures:
+        """Play to the end; the figures of the whole run."""
+        self.learner.plan.trigger.step_ended(0.0)
+        self._schedule_look(0.0)
+        self._learner_looks()
+        while self._heap and not self._done:
+            time, kind, _, one, stamp = heapq.heappop(self._heap)
+            self.now = time if time > self.now else self.now
+            self._handle(kind, time, one, stamp)
+        if not self._done and not self._draining():
+            raise UserError(self._stuck())
+        self.actors.settle(self.now)
+        every = self.actors.all
+        return figures(self.counts, self.now, [a.busy_s for a in every], [a.stalled_s for a in every])
+
+    def _stuck(self) -> str:
+        reason, _ = self._looked_for
+        return (
+            f"the simulated run stands still at step {self.learner.step} after {self.now:.1f} s: the learner waits for "
+            f"{reason}, {len(self.groups)} groups are open, and nothing is under way; are all groups flat "
+            "(simulate.flat_share, rewards of the trace), or is learner.trigger.n_min above what can be admitted?"
+        )
+
+    def _handle(self, kind: int, time: float, one: int, stamp: int) -> None:
+        if kind == ACTOR:
+            self._actor(one, stamp)
+        elif kind == REWARD:
+            self._reward(time)
+        elif kind == LEARNER:
+            self._learner_done()
+        elif kind == SCHEDULER:
+            if time >= self._next_look:
+                self._next_look = math.inf
+                self._dispatch()
+        elif time >= self._deadline and not self._busy:
+            self._deadline = math.inf
+            self._learner_looks()
+
+    def _push(self, time: float, kind: int, one: int = 0, stamp: int = 0) -> None:
+        self._sequence += 1
+        heapq.heappush(self._heap, (time, kind, self._sequence, one, stamp))
+
+    def view(self) -> GroupView:
+        """The open groups now; made again only if something has changed."""
+        if self._view is None or self._view_of != self.ring.changes:
+            self.scanner.fates = self.ring.fates
+            self._view, self._view_of = self.scanner.scan(self.ring.lines), self.ring.changes
+        return self._view
+
+    # -- scheduler ----------------------------------------------------------------------------------------------
+
+    def _schedule_look(self, time: float) -> None:
+        """A look of the scheduler at that time, unless one comes earlier."""
+        if time < self._next_look:
+            self._next_look = time
+            self._push(time, SCHEDULER)
+
+    def _dispatch(self) -> None:
+        """Open as many groups as admission has room for, in the policy's order."""
+        view = self.view()
+        derived = self.topology.derived
+        room = self.admission.room(
+            view, unpublished=self.learner.unpublished, next_admission=self.next_admission, step=self.learner.step,
+            free=len(self.ring.free) + derived.val_reserve, reserve=kept_back(derived.val_reserve, 0),
+        )  # fmt: skip
+        if room.groups <= 0:
+            return
+        self._offer(view, room.groups)
+        for _ in range(room.groups):
+            candidate = self.feed.policy.next()
+            if candidate is None:
+                break
+            self._open(candidate)
+        self._feed_actors()
+
+    def _offer(self, view: GroupView, groups: int) -> None:
+        self.feed.flush()
+        policy, offered = self.feed.policy, []
+        for draw in policy.missing(view.unopened(policy.horizon + groups)):
+            task = self.answers.prompt(draw)
+            if task is None:
+                self._end = min(self._end, draw)
+                break
+            if task.arrival_s is not None and task.arrival_s > self.now:
+                self._schedule_look(task.arrival_s)
+                break
+            offered.append(self.feed.candidate(draw, task))
+        policy.offer(offered)
+
+    def _open(self, candidate: Candidate) -> None:
+        draw = candidate.draw
+        answer = self.answers.answer(draw, self.learner.step)
+        task = self.answers.prompt(draw)
+        arrival = self.now if task is None or task.arrival_s is None else task.arrival_s
+        tokens = 1 + len(candidate.prompt) // CHARACTERS_PER_TOKEN
+        self.groups[draw] = Group(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)
+        self.lengths[draw] = answer.lengths
+        self.counts.drawn.extend(answer.lengths)
+        priority = self.feed.priority(draw, self.next_admission)
+        for member, slot in enumerate(self.ring.dispatch(draw, self.next_admission, self.version_step, priority)):
+            self._of[slot] = (draw, member)
+            self._to_make[slot] = answer.lengths[member]
+        self.next_admission += 1
+
+    # -- actors -------------------------------------------------------------------------------------------------
+
+    def _feed_actors(self) -> None:
+        """Let actors with room take what is queued, those first that have been idle longest."""
+        while self.ring.queue and (index := self.actors.waiting()) is not None:
+            self._take(index)
+
+    def _take(self, index: int) -> None:
+        taken = self.ring.take(self.actors.room(index))
+        joining, prefill, known, queued = [], 0, set[int](), self.counts.queued
+        for slot in taken:
+            draw, member = self._of[slot]
+            group, left = self.groups[draw], self._to_make[slot]
+            before = group.lengths[member] - left
+            if not before:
+                queued.append(self.now - group.since)
+            # Equal prompts are prefilled once; with what earlier segments made they are no longer equal.
+            prefill += before + (group.prompt_tokens if before or draw not in known else 0)
+            known.add(draw)
+            joining.append((slot, self.segment if 0 < self.segment < left else left))
+        self._next(index, self.actors.add(index, self.now, joining, prefill))
+
+    def _next(self, index: int, time: float) -> None:
+        if time < math.inf:
+            self._sequence += 1
+            heapq.heappush(self._heap, (time, ACTOR, self._sequence, index, self.actors.all[index].stamp))
+
+    def _actor(self, index: int, stamp: int) -> None:
+        """Some sequences of an actor have ended, unless something came in between."""
+        if stamp != self.actors.all[index].stamp:
+            return
+        done = self.actors.finish(index, self.now)
+        for slot in done or ():
+            self._ended(slot)
+        if done and self.ring.queue:
+            self._take(index)
+            self._feed_actors()
+        else:
+            self.actors.sort_in(index)
+            self._next(index, self.actors.next_event(index))
+
+    def _ended(self, slot: int) -> None:
+        left = self._to_make[slot]
+        made = self.segment if 0 < self.segment < left else left
+        self._to_make[slot] -= made
+        self.counts.generated += made
+        if self._to_make[slot]:
+            self.ring.release(slot)
+            return
+        self.ring.generated(slot)
+        due = self.now + self._latency()
+        due = math.ceil(due / self._grid) * self._grid if self._grid else due
+        if due in self._due:
+            self._due[due].append(slot)
+        else:
+            self._due[due] = [slot]
+            self._push(due, REWARD)
+
+    # -- rewards ------------------------------------------------------------------------------------------------
+
+    def _latency(self) -> float:
+        """Uniform between 0 and twice the mean: what waiting for the next of regular doorbells is like."""
+        if not self._latencies:
+            self._latencies = self._rewards.uniform(0.0, 2.0 * self.times.reward_s, 4096).tolist()
+        return self._latencies.pop()
+
+    def _reward(self, time: float) -> None:
+        slots = self._due.pop(time)
+        rewards = []
+        for slot in slots:
+            draw, member = self._of[slot]
+            group = self.groups[draw]
+            rewards.append(group.rewards[member])
+            self.counts.completed.append(self.now - group.since)
+            self.feed.finished(group.candidate, member, group.lengths[member])
+            group.left -= 1
+            if not group.left:
+                self._resolved = True
+                self.counts.grouped.append(self.now - group.since)
+        self.counts.ended += len(slots)
+        self.ring.rewarded(slots, rewards)
+        if self._resolved and not self._busy:
+            self._learner_looks()
+
+    # -- learner ------------------------------------------------------------------------------------------------
+
+    def _learner_looks(self) -> None:
+        """One look; a look that came to some work is followed by another when the work is done."""
+        reason, since = self._looked_for
+        self.counts.waited[reason] += self.now - since
+        self._resolved = False
+        found = self.learner.look(self.view(), self.now, self.next_admission, self._draining())
+        self._forget(self.learner.ended)
+        self._act(found)
+
+    def _act(self, found: Look) -> None:
+        """Let the time pass that a look costs."""
+        self._looked_for = (found.reason, self.now)
+        self.counts.learner_busy_s += found.cost_s
+        if found.freed:
+            self._schedule_look(self.now + max(TICK_S, self._grid))
+        if found.publishes:
+            self._publish()
+        if found.fired or found.cost_s:
+            self._busy, self._fired = True, found.fired
+            self._push(self.now + found.cost_s, LEARNER)
+        else:
+            self._watch_deadline()
+
+    def _draining(self) -> bool:
+        """A stream has come to its end: every prompt was opened."""
+        return self.next_admission >= self._end
+
+    def _watch_deadline(self) -> None:
+        rest = self.learner.plan.trigger.deadline_s(self.now)
+        if rest < math.inf and rest > 0:
+            self._deadline = self.now + rest
+            self._push(self._deadline, DEADLINE)
+
+    def _learner_done(self) -> None:
+        """What the learner was busy with is done: a step, a micro-batch, a publication."""
+        self._busy = False
+        if self._fired:
+            self._fired = False
+            if self.learner.finish_step(self.now):
+                self._publish()
+            if self.learner.step >= self.steps:
+                self._done = True
+                return
+            self.feed.learner(self.learner.step, ENTROPY)
+            self._schedule_look(self.now)
+            self._resolved = True
+            if self._checkpoint():
+                return
+        self._looked_for = (self._looked_for[0], self.now)
+        if self._resolved:
+            self._learner_looks()
+        else:
+            self._act(self.learner.rest())
+
+    def _checkpoint(self) -> bool:
+        """Whether a checkpoint is due after this step; the learner is busy with it then."""
+        every = self.topology.learner.checkpoint_every
+        if not every or self.learner.step % every or not self.times.checkpoint_s:
+            return False
+        self._busy = True
+        self.counts.learner_busy_s += self.times.checkpoint_s
+        self._push(self.now + self.times.checkpoint_s, LEARNER)
+        return True
+
+    def _publish(self) -> None:
+        self.version_step = self.learner.step
+        self.actors.publish(self.now)
+        self._schedule_look(self.now)
+
+    def _forget(self, draws: set[int]) -> None:
+        for draw in draws:
+            del self.groups[draw], self.lengths[draw]
+        draws.clear()
+
+    # -- sums ---------------------------------------------------------------------------------------------------
+
+    def _default_grid(self) -> float:
+        slots = self.topology.derived.train_slots
+        if slots <= SMALL_RING:
+            return 0.0
+        some = [np.mean(self.answers.answer(draw, 0).lengths) for draw in range(64) if self._has(draw)]
+        step_s = self.times.decoding(self.topology.generation.max_batch)[-1]
+        return float(np.mean(some)) * step_s / LOOKS_PER_ANSWER
+
+    def _has(self, draw: int) -> bool:
+        task: Task | None = self.answers.prompt(draw)
+        return task is not None
+
+
+def segment_tokens(topology: Topology) -> int:
+    """Tokens of a segment, 0 for answers in one go; `auto` is not simulated."""
+    length = getattr(getattr(topology, "segments", None), "length", 0)
+    return length if isinstance(length, int) else 0

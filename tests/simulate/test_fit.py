@@ -1,0 +1,141 @@
+"""What is learned of a finished run, from files that were written with known times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from busrl.data.trace import Task, write
+from busrl.errors import NoSuchRun, UserError
+from busrl.simulate import World
+from busrl.simulate.fit import fit, nonnegative
+from busrl.simulate.settings import Asked, make
+from busrl.topology import load
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A run directory with 2 rollout processes whose steps take 5 ms + 0.1 ms per row, and 2 ms per sequence."""
+    prompts = tmp_path / "prompts.jsonl"
+    write(prompts, [Task(f"p{i}", (10 + i,), answer="1") for i in range(20)])
+    given = [f"data.train={prompts}", "groups.size=4", "run.max_steps=40"]
+    topology = load(ROOT / "configs" / "quickstart.toml", given)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "topology.json").write_text(topology.to_json())
+    random = np.random.default_rng(0)
+    for name in ("rollout-0", "rollout-1"):
+        rows = []
+        for _ in range(60):
+            steps, active, joined = (int(random.integers(low, high)) for low, high in ((10, 40), (1, 64), (0, 9)))
+            busy = steps * 0.005 + steps * active * 0.0001 + joined * 0.002
+            rows.append({
+                "wall_s": busy + 0.1 + 0.02, "step_s": 0.9 * busy, "weights_s": 0.02, "idle_s": 0.1, "steps": steps,
+                "tokens": steps * active, "joined": joined, "updates": 2,
+            })  # fmt: skip
+        write_rows(run / "pace" / f"{name}.jsonl", rows)
+    steps = []
+    for step in range(1, 41):
+        tokens, aside = int(random.integers(500, 900)), int(random.integers(0, 9))
+        steps.append({
+            "step": step, "tokens": tokens, "groups": 8, "groups_ended": 8 + aside, "publish_s": 0.004,
+            "checkpoint_s": 0.0, "seconds": 0.03 + tokens * 0.0002 + aside * 0.001 + 0.004 + 0.5,
+            "wait_s": {"groups": 0.3, "window": 0.2},
+        })  # fmt: skip
+    write_rows(run / "metrics.jsonl", steps)
+    slots = {"generated": {"stay_s": 0.02}, "rewarding": {"stay_s": 0.03}}
+    (run / "summary.json").write_text(json.dumps({"slots": slots}))
+    write_rows(run / "groups.jsonl", [
+        {"step": step + 1, "draws": [2 * step, 2 * step + 1], "fates": "TT", "born": [step, step],
+         "lengths": [[step + 1] * 4, [step + 2] * 4], "rewards": [[0, 1, 0, 1], [0, 1, 0, 1]]}
+        for step in range(40)
+    ])  # fmt: skip
+    return run
+
+
+def test_a_fit_finds_the_times_that_the_files_were_written_with(recorded: Path) -> None:
+    times = fit(recorded).times
+    assert times.step_s == pytest.approx(0.005, rel=1e-3)
+    assert times.row_s == pytest.approx(0.0001, rel=1e-3)
+    assert times.sequence_s == pytest.approx(0.002, rel=1e-3)
+    assert times.weights_s == pytest.approx(0.01)
+    assert times.busy_share == pytest.approx(0.9)
+    assert times.speed_spread == pytest.approx(0.0, abs=1e-6)
+    assert times.learner_step_s == pytest.approx(0.03, rel=1e-3)
+    assert times.learner_token_s == pytest.approx(0.0002, rel=1e-3)
+    assert times.learner_group_s == pytest.approx(0.001, rel=1e-3)
+    assert times.publish_s == pytest.approx(0.004)
+    assert times.reward_s == pytest.approx(0.05)
+
+
+def test_recorded_answers_follow_prompt_and_step(recorded: Path) -> None:
+    fitted = fit(recorded)
+    answers = fitted.answers(fitted.topology, seed=0)
+    # Draw 30 was recorded with the weights of step 15; 20 prompts per epoch, so draw 10 is the same line or another.
+    assert answers.answer(30, 15).lengths == (16,) * 4
+    assert answers.answer(30, 15) == answers.answer(30, 15)
+    late = [answers.answer(draw, 38).lengths[0] for draw in range(20)]
+    early = [answers.answer(draw, 1).lengths[0] for draw in range(20)]
+    assert min(late) > max(early)
+    prompt = answers.prompt(3)
+    assert prompt is not None and prompt.prompt.startswith("p")
+
+
+def test_a_fitted_run_can_be_simulated_with_other_settings(recorded: Path) -> None:
+    fitted = fit(recorded)
+    topology = load(ROOT / "configs" / "quickstart.toml", ["learner.trigger.n_min=8", "groups.size=4",
+                                                           f"data.train={fitted.topology.data.train}"])  # fmt: skip
+    setting = make(topology, Asked(steps=10, actors=3), fitted)
+    found = World(topology, setting.times, setting.answers, actors=3, steps=10, seed=0).run()
+    assert found.steps == 10
+    assert 1 <= found.length_drawn <= 40
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("topology.json", "not a run directory"),
+        ("pace/rollout-0.jsonl", "60 intervals"),
+        ("metrics.jsonl", "0 steps after the first"),
+        ("groups.jsonl", "no line in it"),
+        ("summary.json", "written when a run ends in order"),
+    ],
+)
+def test_a_run_without_what_is_needed_is_refused_by_the_name_of_the_file(
+    recorded: Path, broken: str, message: str
+) -> None:
+    (recorded / broken).unlink()
+    if broken.startswith("pace"):
+        assert fit(recorded).times.step_s > 0  # the other process is enough
+        (recorded / "pace" / "rollout-1.jsonl").write_text("")
+        with pytest.raises(UserError, match="pace: 0 intervals"):
+            fit(recorded)
+        return
+    with pytest.raises((UserError, NoSuchRun), match=message):
+        fit(recorded)
+
+
+def test_a_line_that_is_not_json_is_named(recorded: Path) -> None:
+    with open(recorded / "metrics.jsonl", "a") as file:
+        file.write("{oops\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl: a line is not JSON"):
+        fit(recorded)
+
+
+def test_least_squares_give_no_negative_number_and_the_best_of_those_that_are_not() -> None:
+    random = np.random.default_rng(1)
+    sums = random.uniform(1, 2, (50, 3))
+    line = nonnegative(sums, sums @ np.array([2.0, 0.0, 1.0]))
+    assert line.values == pytest.approx((2.0, 0.0, 1.0), abs=1e-9)
+    worse = nonnegative(sums, sums @ np.array([2.0, -0.5, 1.0]))
+    assert min(worse.values) >= 0 and worse.values[1] == 0

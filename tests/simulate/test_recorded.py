@@ -1,0 +1,64 @@
+"""What a run records for a simulation: pace of decoding, time in each state, groups; and that a fit can use it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from harness import Run, running
+
+from busrl.launch.stays import Stays
+from busrl.quickstart import ensure
+from busrl.roles import pace
+from busrl.simulate import World
+from busrl.simulate.fit import fit
+from busrl.simulate.settings import Asked, make
+
+
+def test_stays_follow_littles_law() -> None:
+    stays = Stays()
+    for i in range(9):
+        # 10 slots are in it, 4 come in per second: each stays 2.5 s. Before the first step nothing counts.
+        stays.look({"GENERATED": 10, "FREE": 3}, {"GENERATED": 4 * i, "FREE": 0}, step=min(1, i), now=float(i))
+    found = stays.summary()
+    assert found["generated"] == {"mean": 10.0, "per_s": 4.0, "stay_s": 2.5}
+    assert found["free"]["stay_s"] == 0.0
+    assert Stays().summary() == {}
+
+
+def test_pace_writes_intervals_whose_parts_do_not_exceed_the_wall_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "EVERY_S", 0.0)
+    counted = pace.Pace(tmp_path / "pace", "rollout-0")
+    begun = time.monotonic_ns()
+    counted.joined += 3
+    counted.updated(1000)
+    counted.stepped(4, 12, max(1, (time.monotonic_ns() - begun) // 2))
+    counted.idled(0)
+    counted.close()
+    one, two = (json.loads(line) for line in (tmp_path / "pace" / "rollout-0.jsonl").read_text().splitlines())
+    assert (one["steps"], one["tokens"], one["joined"], one["updates"]) == (3, 12, 3, 1)
+    assert one["step_s"] + one["idle_s"] <= one["wall_s"]
+    assert (two["steps"], two["tokens"], two["joined"]) == (0, 0, 0)
+
+
+def test_a_real_run_can_be_fitted_and_simulated(tmp_path: Path) -> None:
+    ensure("tiny:sort")
+    with running(Run(tmp_path / "run", "process.validator.count=0", steps=12)) as run:
+        assert run.wait() == 0, run.tail()
+    fitted = fit(run.directory)
+    rows = run.metrics()
+    trained = sum(len(group.lengths) for group in fitted.groups)
+    assert trained == sum(row["samples_ended"] for row in rows)
+    assert sum(map(sum, (group.lengths for group in fitted.groups))) > 0
+    assert 0 < fitted.times.step_s + fitted.times.row_s < 1
+    assert 0 < fitted.times.reward_s < 5
+    setting = make(fitted.topology, Asked(), fitted)
+    found = World(fitted.topology, setting.times, setting.answers, actors=1, steps=12).run()
+    # No figure of speed is compared here: the machine is busy with other tests. Lengths must be those of the run.
+    measured = sum(row["length_ended"] * row["samples_ended"] for row in rows) / trained
+    assert found.steps == 12
+    assert found.length_drawn == pytest.approx(measured, rel=0.25)

@@ -1,0 +1,165 @@
+"""What holds in every simulated run, and closed forms where there are some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from worlds import FREE_TIMES, answers, topology
+
+from busrl.errors import UserError
+from busrl.scheduling.groups import ACCIDENTS, DISPATCHED
+from busrl.simulate import Times
+
+Make = Callable[..., Any]
+SOME = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@SOME
+@given(
+    seed=st.integers(0, 10_000), actors=st.integers(1, 6), rows=st.integers(1, 9), n_min=st.integers(1, 6),
+    staleness=st.integers(0, 4), mode=st.sampled_from(["batch-async", "sync", "fully-async"]),
+    over_age=st.sampled_from(["wait", "drop"]), flat=st.sampled_from([0.0, 0.4]), segment=st.sampled_from([0, 7]),
+    policy=st.sampled_from(["fifo", "sjf"]), grid=st.sampled_from([None, 0.1]), t_max=st.sampled_from(["inf", "300"]),
+)  # fmt: skip
+def test_no_run_breaks_the_limits_loses_a_sample_or_trains_one_twice(
+    checked: Make, seed: int, actors: int, rows: int, n_min: int, staleness: int, mode: str, over_age: str,
+    flat: float, segment: int, policy: str, grid: float | None, t_max: str,
+) -> None:  # fmt: skip
+    made = topology(
+        f"learner.trigger.n_min={n_min}", f"weights.mode={mode}", f"weights.max_staleness={staleness}",
+        f"weights.over_age={over_age}", f"generation.max_batch={rows}", f"scheduler.policy={policy}", "groups.size=4",
+        "learner.micro_batch_min_samples=4", f"learner.trigger.t_max={'inf' if mode == 'sync' else t_max}",
+    )  # fmt: skip
+    random = np.random.default_rng(seed)
+    lengths = [tuple(random.integers(1, 60, 4).tolist()) for _ in range(97)]
+    times = Times(speed_spread=0.3, weights_s=0.05, learner_step_s=0.2, reward_s=0.05)
+    world = checked(
+        made, times, answers(lengths, flat, seed=seed), actors=actors, steps=6, seed=seed, segment_length=segment,
+        grid_s=grid,
+    )  # fmt: skip
+    found = world.run()
+    assert found.steps == 6
+    if world.limits.max_staleness is not None:
+        assert found.age_max <= world.limits.max_staleness
+    assert all(actor.busy_s + actor.stalled_s <= found.seconds + 1e-6 for actor in world.actors.all)
+    assert found.learner_busy + sum(found.learner_waited.values()) == pytest.approx(1.0, abs=1e-6)
+    # The ledger: every dispatched sample is open, trained, or set aside by a rule; nothing else has a fate.
+    fates = world.ring.fates
+    still = int((world.ring.state != 0).sum())
+    assert int((fates == DISPATCHED).sum()) == still
+    assert int((fates == ord("T")).sum()) == found.samples_trained
+    assert not np.isin(fates, list(ACCIDENTS)).any()
+    ended = found.samples_trained + 4 * sum(found.set_aside.values())
+    assert int((fates != 0).sum()) == still + ended
+    assert world.counts.generated == sum(map(sum, (world.lengths[d] for d in world.groups))) - _unmade(world) + _made(
+        world
+    )
+
+
+def _unmade(world: Any) -> int:
+    """Tokens that the open groups still lack (those of running sequences count at their end)."""
+    return sum(world._to_make[slot] for slot in np.flatnonzero(world.ring.state).tolist())
+
+
+def _made(world: Any) -> int:
+    """Tokens of all groups that ended."""
+    return int(sum(world.counts.drawn)) - sum(map(sum, (world.lengths[d] for d in world.groups)))
+
+
+def test_one_actor_and_fixed_lengths_give_the_closed_form(checked: Make) -> None:
+    # sync: 2 groups of 4 in 8 rows, each of 50 tokens: 50 steps of 10 ms + 8 x 1 ms, then 8 x 50 tokens of training.
+    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
+                    "learner.checkpoint_every=0")  # fmt: skip
+    times = replace(FREE_TIMES, row_s=0.001, learner_step_s=0.1, learner_token_s=0.001, publish_s=0.05, sequence_s=0.01)
+    found = checked(made, times, answers([(50, 50, 50, 50)]), steps=10).run()
+    generating, training = 8 * 0.01 + 50 * (0.01 + 8 * 0.001), 0.1 + 400 * 0.001 + 0.05
+    assert found.seconds == pytest.approx(10 * (generating + training))
+    assert found.actors_busy == pytest.approx(generating / (generating + training))
+    assert found.learner_busy == pytest.approx(training / (generating + training))
+    assert found.ages == {0: 1.0}
+
+
+def test_rows_that_are_too_few_are_used_one_after_the_other(checked: Make) -> None:
+    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=1",
+                    "learner.checkpoint_every=0")  # fmt: skip
+    found = checked(made, FREE_TIMES, answers([(10, 20, 30, 40)]), steps=3, actors=2).run()
+    # 200 tokens over two actors, the longest first come first served: 10+30+10+30+... ends at 1.1 s of at least 1.0.
+    assert 3 * 1.0 <= found.seconds <= 3 * 1.2
+    assert found.actors_busy > 0.85
+
+
+def test_new_weights_stop_every_running_actor_once(checked: Make) -> None:
+    made = topology("groups.size=4", "learner.trigger.n_min=1", "generation.max_batch=4", "learner.checkpoint_every=0")
+    without = checked(made, FREE_TIMES, answers([(50, 50, 50, 50)]), steps=40).run()
+    with_stalls = checked(made, replace(FREE_TIMES, weights_s=0.1), answers([(50, 50, 50, 50)]), steps=40).run()
+    assert with_stalls.seconds == pytest.approx(without.seconds + 40 * 0.1, rel=0.06)
+    assert with_stalls.actors_stalled == pytest.approx(40 * 0.1 / with_stalls.seconds, rel=0.1)
+
+
+def test_a_faster_learner_never_slows_generation_and_a_slow_one_is_the_bottleneck(checked: Make) -> None:
+    made = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0")
+    given_answers = answers([(50, 60, 70, 80, 50, 60, 70, 80)])
+    slow = checked(made, replace(FREE_TIMES, learner_step_s=5.0), given_answers, steps=20).run()
+    assert slow.learner_busy > 0.85
+    assert slow.step_s == pytest.approx(5.0, rel=0.1)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_does_not(checked: Make) -> None:
+    made = topology("learner.trigger.n_min=4", "scheduler.policy=sjf")
+    random = np.random.default_rng(0)
+    lengths = [tuple(random.integers(1, 200, 8).tolist()) for _ in range(50)]
+    times = Times(speed_spread=0.2)
+    one, two, other = (
+        checked(made, times, answers(lengths, 0.2, seed=seed), actors=3, steps=10, seed=seed).run()
+        for seed in (1, 1, 2)
+    )
+    assert one.to_json() == two.to_json()
+    assert one.rows == two.rows
+    assert one.to_json() != other.to_json()
+
+
+def test_an_answer_in_segments_goes_on_before_new_ones_and_costs_prefill_again(checked: Make) -> None:
+    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
+                    "learner.checkpoint_every=0")  # fmt: skip
+    times = replace(FREE_TIMES, prefill_token_s=0.001)
+    whole = checked(made, times, answers([(40, 40, 40, 40)]), steps=4).run()
+    cut = checked(made, times, answers([(40, 40, 40, 40)]), steps=4, segment_length=10).run()
+    prefill = 8 * (10 + 20 + 30 + 3 * (1 + len("prompt 0") // 4)) * 0.001
+    assert cut.seconds == pytest.approx(whole.seconds + 4 * prefill, rel=1e-3)
+
+
+def test_an_open_stream_ends_when_its_last_prompt_is_trained(checked: Make) -> None:
+    made = topology("groups.size=4", "learner.trigger.n_min=3", "generation.max_batch=8")
+    given_answers = answers([(20, 30, 20, 30)] * 10, endless=False)
+    tasks = [replace(task, arrival_s=0.5 * i) for i, task in enumerate(given_answers.tasks)]
+    given_answers.tasks = tasks
+    found = checked(made, FREE_TIMES, given_answers, steps=1000).run()
+    assert found.samples_trained == 40
+    assert found.seconds == pytest.approx(9 * 0.5 + 0.3, abs=0.1)
+    assert found.completion_mean_s == pytest.approx(0.25, abs=0.05)
+    assert found.causes == {"count": 3, "drain": 1}
+
+
+def test_a_run_of_flat_groups_says_what_it_stands_still_for(checked: Make) -> None:
+    made = topology("learner.trigger.n_min=2", "weights.mode=sync")
+    given_answers = answers([(5,) * 8] * 40, endless=False)
+    given_answers.tasks = [replace(task, rewards=(1.0,) * 8) for task in given_answers.tasks]
+    found = checked(made, FREE_TIMES, given_answers, steps=5).run()
+    assert found.steps == 0
+    assert found.set_aside == {"f": 40}
+
+
+def test_no_actor_is_refused() -> None:
+    from busrl.simulate import World
+
+    with pytest.raises(ValueError, match="0 actors"):
+        World(topology(), FREE_TIMES, answers([(5,) * 8]), actors=0, steps=1)
+    with pytest.raises(ValueError, match="step_s"):
+        replace(FREE_TIMES, step_s=0.0)
+    assert issubclass(UserError, Exception)
