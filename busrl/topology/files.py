@@ -136,7 +136,8 @@ def traces(topology: Topology, found: list[KeyProblem]) -> None:
         tasks = trace.read(path, topology.data.prompt_key)
     except DataError as error:
         place, rule, remedy = _parted(str(error))
-        found.append(KeyProblem("data.train", Problem(place, "", rule, remedy)))
+        why = 'engine = "mock"' if topology.scripted else "data.arrivals"
+        found.append(KeyProblem("data.train", Problem(place, "", rule, f"{remedy} ({why} needs a trace)")))
         return
     if topology.data.arrivals:
         _arrivals(path, [task.arrival_s for task in tasks], found)

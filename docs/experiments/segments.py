@@ -1,11 +1,11 @@
-"""Segments on real processes: seconds per synchronous step with answers in 1, 2, 4 and 8 pieces.
+"""Segments on real processes: seconds per step with answers in 1, 2, 4 and 8 pieces, with and without a barrier.
 
     python docs/experiments/segments.py --trace TRACE --limit TOKENS
-    python docs/experiments/segments.py                      (a lognormal stands in for a fitted distribution)
+    python docs/experiments/segments.py --variants sync:1 sync:4 async:1 async:4
 
-Scripted actors at a scaled-down pace, a real learner, the same trace for every cut. Seconds per step at the same number
-of groups per step are compared with those of the first entry of `--segments`, after the first steps, in which the pool
-of unfinished answers fills. Without segments the mode is `sync`; `--with-segments` sets what the other runs have.
+Scripted actors at a scaled-down pace, a real learner, the same trace for every variant MODE:SEGMENTS. Seconds per step
+at the same number of groups per step are compared with those of the first variant, after the first steps, in which the
+pool of unfinished answers fills. `sync` is synchronous rounds, `async` is batch-async with `--staleness`.
 A log-normal that fits published step times is found by `ulorl.py`: scale its median and its limit down alike.
 """
 
@@ -36,36 +36,38 @@ def stand_in(path: Path, prompts: int, options: argparse.Namespace, seed: int) -
     trace.write(path, [trace.Task(f"prompt {i}", tuple(row)) for i, row in enumerate(lengths.tolist())])
 
 
-def settings_of(segments: int, path: Path, seed: int, options: argparse.Namespace) -> dict[str, object]:
+def settings_of(variant: str, path: Path, seed: int, options: argparse.Namespace) -> dict[str, object]:
+    mode, segments = variant.split(":")[0], int(variant.split(":")[1])
     cut = -(-options.limit // segments)
     found: dict[str, object] = {
         "data.train": path, "data.shuffle": False, "run.seed": seed, "run.max_steps": options.steps + options.fill,
         "groups.size": GROUP, "generation.max_new_tokens": options.limit, "generation.max_batch": options.rows,
         "mock.token_s": options.token_s, "mock.per_sequence_s": options.per_sequence_s, "mock.jitter": 0,
         "learner.trigger.n_min": options.groups, "learner.checkpoint_every": 0, "scheduler.ahead": 0,
-        "weights.mode": "sync", "weights.max_staleness": 0, "learner.micro_batch_tokens": 16384,
+        "weights.mode": "sync" if mode == "sync" else "batch-async", "weights.max_staleness": options.staleness,
+        "learner.micro_batch_tokens": 16384,
     }  # fmt: skip
     if segments > 1:
-        found |= {"segments.length": cut, "segments.max_segments": segments, "segments.loss": options.loss}
-        found |= json.loads(options.with_segments)
+        loss = "pois" if mode == "sync" else "behaviour"
+        found |= {"segments.length": cut, "segments.max_segments": segments, "segments.loss": loss}
     return found
 
 
-def measure(segments: int, seed: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(variant: str, seed: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     path = folder / f"trace-{seed}.jsonl"
     if options.trace:
         path = options.trace.resolve()
     elif not path.exists():
         stand_in(path, options.groups * (options.steps + options.fill + 8), options, seed)
     load = os.getloadavg()[0]
-    settings = live.flat(settings_of(segments, path, seed, options))
+    settings = live.flat(settings_of(variant, path, seed, options))
     with live.runs.run(*settings, config=live.SCRIPTED) as run:
         live.watch(run, lambda: None)
         if run.wait():
             raise RuntimeError(run.tail())
         rows = live.rows_of(run)[options.fill :]
     return {
-        "segments": segments, "seed": seed, "step_s": round(statistics.fmean(row["seconds"] for row in rows), 3),
+        "variant": variant, "seed": seed, "step_s": round(statistics.fmean(row["seconds"] for row in rows), 3),
         "tokens_per_step": round(statistics.fmean(row["tokens"] for row in rows)),
         "train_s": round(statistics.fmean(row["forward_s"] + row["backward_s"] + row["update_s"] for row in rows), 3),
         "age_mean": round(statistics.fmean(row["age_mean"] for row in rows), 2), "load_before": round(load, 2),
@@ -74,7 +76,8 @@ def measure(segments: int, seed: int, folder: Path, options: argparse.Namespace)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--segments", type=int, nargs="+", default=[1, 2, 4, 8])
+    variants = ["sync:1", "sync:2", "sync:4", "sync:8", "async:1", "async:2", "async:4", "async:8"]
+    parser.add_argument("--variants", nargs="+", default=variants, metavar="MODE:SEGMENTS")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--trace", type=Path, help="a trace with the wanted distribution of lengths")
     parser.add_argument("--limit", type=int, default=512, help="tokens of an answer, all segments")
@@ -86,21 +89,20 @@ def main() -> int:
     parser.add_argument("--fill", type=int, default=4, help="first steps that are left out")
     parser.add_argument("--token-s", type=float, default=0.01)
     parser.add_argument("--per-sequence-s", type=float, default=0.0)
-    parser.add_argument("--loss", default="pois")
-    parser.add_argument("--with-segments", default="{}", help="more settings of the runs with segments, as JSON")
+    parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--name", default="segments")
     options = parser.parse_args()
     cells = []
     with tempfile.TemporaryDirectory(prefix="busrl-segments-") as name:
         for place, seed in enumerate(options.seeds):
-            for segments in options.segments[:: 1 if place % 2 == 0 else -1]:
-                cells.append(measure(segments, seed, Path(name), options))
+            for variant in options.variants[:: 1 if place % 2 == 0 else -1]:
+                cells.append(measure(variant, seed, Path(name), options))
                 print(json.dumps(cells[-1]), flush=True)
-    whole = {cell["seed"]: cell["step_s"] for cell in cells if cell["segments"] == options.segments[0]}
+    whole = {cell["seed"]: cell["step_s"] for cell in cells if cell["variant"] == options.variants[0]}
     table = []
-    for segments in options.segments:
-        ratios = [round(whole[c["seed"]] / c["step_s"], 3) for c in cells if c["segments"] == segments]
-        table.append({"segments": segments, "faster": round(statistics.median(ratios), 3), "ratios": ratios})
+    for variant in options.variants:
+        ratios = [round(whole[c["seed"]] / c["step_s"], 3) for c in cells if c["variant"] == variant]
+        table.append({"variant": variant, "faster": round(statistics.median(ratios), 3), "ratios": ratios})
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
     live.save(options.name, {"settings": settings, "table": table, "runs": cells})
     for row in table:

@@ -55,6 +55,7 @@ def test_a_trace_is_accepted_with_a_warning_and_its_lengths_are_shown(scripted: 
 def test_ordinary_prompts_are_no_trace(scripted: Path, refused: Refused) -> None:
     (found,) = refused(base=BASE.replace("trace.jsonl", "train.jsonl"))
     assert "train.jsonl:1" in found and "lengths = None" in found and "must be a list of numbers" in found
+    assert found.endswith('correct the line (engine = "mock" needs a trace)')
 
 
 @pytest.mark.parametrize("lengths", ["[3, -1]", "[0]", "[]", '["a"]', "[1.5]"])
