@@ -15,7 +15,7 @@ class Worker(Rollout):
     """The decision alone: a header, weights that do not come, and a record of what was said."""
 
     def __init__(self, published: int, bound: int | None = 2) -> None:
-        self.limits = SimpleNamespace(max_staleness=bound)  # type: ignore[assignment]
+        self.limits = SimpleNamespace(max_staleness=bound, waves=0)  # type: ignore[assignment]
         self.ring = SimpleNamespace(header=lambda word: published)  # type: ignore[assignment]
         self.topology = SimpleNamespace(learner=SimpleNamespace(forced_age=0))  # type: ignore[assignment]
         self.receiver = SimpleNamespace(newest=lambda: (3, 3))  # type: ignore[assignment]

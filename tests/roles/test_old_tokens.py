@@ -59,10 +59,9 @@ def test_the_step_of_versions_survives_a_checkpoint() -> None:
 
 
 def test_what_is_left_out_becomes_context() -> None:
-    sample = to_sample(record([3, 4, 5, 6], step=3), 2)
-    assert sample.prompt_ids.tolist() == [2, 3, 4, 5, 6] and sample.token_ids.tolist() == [7, 8]
-    assert sample.versions.tolist() == [5, 6] and len(sample.logprobs) == 2
-    assert to_sample(record([3, 4], step=3)).prompt_ids.tolist() == [2, 3, 4]
+    made = to_sample(record([3, 4, 5, 6], step=3), skipped=2)
+    assert made.context == 2 and made.token_ids.tolist() == to_sample(record([3, 4, 5, 6], step=3)).token_ids.tolist()
+    assert to_sample(record([3, 4], step=3)).context == 0
 
 
 @pytest.mark.parametrize("kept", [1, 256])

@@ -119,7 +119,7 @@ def test_a_mask_that_forgets_the_earlier_segments_would_be_seen(
 ) -> None:
     """The counter-proof: without its mask last_segment learns, so the test above can fail."""
     whole = training_step.to_sample
-    monkeypatch.setattr(training_step, "to_sample", lambda record, last_only: whole(record, False))
+    monkeypatch.setattr(training_step, "to_sample", lambda record, last_only, skipped=0: whole(record))
     assert learn(tmp_path, "last_segment", seed=0)[1] > 0.9
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from busrl.inference.mock import EOS_ID, MockEngine, logprobs_of
+from planned_engine import EOS_ID, PlannedEngine, logprobs_of
 
 from busrl.inference.base import Finished, Request
 from busrl.protocol import messages as m
@@ -18,6 +19,7 @@ from busrl.ring import Fates, Ring, State
 from busrl.roles.actor import Doorbell
 from busrl.roles.gather import Claimed, claim_group
 from busrl.roles.limits import admission_limits
+from busrl.roles.pace import Pace
 from busrl.roles.rollout import Rollout
 from busrl.roles.segment_cuts import SegmentCuts
 from busrl.roles.trajectory import read, read_text
@@ -32,13 +34,14 @@ EOS, LENGTH = 1, 2
 class Worker(Rollout):
     """A rollout role without a process: its ring entry, its claims and its commits are the real ones."""
 
-    def __init__(self, topology: Topology, ring: Ring, engine: MockEngine) -> None:
+    def __init__(self, topology: Topology, ring: Ring, engine: PlannedEngine) -> None:
         self.topology, self.ring, self.engine, self.name = topology, ring, engine, "rollout/0"
         self.held, self.alone, self.limits = {}, False, admission_limits(topology)
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.segments = SegmentCuts.of(topology)
         self.waves = self.segments.waves
         self.version, self.step_of = 0, {0: 0}
+        self.pace = Pace(Path(tempfile.mkdtemp()), "rollout-0")
         self._last_bell = 1e18  # bells are rung by hand
         self.warned: list[str] = []
 
@@ -148,7 +151,7 @@ def test_an_answer_ends_by_itself_or_at_the_global_limit_and_nowhere_else(
     rings: list[Ring], said: str, segments: int, finish: int, tokens: int
 ) -> None:
     ring, seen = rings[0], []
-    worker = Worker(topology(), ring, MockEngine(4, script=says({0: said}, seen)))
+    worker = Worker(topology(), ring, PlannedEngine(4, script=says({0: said}, seen)))
     dispatch(ring, [0])
     worker.run()
     assert shown(ring, 0) == (State.GENERATED, segments, finish, tokens)
@@ -167,7 +170,7 @@ def test_an_answer_ends_by_itself_or_at_the_global_limit_and_nowhere_else(
 def test_the_unfinished_go_before_fresh_prompts_however_early_those_were_admitted(rings: list[Ring]) -> None:
     ring, seen = rings[0], []
     answers = dict.fromkeys(range(4), "abcdefgh$")
-    worker = Worker(topology(), ring, MockEngine(1, script=says(answers, seen)))
+    worker = Worker(topology(), ring, PlannedEngine(1, script=says(answers, seen)))
     dispatch(ring, [3])
     worker.run(4)
     dispatch(ring, [0, 1, 2])
@@ -180,8 +183,8 @@ def test_any_worker_continues_what_another_began_and_versions_and_log_probs_are_
 ) -> None:
     here, there = rings
     answers = {0: "abcdefgh$"}
-    one = Worker(topology(), here, MockEngine(1, script=says(answers)))
-    two = Worker(topology(), there, MockEngine(1, script=says(answers)))
+    one = Worker(topology(), here, PlannedEngine(1, script=says(answers)))
+    two = Worker(topology(), there, PlannedEngine(1, script=says(answers)))
     dispatch(here, [0], step=0)
     one.run(4)
     assert shown(here, 0) == (State.QUEUED, 1, 0, 4)
@@ -198,13 +201,13 @@ def test_any_worker_continues_what_another_began_and_versions_and_log_probs_are_
 def test_a_segment_whose_maker_died_is_made_again_and_the_committed_ones_stay(rings: list[Ring]) -> None:
     here, there = rings
     answers, seen = {0: "abcdefgh$"}, []
-    one = Worker(topology(), here, MockEngine(1, script=says(answers)))
+    one = Worker(topology(), here, PlannedEngine(1, script=says(answers)))
     dispatch(here, [0])
     one.run(4)
     [(at, word)] = here.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     here.put(at, word, "tokens", np.arange(3, dtype=np.int32), 1)  # half of a segment, never committed
     here.release(at, word, State.QUEUED)
-    two = Worker(topology(), there, MockEngine(1, script=says(answers, seen)))
+    two = Worker(topology(), there, PlannedEngine(1, script=says(answers, seen)))
     two.run()
     assert [(r.segment, r.prefix_ids.tolist()) for r in seen] == [
         (1, [ord(c) for c in "abcd"]), (2, [ord(c) for c in "abcdefgh"])
@@ -215,7 +218,7 @@ def test_a_segment_whose_maker_died_is_made_again_and_the_committed_ones_stay(ri
 def test_an_answer_of_another_kind_of_worker_in_odd_pieces_still_reaches_its_limit(rings: list[Ring]) -> None:
     ring = rings[0]
     dispatch(ring, [0])
-    worker = Worker(topology(), ring, MockEngine(1, script=says({0: "abcdefghijklmnop"})))
+    worker = Worker(topology(), ring, PlannedEngine(1, script=says({0: "abcdefghijklmnop"})))
     for k in range(2):
         [(at, word)] = ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
         ring.put(at, word, "prompt_ids", np.array([97, 98], np.int32))
@@ -226,7 +229,7 @@ def test_an_answer_of_another_kind_of_worker_in_odd_pieces_still_reaches_its_lim
     assert shown(ring, 0) == (State.GENERATED, 3, LENGTH, 12)
 
 
-class Faulty(MockEngine):
+class Faulty(PlannedEngine):
     """The last log-probability of a segment is none."""
 
     def step(self) -> list[Finished]:
@@ -245,7 +248,7 @@ def test_an_answer_with_a_broken_log_probability_is_not_continued_but_ended_for_
 
 def test_an_answer_that_fills_the_engine_ends_there(rings: list[Ring]) -> None:
     ring = rings[0]
-    worker = Worker(topology(), ring, MockEngine(1, max_length=2 + 8, script=says({0: "abcdefghijklmn"})))
+    worker = Worker(topology(), ring, PlannedEngine(1, max_length=2 + 8, script=says({0: "abcdefghijklmn"})))
     dispatch(ring, [0])
     worker.run()
     assert shown(ring, 0) == (State.GENERATED, 2, LENGTH, 8) and not worker.warned
@@ -253,7 +256,7 @@ def test_an_answer_that_fills_the_engine_ends_there(rings: list[Ring]) -> None:
 
 def test_validation_answers_are_made_in_one_go_up_to_the_same_limit(rings: list[Ring]) -> None:
     ring, uid = rings[0], 1 << 62
-    worker = Worker(topology(), ring, MockEngine(1, script=says({uid: "abcdefghijklmnop"})))
+    worker = Worker(topology(), ring, PlannedEngine(1, script=says({uid: "abcdefghijklmnop"})))
     dispatch(ring, [uid], cls=1)
     worker.run()
     assert shown(ring, uid) == (State.GENERATED, 1, LENGTH, LIMIT)
@@ -261,7 +264,7 @@ def test_validation_answers_are_made_in_one_go_up_to_the_same_limit(rings: list[
 
 def test_with_last_segment_age_counts_from_when_the_trained_segment_was_queued(rings: list[Ring]) -> None:
     ring = rings[0]
-    worker = Worker(topology(loss="last_segment"), ring, MockEngine(1, script=says({0: "abcdef$"})))
+    worker = Worker(topology(loss="last_segment"), ring, PlannedEngine(1, script=says({0: "abcdef$"})))
     dispatch(ring, [0])
     worker._take()
     ring.set_header("version", 7)
@@ -290,7 +293,7 @@ def test_a_length_of_auto_follows_the_answers_and_says_so(
 def test_a_group_in_segments_leaves_the_ring_with_the_bounds_of_each(rings: list[Ring]) -> None:
     ring = rings[0]
     answers = {0: "ab$", 1: "abcde$", 2: "abcdefghi$", 3: "abcdefghijklmn"}
-    worker = Worker(topology(), ring, MockEngine(4, script=says(answers)))
+    worker = Worker(topology(), ring, PlannedEngine(4, script=says(answers)))
     dispatch(ring, range(4))
     worker.run()
     for at, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=4):
@@ -306,7 +309,7 @@ def test_a_group_in_segments_leaves_the_ring_with_the_bounds_of_each(rings: list
 def test_in_rounds_of_segments_every_unfinished_answer_gets_one_segment_per_wave(rings: list[Ring]) -> None:
     ring, seen = rings[0], []
     answers = {0: "ab$", 1: "abcdefghi$", 2: "abcdef$"}
-    worker = Worker(in_waves(1), ring, MockEngine(4, script=says(answers, seen)))
+    worker = Worker(in_waves(1), ring, PlannedEngine(4, script=says(answers, seen)))
     waves, made = worker.waves, []
     assert waves is not None
     for admission in range(3):

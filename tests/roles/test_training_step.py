@@ -153,7 +153,7 @@ def test_a_step_in_segments_is_the_same_live_and_replayed_with_a_gate_that_goes_
         masks.append((record.dmmpt, stats.mastered_tokens > 0, living.gate_moved))
         history.finished(record)
         if step == 3:
-            history.checkpoint(living, step)
+            history.checkpoint(living, step, {}, lambda folder: None)
     history.close()
     assert masks == [(False, False, True), *[(True, True, False)] * 4]
 

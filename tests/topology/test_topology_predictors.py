@@ -62,11 +62,6 @@ def test_an_oracle_for_a_real_model_is_refused(here: Path, refused: Refused) -> 
     assert "nobody knows the lengths of a real model's answers beforehand" in found and "blend" in found
 
 
-def test_an_oracle_without_a_trace_is_told_which_line_has_no_lengths(here: Path, refused: Refused) -> None:
-    found = refused(SORTED + 'predictor = "oracle"\n')
-    assert any("train.jsonl:1: lengths = None" in message for message in found)
-
-
 def test_fifo_with_a_predictor_is_warned_about(loaded: Loaded) -> None:
     (warning,) = [w for w in loaded('[scheduler]\npredictor = "blend"\n').derived.warnings if "fifo" in w]
     assert "asks no predictor" in warning
