@@ -92,6 +92,8 @@ class GroupView:
 
     def todo_of(self, groups: Bools) -> tuple[Todo, ...]:
         """`todo` of those groups for which `groups` is true."""
+        if not np.any(self.due[groups]):
+            return ()
         due = self._cells.due[self._keep] & groups[:, None, None]
         found = [
             Todo(uid_of(int(self.draws[g]), int(t), int(m), self.group_size), int(self.draws[g]), int(t), int(m),
@@ -142,6 +144,8 @@ class GroupView:
     def unopened_draws(self, count: int) -> Ints:
         """`unopened` as an array: with a horizon of 100,000 draws a list would cost more than all the rest."""
         found = self._unopened[:count]
+        if not len(found):
+            return np.arange(self._high, self._high + count)
         return np.concatenate((found, np.arange(self._high, self._high + count - len(found))))
 
 
@@ -161,9 +165,9 @@ class GroupScanner:
 
     def scan(self, lines: Lines) -> GroupView:
         """The view that follows from a copy of the ring's lines and from the fates as they are now."""
-        state = lines["state"]
-        free_slots = len(lines) - int(np.count_nonzero(state))
-        self._queued, self._generating = (int(np.count_nonzero(state == one)) for one in (QUEUED, GENERATING))
+        state = np.ascontiguousarray(lines["state"])
+        counts = np.bincount(state, minlength=GENERATING + 1)
+        free_slots, self._queued, self._generating = (int(counts[one]) for one in (FREE, QUEUED, GENERATING))
         # A RESERVED line may still show its last tenant; what counts of it, the fate, is read from the fates.
         picked = np.flatnonzero((state > RESERVED) & (lines["cls"] == self.cls) & (lines["uid"] < VALIDATE_BIT))
         # Field by field: indexing whole structured lines costs as much as all the rest together.
@@ -250,7 +254,8 @@ class _Cells:
         wanted_rows = self.touched & ~self.ended
         wanted_rows[groups] = self.touched[groups] = True
         self.rows: Ints = np.flatnonzero(wanted_rows)
-        self.groups: Ints = np.searchsorted(self.rows, groups)
+        place = np.cumsum(wanted_rows) - 1
+        self.groups: Ints = place[groups]
         self.at = self.groups * 2 * size + cell
         self.shape = (len(self.rows), 2, size)
         fates = window[self.rows].reshape(self.shape)
