@@ -1,16 +1,15 @@
-"""What the scheduler's policy is told, what it tells, and what its predictor keeps: the side of it that meets files.
+"""What the scheduler's policy is told, and what it tells: the side of it that meets prompts and files.
 
-Talks to the prompts (`busrl.data`), to `predictor.npz` and `scheduler.jsonl` of the run directory. Decisions are the
-policy's; slots and messages are the role's. Knows nothing of credit or admission.
+Talks to the prompts (`busrl.data`) and to `scheduler.jsonl` of the run directory. Decisions are the policy's; slots and
+messages are the role's. Knows nothing of credit or admission.
 
 - A policy that does not learn is told nothing, so that it costs nothing.
-- What is lost here with the process (or with a damaged or refused file) costs order, never a sample.
+- What is lost here with the process costs order, never a sample.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,16 +17,13 @@ from typing import Protocol, runtime_checkable
 
 from busrl.data import JsonlStream
 from busrl.paths import RunPaths
-from busrl.roles import plaindata
 from busrl.scheduling.finished import FinishedAnswers
 from busrl.scheduling.groups import GroupView, Lines
 from busrl.scheduling.inflight import Record
 from busrl.scheduling.policy import Policy, make_policy
-from busrl.scheduling.predictors import Candidate, Predictor, make_predictor
+from busrl.scheduling.predictors import Candidate, Predictor
 from busrl.topology import Topology
 
-log = logging.getLogger("busrl")
-SAVE_EVERY_S = 30.0
 RECORDS_A_LINE = 64
 TAG_KEY = "tag"
 
@@ -44,14 +40,19 @@ class PredictorReport(Protocol):
 
 
 class Foresight:
-    """The policy of a run with its predictor. `warn` is told of files that can not be used."""
+    """The policy of a run, which asks `predictor`. `warn` is told of what can not be written."""
 
     def __init__(
-        self, topology: Topology, paths: RunPaths, stream: JsonlStream, warn: Callable[[str], None]
+        self,
+        topology: Topology,
+        paths: RunPaths,
+        stream: JsonlStream,
+        predictor: Predictor,
+        warn: Callable[[str], None],
     ) -> None:
-        self.topology, self.paths, self.stream, self._warn = topology, paths, stream, warn
+        self.topology, self.paths, self.stream = topology, paths, stream
+        self.predictor, self._warn = predictor, warn
         scheduler, derived = topology.scheduler, topology.derived
-        self.predictor: Predictor = make_predictor(scheduler.predictor)
         self.policy: Policy = make_policy(
             scheduler.policy, derived.horizon, self.predictor, scheduler.aging,
             tail_share=scheduler.tail_share, window=derived.W, group_size=topology.groups.size,
@@ -59,9 +60,6 @@ class Foresight:
         )  # fmt: skip
         self._answers = FinishedAnswers()
         self._records: list[Record] = []
-        self._next_save = time.monotonic() + SAVE_EVERY_S
-        if self.policy.learns:
-            self._restore()
 
     # -- told to the policy ---------------------------------------------------------------------------------------
 
@@ -118,33 +116,6 @@ class Foresight:
         except OSError as problem:
             self._warn(f"{len(line['draw'])} groups are missing from {self.paths.scheduler_log.name}: {problem}")
 
-    # -- kept by the predictor ------------------------------------------------------------------------------------
-
-    def keep(self, now: float) -> None:
-        """Save what the predictor learned, now and then."""
-        if self.policy.learns and now >= self._next_save:
-            self._next_save = now + SAVE_EVERY_S
-            self._save()
-
     def close(self) -> None:
-        """The last records and the last state."""
-        if self.policy.learns:
-            self._write(self.policy.take_records(), least=1)
-            self._save()
-
-    def _save(self) -> None:
-        state = self.predictor.state()
-        if not state:
-            return
-        try:
-            plaindata.save(self.paths.predictor, state)
-        except OSError as problem:
-            self._warn(f"what the predictor learned is not saved: {problem}")
-
-    def _restore(self) -> None:
-        try:
-            state = plaindata.load(self.paths.predictor)
-            if state:
-                self.predictor.load(state)
-        except (KeyError, ValueError) as problem:
-            self._warn(f"the predictor begins anew: {problem}")
+        """The last records."""
+        self._write(self.policy.take_records(), least=1)

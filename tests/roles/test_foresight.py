@@ -1,4 +1,4 @@
-"""The files beside the policy: what the predictor learned, and the records of ended groups."""
+"""What the policy is told, the records of ended groups, and files of plain data."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from busrl.data import JsonlStream
 from busrl.paths import RunPaths
-from busrl.roles import foresight, plaindata
+from busrl.roles import plaindata
 from busrl.roles.foresight import Foresight
-from busrl.scheduling import Candidate, GroupScanner
+from busrl.scheduling import Candidate, GroupScanner, Record
 from busrl.topology import Topology, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,12 +66,9 @@ class Counting:
         self.seen = np.append(self.seen, [tokens for _, tokens in finished])
 
     def state(self) -> dict[str, Any]:
-        return {"seen": self.seen}
+        return {}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        if state["seen"].ndim != 1:
-            raise ValueError("seen must have one dimension")
-        self.seen = state["seen"]
+    def load(self, state: Mapping[str, Any]) -> None: ...
 
     def measures(self) -> dict[str, float]:
         return {"tau": 0.5, "pairs": float("nan")}
@@ -89,23 +86,10 @@ def topology(tmp_path: Path) -> Topology:
     return load(ROOT / "configs" / "quickstart.toml", settings_)
 
 
-@pytest.fixture
-def made(topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(foresight, "make_predictor", lambda name: Counting())
-    warnings: list[str] = []
-
-    def make() -> Foresight:
-        found = Foresight(topology, RunPaths.of(tmp_path), JsonlStream(topology.data.train, 0, False), warnings.append)
-        found.warnings = warnings  # type: ignore[attr-defined]
-        return found
-
-    return make
-
-
-def test_lengths_are_told_once_kept_over_a_restart_and_written_with_their_predictions(
-    made: Any, tmp_path: Path
-) -> None:
-    first = made()
+def test_lengths_are_told_once_and_written_with_their_predictions(topology: Topology, tmp_path: Path) -> None:
+    predictor, warnings = Counting(), list[str]()
+    stream = JsonlStream(topology.data.train, 0, False)
+    first = Foresight(topology, RunPaths.of(tmp_path), stream, predictor, warnings.append)
     fates, lines = np.zeros(4096, np.uint8), np.zeros(4, LINE)
     scanner = GroupScanner(fates, 2)
     first.look(scanner.scan(lines), lines, 8)
@@ -116,19 +100,29 @@ def test_lengths_are_told_once_kept_over_a_restart_and_written_with_their_predic
         lines[slot] = (4, 0, 0, 28 + slot, 0, 0, 0.0, 1, 10 + slot)
     for _ in range(2):
         first.look(scanner.scan(lines), lines, 8)
-    assert first.predictor.seen.tolist() == [10, 11]
+    assert predictor.seen.tolist() == [10, 11]
     assert first.told()["tau"] == 0.5 and "pairs" not in first.told() and first.told()["wait_bound"] == 14.0
     fates[[28, 29]], lines["state"] = ord("T"), 0
     first.look(scanner.scan(lines), lines, 8)
     first.close()
     (line,) = [json.loads(text) for text in (tmp_path / "scheduler.jsonl").read_text().splitlines()]
     assert (line["draw"], line["wait"], line["predicted"], line["actual"]) == ([7], [0], [2.0], [10.5])
-    assert made().predictor.seen.tolist() == [10, 11]
+    assert not warnings
 
 
-def test_a_predictor_file_that_does_not_fit_is_told_and_not_used(made: Any, tmp_path: Path) -> None:
-    plaindata.save(tmp_path / "predictor.npz", {"seen": np.zeros((2, 2))})
-    again = made()
-    assert again.predictor.seen.tolist() == [] and "begins anew: seen must have" in again.warnings[0]
-    (tmp_path / "predictor.npz").write_bytes(b"rubbish")
-    assert made().predictor.seen.tolist() == [] and "can not be read" in again.warnings[1]
+def test_a_new_scheduler_tells_its_policy_of_groups_that_are_open_already(topology: Topology, tmp_path: Path) -> None:
+    stream, predictor = JsonlStream(topology.data.train, 0, False), Counting()
+    later = Foresight(topology, RunPaths.of(tmp_path), stream, predictor, lambda text: None)
+    fates, lines = np.zeros(4096, np.uint8), np.zeros(4, LINE)
+    fates[[0, 1]] = ord("D")
+    lines[0], lines[1] = (4, 0, 0, 0, 0, 0, 0.0, 1, 33), (3, 0, 0, 1, 0, 0, 0.0, 0, 0)
+    later.look(GroupScanner(fates, 2).scan(lines), lines, 8)
+    assert predictor.seen.tolist() == [33] and later.policy.unknown([0]) == []
+
+
+def test_a_disk_that_refuses_costs_the_records_and_no_more(topology: Topology, tmp_path: Path) -> None:
+    warnings: list[str] = []
+    paths = RunPaths.of(tmp_path / "gone")
+    told = Foresight(topology, paths, JsonlStream(topology.data.train, 0, False), Counting(), warnings.append)
+    told._write([Record(3, 0, 1.0, 2.0, 2, 1)], least=1)
+    assert warnings and "1 groups are missing from scheduler.jsonl" in warnings[0]
