@@ -1,53 +1,53 @@
-"""What the scheduler's policy is told, and what it tells: the side of it that meets files.
+"""What the scheduler's policy is told, and what it tells: the side of it that meets prompts and files.
 
-Talks to the prompts (`busrl.data`), the predictor's state, and `scheduler.jsonl` of the run directory. Decisions are
-the policy's; slots and messages are the role's. Knows nothing of credit or admission.
+Talks to the prompts (`busrl.data`) and to `scheduler.jsonl` of the run directory. Decisions are the policy's; slots and
+messages are the role's. Knows nothing of credit or admission.
 
 - A policy that does not learn is told nothing, so that it costs nothing.
-- What is lost here with the process (or with a damaged or refused file) costs order, never a sample.
+- What is lost here with the process costs order, never a sample.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 
 from busrl.data import JsonlStream
 from busrl.paths import RunPaths
-from busrl.roles.predictor_state import PredictorState
 from busrl.scheduling.finished import FinishedAnswers
 from busrl.scheduling.groups import GroupView, Lines
 from busrl.scheduling.inflight import Record
 from busrl.scheduling.policy import Policy, make_policy
-from busrl.scheduling.predictors import Candidate
+from busrl.scheduling.predictors import Candidate, Guard
 from busrl.topology import Topology
 
-log = logging.getLogger("busrl")
 RECORDS_A_LINE = 64
 TAG_KEY = "tag"
 
 
 class Foresight:
-    """The policy of a run with its predictor. `warn` is told of files that can not be used."""
+    """The policy of a run, which asks `predictor`. `warn` is told of what can not be written."""
 
     def __init__(
-        self, topology: Topology, paths: RunPaths, stream: JsonlStream, warn: Callable[[str], None]
+        self,
+        topology: Topology,
+        paths: RunPaths,
+        stream: JsonlStream,
+        predictor: Guard,
+        warn: Callable[[str], None],
     ) -> None:
-        self.topology, self.paths, self.stream, self._warn = topology, paths, stream, warn
+        self.topology, self.paths, self.stream = topology, paths, stream
+        self.predictor, self._warn = predictor, warn
         scheduler, derived = topology.scheduler, topology.derived
-        self.predictor = PredictorState(topology, paths, stream, warn)
         self.policy: Policy = make_policy(
-            scheduler.policy, derived.horizon, self.predictor.guard, scheduler.aging,
+            scheduler.policy, derived.horizon, self.predictor, scheduler.aging,
             tail_share=scheduler.tail_share, window=derived.W, group_size=topology.groups.size,
             round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
         )  # fmt: skip
         self._answers = FinishedAnswers()
         self._records: list[Record] = []
-        if self.policy.learns:
-            self.predictor.restore()
 
     # -- told to the policy ---------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class Foresight:
         """Numbers about policy and predictor, for SCHEDULER_STATE."""
         if not self.policy.learns:
             return {}
-        measures = self.predictor.guard.measures()
+        measures = self.predictor.measures()
         return self.policy.told() | {name: value for name, value in measures.items() if math.isfinite(value)}
 
     def _write(self, records: Sequence[Record], least: int = RECORDS_A_LINE) -> None:
@@ -96,22 +96,13 @@ class Foresight:
         columns = ("draw", "wait", "predicted", "actual", "longest", "members")
         line = {name: [round(getattr(record, name), 2) for record in self._records] for name in columns}
         self._records = []
-        head = {"time": round(time.time(), 3), "policy": self.policy.name, "predictor": self.predictor.guard.name}
+        head = {"time": round(time.time(), 3), "policy": self.policy.name, "predictor": self.predictor.name}
         try:
             with open(self.paths.scheduler_log, "a", encoding="utf-8") as file:
                 file.write(json.dumps(head | line) + "\n")
         except OSError as problem:
             self._warn(f"{len(line['draw'])} groups are missing from {self.paths.scheduler_log.name}: {problem}")
 
-    # -- kept by the predictor ------------------------------------------------------------------------------------
-
-    def keep(self, now: float) -> None:
-        """Save what the predictor learned, now and then."""
-        if self.policy.learns:
-            self.predictor.keep(now)
-
     def close(self) -> None:
-        """The last records and the last state."""
-        if self.policy.learns:
-            self._write(self.policy.take_records(), least=1)
-            self.predictor.close()
+        """The last records."""
+        self._write(self.policy.take_records(), least=1)

@@ -27,6 +27,7 @@ from busrl.ring import State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.foresight import Foresight
 from busrl.roles.limits import admission_limits
+from busrl.roles.predictor_state import PredictorState
 from busrl.roles.trajectory import seq_of
 from busrl.roles.wave_claims import waves_of
 from busrl.scheduling.arrivals import Arrivals
@@ -64,7 +65,10 @@ class Scheduler(Actor):
         limits = admission_limits(self.topology)
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)
-        self.foresight = Foresight(self.topology, self.paths, self.stream, lambda text: self.warn("scheduler", text))
+        self.predictor = PredictorState(self.topology, self.paths, self.stream, self._complain)
+        self.predictor.restore()
+        guard = self.predictor.guard
+        self.foresight = Foresight(self.topology, self.paths, self.stream, guard, self._complain)
         self.policy = self.foresight.policy
         self.probes = Probes(derived.W if self.topology.scheduler.probe else 0)
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
@@ -227,7 +231,7 @@ class Scheduler(Actor):
         if now >= self._next_state:
             self._next_state = now + STATE_EVERY_S
             self._publish_state(view)
-        self.foresight.keep(now)
+        self.predictor.keep(now)
 
     def _publish_state(self, view: GroupView) -> None:
         waiting = self.room.reason + (f" (group {self.room.group})" if self.room.group is not None else "")
@@ -254,6 +258,7 @@ class Scheduler(Actor):
 
     def teardown(self) -> None:
         self.foresight.close()
+        self.predictor.close()
 
     # -- trouble ------------------------------------------------------------------------------------------------
 
@@ -282,6 +287,9 @@ class Scheduler(Actor):
         if len(live):
             highest = int(live["admission"].max()) + 1
             self.ring.set_header("next_admission", max(self.ring.header("next_admission"), highest))
+
+    def _complain(self, text: str) -> None:
+        self.warn("scheduler", text)
 
     def _wait_for_disk(self, problem: DiskFull) -> None:
         self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")

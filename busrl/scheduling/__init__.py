@@ -3,7 +3,7 @@
 Imports nothing of busrl but itself, and only NumPy beside the standard library: no sockets, no files, no clocks. Time,
 ring lines and fates are handed in.
 
-scheduler role: GroupScanner -> GroupView -> Admission.room -> Policy.next ; GroupView.todo
+scheduler role: GroupScanner -> GroupView -> Admission.room -> Policy.next ; GroupView.todo_of, less what Probes hold
 learner role:   GroupScanner -> GroupView -> LearnerPlan.decide -> SetAside | Claim | Fire | Wait
 """
 

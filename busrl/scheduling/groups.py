@@ -8,6 +8,8 @@ policies, triggers or how the arrays came about.
   whose lines are all gone) are hints: losing them costs time or order, never a sample.
 - Take the lines *before* the fates are read (`scan` reads them when called): then a group can look busier than it is,
   never finished when it is not.
+- Only groups that may have something to say are looked at closely: those with a line or a fate that were not finished
+  at an earlier scan. So a look stays cheap when a policy leaves holes of a hundred thousand draws.
 - A group is resolved when no member is running and none is due; usable with at least g_min survivors and no member
   that was ended by a rule; finished when it is resolved and holds no slot.
 """
@@ -90,6 +92,8 @@ class GroupView:
 
     def todo_of(self, groups: Bools) -> tuple[Todo, ...]:
         """`todo` of those groups for which `groups` is true."""
+        if not np.any(self.due[groups]):
+            return ()
         due = self._cells.due[self._keep] & groups[:, None, None]
         found = [
             Todo(uid_of(int(self.draws[g]), int(t), int(m), self.group_size), int(self.draws[g]), int(t), int(m),
@@ -140,6 +144,8 @@ class GroupView:
     def unopened_draws(self, count: int) -> Ints:
         """`unopened` as an array: with a horizon of 100,000 draws a list would cost more than all the rest."""
         found = self._unopened[:count]
+        if not len(found):
+            return np.arange(self._high, self._high + count)
         return np.concatenate((found, np.arange(self._high, self._high + count - len(found))))
 
 
@@ -152,15 +158,16 @@ class GroupScanner:
         self.g_min = least_survivors(group_size)
         self._width = 2 * group_size
         self._low = self._high = self._queued = self._generating = 0
+        self._ended = np.empty(0, np.bool_)  # groups from _low on that were seen finished
         self._look = max(1, horizon)
         self._admissions: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
         self._raise_high(max(LOOKAHEAD, horizon))
 
     def scan(self, lines: Lines) -> GroupView:
         """The view that follows from a copy of the ring's lines and from the fates as they are now."""
-        state = lines["state"]
-        free_slots = len(lines) - int(np.count_nonzero(state))
-        self._queued, self._generating = (int(np.count_nonzero(state == one)) for one in (QUEUED, GENERATING))
+        state = np.ascontiguousarray(lines["state"])
+        counts = np.bincount(state, minlength=GENERATING + 1)
+        free_slots, self._queued, self._generating = (int(counts[one]) for one in (FREE, QUEUED, GENERATING))
         # A RESERVED line may still show its last tenant; what counts of it, the fate, is read from the fates.
         picked = np.flatnonzero((state > RESERVED) & (lines["cls"] == self.cls) & (lines["uid"] < VALIDATE_BIT))
         # Field by field: indexing whole structured lines costs as much as all the rest together.
@@ -172,7 +179,9 @@ class GroupScanner:
     def _cover(self, uids: Ints) -> None:
         """Make [low, high) hold every draw that has a line or a fate."""
         if len(uids):
-            self._low = min(self._low, int(uids.min()) // self._width)
+            low = min(self._low, int(uids.min()) // self._width)
+            self._ended = np.concatenate((np.zeros(self._low - low, np.bool_), self._ended))
+            self._low = low
             self._high = max(self._high, int(uids.max()) // self._width + 1)
         self._raise_high(self._look)
 
@@ -187,9 +196,8 @@ class GroupScanner:
 
     def _view(self, c: _Cells, free_slots: int) -> GroupView:
         low, high = self._low, self._high
-        done = c.opened & c.finished
         keep = np.flatnonzero(c.opened & ~c.finished)
-        draws = low + keep
+        draws = low + c.rows[keep]
         admission = self._admission_of(draws, c.admission[keep])
         view = GroupView(
             group_size=self.group_size,
@@ -208,10 +216,13 @@ class GroupScanner:
             generating=self._generating,
             _cells=c,
             _keep=keep,
-            _unopened=low + np.flatnonzero(~c.opened),
+            _unopened=low + np.flatnonzero(~c.touched),
             _high=high,
         )
-        self._low = low + (int(np.argmin(done)) if not done.all() else len(done))
+        self._ended = c.ended
+        self._ended[c.rows[c.opened & c.finished]] = True
+        past = len(self._ended) if self._ended.all() else int(np.argmin(self._ended))
+        self._low, self._ended = low + past, self._ended[past:]
         return view
 
     def _admission_of(self, draws: Ints, seen: Ints) -> Ints:
@@ -226,17 +237,33 @@ class GroupScanner:
 
 
 class _Cells:
-    """One cell per (group, try, member) of the window [low, high), and what follows for each group."""
+    """One cell per (group, try, member) of those groups of the window [low, high) that may be open, and what follows.
+
+    `rows` are these groups, counted from low; `touched` says of every group of the window whether it was opened.
+    """
 
     def __init__(self, scanner: GroupScanner, picked: Ints, own: dict[str, npt.NDArray[Any]], uids: Ints) -> None:
         size, low, high = scanner.group_size, scanner._low, scanner._high
-        shape = (high - low, 2, size)
-        self.at = uids - low * 2 * size
-        self.shape, self.own, self.picked = shape, own, picked
-        fates = np.zeros(shape, np.uint8)
+        self.own, self.picked = own, picked
+        groups, cell = np.divmod(uids - low * 2 * size, 2 * size)
+        window = np.zeros((high - low, 2 * size), np.uint8)
         known = scanner.fates[low * 2 * size : high * 2 * size]
-        fates.reshape(-1)[: len(known)] = known
-        state = self._spread(own["state"], 0, np.uint8)
+        window.reshape(-1)[: len(known)] = known  # a copy: other processes store fates while this one looks
+        self.ended = np.concatenate((scanner._ended, np.zeros(high - low - len(scanner._ended), np.bool_)))
+        self.touched = _any_byte(window)
+        wanted_rows = self.touched & ~self.ended
+        wanted_rows[groups] = self.touched[groups] = True
+        self.rows: Ints = np.flatnonzero(wanted_rows)
+        place = np.cumsum(wanted_rows) - 1
+        self.groups: Ints = place[groups]
+        self.at = self.groups * 2 * size + cell
+        self.shape = (len(self.rows), 2, size)
+        fates = window[self.rows].reshape(self.shape)
+        self._derive(fates)
+
+    def _derive(self, fates: Bytes) -> None:
+        """What each member is up to, and each group."""
+        state = self._spread(self.own["state"], 0, np.uint8)
         rerolled = _IS_ACCIDENT[fates[:, 0]]
         self.fate = np.where(rerolled, fates[:, 1], fates[:, 0])
         now = np.where(rerolled, state[:, 1], state[:, 0])
@@ -264,7 +291,7 @@ class _Cells:
 
     def _per_group(self) -> None:
         """Smallest admission index over a group's lines, and smallest step over those with tokens."""
-        groups = self.at // (2 * self.shape[2])
+        groups = self.groups
         state, segs = self.own["state"], self.own["segs"]
         self.admission = np.full(self.shape[0], NOT_STARTED, np.int64)
         np.minimum.at(self.admission, groups, self.own["admission"].astype(np.int64))
@@ -295,6 +322,17 @@ class _Cells:
         slots[:, 0][~self.rewarded | self.rerolled] = -1
         slots[:, 1][~self.rewarded | ~self.rerolled] = -1
         return slots
+
+
+def _any_byte(rows: Bytes) -> Bools:
+    """Which rows have a byte that is not zero; eight, four or two bytes at a time (rows have an even length)."""
+    width = next(bytes_ for bytes_ in (8, 4, 2) if rows.shape[1] % bytes_ == 0)
+    words = rows.view(f"u{width}")
+    found = words[:, 0].copy()
+    for column in range(1, words.shape[1]):
+        found |= words[:, column]
+    nonzero: Bools = found != 0
+    return nonzero
 
 
 def in_a_row(todo: Iterable[Todo]) -> Iterator[tuple[Todo, int]]:

@@ -49,9 +49,9 @@ class Ordered:
         self.strength = Strength()
         self.order = SlotOrder(window, self.way)
         self.inflight = InFlight()
-        self.pool = Pool(self._limit, self._key, self._by_length)
+        self.pool = Pool(self._limit, self.way)
         self.promoted = 0.0  # share of the groups opened lately that length alone would have put later
-        self._per_token = self._per_draw = self._mean = 0.0
+        self._mean = 0.0
         self._observed = 0
 
     @property
@@ -76,7 +76,7 @@ class Ordered:
         self._keep_scale()
         entry = self._choose(limit)
         best = self.pool.best()
-        jumped = best is not None and self._by_length(entry) > self._by_length(best)
+        jumped = best is not None and self.way * entry.predicted > self.way * best.predicted
         self.promoted = RECENT * self.promoted + (1 - RECENT) * jumped
         wait = self.pool.take(entry)
         group = Open(entry.candidate, entry.predicted, wait, self._is_tail(entry))
@@ -136,12 +136,6 @@ class Ordered:
     def _limit(self, oldest: int) -> int:
         return oldest + self.horizon
 
-    def _key(self, entry: Entry) -> float:
-        return self._per_token * entry.predicted + self._per_draw * entry.candidate.draw
-
-    def _by_length(self, entry: Entry) -> float:
-        return self.way * entry.predicted
-
     def _choose(self, limit: int) -> Entry:
         entry = self.pool.first()
         assert entry is not None, "within the horizon there is always the oldest draw"
@@ -157,8 +151,7 @@ class Ordered:
 
     def _rekey(self) -> None:
         self._mean = max(1e-9, self.pool.near_sum / max(1, self.pool.near_count))
-        self._per_token, self._per_draw = self._scale()
-        self.pool.rekey()
+        self.pool.rekey(*self._scale())
 
     def _scale(self) -> tuple[float, float]:
         """What a predicted token and a draw add to a key."""

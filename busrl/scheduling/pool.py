@@ -33,12 +33,14 @@ class Entry:
 
 
 class Pool:
-    """Waiting groups. `key` and `short` give the numbers by which they are taken, smallest first."""
+    """Waiting groups. key = per_token x predicted + per_draw x draw, 0 until `rekey`; the smallest is `first`.
 
-    def __init__(
-        self, limit: Callable[[int], int], key: Callable[[Entry], float], short: Callable[[Entry], float]
-    ) -> None:
-        self._limit, self._key, self._short = limit, key, short
+    `way`: 1 or -1, the sign by which predictions alone would order them, the smallest being `best`.
+    """
+
+    def __init__(self, limit: Callable[[int], int], way: int) -> None:
+        self._limit, self._way = limit, way
+        self._per_token = self._per_draw = 0.0
         self.opened = 0  # groups taken so far
         self.near_sum = 0.0  # of the predictions of the groups within the horizon
         self.near_count = 0
@@ -116,18 +118,20 @@ class Pool:
         self.opened += 1
         return self.opened - 1 - entry.since
 
-    def rekey(self) -> None:
-        """Compute all keys anew. O(n): for when what they are made of has changed."""
+    def rekey(self, per_token: float, per_draw: float) -> None:
+        """Order by another key, and by the predictions as they are now. O(n log n): for when they have changed."""
+        self._per_token, self._per_draw = per_token, per_draw
         near = [entry for entry in self._waiting.values() if entry.since != BEYOND]
-        self.near_sum, self.near_count = float(sum(entry.predicted for entry in near)), len(near)
-        self._near = [(self._key(entry), entry.candidate.draw) for entry in near]
-        self._best = [(self._short(entry), entry.candidate.draw) for entry in near]
-        heapq.heapify(self._near)
-        heapq.heapify(self._best)
+        draws = np.fromiter((entry.candidate.draw for entry in near), np.int64, len(near))
+        predicted = np.fromiter((entry.predicted for entry in near), np.float64, len(near))
+        self.near_sum, self.near_count = float(predicted.sum()), len(near)
+        self._near = _sorted(per_token * predicted + per_draw * draws, draws)
+        self._best = _sorted(self._way * predicted, draws)
 
     def _push(self, entry: Entry) -> None:
-        heapq.heappush(self._near, (self._key(entry), entry.candidate.draw))
-        heapq.heappush(self._best, (self._short(entry), entry.candidate.draw))
+        draw, predicted = entry.candidate.draw, entry.predicted
+        heapq.heappush(self._near, (self._per_token * predicted + self._per_draw * draw, draw))
+        heapq.heappush(self._best, (self._way * predicted, draw))
 
     def _leave(self, entry: Entry) -> None:
         self.near_count -= 1
@@ -149,6 +153,12 @@ class Pool:
                 heapq.heappush(self._beyond, entry.candidate.draw)
             heapq.heappop(heap)
         return None
+
+
+def _sorted(keys: npt.NDArray[np.float64], draws: Ints) -> list[tuple[float, int]]:
+    """Pairs in order, which is a heap."""
+    order = np.lexsort((draws, keys))
+    return list(zip(keys[order].tolist(), draws[order].tolist()))
 
 
 def as_draws(draws: Iterable[int]) -> Ints:

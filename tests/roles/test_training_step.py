@@ -158,7 +158,7 @@ def test_a_step_in_segments_is_the_same_live_and_replayed_with_a_gate_that_goes_
     assert masks == [(False, False, True), *[(True, True, False)] * 4]
 
     again, successor = TrainingStep(gated), History(paths, gated)
-    successor.load(again, lambda found: None)
+    successor.load(again, lambda meta, folder: None)
     assert again.gate is not None and living.gate is not None and again.gate.on and again.skip_mastered
     for record in successor.to_replay():
         again.replay(record)

@@ -232,7 +232,8 @@ def test_a_pool_takes_the_smallest_key_within_the_horizon_whatever_came_and_went
     horizon: int, steps: list[tuple[bool, int, int]]
 ) -> None:
     lengths = {draw: float(draw * 7919 % 13) for draw in range(41)}
-    pool = Pool(lambda oldest: oldest + horizon, lambda entry: entry.predicted, lambda entry: -entry.predicted)
+    pool = Pool(lambda oldest: oldest + horizon, -1)
+    pool.rekey(1.0, 0.0)
     model: set[int] = set()
     for add, draw, rekey in steps:
         if add:
@@ -249,7 +250,7 @@ def test_a_pool_takes_the_smallest_key_within_the_horizon_whatever_came_and_went
             assert pool.take(first) >= 0
             model.discard(first.candidate.draw)
         if not rekey:
-            pool.rekey()
+            pool.rekey(1.0, 0.0)
     assert len(pool) == len(model) and all(isinstance(entry, Entry) for entry in pool)
 
 
