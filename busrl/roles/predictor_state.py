@@ -25,6 +25,7 @@ from busrl.topology import Topology, keywords
 
 log = logging.getLogger("busrl")
 SAVE_EVERY_S = 30.0
+FIRST_SAVE_S = 3.0  # so that the first checkpoint has a copy
 Warn = Callable[[str], None]
 
 
@@ -37,7 +38,7 @@ class PredictorState:
         predictor = make_predictor(topology.scheduler.predictor, keywords=words, lengths_of=_lengths(topology, stream))
         self.guard = Guard(predictor, RulesPredictor(words), clock=time.perf_counter, report=warn)
         self._saved_at = 0  # answers that the saved state knows
-        self._next_save = time.monotonic() + SAVE_EVERY_S
+        self._next_save = time.monotonic() + FIRST_SAVE_S
 
     def restore(self) -> bool:
         """Take over what an earlier scheduler learned; False if there was nothing that could be used."""

@@ -345,8 +345,8 @@ def test_a_mixture_follows_the_source_that_is_right_and_none_counts_negatively()
     stack, random = Stack(3), np.random.default_rng(0)
     inputs = random.normal(size=(400, 3))
     assert np.array_equal(stack.mix(inputs), inputs[:, 0])
-    for part in np.array_split(inputs, 20):
-        stack.learn(part, part[:, 2] - 0.5 * part[:, 0])
+    stack.remember(range(400), inputs + 5.0)
+    stack.fit(inputs[:, 2] - 0.5 * inputs[:, 0] + 5.0, np.ones(400), 5.0)
     assert (stack.weights[:-1] >= 0).all() and stack.weights[0] == 0 and stack.weights[2] > 0.9
 
 

@@ -304,11 +304,11 @@ def _margin(of: dict[str, list[float]]) -> str:
     return f"{statistics.mean(gaps):+.3f} ± {error:.3f}"
 
 
-def measure(trace: str, seeds: Sequence[int]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    told: dict[str, dict[str, dict[str, list[float]]]] = {n: {str(p): {} for p in PHASES} for n in NAMES}
+def measure(trace: str, seeds: Sequence[int], names: Sequence[str] = NAMES) -> dict[str, Any]:
+    told: dict[str, dict[str, dict[str, list[float]]]] = {n: {str(p): {} for p in PHASES} for n in names}
     for seed in seeds:
         tasks = tasks_of(trace, seed)
-        for name in NAMES:
+        for name in names:
             for phase, found in follow(name, tasks):
                 for column, value in found.items():
                     told[name][str(phase)].setdefault(column, []).append(round(value, 4))
@@ -318,6 +318,7 @@ def measure(trace: str, seeds: Sequence[int]) -> dict[str, dict[str, dict[str, l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=TRACES)
+    parser.add_argument("--predictors", nargs="+", default=list(NAMES), choices=NAMES, help="the others: as saved")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--rivals", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -328,7 +329,11 @@ def main() -> None:
     saved: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"traces": {}}
     saved["machine"] = {"python": platform.python_version(), "numpy": np.__version__, "cores": os.cpu_count()}
     for trace in options.traces:
-        saved["traces"][trace] = {"seeds": options.seeds, "told": measure(trace, options.seeds)}
+        kept = saved["traces"].get(trace, {})
+        if kept.get("seeds") != options.seeds:
+            kept = {"seeds": options.seeds, "told": {}}
+        saved["traces"][trace] = kept
+        kept["told"] |= measure(trace, options.seeds, options.predictors)
         print(table(trace, saved["traces"][trace]["told"]) + "\n", flush=True)
         path.write_text(json.dumps(saved, indent=1))
     known = [ceilings(seed) for seed in options.seeds]

@@ -68,11 +68,18 @@ class BlendPredictor(Learning):
         typical, first = self.level.typical, np.array([one.first for one in fresh])
         sources = self._sources(candidates, keys, f, typical)  # before they learn: what they would have said
         said = self.stack.mix(sources)
-        self.stack.learn(sources, first - typical)
+        self.stack.remember(keys, sources + typical)
+        self._fit(typical)
         # At the very first the rules' scale is not known yet, which says nothing about how well they rank.
         self.evidence.surprised(first - typical - (said if self.prompts > len(fresh) else self.stack.mix(sources)))
         add_to(self.ridge, fresh, f)
         self.neighbours.add(keys, self.table.rows(keys), f)
+
+    def _fit(self, typical: float) -> None:
+        """Fit the mixture to what the prompts that it remembers came to; one that the table forgot counts nothing."""
+        rows = self.table.rows(self.stack.keys.tolist())
+        count, mean = self.table.overall(np.maximum(rows, 0))
+        self.stack.fit(mean, np.where(rows >= 0, count / (count + 1), 0.0), typical)
 
     def _state(self) -> dict[str, Any]:
         return {

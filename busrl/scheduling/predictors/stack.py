@@ -1,22 +1,23 @@
 """How much to trust each of several predictions: a linear mixture, fitted to how they did lately.
 
-Pure arithmetic. Knows nothing of what is predicted.
+Pure arithmetic. Remembers what each source said of the last prompts before it learned from them; what came out is
+given at each fit, since more answers of a prompt may have come. Knows nothing of what is predicted.
 
 - Until there is data the first source is followed alone.
-- No source counts negatively. Old surprises fade.
+- No source counts negatively. Newer prompts weigh more, as the sources are learning themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from busrl.scheduling.predictors.base import Floats
 
-LOOK_BACK = 2000  # prompts; at first the newer half of all, since the sources are still learning themselves
-PENALTY = 2.0  # weight of the first guess, in prompts per unit of variance of a source
+LOOK_BACK = 1024  # prompts
+PENALTY = 8.0  # weight of the first guess, in prompts per unit of variance of a source
 
 
 class Stack:
@@ -24,9 +25,8 @@ class Stack:
 
     def __init__(self, sources: int) -> None:
         self.sources = sources
-        self.square = np.zeros((sources + 1, sources + 1))
-        self.cross = np.zeros(sources + 1)
-        self.seen = 0
+        self.said = np.zeros((0, sources))
+        self.keys = np.zeros(0, np.int64)
         self.weights = self._guess()
 
     def _guess(self) -> Floats:
@@ -39,25 +39,26 @@ class Stack:
         mixed: Floats = inputs @ self.weights[:-1] + self.weights[-1]
         return mixed
 
-    def learn(self, inputs: Floats, real: Floats) -> None:
-        """What each source had said, [n, sources], and what came out, [n]."""
-        full = np.column_stack((inputs, np.ones(len(inputs))))
-        self.seen = min(self.seen + len(inputs), LOOK_BACK)
-        keep = max(0.0, 1 - 2 * len(inputs) / self.seen)
-        self.square = keep * self.square + full.T @ full
-        self.cross = keep * self.cross + full.T @ real
-        self._solve()
+    def remember(self, keys: Sequence[int], inputs: Floats) -> None:
+        """What each source says of new prompts, [n, sources]."""
+        self.keys = np.append(self.keys, np.array(keys, np.int64))[-LOOK_BACK:]
+        self.said = np.vstack((self.said, inputs))[-LOOK_BACK:]
 
-    def _solve(self) -> None:
-        """Least squares near the guess; a source that would count negatively is left out, the worst one first."""
+    def fit(self, real: Floats, sure: Floats, centre: float) -> None:
+        """What came out for each of `keys`, and how sure that is, 0 to 1; all is seen from `centre`.
+
+        Least squares near the first guess; a source that would count negatively is left out, the worst one first.
+        """
+        weight = sure * np.arange(1, len(sure) + 1) / max(1, len(sure)) * 2
+        full = np.column_stack((self.said - centre, np.ones(len(real))))
+        square, cross = full.T @ (full * weight[:, None]), full.T @ ((real - centre) * weight)
         used, guess = np.ones(self.sources + 1, np.bool_), self._guess()
         penalty = np.full(self.sources + 1, PENALTY)
         penalty[-1] = 1e-3
         while True:
-            square = self.square[np.ix_(used, used)] + np.diag(penalty[used])
-            found = np.linalg.solve(square, self.cross[used] + penalty[used] * guess[used])
+            both = square[np.ix_(used, used)] + np.diag(penalty[used])
             weights = np.zeros(self.sources + 1)
-            weights[used] = found
+            weights[used] = np.linalg.solve(both, cross[used] + penalty[used] * guess[used])
             worst = int(np.argmin(weights[:-1]))
             if weights[worst] >= 0:
                 break
@@ -65,11 +66,12 @@ class Stack:
         self.weights = weights
 
     def state(self) -> dict[str, Any]:
-        return {"square": self.square.copy(), "cross": self.cross.copy(), "seen": self.seen}
+        return {"said": self.said.copy(), "keys": self.keys.copy(), "weights": self.weights.copy()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        square, cross = np.array(state["square"], np.float64), np.array(state["cross"], np.float64)
-        if square.shape != self.square.shape or cross.shape != self.cross.shape or not np.isfinite(square).all():
+        said, keys, weights = (np.array(state[name], np.float64) for name in ("said", "keys", "weights"))
+        if said.shape != (len(keys), self.sources) or weights.shape != self.weights.shape or len(keys) > LOOK_BACK:
             raise ValueError("a mixture of other sources")
-        self.square, self.cross, self.seen = square, cross, int(state["seen"])
-        self._solve()
+        if not (np.isfinite(said).all() and np.isfinite(weights).all()):
+            raise ValueError("a mixture that is no number")
+        self.said, self.keys, self.weights = said, np.array(state["keys"], np.int64), weights
