@@ -39,22 +39,22 @@ class Gaps:
         self.repeated = 0
         self.missed_by: dict[tuple[str, str], int] = {}
         self._capacity = capacity
-        self._last: dict[tuple[str, bytes], tuple[int, int]] = {}
+        self._last: dict[tuple[str, bytes], list[int]] = {}  # msg_seq and time_ns
 
     def seen(self, topic: bytes, message: Numbered) -> None:
         """One message arrived."""
-        key, seq = (message.sender, topic), message.msg_seq
-        last = self._last.get(key)
+        last = self._last.get((message.sender, topic))
         if last is None:
-            if len(self._last) >= self._capacity:
-                return
-        elif seq > last[0]:
-            if seq != last[0] + 1:
-                self._miss(key, seq - last[0] - 1)
-        elif message.time_ns <= last[1]:
+            if len(self._last) < self._capacity:
+                self._last[message.sender, topic] = [message.msg_seq, message.time_ns]
+            return
+        ahead = message.msg_seq - last[0]
+        if ahead > 1:
+            self._miss((message.sender, topic), ahead - 1)
+        elif ahead < 1 and message.time_ns <= last[1]:
             self.repeated += 1
             return
-        self._last[key] = (seq, message.time_ns)
+        last[0], last[1] = message.msg_seq, message.time_ns
 
     def tail(self, heartbeat: Tail) -> None:
         """A heartbeat names the last number of each topic: whatever lies between was lost at the end."""
@@ -63,7 +63,7 @@ class Gaps:
             last = self._last.get(key)
             if last is not None and seq > last[0]:
                 self._miss(key, seq - last[0])
-                self._last[key] = (seq, heartbeat.time_ns)
+                last[:] = seq, heartbeat.time_ns
 
     def _miss(self, key: tuple[str, bytes], count: int) -> None:
         self.missed += count

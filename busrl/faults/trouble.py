@@ -25,8 +25,8 @@ from busrl.faults.plan import SENDER, BusFault, Faults
 
 MAX_HELD: Final = 20_000
 OVERTAKEN_S: Final = 0.05  # an overtaken message comes after the next one, or after this time if there is none
-Frames = list[bytes]
-Receive = Callable[[int], Frames]
+Frames = tuple[bytes, ...]
+Receive = Callable[[int], Frames | None]
 
 
 def trouble_for(faults: Faults, role: str, name: str) -> Trouble | None:
@@ -66,11 +66,13 @@ class Trouble:
     # receiving
 
     def around(self, receive: Receive) -> Receive:
-        """The receive call to use instead: it raises what `receive` raises when nothing is there or due."""
+        """The receive call to use instead: None when nothing is there and nothing due."""
 
-        def troubled(flags: int) -> Frames:
+        def troubled(flags: int) -> Frames | None:
             while (frames := self._due()) is None:
-                self._judge(receive(flags))
+                if (came := receive(flags)) is None:
+                    return None
+                self._judge(came)
             self.counts["passed"] += 1
             return frames
 
@@ -100,7 +102,7 @@ class Trouble:
         else:
             if chance() < fault.duplicate:
                 self.counts["doubled"] += 1
-                self._hold(self._when(fault, now), list(frames))
+                self._hold(self._when(fault, now), frames)
             if chance() < fault.reorder and self._overtaken is None:
                 self.counts["overtaken"] += 1
                 self._overtaken = (now + OVERTAKEN_S, frames)
