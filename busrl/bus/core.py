@@ -42,7 +42,7 @@ MAX_ROUTES: Final = 4096
 LINGER_MS: Final = 250
 HANDSHAKE_MS: Final = 5000  # half a handshake holds a descriptor no longer than this
 MAX_ADDRESSED: Final = 1024  # topics of one endpoint beyond which pings of new names get no answer
-LOOKS: Final = range(4096)  # messages looked at before the caller is asked again: a flood of refused ones can not hold it
+MAX_LOOKS: Final = 4096  # messages looked at before the caller is asked again: a flood of refused ones can not hold it
 RECEIVE_SLICE_S: Final = 0.1  # the longest that a wait inside libzmq takes
 PING_EVERY_S: Final = 0.05
 PING_FIRST_S: Final = 0.004  # the pauses grow from here: a first ping is often quicker than the subscription
@@ -75,7 +75,7 @@ class Trouble(Protocol):
     """Faults on purpose, between the endpoint and its sockets (`busrl.faults` has them)."""
 
     def lets_out(self, topic: str) -> bool: ...
-    def around(self, receive: Callable[[int], Frames | None]) -> Callable[[int], Frames | None]: ...
+    def around(self, receive: Callable[[int], list[Frames]]) -> Callable[[int], list[Frames]]: ...
     def due_s(self) -> float: ...
 
 
@@ -115,7 +115,7 @@ class Core:
         self._seqs: dict[str, int] = {}
         self._topics: dict[tuple[type[Message], str], tuple[str, bytes]] = {}
         self._gaps = Gaps()
-        self._pending: deque[Message] = deque(maxlen=hwm)  # what came before the echo; the oldest may go
+        self._pending: deque[Message] = deque(maxlen=max(hwm, MAX_LOOKS))  # came, not taken; the oldest may go
         self._own_ping = topic(Ping, name)
         self._token, self._echoed, self._ping_due, self._ping_pause_s = "", False, 0.0, PING_FIRST_S
         heard: list[type[Message]] = [*map(kind_of, subscribe), Ping]
@@ -194,16 +194,23 @@ class Core:
         return taken
 
     def _take_new(self, flags: int = NOBLOCK) -> Message | None:
-        for _ in LOOKS:
-            if self._closed:
-                raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
-            frames = self._receive(flags)
-            if frames is None:
-                return None
-            message = self._accept(frames)
-            if message is not None:
-                return message
+        """The next message, with none pending."""
+        looked = 0
+        while looked < MAX_LOOKS and (came := self._fetch(flags)):
+            if self._pending:
+                return self._pending.popleft()
+            looked += came
         return None
+
+    def _fetch(self, flags: int) -> int:
+        """Decode some of what is here into `_pending`, in order; how many were looked at, 0 if nothing is here."""
+        if self._closed:
+            raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
+        came = self._receive(flags)
+        for frames in came:
+            if (message := self._accept(frames)) is not None:
+                self._pending.append(message)
+        return len(came)
 
     def _accept(self, frames: Frames) -> Message | None:
         """One multipart to a message for the caller; None for what is dropped or answered here."""
@@ -270,10 +277,9 @@ class Core:
         if now >= self._ping_due and not self._echoed:
             self._ping_due, self._ping_pause_s = now + self._ping_pause_s, min(PING_EVERY_S, 2 * self._ping_pause_s)
             self.post(Ping(token=self._token), to=self.name)
-        for _ in LOOKS:
-            if self._echoed or (message := self._take_new()) is None:
-                break
-            self._pending.append(message)
+        looked = 0
+        while not self._echoed and looked < MAX_LOOKS and (came := self._fetch(NOBLOCK)):
+            looked += came
         return self._echoed
 
     def forget_echo(self) -> None:
@@ -323,15 +329,18 @@ class Core:
         """Close both sockets; what is still queued gets `LINGER_MS` to leave. Idempotent."""
         if self._closed:
             return
-        self._closed = "it was closed"
-        self._wire.close()
+        self._end("it was closed")
         self._pub.close()
         self._sub.close()
         self._context.term()
 
     def _orphan(self) -> None:
-        self._closed = "it was opened before a fork; open a new one in the child"
+        self._end("it was opened before a fork; open a new one in the child")
+
+    def _end(self, why: str) -> None:
+        self._closed = why
         self._wire.close()
+        self._pending.clear()
 
 
 def _after_fork() -> None:

@@ -4,8 +4,9 @@ Talks to pyzmq's sockets in one of two ways, chosen once a process (`KIND`): `bu
 pyzmq has loaded, or, where that can not be reached, pyzmq's compiled sockets without the Python layer over them. Both
 behave alike, and the tests hold both to it. Knows nothing of messages.
 
-- `receive` gives topic and payload, or a single frame that belongs to no message: one that came alone, and each one
-  after the second of its message. None says that nothing came; with WAIT it waits, at most the socket's RCVTIMEO.
+- `receive` gives what is here, a bounded number: topics and payloads, and single frames that belong to no message (one
+  that came alone, each one after the second of its message). With WAIT it waits, at most the socket's RCVTIMEO.
+- An empty list says that nothing is here; a list that is not empty does not say that nothing more is.
 - After `close` nothing touches the sockets, which stay their owner's to close.
 """
 
@@ -33,7 +34,7 @@ class Wire(Protocol):
     """The two sockets of one endpoint."""
 
     def send(self, topic: bytes, payload: bytes, /) -> None: ...
-    def receive(self, flags: int, /) -> Frames | None: ...
+    def receive(self, flags: int, /) -> list[Frames]: ...
     def close(self) -> None: ...
 
 
@@ -69,18 +70,18 @@ class PlainWire:
         self._send(topic, SNDMORE)
         self._send(payload, NOBLOCK)
 
-    def receive(self, flags: int, /) -> Frames | None:
-        """The next frames, as the module's head says."""
+    def receive(self, flags: int, /) -> list[Frames]:
+        """At most one message, as the module's head says."""
         first = self._next(flags)
         if first is None:
-            return None
+            return []
         more = bool(self._get(RCVMORE))
         if self._tail or not more:
             self._tail = self._tail and more
-            return (first,)
+            return [(first,)]
         second: bytes = self._recv(NOBLOCK)
         self._tail = bool(self._get(RCVMORE))
-        return first, second
+        return [(first, second)]
 
     def close(self) -> None:
         """Nothing to forget: a closed socket of pyzmq says so itself."""

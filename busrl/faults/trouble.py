@@ -26,7 +26,7 @@ from busrl.faults.plan import SENDER, BusFault, Faults
 MAX_HELD: Final = 20_000
 OVERTAKEN_S: Final = 0.05  # an overtaken message comes after the next one, or after this time if there is none
 Frames = tuple[bytes, ...]
-Receive = Callable[[int], Frames | None]
+Receive = Callable[[int], list[Frames]]
 
 
 def trouble_for(faults: Faults, role: str, name: str) -> Trouble | None:
@@ -66,15 +66,16 @@ class Trouble:
     # receiving
 
     def around(self, receive: Receive) -> Receive:
-        """The receive call to use instead: None when nothing is there and nothing due."""
+        """The receive call to use instead: nothing when nothing is there or due, else one message at a time."""
 
-        def troubled(flags: int) -> Frames | None:
+        def troubled(flags: int) -> list[Frames]:
             while (frames := self._due()) is None:
-                if (came := receive(flags)) is None:
-                    return None
-                self._judge(came)
+                if not (came := receive(flags)):
+                    return []
+                for one in came:
+                    self._judge(one)
             self.counts["passed"] += 1
-            return frames
+            return [frames]
 
         return troubled
 

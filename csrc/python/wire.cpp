@@ -1,4 +1,4 @@
-// The two sockets of a bus endpoint, driven through the very libzmq that pyzmq has loaded: a message out, a message in.
+// The two sockets of a bus endpoint, driven through the very libzmq that pyzmq has loaded: a message out, many in.
 //
 //  * No header of libzmq and nothing linked: use() looks its stable C functions up in pyzmq's compiled part and what
 //    that depends on. Where they can not be seen (another backend, hidden symbols), busrl/bus/wire.py does the same.
@@ -9,10 +9,14 @@
 #include <dlfcn.h>
 #include <errno.h>
 
+#include <algorithm>
+
 namespace {
 
 // zmq.h, since libzmq 4.1
 constexpr int kDontWait = 1, kSendMore = 2;
+constexpr int kMost = 64;                     // messages of one call, and beyond how many bytes there is not one more
+constexpr size_t kMostBytes = size_t(1) << 18;
 struct Message {
     alignas(8) unsigned char opaque[64];
 };
@@ -70,9 +74,10 @@ struct Frame {
     Frame& operator=(const Frame&) = delete;
 
     bool more() const { return g_zmq.msg_more(&message) != 0; }
+    size_t size() const { return g_zmq.msg_size(&message); }
     PyObject* bytes() {
         return PyBytes_FromStringAndSize(static_cast<const char*>(g_zmq.msg_data(&message)),
-                                         Py_ssize_t(g_zmq.msg_size(&message)));
+                                         Py_ssize_t(size()));
     }
 };
 
@@ -82,6 +87,7 @@ struct Wire {
     PyObject* error;      // makes the exception of an errno
     void *out, *in;       // their handles; null once closed
     bool tail;            // the next frame belongs to a message whose first two were handed out
+    int most;             // messages of the next call: asking for one that is not there costs a system call
 };
 
 PyObject* fail(Wire* self, int number) {
@@ -151,26 +157,42 @@ PyObject* pair(Frame& first, Frame& second) {
     return frames;
 }
 
-// receive(flags): topic and payload, or a single frame that belongs to no message, or None when nothing came.
+// The next tuple of frames, counted into `bytes`.
+Got receive_message(Wire* self, int flags, PyObject*& frames, size_t& bytes) {
+    Frame first, second;
+    Got got = receive_frame(self, first, flags);
+    if (got != Got::frame) return got;
+    const bool more = first.more();
+    const bool whole = !self->tail && more;
+    if (whole && (got = receive_frame(self, second, kDontWait)) == Got::error) return got;
+    const bool two = whole && got == Got::frame;  // always, since libzmq hands messages out whole
+    self->tail = two ? second.more() : self->tail && more;
+    frames = two ? pair(first, second) : alone(first);
+    bytes += first.size() + second.size();
+    return frames == nullptr ? Got::error : Got::frame;
+}
+
+// receive(flags): a list of what is here, each topic and payload or a single frame that belongs to no message. Twice as
+// many as the last time if those were all there, one if not: one at a time, nothing is asked for in vain.
 PyObject* receive(PyObject* object, PyObject* const* args, Py_ssize_t n) {
     Wire* self = reinterpret_cast<Wire*>(object);
     const long flags = n == 1 ? PyLong_AsLong(args[0]) : -1;
     if (flags == -1 && PyErr_Occurred()) return nullptr;
     if (flags != 0 && flags != kDontWait) return PyErr_Format(PyExc_TypeError, "receive() takes the flags 0 or 1");
-    Frame first, second;
-    Got got = receive_frame(self, first, int(flags));
-    if (got == Got::error) return nullptr;
-    if (got == Got::nothing) Py_RETURN_NONE;
-    const bool more = first.more();
-    if (self->tail || !more) {
-        self->tail = self->tail && more;
-        return alone(first);
+    PyObject* list = PyList_New(0);
+    if (list == nullptr) return nullptr;
+    Got got = Got::frame;
+    size_t bytes = 0;
+    for (int count = 0; count < self->most && bytes <= kMostBytes; ++count) {
+        PyObject* frames = nullptr;
+        got = receive_message(self, count == 0 ? int(flags) : kDontWait, frames, bytes);
+        if (got == Got::frame && PyList_Append(list, frames) != 0) got = Got::error;
+        Py_XDECREF(frames);
+        if (got != Got::frame) break;
     }
-    got = receive_frame(self, second, kDontWait);  // libzmq hands messages out whole, so it is there
-    if (got == Got::error) return nullptr;
-    if (got == Got::nothing) return alone(first);
-    self->tail = second.more();
-    return pair(first, second);
+    if (got == Got::error) return Py_DECREF(list), nullptr;
+    self->most = got == Got::nothing ? 1 : std::min(2 * self->most, kMost);
+    return list;
 }
 
 // close(): no handle is used from here on; the sockets stay their owner's to close. Idempotent.
@@ -216,6 +238,7 @@ PyObject* new_wire(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     self->error = Py_NewRef(error);
     self->out = out;
     self->in = in;
+    self->most = 1;
     return reinterpret_cast<PyObject*>(self);
 }
 
@@ -226,7 +249,7 @@ PyCFunction function(F* one) {
 
 PyMethodDef wire_methods[] = {
     {"send", function(send), METH_FASTCALL, "Topic and payload, both or none; never waits."},
-    {"receive", function(receive), METH_FASTCALL, "The next frames, None when nothing came."},
+    {"receive", function(receive), METH_FASTCALL, "What is here, as a list of tuples of frames."},
     {"close", close_wire, METH_NOARGS, "No handle is used from here on; idempotent."},
     {nullptr, nullptr, 0, nullptr},
 };
