@@ -79,6 +79,16 @@ class Trouble(Protocol):
     def due_s(self) -> float: ...
 
 
+class _Line:
+    """One topic that this endpoint sends to, and the number of its last message there."""
+
+    __slots__ = ("beats", "raw", "seq", "topic")
+
+    def __init__(self, kind: type[Message], to: str) -> None:
+        self.topic, self.beats, self.seq = topic(kind, to), kind is Heartbeat, 0
+        self.raw = self.topic.encode()
+
+
 class _Heard:
     """One kind of message that this endpoint listens to: how its bytes are read, and how many came."""
 
@@ -112,8 +122,7 @@ class Core:
         self._reported: set[tuple[str, Fault]] = set()
         self._faults: Counter[Fault] = Counter()
         self._sent_bytes = self._received_bytes = 0
-        self._seqs: dict[str, int] = {}
-        self._topics: dict[tuple[type[Message], str], tuple[str, bytes]] = {}
+        self._lines: dict[tuple[type[Message], str], _Line] = {}
         self._gaps = Gaps()
         self._pending: deque[Message] = deque(maxlen=max(hwm, MAX_LOOKS))  # came, not taken; the oldest may go
         self._own_ping = topic(Ping, name)
@@ -151,28 +160,30 @@ class Core:
         """Fill the envelope and send; never blocks. The message belongs to the endpoint until this returns."""
         if self._closed:
             raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
-        target, target_bytes = self._topics.get((type(message), to)) or self._name(type(message), to)
-        seqs = self._seqs
+        line = self._lines.get((type(message), to)) or self._line(type(message), to)
         message.sender = self.name
         message.time_ns = time.time_ns()
-        message.msg_seq = seq = seqs.get(target, 0) + 1
-        if isinstance(message, Heartbeat):
-            message.last_seqs = seqs.copy()
+        message.msg_seq = seq = line.seq + 1
+        if line.beats and isinstance(message, Heartbeat):
+            message.last_seqs = self._seqs()
         raw = codec.encode(message)
         if len(raw) > self._max_bytes:
             raise MessageTooLarge(
-                f"{target} from {self.name!r} has {len(raw)} bytes, the limit is {self._max_bytes}; put the data into "
-                "a slot, or raise bus.max_message_bytes in the topology"
+                f"{line.topic} from {self.name!r} has {len(raw)} bytes, the limit is {self._max_bytes}; put the data "
+                "into a slot, or raise bus.max_message_bytes in the topology"
             )
-        if self._trouble is None or self._trouble.lets_out(target):
-            self._send(target_bytes, raw)
-        seqs[target] = seq
+        if self._trouble is None or self._trouble.lets_out(line.topic):
+            self._send(line.raw, raw)
+        line.seq = seq
         self._sent_bytes += len(raw)
 
-    def _name(self, kind: type[Message], to: str) -> tuple[str, bytes]:
-        named = topic(kind, to)
-        self._topics[kind, to] = known = named, named.encode()
-        return known
+    def _line(self, kind: type[Message], to: str) -> _Line:
+        self._lines[kind, to] = line = _Line(kind, to)
+        return line
+
+    def _seqs(self) -> dict[str, int]:
+        """The last number of every topic that something was sent to."""
+        return {line.topic: line.seq for line in self._lines.values() if line.seq}
 
     def heartbeat(self, role: str, activity: str) -> None:
         """Publish HEARTBEAT; it carries the last number of every topic, so that listeners see lost tails too."""
@@ -208,6 +219,8 @@ class Core:
             raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
         came = self._receive(flags)
         for frames in came:
+            if self._closed:  # by who was told of a message that was dropped
+                break
             if (message := self._accept(frames)) is not None:
                 self._pending.append(message)
         return len(came)
@@ -248,7 +261,7 @@ class Core:
     def _answer(self, ping: Ping) -> None:
         """PING is served here: one's own echo proves readiness, another's is answered."""
         if ping.sender != self.name:
-            if len(self._topics) >= MAX_ADDRESSED and (Pong, ping.sender) not in self._topics:
+            if len(self._lines) >= MAX_ADDRESSED and (Pong, ping.sender) not in self._lines:
                 self._drop(Rejected(Fault.MALFORMED, "", f"pings from more than {MAX_ADDRESSED} names"))
                 return
             try:
@@ -306,11 +319,12 @@ class Core:
 
     def stats(self) -> EndpointStats:
         """A frozen copy of the counters."""
+        sent_by = self._seqs()
         received_by = {heard.name: heard.count for heard in self._kinds.values() if heard.count}
         return EndpointStats(
             name=self.name,
             wire=KIND,
-            sent=sum(self._seqs.values()),
+            sent=sum(sent_by.values()),
             sent_bytes=self._sent_bytes,
             received=sum(received_by.values()),
             received_bytes=self._received_bytes,
@@ -320,7 +334,7 @@ class Core:
             unknown_types=self._faults[Fault.UNKNOWN_TYPE],
             wrong_version=self._faults[Fault.WRONG_VERSION],
             oversize=self._faults[Fault.OVERSIZE],
-            sent_by=dict(self._seqs),
+            sent_by=sent_by,
             received_by=received_by,
             missed_by=dict(self._gaps.missed_by),
         )
