@@ -160,7 +160,10 @@ class Core:
         """Fill the envelope and send; never blocks. The message belongs to the endpoint until this returns."""
         if self._closed:
             raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
-        line = self._lines.get((type(message), to)) or self._line(type(message), to)
+        try:
+            line = self._lines[type(message), to]
+        except KeyError:
+            line = self._line(type(message), to)
         message.sender = self.name
         message.time_ns = time.time_ns()
         message.msg_seq = seq = line.seq + 1

@@ -44,18 +44,19 @@ class Gaps:
 
     def seen(self, topic: bytes, message: Numbered) -> None:
         """One message arrived."""
-        senders = self._last.get(topic)
-        last = senders.get(message.sender) if senders else None
-        if last is None:
+        seq, time_ns = message.msg_seq, message.time_ns
+        try:
+            last = self._last[topic][message.sender]
+        except KeyError:
             self._follow(topic, message)
             return
-        ahead = message.msg_seq - last[0]
+        ahead = seq - last[0]
         if ahead > 1:
             self._miss(message.sender, topic, ahead - 1)
-        elif ahead < 1 and message.time_ns <= last[1]:
+        elif ahead < 1 and time_ns <= last[1]:
             self.repeated += 1
             return
-        last[0], last[1] = message.msg_seq, message.time_ns
+        last[0], last[1] = seq, time_ns
 
     def tail(self, heartbeat: Tail) -> None:
         """A heartbeat names the last number of each topic: whatever lies between was lost at the end."""
