@@ -15,11 +15,12 @@ namespace {
 
 // zmq.h, since libzmq 4.1
 constexpr int kDontWait = 1, kSendMore = 2;
-constexpr int kMost = 64;                     // messages of one call, and beyond how many bytes there is not one more
-constexpr size_t kMostBytes = size_t(1) << 18;
 struct Message {
     alignas(8) unsigned char opaque[64];
 };
+
+constexpr int kMost = 64;                       // messages of one call of receive()
+constexpr size_t kMostBytes = size_t(1) << 18;  // beyond so many bytes there is not one more
 
 struct Libzmq {
     void (*version)(int*, int*, int*);
@@ -52,7 +53,7 @@ PyObject* use(PyObject*, PyObject* path) {
     const char* name = PyUnicode_AsUTF8(path);
     if (name == nullptr) return nullptr;
     // NOLOAD: a second copy would have other sockets. It stays open, as pyzmq's part never leaves the process either.
-    void* library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+    void* library = *name == 0 ? nullptr : dlopen(name, RTLD_LAZY | RTLD_NOLOAD);  // "" would be the program itself
     Libzmq z{};
     if (library == nullptr || !look_up_all(library, z))
         return PyErr_Format(PyExc_LookupError, "no functions of libzmq are to be seen in %s", name);
@@ -76,13 +77,12 @@ struct Frame {
     bool more() const { return g_zmq.msg_more(&message) != 0; }
     size_t size() const { return g_zmq.msg_size(&message); }
     PyObject* bytes() {
-        return PyBytes_FromStringAndSize(static_cast<const char*>(g_zmq.msg_data(&message)),
-                                         Py_ssize_t(size()));
+        return PyBytes_FromStringAndSize(static_cast<const char*>(g_zmq.msg_data(&message)), Py_ssize_t(size()));
     }
 };
 
 struct Wire {
-    PyObject_HEAD  // (a macro, with its semicolon)
+    PyObject ob_base;
     PyObject *pub, *sub;  // pyzmq's sockets, kept alive
     PyObject* error;      // makes the exception of an errno
     void *out, *in;       // their handles; null once closed
@@ -265,8 +265,15 @@ PyType_Slot wire_slots[] = {
     {0, nullptr},
 };
 PyType_Spec wire_type = {"busrl._wire.Wire", sizeof(Wire), 0, Py_TPFLAGS_DEFAULT, wire_slots};
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "busrl._wire", "libzmq as pyzmq has loaded it.", -1, module_methods,
-                      nullptr, nullptr, nullptr, nullptr};
+PyModuleDef module = {PyModuleDef_HEAD_INIT,
+                      "busrl._wire",
+                      "libzmq as pyzmq has loaded it.",
+                      -1,
+                      module_methods,
+                      nullptr,
+                      nullptr,
+                      nullptr,
+                      nullptr};
 
 }  // namespace
 
