@@ -111,7 +111,8 @@ def test_one_call_takes_a_bounded_number_of_messages_and_bytes(pair, count, size
 
 def test_a_closed_wire_touches_no_socket(pair):
     pair.close()
-    for use in (lambda: pair.wire.send(b"A/", b""), lambda: pair.wire.receive(NOBLOCK), lambda: pair.wire.receive(WAIT)):
+    wire = pair.wire
+    for use in (lambda: wire.send(b"A/", b""), lambda: wire.receive(NOBLOCK), lambda: wire.receive(WAIT)):
         with pytest.raises(zmq.ZMQError) as caught:
             use()
         assert caught.value.errno == zmq.ENOTSOCK
@@ -190,9 +191,8 @@ with Endpoint("one", *sys.argv[1:], subscribe=["GOODBYE/"]) as one:
 
 
 def test_a_process_that_can_not_reach_libzmq_uses_the_plain_wire_and_says_so(broker, endpoint):
-    ran = subprocess.run(
-        [sys.executable, "-c", PLAIN, broker.frontend, broker.backend], capture_output=True, text=True, timeout=LONG_S * 2
-    )
+    argv = [sys.executable, "-c", PLAIN, broker.frontend, broker.backend]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=LONG_S * 2)
     assert ran.stdout.split() == ["pyzmq", "0"], ran.stderr
     assert endpoint("two").stats().wire == KIND
 
