@@ -1,4 +1,5 @@
-"""Builds the C++ core of the slot ring twice: for Python as `busrl._ring`, and for everybody else as libbusrl_ring.so.
+"""Builds the C++ core of the slot ring twice: for Python as `busrl._ring`, and for everybody else as libbusrl_ring.so;
+and `busrl._wire`, which drives pyzmq's libzmq for the bus and links nothing of it.
 
 The library and its header lie together in `busrl/ring/capi`, in a wheel as in a source tree; see docs/c-abi.md.
 SANITIZE=address,undefined (or thread) builds with those sanitizers; DEBUG=1 builds without optimisation.
@@ -69,6 +70,12 @@ setup(
             cxx_std=17,
             extra_compile_args=compile_args,
             extra_link_args=link_args,
+        ),
+        Extension(
+            "busrl._wire",
+            ["csrc/python/wire.cpp"],
+            extra_compile_args=[*compile_args, "-std=c++17"],
+            extra_link_args=[*link_args, "-ldl"],
         ),
         Extension(
             LIBRARY,

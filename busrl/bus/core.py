@@ -29,7 +29,7 @@ import zmq
 from busrl.bus.gaps import Gaps
 from busrl.bus.security import check_endpoint
 from busrl.bus.stats import EndpointStats
-from busrl.bus.wire import NOBLOCK, Wire
+from busrl.bus.wire import KIND, NOBLOCK, Frames, open_wire
 from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
 from busrl.keys import ClientKeys
 from busrl.protocol import MAX_ACTIVITY, Fault, Heartbeat, Message, Ping, Pong, Rejected, codec, kind_of, name_of, topic
@@ -75,8 +75,28 @@ class Trouble(Protocol):
     """Faults on purpose, between the endpoint and its sockets (`busrl.faults` has them)."""
 
     def lets_out(self, topic: str) -> bool: ...
-    def around(self, receive: Callable[[int], list[bytes]]) -> Callable[[int], list[bytes]]: ...
+    def around(self, receive: Callable[[int], list[Frames]]) -> Callable[[int], list[Frames]]: ...
     def due_s(self) -> float: ...
+
+
+class _Line:
+    """One topic that this endpoint sends to, and the number of its last message there."""
+
+    __slots__ = ("beats", "raw", "seq", "topic")
+
+    def __init__(self, kind: type[Message], to: str) -> None:
+        self.topic, self.beats, self.seq = topic(kind, to), kind is Heartbeat, 0
+        self.raw = self.topic.encode()
+
+
+class _Heard:
+    """One kind of message that this endpoint listens to: how its bytes are read, and how many came."""
+
+    __slots__ = ("count", "kind", "name", "read", "served")
+
+    def __init__(self, kind: type[Message], max_bytes: int) -> None:
+        self.kind, self.name, self.read = kind, name_of(kind), codec.reader(kind, max_bytes)
+        self.served, self.count = kind is Heartbeat or kind is Ping, 0
 
 
 class Core:
@@ -101,17 +121,15 @@ class Core:
         self._closed = ""
         self._reported: set[tuple[str, Fault]] = set()
         self._faults: Counter[Fault] = Counter()
-        self._received_by: Counter[str] = Counter()
         self._sent_bytes = self._received_bytes = 0
-        self._seqs: dict[str, int] = {}
-        self._topics: dict[tuple[type[Message], str], tuple[str, bytes]] = {}
+        self._lines: dict[tuple[type[Message], str], _Line] = {}
         self._gaps = Gaps()
-        self._pending: deque[Message] = deque(maxlen=hwm)  # what came before the echo; the oldest may go
+        self._pending: deque[Message] = deque(maxlen=max(hwm, MAX_LOOKS))  # came, not taken; the oldest may go
         self._own_ping = topic(Ping, name)
         self._token, self._echoed, self._ping_due, self._ping_pause_s = "", False, 0.0, PING_FIRST_S
         heard: list[type[Message]] = [*map(kind_of, subscribe), Ping]
-        self._kinds = {name_of(kind).encode(): kind for kind in heard}
-        self._routes: dict[bytes, tuple[type[Message], str] | None] = {}
+        self._kinds = {name_of(kind).encode(): _Heard(kind, max_bytes) for kind in heard}
+        self._routes: dict[bytes, _Heard | None] = {}
         for endpoint in (frontend, backend):
             check_endpoint(endpoint, keys is not None)
         self._open(hwm, subscribe, keys)
@@ -129,9 +147,9 @@ class Core:
             self._sub.setsockopt(zmq.SUBSCRIBE, one.encode())
         # Last: subscriptions travel in order, so an echo proves that the others have reached the broker as well.
         self._sub.setsockopt(zmq.SUBSCRIBE, self._own_ping.encode())
-        wire, trouble = Wire(self._pub, self._sub), self._trouble
-        self._send = wire.send
-        self._receive = wire.receive if trouble is None else trouble.around(wire.receive)
+        self._wire, trouble = open_wire(self._pub, self._sub), self._trouble
+        self._send = self._wire.send
+        self._receive = self._wire.receive if trouble is None else trouble.around(self._wire.receive)
         self._sub.setsockopt(zmq.RCVTIMEO, int(RECEIVE_SLICE_S * 1000))
         self._pub.connect(self._frontend)
         self._sub.connect(self._backend)
@@ -142,27 +160,33 @@ class Core:
         """Fill the envelope and send; never blocks. The message belongs to the endpoint until this returns."""
         if self._closed:
             raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
-        kind = type(message)
-        known = self._topics.get((kind, to))
-        if known is None:
-            named = topic(kind, to)
-            known = self._topics[kind, to] = named, named.encode()
-        target, target_bytes = known
+        try:
+            line = self._lines[type(message), to]
+        except KeyError:
+            line = self._line(type(message), to)
         message.sender = self.name
         message.time_ns = time.time_ns()
-        message.msg_seq = seq = self._seqs.get(target, 0) + 1
-        if isinstance(message, Heartbeat):
-            message.last_seqs = dict(self._seqs)
+        message.msg_seq = seq = line.seq + 1
+        if line.beats and isinstance(message, Heartbeat):
+            message.last_seqs = self._seqs()
         raw = codec.encode(message)
         if len(raw) > self._max_bytes:
             raise MessageTooLarge(
-                f"{target} from {self.name!r} has {len(raw)} bytes, the limit is {self._max_bytes}; put the data into "
-                "a slot, or raise bus.max_message_bytes in the topology"
+                f"{line.topic} from {self.name!r} has {len(raw)} bytes, the limit is {self._max_bytes}; put the data "
+                "into a slot, or raise bus.max_message_bytes in the topology"
             )
-        if self._trouble is None or self._trouble.lets_out(target):
-            self._send(target_bytes, raw)
-        self._seqs[target] = seq
+        if self._trouble is None or self._trouble.lets_out(line.topic):
+            self._send(line.raw, raw)
+        line.seq = seq
         self._sent_bytes += len(raw)
+
+    def _line(self, kind: type[Message], to: str) -> _Line:
+        self._lines[kind, to] = line = _Line(kind, to)
+        return line
+
+    def _seqs(self) -> dict[str, int]:
+        """The last number of every topic that something was sent to."""
+        return {line.topic: line.seq for line in self._lines.values() if line.seq}
 
     def heartbeat(self, role: str, activity: str) -> None:
         """Publish HEARTBEAT; it carries the last number of every topic, so that listeners see lost tails too."""
@@ -184,46 +208,50 @@ class Core:
         return taken
 
     def _take_new(self, flags: int = NOBLOCK) -> Message | None:
-        for _ in range(MAX_LOOKS):
-            if self._closed:
-                raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
-            try:
-                frames = self._receive(flags)
-            except zmq.Again:
-                return None
-            message = self._accept(frames)
-            if message is not None:
-                return message
+        """The next message, with none pending."""
+        looked = 0
+        while looked < MAX_LOOKS and (came := self._fetch(flags)):
+            if self._pending:
+                return self._pending.popleft()
+            looked += came
         return None
 
-    def _accept(self, frames: list[bytes]) -> Message | None:
+    def _fetch(self, flags: int) -> int:
+        """Decode some of what is here into `_pending`, in order; how many were looked at, 0 if nothing is here."""
+        if self._closed:
+            raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
+        came = self._receive(flags)
+        for frames in came:
+            if self._closed:  # by who was told of a message that was dropped
+                break
+            if (message := self._accept(frames)) is not None:
+                self._pending.append(message)
+        return len(came)
+
+    def _accept(self, frames: Frames) -> Message | None:
         """One multipart to a message for the caller; None for what is dropped or answered here."""
         target, raw = frames[0], frames[-1]
         self._received_bytes += len(raw)
-        route = self._routes.get(target) or self._route(target)
+        heard = self._routes.get(target) or self._route(target)
         try:
-            if route is None or len(frames) != 2:
+            if heard is None or len(frames) != 2:
                 raise Rejected(Fault.MALFORMED, codec.sender_in(raw), f"{len(frames)} frames on topic {target[:80]!r}")
-            kind, name = route
-            message = codec.decode(kind, raw, self._max_bytes)
+            message = heard.read(raw)
         except Rejected as rejected:
             self._drop(rejected)
             if self.on_reject is not None:
                 self.on_reject(rejected, target)
             return None
-        self._received_by[name] += 1
+        heard.count += 1
         self._gaps.seen(target, message)
-        if kind is Heartbeat or kind is Ping:
-            return self._serve(message)
-        return message
+        return self._serve(message) if heard.served else message
 
-    def _route(self, target: bytes) -> tuple[type[Message], str] | None:
-        """The kind that travels on a topic, and its name; remembered for the first topics that are heard."""
-        kind = self._kinds.get(target.partition(b"/")[0])
-        route = None if kind is None else (kind, name_of(kind))
+    def _route(self, target: bytes) -> _Heard | None:
+        """The kind that travels on a topic; remembered for the first topics that are heard."""
+        heard = self._kinds.get(target.partition(b"/")[0])
         if len(self._routes) < MAX_ROUTES:
-            self._routes[target] = route
-        return route
+            self._routes[target] = heard
+        return heard
 
     def _serve(self, message: Message) -> Message | None:
         if isinstance(message, Heartbeat):
@@ -236,7 +264,7 @@ class Core:
     def _answer(self, ping: Ping) -> None:
         """PING is served here: one's own echo proves readiness, another's is answered."""
         if ping.sender != self.name:
-            if len(self._topics) >= MAX_ADDRESSED and (Pong, ping.sender) not in self._topics:
+            if len(self._lines) >= MAX_ADDRESSED and (Pong, ping.sender) not in self._lines:
                 self._drop(Rejected(Fault.MALFORMED, "", f"pings from more than {MAX_ADDRESSED} names"))
                 return
             try:
@@ -265,10 +293,9 @@ class Core:
         if now >= self._ping_due and not self._echoed:
             self._ping_due, self._ping_pause_s = now + self._ping_pause_s, min(PING_EVERY_S, 2 * self._ping_pause_s)
             self.post(Ping(token=self._token), to=self.name)
-        for _ in range(MAX_LOOKS):
-            if self._echoed or (message := self._take_new()) is None:
-                break
-            self._pending.append(message)
+        looked = 0
+        while not self._echoed and looked < MAX_LOOKS and (came := self._fetch(NOBLOCK)):
+            looked += came
         return self._echoed
 
     def forget_echo(self) -> None:
@@ -295,11 +322,14 @@ class Core:
 
     def stats(self) -> EndpointStats:
         """A frozen copy of the counters."""
+        sent_by = self._seqs()
+        received_by = {heard.name: heard.count for heard in self._kinds.values() if heard.count}
         return EndpointStats(
             name=self.name,
-            sent=sum(self._seqs.values()),
+            wire=KIND,
+            sent=sum(sent_by.values()),
             sent_bytes=self._sent_bytes,
-            received=sum(self._received_by.values()),
+            received=sum(received_by.values()),
             received_bytes=self._received_bytes,
             missed=self._gaps.missed,
             repeated=self._gaps.repeated,
@@ -307,8 +337,8 @@ class Core:
             unknown_types=self._faults[Fault.UNKNOWN_TYPE],
             wrong_version=self._faults[Fault.WRONG_VERSION],
             oversize=self._faults[Fault.OVERSIZE],
-            sent_by=dict(self._seqs),
-            received_by=dict(self._received_by),
+            sent_by=sent_by,
+            received_by=received_by,
             missed_by=dict(self._gaps.missed_by),
         )
 
@@ -316,13 +346,18 @@ class Core:
         """Close both sockets; what is still queued gets `LINGER_MS` to leave. Idempotent."""
         if self._closed:
             return
-        self._closed = "it was closed"
+        self._end("it was closed")
         self._pub.close()
         self._sub.close()
         self._context.term()
 
     def _orphan(self) -> None:
-        self._closed = "it was opened before a fork; open a new one in the child"
+        self._end("it was opened before a fork; open a new one in the child")
+
+    def _end(self, why: str) -> None:
+        self._closed = why
+        self._wire.close()
+        self._pending.clear()
 
 
 def _after_fork() -> None:

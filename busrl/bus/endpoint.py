@@ -10,31 +10,29 @@ import math
 import select
 import time
 from types import TracebackType
-from typing import Final
 
 from busrl.bus.core import RECEIVE_SLICE_S, Core
+from busrl.bus.wire import WAIT
 from busrl.protocol import Message
 
-WAIT: Final = 0  # no flag: the socket's RCVTIMEO bounds it
 
 class Endpoint(Core):
     """A process's connection to the bus: `send`, `recv`, `drain`, `ready`. One thread, one process."""
 
     _poll: select.poll | None = None
-
-    def send(self, message: Message, to: str = "") -> None:
-        """Publish to everybody, or to process `to`; never blocks."""
-        self.post(message, to)
+    send = Core.post  # to everybody, or to process `to`; never blocks
 
     def recv(self, timeout_s: float) -> Message | None:
         """The next message, or None when `timeout_s` has passed without one."""
         if self._pending:
             return self._pending.popleft()
-        deadline = time.monotonic() + timeout_s
-        while self._trouble is None and deadline - time.monotonic() >= RECEIVE_SLICE_S:
-            # Waiting inside libzmq: no exception for an empty socket, and asleep at once after a send.
+        now = time.monotonic()
+        deadline = now + timeout_s
+        while self._trouble is None and deadline - now >= RECEIVE_SLICE_S:
+            # Waiting inside libzmq: asleep at once after a send, one look less for a message that is here.
             if (message := self._take_new(WAIT)) is not None:
                 return message
+            now = time.monotonic()
         if (message := self.take()) is not None:
             return message
         while (left := deadline - time.monotonic()) > 0:

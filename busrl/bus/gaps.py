@@ -39,33 +39,40 @@ class Gaps:
         self.repeated = 0
         self.missed_by: dict[tuple[str, str], int] = {}
         self._capacity = capacity
-        self._last: dict[tuple[str, bytes], tuple[int, int]] = {}
+        self._last: dict[bytes, dict[str, list[int]]] = {}  # by topic and sender: msg_seq and time_ns
+        self._followed = 0
 
     def seen(self, topic: bytes, message: Numbered) -> None:
         """One message arrived."""
-        key, seq = (message.sender, topic), message.msg_seq
-        last = self._last.get(key)
-        if last is None:
-            if len(self._last) >= self._capacity:
-                return
-        elif seq > last[0]:
-            if seq != last[0] + 1:
-                self._miss(key, seq - last[0] - 1)
-        elif message.time_ns <= last[1]:
+        seq, time_ns = message.msg_seq, message.time_ns
+        try:
+            last = self._last[topic][message.sender]
+        except KeyError:
+            self._follow(topic, message)
+            return
+        ahead = seq - last[0]
+        if ahead > 1:
+            self._miss(message.sender, topic, ahead - 1)
+        elif ahead < 1 and time_ns <= last[1]:
             self.repeated += 1
             return
-        self._last[key] = (seq, message.time_ns)
+        last[0], last[1] = seq, time_ns
 
     def tail(self, heartbeat: Tail) -> None:
         """A heartbeat names the last number of each topic: whatever lies between was lost at the end."""
-        for topic, seq in heartbeat.last_seqs.items():
-            key = (heartbeat.sender, topic.encode(errors="replace"))
-            last = self._last.get(key)
+        for name, seq in heartbeat.last_seqs.items():
+            topic = name.encode(errors="replace")
+            last = self._last.get(topic, {}).get(heartbeat.sender)
             if last is not None and seq > last[0]:
-                self._miss(key, seq - last[0])
-                self._last[key] = (seq, heartbeat.time_ns)
+                self._miss(heartbeat.sender, topic, seq - last[0])
+                last[:] = seq, heartbeat.time_ns
 
-    def _miss(self, key: tuple[str, bytes], count: int) -> None:
+    def _follow(self, topic: bytes, message: Numbered) -> None:
+        if self._followed < self._capacity:
+            self._followed += 1
+            self._last.setdefault(topic, {})[message.sender] = [message.msg_seq, message.time_ns]
+
+    def _miss(self, sender: str, topic: bytes, count: int) -> None:
         self.missed += count
-        named = (key[0], key[1].decode(errors="replace"))
+        named = (sender, topic.decode(errors="replace"))
         self.missed_by[named] = self.missed_by.get(named, 0) + count

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EndpointStats:
-    """One endpoint's life so far. `sent_by` is per topic, `received_by` per message name."""
+    """One endpoint's life so far. `sent_by` is per topic, `received_by` per message name; `wire` is `wire.KIND`."""
 
     name: str
+    wire: str
     sent: int
     sent_bytes: int
     received: int

@@ -25,8 +25,8 @@ from busrl.faults.plan import SENDER, BusFault, Faults
 
 MAX_HELD: Final = 20_000
 OVERTAKEN_S: Final = 0.05  # an overtaken message comes after the next one, or after this time if there is none
-Frames = list[bytes]
-Receive = Callable[[int], Frames]
+Frames = tuple[bytes, ...]
+Receive = Callable[[int], list[Frames]]
 
 
 def trouble_for(faults: Faults, role: str, name: str) -> Trouble | None:
@@ -66,13 +66,16 @@ class Trouble:
     # receiving
 
     def around(self, receive: Receive) -> Receive:
-        """The receive call to use instead: it raises what `receive` raises when nothing is there or due."""
+        """The receive call to use instead: nothing when nothing is there or due, else one message at a time."""
 
-        def troubled(flags: int) -> Frames:
+        def troubled(flags: int) -> list[Frames]:
             while (frames := self._due()) is None:
-                self._judge(receive(flags))
+                if not (came := receive(flags)):
+                    return []
+                for one in came:
+                    self._judge(one)
             self.counts["passed"] += 1
-            return frames
+            return [frames]
 
         return troubled
 
@@ -100,7 +103,7 @@ class Trouble:
         else:
             if chance() < fault.duplicate:
                 self.counts["doubled"] += 1
-                self._hold(self._when(fault, now), list(frames))
+                self._hold(self._when(fault, now), frames)
             if chance() < fault.reorder and self._overtaken is None:
                 self.counts["overtaken"] += 1
                 self._overtaken = (now + OVERTAKEN_S, frames)

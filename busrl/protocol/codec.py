@@ -12,6 +12,7 @@ and reused, since making them costs more than using them.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from functools import cache
 from typing import Final
 
@@ -49,32 +50,32 @@ class _Envelope(msgspec.Struct):
 
 
 _BAD: Final = (ValueError, RecursionError, MemoryError)  # every msgspec error is a ValueError
-_encode: Final = msgspec.msgpack.Encoder().encode
 _envelope: Final = msgspec.msgpack.Decoder(_Envelope)
-
-
-@cache
-def decoder(kind: type[Message]) -> msgspec.msgpack.Decoder[Message]:
-    """The one decoder of a message kind in this process."""
-    return msgspec.msgpack.Decoder(kind)
-
-
-def encode(message: Message) -> bytes:
-    """The msgpack map of a message."""
-    return _encode(message)
+encode: Final[Callable[[Message], bytes]] = msgspec.msgpack.Encoder().encode  # the msgpack map of a message
 
 
 def decode(kind: type[Message], raw: bytes, max_bytes: int) -> Message:
     """The message of this kind in `raw`; `Rejected` says what is wrong with bytes that hold none."""
-    if len(raw) > max_bytes:
-        raise Rejected(Fault.OVERSIZE, sender_in(raw), f"{len(raw)} bytes, the limit is {max_bytes}")
-    try:
-        message = decoder(kind).decode(raw)
-    except _BAD as error:
-        raise _explain(kind, raw, error) from None
-    if message.v != VERSION:
-        raise Rejected(Fault.WRONG_VERSION, message.sender, f"protocol {message.v}, this program speaks {VERSION}")
-    return message
+    return reader(kind, max_bytes)(raw)
+
+
+@cache
+def reader(kind: type[Message], max_bytes: int) -> Callable[[bytes], Message]:
+    """`decode` for one kind and limit, with nothing left to look up for each message."""
+    read = msgspec.msgpack.Decoder(kind).decode
+
+    def decode_one(raw: bytes) -> Message:
+        if len(raw) > max_bytes:
+            raise Rejected(Fault.OVERSIZE, sender_in(raw), f"{len(raw)} bytes, the limit is {max_bytes}")
+        try:
+            message = read(raw)
+        except _BAD as error:
+            raise _explain(kind, raw, error) from None
+        if message.v != VERSION:
+            raise Rejected(Fault.WRONG_VERSION, message.sender, f"protocol {message.v}, this program speaks {VERSION}")
+        return message
+
+    return decode_one
 
 
 def sender_in(raw: bytes) -> str:

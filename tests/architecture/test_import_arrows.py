@@ -19,7 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "ring": {"errors", "protocol", "_ring"},
     "private": {"errors"},
     "keys": {"errors", "private"},
-    "bus": {"errors", "protocol", "ring", "private", "keys"},
+    "bus": {"errors", "protocol", "ring", "private", "keys", "_wire"},
     "gateway": {"errors", "protocol"},
     "scheduling": set(),
     "algorithms": set(),

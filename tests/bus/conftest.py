@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from busrl.bus import Endpoint
+from busrl.bus.wire import KIND, PlainWire
 
 SERVE = """
 import signal, sys, threading
@@ -71,6 +72,15 @@ def broker(short_dir: Path) -> Iterator[BrokerProcess]:
     one.start()
     yield one
     one.kill()
+
+
+@pytest.fixture(params=["reached", "plain"])
+def each_wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endpoints of this test speak through pyzmq's libzmq, and once more as where that can not be reached."""
+    if request.param == "plain":
+        monkeypatch.setattr("busrl.bus.core.open_wire", PlainWire)
+    else:
+        assert KIND != "pyzmq", "the fixture would test one wire twice"
 
 
 @pytest.fixture

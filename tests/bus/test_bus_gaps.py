@@ -59,7 +59,7 @@ def test_a_heartbeat_shows_the_loss_of_the_newest_messages(endpoint):
     listener, sender = endpoint("learner", topic(m.Goodbye), topic(m.Heartbeat)), endpoint("a")
     sender.send(m.Goodbye())
     assert isinstance(listener.recv(PATIENCE_S), m.Goodbye)
-    sender._seqs["GOODBYE/"] += 3  # as if three had been dropped on the way
+    sender._lines[m.Goodbye, ""].seq += 3  # as if three had been dropped on the way
     sender.heartbeat("rollout", "generating")
     beat = listener.recv(PATIENCE_S)
     assert isinstance(beat, m.Heartbeat) and beat.activity == "generating" and beat.last_seqs["GOODBYE/"] == 4

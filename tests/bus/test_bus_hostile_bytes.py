@@ -66,6 +66,7 @@ def test_bytes_that_are_no_message_are_counted_and_dropped(endpoint, stranger, r
     assert len(said) == 1 and "learner" in said[0]
 
 
+@pytest.mark.usefixtures("each_wire")
 def test_a_multipart_of_another_length_is_counted_as_malformed(endpoint, stranger):
     listener = endpoint("learner", HEARD, report=lambda _: None)
     hear_good(listener, stranger)
@@ -75,6 +76,7 @@ def test_a_multipart_of_another_length_is_counted_as_malformed(endpoint, strange
     assert listener.stats().malformed == 3  # the lone topic, the payload that is none, the frame too many
 
 
+@pytest.mark.usefixtures("each_wire")
 def test_a_frame_too_many_shifts_nothing_even_if_it_looks_like_a_topic(endpoint, stranger):
     listener = endpoint("learner", HEARD, report=lambda _: None)
     hear_good(listener, stranger)
@@ -95,6 +97,7 @@ def test_each_sender_is_reported_once_and_named(endpoint, stranger):
     assert len(said) == 2 and "from one" in said[0] and "from two" in said[1] and "$.reason" in said[0]
 
 
+@pytest.mark.usefixtures("each_wire")
 def test_a_sender_far_over_the_limit_is_cut_off_and_may_come_back(endpoint, stranger):
     listener = endpoint("learner", HEARD, report=lambda _: None)
     hear_good(listener, stranger)
@@ -113,6 +116,7 @@ for number in range(50_000_000):
 """
 
 
+@pytest.mark.usefixtures("each_wire")
 def test_a_flood_of_refused_messages_does_not_hold_a_caller_beyond_its_time(broker, endpoint):
     listener = endpoint("learner", HEARD, report=lambda _: None)
     flood = subprocess.Popen([sys.executable, "-c", FLOOD, broker.frontend], stdout=subprocess.PIPE)

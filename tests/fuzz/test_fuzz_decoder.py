@@ -141,5 +141,5 @@ def test_pings_from_ever_new_names_cost_no_memory_and_do_not_spoil_the_heartbeat
             endpoint._accept([target, codec.encode(m.Ping(token="t", sender=f"n{number}"))])
         stats = endpoint.stats()
         assert stats.sent_by and len(stats.sent_by) <= 1024 and stats.dropped == 5_000 - len(stats.sent_by)
-        beat = m.Heartbeat(last_seqs=dict(endpoint._seqs))
+        beat = m.Heartbeat(last_seqs=endpoint._seqs())
         assert isinstance(codec.decode(m.Heartbeat, codec.encode(beat), LIMIT), m.Heartbeat)

@@ -61,15 +61,16 @@ def sink(up, ended, frontend: str, backend: str, frames: int) -> None:
     receive = receivers(subscriber, frames)
     up.set()
     receive()
-    start, count = time.perf_counter(), 0
+    start, spent, count = time.perf_counter(), time.process_time(), 0
     while True:
         if receive().endswith(END):
             break
         count += 1
-    ended.put((count, time.perf_counter() - start))
+    ended.put((count, time.perf_counter() - start, time.process_time() - spent))
 
 
-def rate(frontend: str, backend: str, count: int, frames: int) -> float:
+def rate(frontend: str, backend: str, count: int, frames: int) -> tuple[float, float]:
+    """Messages a second, and the CPU time of a message at both ends, their I/O threads included, in us."""
     up, ended = SPAWN.Event(), SPAWN.Queue()
     process = SPAWN.Process(target=sink, args=(up, ended, frontend, backend, frames), daemon=True)
     process.start()
@@ -77,14 +78,15 @@ def rate(frontend: str, backend: str, count: int, frames: int) -> float:
     _context, publisher, _subscriber = sockets(frontend, backend, BACK)
     send = senders(publisher, TOPIC, frames)
     time.sleep(0.3)
+    spent = time.process_time()
     for _ in range(count + 1):
         send(BODY)
     send(END)
-    got, seconds = ended.get(timeout=60)
+    got, seconds, theirs = ended.get(timeout=60)
     process.join()
     if got != count:
         raise SystemExit(f"{count - got} of {count} messages were lost")
-    return count / seconds
+    return count / seconds, (theirs + time.process_time() - spent) / count * 1e6
 
 
 def echo(up, frontend: str, backend: str, count: int, frames: int) -> None:
@@ -117,9 +119,14 @@ def trip(frontend: str, backend: str, count: int, frames: int) -> float:
 
 def main() -> None:
     what, frontend, backend, count, frames = sys.argv[1:6]
-    value = (rate if what == "rate" else trip)(frontend, backend, int(count), int(frames))
-    unit = "messages/s" if what == "rate" else "us"
-    print(json.dumps({"name": f"raw_{what}_{frames}", "value": value, "unit": unit, "version": zmq.__version__}))
+    ends = (frontend, backend, int(count), int(frames))
+    said = {"name": f"raw_{what}_{frames}", "version": zmq.__version__}
+    if what == "trip":
+        print(json.dumps(said | {"value": trip(*ends), "unit": "us"}))
+        return
+    value, cpu = rate(*ends)
+    print(json.dumps(said | {"value": value, "unit": "messages/s"}))
+    print(json.dumps({"name": f"raw_ends_{frames}", "value": cpu, "unit": "us"}))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
     python tools/bench/bus/run.py [--rounds N]
 
 The rival sends the same number of bytes in the same two frames (topic, payload), and, as a second figure, in one frame.
+Beside the clock's figures stands the CPU time of a message in a row (`*_ends`: both ends, `*_broker`, `*_cpu`: all of
+it), which says on a busy machine what the clock can not: with fewer cores than threads it decides.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +26,8 @@ from judge import ROOT, Bar, Log, Program, written  # noqa: E402
 BARS = (
     Bar("throughput, typed over raw bytes in the same two frames", "typed_rate", "raw_rate_2", 0.75, False),
     Bar("throughput, typed over raw bytes in one frame", "typed_rate", "raw_rate_1", 0.75, False),
+    Bar("CPU time of a message, raw bytes in the same two frames over typed", "raw_cpu_2", "typed_cpu", 0.75, False,
+        "no bar of its own: what the first would be if nothing else ran"),
     Bar("round trip, typed over raw bytes in the same two frames", "typed_trip", "raw_trip_2", 1.15),
     Bar("round trip, typed over raw bytes in one frame", "typed_trip", "raw_trip_1", 1.15),
     Bar("encoding of a message, us", "encode", "one", 0.5),
@@ -30,8 +35,8 @@ BARS = (
 
 
 @contextlib.contextmanager
-def broker(python: str) -> Iterator[tuple[str, str]]:
-    """The process `bus` of a run, and its two addresses."""
+def broker(python: str) -> Iterator[tuple[str, str, int]]:
+    """The process `bus` of a run: its two addresses and its number."""
     with tempfile.TemporaryDirectory(prefix="busrl-bench-") as folder:
         process = subprocess.Popen(
             [python, str(HERE / "broker.py"), folder], env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
@@ -40,10 +45,28 @@ def broker(python: str) -> Iterator[tuple[str, str]]:
             assert process.stdout is not None
             if process.stdout.readline().strip() != "ready":
                 raise SystemExit("the broker of the benchmark did not start")
-            yield f"ipc://{folder}/in", f"ipc://{folder}/out"
+            yield f"ipc://{folder}/in", f"ipc://{folder}/out", process.pid
         finally:
             process.kill()
             process.wait()
+
+
+def cpu_s(pid: int) -> float:
+    """What the process has used so far; it counts in hundredths of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(log: Log, program: Program, pid: int) -> None:
+    """One program; of a rate also what the broker `pid` spent on it."""
+    before = cpu_s(pid)
+    log.run(program)
+    if program.argv[2] != "rate" or program.label in log.failures:
+        return
+    name = {"raw.py": "raw_{}_" + program.argv[-1], "typed.py": "typed_{}"}[Path(program.argv[1]).name]
+    spent = (cpu_s(pid) - before) / int(program.argv[5]) * 1e6
+    log.say(name.format("broker"), spent, "us")
+    log.say(name.format("cpu"), spent + log.values[name.format("ends")][-1], "us")
 
 
 def encoding() -> float:
@@ -66,13 +89,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--messages", type=int, default=200_000)
     parser.add_argument("--trips", type=int, default=4000)
     parser.add_argument("--out", type=Path, default=HERE.parent / "results")
     options = parser.parse_args()
     sys.path.insert(0, str(HERE))
     log = Log()
-    with broker(options.python) as (frontend, backend):
+    with broker(options.python) as (frontend, backend, pid):
         todo = [
             Program("", [options.python, str(HERE / file), what, frontend, backend, str(count), *frames])
             for what, count in (("rate", options.messages), ("trip", options.trips))
@@ -81,7 +104,7 @@ def main() -> int:
         for turn in range(options.rounds):
             print(f"round {turn + 1} of {options.rounds}", flush=True)
             for program in todo[turn % len(todo) :] + todo[: turn % len(todo)]:
-                log.run(program)
+                measure(log, program, pid)
             log.say("encode", encoding(), "us")
             log.say("one", 1.0, "")
     told = written(log, BARS, "bus", options.out, rounds=options.rounds)
