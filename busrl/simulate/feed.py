@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from busrl.data.trace import Task
-from busrl.scheduling.groups import slot_priority
+from busrl.scheduling.groups import GroupView, slot_priority
 from busrl.scheduling.policy import make_policy
 from busrl.scheduling.predictors import Candidate
 from busrl.scheduling.predictors.base import Floats
@@ -74,8 +74,11 @@ class Feed:
         if self._tells is not None:
             self._tells(candidate.draw, member, tokens)
 
-    def flush(self) -> None:
-        """Before candidates are offered: what has finished since the last time goes to the predictor, in one call."""
+    def look(self, view: GroupView, rows: int) -> None:
+        """The scheduler looks: what has finished since the last time goes to the predictor, in one call.
+
+        `view`: the open groups; `rows`: of all actors. For policies that want to know what is under way.
+        """
         if self._finished and self._predictor is not None:
             self._predictor.observe(self._finished)
             self._finished = []

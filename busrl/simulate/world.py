@@ -83,6 +83,7 @@ class World:
         self.admission = Admission(self.limits, topology.weights.over_age)
         self.feed = Feed(topology, answers, oracle)
         self.actors = Actors(actors, topology.generation.max_batch, times, seed)
+        self._rows = actors * topology.generation.max_batch
         self.counts = Counts()
         self.groups: dict[int, Group] = {}
         self.lengths: dict[int, tuple[int, ...]] = {}
@@ -173,6 +174,7 @@ class World:
     def _dispatch(self) -> None:
         """Open as many groups as admission has room for, in the policy's order."""
         view = self.view()
+        self.feed.look(view, self._rows)
         derived = self.topology.derived
         room = self.admission.room(
             view, unpublished=self.learner.unpublished, next_admission=self.next_admission, step=self.learner.step,
@@ -189,7 +191,6 @@ class World:
         self._feed_actors()
 
     def _offer(self, view: GroupView, groups: int) -> None:
-        self.feed.flush()
         policy, offered = self.feed.policy, []
         for draw in policy.missing(view.unopened(policy.horizon + groups)):
             task = self.answers.prompt(draw)
