@@ -1,4 +1,4 @@
-"""The frozen dataclasses of a topology: one class per table of the file, attribute names are the keys.
+"""A topology as frozen dataclasses: its tables (`experiment.py`, `machinery.py`) together, and what follows from them.
 
 Made by `load` (from TOML, checked) or by `Topology.from_json` (from the run directory, already checked). Every role
 reads its settings from here. Knows nothing of files, rules between keys, torch or NumPy.
@@ -15,383 +15,73 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from busrl.topology.keys import REQUIRED, describe, key
+from busrl.topology.experiment import (
+    Controller,
+    Data,
+    Generation,
+    Groups,
+    Learner,
+    Model,
+    Reward,
+    Run,
+    Segments,
+    Trigger,
+    Validation,
+    Weights,
+)
+from busrl.topology.machinery import (
+    SPAWNED_ROLES,
+    Bus,
+    BusFault,
+    CrashFault,
+    Faults,
+    Limits,
+    Mock,
+    Process,
+    Ring,
+    Scheduler,
+    Simulate,
+)
+
+__all__ = [
+    "FOREIGN_ROLES",
+    "IMPLIED_ROLES",
+    "MESSAGE_FIELD_BYTES",
+    "SINGLE_ROLES",
+    "SPAWNED_ROLES",
+    "TINY",
+    "Bus",
+    "BusFault",
+    "Controller",
+    "CrashFault",
+    "Data",
+    "Derived",
+    "Faults",
+    "Generation",
+    "Groups",
+    "Learner",
+    "Limits",
+    "Mock",
+    "Model",
+    "Process",
+    "ProcessName",
+    "Reward",
+    "Ring",
+    "Run",
+    "Scheduler",
+    "Segments",
+    "Simulate",
+    "Topology",
+    "Trigger",
+    "Validation",
+    "Weights",
+]
 
 TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
-SPAWNED_ROLES = ("rollout", "reward", "learner", "validator")  # what [[process]] may name
 IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
 SINGLE_ROLES = ("learner", "validator")
 FOREIGN_ROLES = ("rollout", "reward")  # what another program may be, named by `command`
 MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
-
-
-@dataclass(frozen=True)
-class Run:
-    """[run]: the experiment as a whole."""
-
-    name: str = key("run", "name of the run, also the start of its directory's name")
-    seed: int = key(0, "seed of the data order, of sampling and of the training", low=0, high=2**31 - 1)
-    max_steps: int = key(200, "the run ends after this many optimiser steps", low=1)
-    max_groups: int = key(0, "or after this many trained groups, whichever comes first; 0 = no such limit", low=0)
-    validate_before: bool = key(True, "one validation round before the first step")
-
-
-@dataclass(frozen=True)
-class Model:
-    """[model]: what is trained."""
-
-    path: str = key(REQUIRED, "a Hugging Face model folder, or the quickstart's own model tiny:sort", path=True)
-    dtype: str = key("float32", "number type of the weights", choices=("float32", "bfloat16"))
-
-
-@dataclass(frozen=True)
-class Data:
-    """[data]: prompts, one JSON object per line."""
-
-    train: str = key(REQUIRED, "JSONL file of training prompts, or tiny:sort", path=True)
-    validation: str = key("", "JSONL file of validation prompts, or tiny:sort; empty: those of training", path=True)
-    prompt_key: str = key("prompt", "the key of a line that holds the prompt")
-    answer_key: str = key("answer", "the key of a line that holds the right answer")
-    shuffle: bool = key(True, "draw the lines of each epoch in an order given by run.seed")
-    arrivals: bool = key(False, "an open stream: a prompt is there arrival_s seconds (of its line) after the start")
-    template: str = key("none", "the prompt as it stands, or as a user turn of the model's chat template",
-                        choices=("none", "chat"))  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Groups:
-    """[groups]: samples per prompt."""
-
-    size: int = key(8, "samples per prompt, G; their rewards are compared with each other", low=2, high=1024)
-
-
-@dataclass(frozen=True)
-class Generation:
-    """[generation]: sampling of training trajectories."""
-
-    max_new_tokens: int = key(64, "a completion is cut after this many tokens", low=1, high=1 << 20)
-    temperature: float = key(1.0, "sampling temperature of training tasks", low=0, open_low=True, high=10)
-    top_p: float = key(1.0, "nucleus sampling; training needs 1.0", low=0, open_low=True, high=1)
-    max_batch: int = key(128, "sequences that one rollout process generates at the same time", low=1, high=65536)
-    max_prompt_tokens: int = key(64, "a longer prompt is set aside (fate l)", low=1, high=1 << 20)
-
-
-@dataclass(frozen=True)
-class Segments:
-    """[segments]: long training answers in pieces, each generated and committed by itself."""
-
-    length: int | str = key(0, "tokens of one segment; 0 = answers are made in one go, auto = from the lengths seen",
-                            words=("auto",), low=0, high=1 << 20)  # fmt: skip
-    max_segments: int = key(8, "an answer has at most so many segments", low=1, high=254)
-    global_max_length: int = key(0, "tokens of an answer over all of its segments, the place of "
-                                    "generation.max_new_tokens; 0 = that", low=0, high=1 << 20)  # fmt: skip
-    loss: str = key("behaviour", "trained: all tokens with their own ratios, all with ratio 1, or the last segment",
-                    choices=("behaviour", "pois", "last_segment"))  # fmt: skip
-    rounds: str = key("answers", "weights.mode = sync: a round ends with its answers, or with a segment of each",
-                      choices=("answers", "segments"))  # fmt: skip
-    truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, or this",
-                                 words=("reward",))  # fmt: skip
-    truncated_penalty: float = key(0.0, "subtracted from the reward of a training answer that the limit cut", low=0)
-
-    @property
-    def on(self) -> bool:
-        """Whether training answers are made in segments."""
-        return self.length != 0
-
-    @property
-    def waves(self) -> int:
-        """Waves that an answer may take, where rounds are made of segments; else 0."""
-        return self.max_segments if self.on and self.rounds == "segments" else 0
-
-
-@dataclass(frozen=True)
-class Bus:
-    """[bus]: the doorbell."""
-
-    endpoint: str = key("ipc", "sockets in the run's 0700 directory; tcp://ADDRESS:PORT: listed keys connect there too")
-    keys: str = key("", "directory of `busrl keys`, needed for tcp; empty: busrl/keys in $XDG_CONFIG_HOME", path=True)
-    hwm: int = key(20000, "messages queued per socket before libzmq drops (slower, never wrong)", low=1, high=10**7)
-    max_message_bytes: int = key(1 << 20, "a larger message is refused by its receiver", low=4096, high=1 << 30)
-
-
-@dataclass(frozen=True)
-class Ring:
-    """[ring]: the shared-memory ledger."""
-
-    slots: int | str = key("auto", "slots; auto = groups.size x admitted groups + the validation reserve",
-                           words=("auto",), low=1, high=1 << 20)  # fmt: skip
-    slot_bytes: int | str = key("auto", "payload bytes per slot; auto = from the longest prompt and completion",
-                                words=("auto",), low=256, high=1 << 30)  # fmt: skip
-    processes: int = key(64, "entries of the process table; restarts re-use theirs", low=8, high=4096)
-
-
-@dataclass(frozen=True)
-class Scheduler:
-    """[scheduler]: which prompt next."""
-
-    policy: str = key("fifo", "order of dispatch: as drawn, shortest or longest predicted answer first, or short in a "
-                      "stream and long in a round", choices=("fifo", "sjf", "ljf", "adaptive"))  # fmt: skip
-    predictor: str = key("rules", "who predicts the length of an answer: words, a model of texts, like answers, or all "
-                         "three; the oracle reads the trace (scripted engine only)",
-                         choices=("rules", "learned", "history", "blend", "oracle"))  # fmt: skip
-    keywords: str = key("", "TOML table of weighted words for rules and blend; empty: the one that is shipped",
-                        path=True)  # fmt: skip
-    horizon: int = key(0, "a policy reorders only within this many drawn groups; 0 = 2 x n_min", low=0, high=1 << 20)
-    ahead: int = key(0, "open no new group while this many samples wait for an engine, so that order is decided late; "
-                        "0 = no limit", low=0, high=1 << 20)  # fmt: skip
-    aging: float = key(0.5, "how much waiting raises a prompt's rank, so that nothing starves", low=0, high=1000)
-    tail_share: float = key(0.25, "adaptive, in a stream: share of the workers' rows kept for the longest quarter",
-                            low=0, high=0.9)  # fmt: skip
-    probe: bool = key(False, "one sample of a group first; its siblings follow in the order that its length teaches")
-
-
-@dataclass(frozen=True)
-class Trigger:
-    """[learner.trigger]: when an optimiser step fires; counts are in groups."""
-
-    n_min: int = key(32, "fire when this many groups are ready", low=1, high=65536)
-    t_max: float = key(math.inf, "fire after this many milliseconds if n_floor groups are ready; inf = never",
-                       words=("inf",), low=0, open_low=True, finite=False)  # fmt: skip
-    count: str = key("usable", "what counts against n_min: groups to train on, or every ended group (flat ones too)",
-                     choices=("usable", "ended"))  # fmt: skip
-    n_floor: int = key(0, "fewest groups that t_max may fire with; 0 = max(4, n_min / 4)", low=0, high=65536)
-
-
-@dataclass(frozen=True)
-class Controller:
-    """[learner.controller]: whether and how n_min, t_max and the admission bound move; see docs/control.md."""
-
-    mode: str = key("advise", "no controller, log what it would do, or do it", choices=("off", "advise", "act"))
-    rules: str = key("entropy", "n_min and t_max by H / H_ref, or safety, gate, noise scale and staleness",
-                     choices=("entropy", "full"))  # fmt: skip
-    n_lo: int = key(0, "smallest n_min that it may choose (high entropy); 0 = n_min / 2", low=0, high=65536)
-    n_hi: int = key(0, "largest n_min that it may choose (low entropy); 0 = 2 x n_min", low=0, high=65536)
-    every: int = key(5, "a decision every so many steps", low=1, high=10000)
-    cooldown: int = key(10, "after a move nothing moves for so many steps", low=0, high=10000)
-    ema: float = key(0.9, "what a smoothed number keeps of itself per step", low=0, high=1, open_high=True)
-    probe_every: int = key(5, "the probe set is scored every so many steps", low=1, high=10000)
-    probe_samples: int = key(32, "samples of the probe set, in whole groups of the first step", low=1, high=65536)
-    reference_steps: int = key(20, "H_ref and the clip baseline are means over the first so many steps", low=1)
-    high: float = key(1.3, "entropy: H / H_ref above it is high", low=0, open_low=True, high=100)
-    low: float = key(0.6, "entropy: H / H_ref below it is low", low=0, open_low=True, high=100)
-    hysteresis: float = key(0.1, "entropy: a band is left so far inside of its threshold", low=0, high=10)
-    high_t_max: float = key(250.0, "entropy: t_max (ms) at high entropy, where t_max is finite", low=0, open_low=True)
-    low_t_max: float = key(1000.0, "entropy: t_max (ms) at low entropy, where t_max is finite", low=0, open_low=True)
-    clip_factor: float = key(5.0, "a clip fraction above so many times its baseline is a danger", low=1, high=1e6)
-    clip_floor: float = key(0.001, "least baseline of the clip fraction", low=0, open_low=True, high=1)
-    ess_low: float = key(0.5, "an ESS below it is a danger", low=0, high=1)
-    k3_high: float = key(0.05, "full: a k3 above it is a danger", low=0, open_low=True, high=100)
-    masked_high: float = key(0.02, "full: a share of masked tokens above it is a danger", low=0, high=1)
-    grad_factor: float = key(5.0, "full: a gradient norm above so many times its median is a danger", low=1, high=1e6)
-    safety_cooldown: int = key(20, "full: steps of rest after a danger", low=0, high=10000)
-    sigma: float = key(0.2, "full: target entropy of the gate in nats; 0 = half of H_ref, within [0.05, 1]",
-                       low=0, high=100)  # fmt: skip
-    gate_on: float = key(0.9, "full: the gate opens below gate_on x sigma", low=0, open_low=True, high=10)
-    gate_off: float = key(1.1, "full: and closes above gate_off x sigma", low=0, open_low=True, high=10)
-    collapse: float = key(0.5, "full: below collapse x sigma, streak times in a row, growth is frozen", low=0, high=10)
-    streak: int = key(3, "full: decisions in a row that a reason must hold", low=1, high=1000)
-    kappa: float = key(1.0, "full: wanted n_min = kappa x gradient noise scale", low=0, open_low=True, high=1000)
-    grow_at: float = key(1.5, "full: n_min grows if wanted / n_min is above it", low=1, open_low=True, high=1000)
-    shrink_at: float = key(0.67, "full: n_min shrinks if wanted / n_min is below it", low=0, high=1, open_high=True)
-    grow: float = key(1.25, "full: n_min grows by this factor", low=1, open_low=True, high=100)
-    shrink: float = key(0.8, "full: n_min shrinks by this factor", low=0, open_low=True, high=1, open_high=True)
-    noise_groups: int = key(8, "full: groups per part when the noise scale is measured", low=1, high=65536)
-    eta_min: int = key(0, "full: smallest admission bound in steps; 0 = as small as n_hi allows", low=0, high=1024)
-    idle_train: float = key(0.1, "full: the bound grows if the learner idles for more than this share", low=0, high=1)
-    idle_rollout: float = key(0.2, "full: the bound shrinks if the engines idle for more than this share",
-                              low=0, high=1)  # fmt: skip
-    ess_safe: float = key(0.8, "full: the bound grows only with an ESS above it", low=0, high=1)
-    k3_safe: float = key(0.01, "full: the bound grows only with a k3 below it", low=0, open_low=True, high=100)
-
-
-@dataclass(frozen=True)
-class Learner:
-    """[learner]: loss, optimiser, log and checkpoints."""
-
-    loss: str = key("ppo_clip", "objective per token", choices=("ppo_clip", "decoupled"))
-    advantage: str = key("group_std", "(R - mean) / std of the group, or R - mean", choices=("group_std", "group_mean"))
-    aggregation: str = key("token-mean", "what the sum of the loss is divided by", choices=("token-mean",))
-    lr: float = key(3e-4, "learning rate for steps of n_min groups; scaled by sqrt(groups / n_min)",
-                    low=0, open_low=True, high=10)  # fmt: skip
-    betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, high=1, open_high=True)
-    weight_decay: float = key(0.0, "AdamW weight decay", low=0, high=10)
-    eps: float = key(1e-8, "AdamW epsilon", low=0, open_low=True, high=1)
-    clip_low: float = key(0.2, "the ratio is clipped below at 1 - clip_low", low=0, high=1)
-    clip_high: float = key(0.28, "the ratio is clipped above at 1 + clip_high", low=0, high=100)
-    dual_clip: float = key(3.0, "bound on the loss of tokens with negative advantage", low=1, open_low=True, high=1000)
-    tis_cap: float = key(2.0, "cap of the importance weight (loss = decoupled)", low=0, open_low=True, high=1000)
-    max_grad_norm: float = key(1.0, "the gradient is clipped to this norm", low=0, open_low=True, high=1e6)
-    warmup_groups: int = key(0, "groups over which lr rises from 0", low=0)
-    decay: str = key("none", "shape of the fall of lr after the warm-up", choices=("none", "linear", "cosine"))
-    decay_groups: int = key(0, "groups over which it falls; 0 = to the end of the run", low=0)
-    decay_to: float = key(0.0, "share of lr that is left at the end of the fall", low=0, high=1)
-    micro_batch_tokens: int = key(4096, "padded tokens per forward and backward", low=1, high=1 << 26)
-    micro_batch_min_samples: int = key(16, "start a micro-batch when this many samples are ready", low=1, high=65536)
-    updates_per_batch: int = key(1, "optimiser updates per step, each on a mini-batch of whole groups", low=1, high=64)
-    publish_every: int = key(1, "publish the weights every so many steps", low=1, high=1024)
-    checkpoint_every: int = key(50, "write a checkpoint every so many steps (of n_min groups each where the batch can "
-                                    "vary); 0 = only at the end", low=0)  # fmt: skip
-    keep_last: int = key(2, "checkpoints kept", low=1, high=10000)
-    wal: str = key("sync", "write-ahead log: fsync before training, without fsync, or none",
-                   choices=("sync", "async", "off"))  # fmt: skip
-    deterministic: bool = key(False, "claim at firing and train in (group, member) order")
-    dmmpt: str = key("off", "leave out tokens that are mastered: never, always, or while the entropy is low",
-                     choices=("off", "on", "gate"))  # fmt: skip
-    dmmpt_tau: float = key(0.99, "mastered: a token of a better answer with at least this probability", low=0, high=1)
-    dmmpt_sigma: float = key(0.2, "nats; only in answers of lower mean entropy, and what the gate compares with",
-                             low=0, open_low=True, high=100)  # fmt: skip
-    forced_age: int = key(0, "experiments only: publish the weights this many steps late", low=0, high=1024)
-    length_alarm: float = key(0.9, "warn if trained answers are shorter than this share of all that ended; 0 = never",
-                              low=0, high=1)  # fmt: skip
-    length_alarm_steps: int = key(20, "steps over which lengths are compared", low=1, high=10000)
-    trigger: Trigger = field(default_factory=Trigger)
-    controller: Controller = field(default_factory=Controller)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """[weights]: from the learner to the engines."""
-
-    transport: str = key("shm", "how weights travel", choices=("shm", "broadcast"))
-    mode: str = key("batch-async", "how far generation may run ahead of training",
-                    choices=("sync", "batch-async", "fully-async"))  # fmt: skip
-    max_staleness: int = key(2, "batch-async: steps that a trained sample may be old, S", low=0, high=1024)
-    over_age: str = key("wait", "a group above max_staleness: hold admission until it is trained, or drop it",
-                        choices=("wait", "drop"))  # fmt: skip
-    window: int = key(0, "W: groups past the oldest that may be trained before it; 0 = 0.3 of the buffer B",
-                      low=0, high=65536)  # fmt: skip
-    timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", low=0, open_low=True)
-
-
-@dataclass(frozen=True)
-class Reward:
-    """[reward]: what an answer is worth."""
-
-    kind: str = key("exact_match", "compare with the answer, or call a Python function",
-                    choices=("exact_match", "python"))  # fmt: skip
-    function: str = key("", "kind = python: package.module:function or file.py:function")
-    extract: str = key("", "exact_match: regular expression; its last match (group 1, or what follows) is the answer")
-    answer_key: str = key("", "key of the right answer; empty = data.answer_key")
-    timeout_s: float = key(10.0, "a single call that takes longer is killed, the sample ends as H",
-                           low=0, open_low=True)  # fmt: skip
-    workers: int = key(1, "child processes that call the function, per reward process", low=1, high=256)
-
-
-@dataclass(frozen=True)
-class Validation:
-    """[validation]: measuring without training; on when there is a process of role validator."""
-
-    every: int = key(0, "a round every so many steps (of n_min groups each where the batch can vary); 0 = never "
-                        "during the run", low=0)  # fmt: skip
-    samples: int = key(512, "samples per round; a shorter file is gone through again", low=1, high=1 << 24)
-    mode: str = key("hold", "pin the version during a round, or let it move and label the metric mixed",
-                    choices=("hold", "free"))  # fmt: skip
-    temperature: float = key(1.0, "0 = greedy", low=0, high=10)
-    at_end: bool = key(True, "one round after the last step")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """[limits]: how long anything may take before it is named."""
-
-    ready_s: float = key(120.0, "a child must be ready after this time", low=0, open_low=True)
-    progress_s: float = key(30.0, "a process without progress for this long is killed and restarted",
-                            low=0, open_low=True)  # fmt: skip
-    stop_s: float = key(10.0, "a stopping process is killed after this time", low=0, open_low=True)
-    lease_s: float = key(20.0, "a task of a worker without a mapping of the ring goes back after this silence",
-                         low=0, open_low=True, high=3600)  # fmt: skip
-    restart_attempts: int = key(5, "deaths before ready, in a row, until the run gives up", low=0, high=1000)
-
-
-@dataclass(frozen=True)
-class Simulate:
-    """[simulate]: what `busrl simulate` assumes, times in seconds; a run never reads it, --fit takes its place."""
-
-    actors: int = key(0, "rollout processes; 0 = as many as the topology starts", low=0, high=1 << 20)
-    step_s: float = key(0.004, "a decoding step of a rollout process ...", low=0, high=1e6)
-    row_s: float = key(0.00004, "... and more for each sequence that it runs", low=0, high=1e6)
-    sequence_s: float = key(0.0002, "a sequence that joins or leaves", low=0, high=1e6)
-    prefill_token_s: float = key(0.000005, "a token of its prompt, or of earlier segments", low=0, high=1e6)
-    weights_s: float = key(0.002, "new weights stop a rollout process for this long", low=0, high=1e6)
-    speed_spread: float = key(0.0, "how unequal rollout processes are: spread of the log of their times", low=0, high=3)
-    step_spread: float = key(0.0, "how its times vary from one quarter second to the next: spread of the log", low=0,
-                             high=3)  # fmt: skip
-    reward_s: float = key(0.03, "mean time from the end of an answer to its reward", low=0, high=1e6)
-    learner_step_s: float = key(0.01, "an optimiser step besides its tokens", low=0, high=1e6)
-    learner_token_s: float = key(0.00003, "forward and backward of one trained token", low=0, high=1e6)
-    learner_group_s: float = key(0.0003, "setting one group aside", low=0, high=1e6)
-    learner_spread: float = key(0.0, "how the learner's times vary from step to step: spread of the log", low=0, high=3)
-    publish_s: float = key(0.001, "publishing a version", low=0, high=1e6)
-    checkpoint_s: float = key(0.05, "writing a checkpoint", low=0, high=1e6)
-    length_median: int = key(0, "median answer in tokens where there is no trace; 0 = max_new_tokens / 4",
-                             low=0, high=1 << 20)  # fmt: skip
-    flat_share: float = key(0.2, "share of the groups whose rewards are all equal, where a trace has no rewards",
-                            low=0, high=1, open_high=True)  # fmt: skip
-    oracle: bool = key(False, "the policy is told the true lengths instead of predictions")
-
-
-@dataclass(frozen=True)
-class BusFault:
-    """[[faults.bus]]: trouble for messages; the first entry that fits a message decides about it."""
-
-    types: tuple[str, ...] = key((), "names of messages, for example NEW_TASK; empty = all")
-    roles: tuple[str, ...] = key((), "roles at whose end it happens, launch included; empty = all but the broker")
-    at: str = key("receiver", "each receiver loses its own, or the sender loses it for all",
-                  choices=("receiver", "sender"))  # fmt: skip
-    drop: float = key(0.0, "share of the messages that is lost", low=0, high=1)
-    duplicate: float = key(0.0, "share that arrives twice", low=0, high=1)
-    delay_s: float = key(0.0, "each arrives late, by anything up to this", low=0, high=60)
-    reorder: float = key(0.0, "share that the next message overtakes", low=0, high=1)
-
-
-@dataclass(frozen=True)
-class CrashFault:
-    """[[faults.crash]]: a process ends by SIGKILL at a named step of the ring; see docs/faults.md."""
-
-    process: str = key(REQUIRED, "which process, for example rollout/0")
-    point: str = key(REQUIRED, "name of the step, for example commit.before")
-    count: int = key(1, "it dies when it passes the step for this time", low=1, high=1 << 40)
-    lives: int = key(1, "in so many lives of the process; 0 = in every one", low=0, high=1 << 20)
-
-
-@dataclass(frozen=True)
-class Faults:
-    """[faults]: faults on purpose, for tests and for trying out an actor."""
-
-    seed: int = key(0, "seed of everything that happens by chance here", low=0, high=2**31 - 1)
-    bus: tuple[BusFault, ...] = ()
-    crash: tuple[CrashFault, ...] = ()
-
-
-@dataclass(frozen=True)
-class Mock:
-    """[mock]: the pace of scripted engines (engine = "mock"); lengths come from data.train, which is then a trace."""
-
-    token_s: float = key(0.005, "seconds of a decoding step, in which every sequence gets a token",
-                         low=0, open_low=True, high=5)  # fmt: skip
-    per_sequence_s: float = key(0.0, "seconds more per step for each sequence that runs at the same time",
-                                low=0, high=1)  # fmt: skip
-    prefill_s_per_token: float = key(0.0, "seconds for each token of a prompt, or of an answer that is continued",
-                                     low=0, high=1)  # fmt: skip
-    jitter: float = key(0.0, "every stretch of steps takes up to this share longer or shorter, by chance",
-                        low=0, high=1, open_high=True)  # fmt: skip
-    learner_s_per_token: float = key(0.0, "the learner takes at least this long per trained token, as a larger model "
-                                          "would", low=0, high=0.002)  # fmt: skip
-    right: float = key(0.5, "share of answers that are right, by chance, where a line has no rewards", low=0, high=1)
-
-
-@dataclass(frozen=True)
-class Process:
-    """[[process]]: `count` processes of one role. The bus, keeper and scheduler are implied, one each."""
-
-    role: str = key(REQUIRED, "what the process does", choices=SPAWNED_ROLES)
-    count: int = key(1, "how many; 0 = none is started, they join from outside", low=0, high=1024)
-    engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]",
-                      choices=("torch", "mock"))  # fmt: skip
-    threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
-    command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
-                                       "{run_dir}, {name}, {here} (this file's folder) are filled in")  # fmt: skip
-    env: dict[str, str] = field(default_factory=dict, metadata=describe("environment variables added for it"))
 
 
 @dataclass(frozen=True)
