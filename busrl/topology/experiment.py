@@ -1,4 +1,4 @@
-"""The tables of a topology that say what is trained, on what, and how: a frozen dataclass each, attributes are the keys.
+"""The tables of a topology that say what is trained, on what, and how: frozen dataclasses, attributes are keys.
 
 Declarations alone; `schema.py` puts them together. Knows nothing of files, processes or rules between keys.
 """

@@ -1,7 +1,7 @@
 """How one key of a topology is declared: default, one line of documentation, and the rule its value has to keep.
 
-The declarations in `schema.py` are the only list of keys: the loader, the error messages, `configs/reference.toml`
-and the tests read the same metadata. Knows nothing of files.
+The declarations in `experiment.py` and `machinery.py` are the only list of keys: the loader, the error messages,
+`configs/reference.toml` and the tests read the same metadata. Knows nothing of files.
 """
 
 from __future__ import annotations
