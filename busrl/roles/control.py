@@ -47,6 +47,11 @@ class Control:
         settings = control_settings(topology)
         self.training, self.plan = training, plan
         self.controller = None if settings is None else Controller(settings)
+        # One gate, not two: full rules that act take the place of the training step's own.
+        config = topology.learner
+        self._gates = config.dmmpt == "gate" and config.controller.mode == "act" and config.controller.rules == "full"
+        if self._gates:
+            training.gate = None
         self.probe: list[SampleRecord] = []
         self.probe_s = 0.0
         self._probe_entropy: float | None = None
@@ -116,6 +121,8 @@ class Control:
         knobs = self.controller.knobs
         self.plan.trigger.set(knobs.n_min, knobs.t_max_ms / 1000)
         self.plan.tighten(knobs.eta)
+        if self._gates:
+            self.training.skip_mastered = knobs.gate
 
     def _write(self, inputs: Inputs, decision: Decision | None) -> None:
         line = {**inputs.to_dict(), "decision": decision.to_dict() if decision else None}

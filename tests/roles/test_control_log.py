@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.roles.control import Control, read_lines
-from busrl.roles.learner import make_plan
 from busrl.roles.limits import admission_limits, control_settings
-from busrl.roles.oldtokens import OldTokens
+from busrl.roles.plan import make_plan
 from busrl.scheduling.control import Controller, Inputs
 from busrl.topology import Topology, load
 
@@ -44,11 +43,13 @@ class Living:
 
     def start(self) -> None:
         """As the learner does: checkpoint, replay, go on."""
-        training: Any = SimpleNamespace(old=OldTokens(None), norms=None, entropy=lambda probe: self.entropy)
+        self.training: Any = SimpleNamespace(
+            norms=None, entropy=lambda probe: self.entropy, gate="its own", skip_mastered=False
+        )
         self.entropy = 0.5
-        self.plan = make_plan(self.topology, admission_limits(self.topology))
+        self.plan = make_plan(self.topology, admission_limits(self.topology), streaming=True)
         ring: Any = SimpleNamespace(processes=list)
-        self.control = Control(self.folder / "decisions.jsonl", self.topology, training, self.plan, ring)
+        self.control = Control(self.folder / "decisions.jsonl", self.topology, self.training, self.plan, ring)
         if self.checkpoint[0]:
             self.control.load(self.checkpoint[1], self.folder)
         for record in self.records[self.checkpoint[0] :]:
@@ -59,7 +60,8 @@ class Living:
         chance = random.Random(step)
         self.entropy = chance.uniform(0.3, 0.7)
         told = SimpleNamespace(entropy=1.0, clip_low=chance.random() / 50, clip_high=0.0, k3=0.001, ess=0.95)
-        return SimpleNamespace(diagnostics=told, tokens=100, skipped="", grad_norm=chance.uniform(0.5, 9.0))
+        norm = chance.uniform(0.5, 9.0)
+        return SimpleNamespace(diagnostics=told, tokens=100, old_tokens=0, skipped="", grad_norm=norm)
 
     def append(self) -> Record:
         """The commit point of the next step."""
@@ -129,6 +131,32 @@ def test_the_file_explains_every_decision_whenever_the_learner_dies(
         assert state == it.control.controller.state()
     assert it.plan.trigger.n_min == it.control.controller.knobs.n_min
     it.die()
+
+
+@pytest.mark.parametrize("dmmpt", ["gate", "on"])
+def test_full_rules_that_act_are_the_only_gate_and_it_holds_again_after_a_restart(tmp_path: Path, dmmpt: str) -> None:
+    given = {**KEYS, "rules": "full", "sigma": 0.3}
+    made = [f"learner.controller.{key}={value}" for key, value in given.items()]
+    made += [f"learner.dmmpt={dmmpt}", "weights.max_staleness=4"]
+    living = Living(tmp_path, load(ROOT / "configs" / "quickstart.toml", made), seed=0)
+    own = dmmpt == "on"  # not a gate: the controller has no say
+    assert living.training.gate == ("its own" if own else None)
+    living.stats = lambda step: low(living)  # type: ignore[method-assign]
+    for _ in range(6):
+        living.step()
+    assert living.control.controller is not None and living.control.controller.knobs.gate
+    assert living.training.skip_mastered is not own
+    living.save()
+    living.die()
+    living.start()
+    assert living.training.skip_mastered is not own
+
+
+def low(living: Living) -> Any:
+    """A calm step after which the policy has hardly any entropy left."""
+    told = SimpleNamespace(entropy=0.2, clip_low=0.001, clip_high=0.0, k3=0.001, ess=0.95)
+    living.entropy = 0.2
+    return SimpleNamespace(diagnostics=told, tokens=100, old_tokens=0, skipped="", grad_norm=1.0)
 
 
 def test_the_probe_is_the_first_groups_of_the_first_step_also_after_a_restart(
