@@ -35,7 +35,7 @@ class Arrivals:
         if self._start is None:
             self._start = now - (self.time_of(admitted - 1) if admitted else 0.0)
         passed = now - self._start
-        if self._period <= 0:  # all at once, for ever
+        if self._period < 1e-9:  # all at once, for ever
             return np.iinfo(np.int64).max
         epoch = int(passed // self._period)
         line = int(np.searchsorted(self._times, passed - epoch * self._period, side="right"))

@@ -78,6 +78,8 @@ def test_the_topology_makes_the_engine(model_folder: Folder) -> None:
         model=SimpleNamespace(path=str(model_folder("qwen3")), dtype="bfloat16"),
         generation=SimpleNamespace(max_batch=3, max_prompt_tokens=20, max_new_tokens=30),
         data=SimpleNamespace(template="none"),
+        process=(),
+        processes=list,
     )
     engine = make_engine(topology, "rollout/0")
     assert (engine.capacity, engine.max_length, engine.active) == (3, 50, 0)

@@ -93,7 +93,7 @@ def test_lengths_are_told_once_and_written_with_their_predictions(topology: Topo
     fates, lines = np.zeros(4096, np.uint8), np.zeros(4, LINE)
     scanner = GroupScanner(fates, 2)
     first.look(scanner.scan(lines), lines, 8)
-    first.offer(scanner.scan(lines), 2)
+    first.offer(scanner.scan(lines), 2, 1 << 62)
     assert first.policy.next() == Candidate(7, "x" * 2, 64, "t7")  # the shortest
     fates[[28, 29]] = ord("D")
     for slot in (0, 1):

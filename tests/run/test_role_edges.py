@@ -106,6 +106,7 @@ sys.exit(main())
 
 
 def test_a_signal_that_comes_when_a_role_is_already_ending_does_not_kill_it(tmp_path: Path) -> None:
+    (tmp_path / "topology.json").touch()
     done = subprocess.run(
         [sys.executable, "-c", ENDING, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
