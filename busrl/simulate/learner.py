@@ -53,12 +53,14 @@ class Learner:
     _row: StepRow | None = None
     _waits: Wait = field(default_factory=lambda: Wait("start"))
 
-    def look(self, view: GroupView, now: float, next_admission: int, draining: bool) -> Look:
+    def look(
+        self, view: GroupView, now: float, next_admission: int, draining: bool, wave_over: bool | None = None
+    ) -> Look:
         """Decide and act."""
         found = Look()
         actions = self.plan.decide(
             view, list(self.claimed), step=self.step, now=now, next_admission=next_admission, draining=draining,
-            aside=self.aside,
+            aside=self.aside, wave_over=wave_over,
         )  # fmt: skip
         for action in actions:
             if isinstance(action, SetAside):

@@ -74,11 +74,12 @@ class SimRing:
             self.changes += 1
         return taken
 
-    def release(self, slot: int) -> None:
-        """The end of a segment that was not the last: back to QUEUED, before all that have none."""
+    def release(self, slot: int, into: list[tuple[int, int, int]] | None = None) -> None:
+        """The end of a segment that was not the last: back to QUEUED, before all that have none. `into`: another heap
+        than the queue, for slots that may not be taken yet."""
         self.state[slot] = QUEUED
         self.segs[slot] = min(255, int(self.segs[slot]) + 1)
-        self._wait(slot, UNFINISHED)
+        self._wait(slot, UNFINISHED, into)
         self.changes += 1
 
     def generated(self, slot: int) -> None:
@@ -102,9 +103,9 @@ class SimRing:
         self.free.extend(slots)
         self.changes += 1
 
-    def _wait(self, slot: int, ahead: int) -> None:
+    def _wait(self, slot: int, ahead: int, into: list[tuple[int, int, int]] | None = None) -> None:
         self._order += 1
-        heapq.heappush(self.queue, (-self.priority[slot] - ahead, self._order, slot))
+        heapq.heappush(self.queue if into is None else into, (-self.priority[slot] - ahead, self._order, slot))
 
     def _reserve(self, upto: int) -> None:
         if upto > len(self.fates):

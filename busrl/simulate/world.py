@@ -23,9 +23,11 @@ from busrl.data.trace import Task
 from busrl.errors import UserError
 from busrl.roles.limits import admission_limits
 from busrl.roles.plan import make_plan
+from busrl.roles.wave_claims import waves_of
 from busrl.scheduling.credit import Admission, kept_back
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.predictors import Candidate
+from busrl.scheduling.segments import SegmentPlan
 from busrl.simulate.actors import Actors, Noise
 from busrl.simulate.answers import Answers
 from busrl.simulate.feed import Feed
@@ -77,7 +79,7 @@ class World:
         derived = topology.derived
         self.topology, self.times, self.answers, self.steps = topology, times, answers, steps
         self.limits = admission_limits(topology)
-        self.size = topology.groups.size
+        self.size, self.limit = topology.groups.size, topology.generation.max_new_tokens
         self.ring = SimRing(derived.train_slots, self.size)
         self.scanner = GroupScanner(self.ring.fates, self.size, horizon=derived.horizon)
         self.admission = Admission(self.limits, topology.weights.over_age)
@@ -91,7 +93,10 @@ class World:
         plan = make_plan(topology, self.limits, streaming=streaming)
         noise = Noise(times.learner_spread, [seed, 4])
         self.learner = Learner(topology, plan, times, self.ring, self.counts, noise, self.lengths)
-        self.segment = segment_tokens(topology) if segment_length is None else segment_length
+        self.cuts = cuts_of(topology, segment_length)
+        self.waves = waves_of(self.limits)
+        self._running = 0  # sequences of all actors
+        self._held: list[tuple[int, int, int]] = []  # unfinished answers, until the next wave
         self.now = 0.0
         self.next_admission = self.version_step = 0
         self._heap: list[tuple[float, int, int, int, int]] = []
@@ -99,6 +104,7 @@ class World:
         slots = derived.train_slots
         self._of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member
         self._to_make: list[int] = [0] * slots  # slot -> tokens still to be generated
+        self._segment: list[int] = [0] * slots  # slot -> tokens of the segment under way
         self._due: dict[float, list[int]] = {}  # reward time -> slots
         self._rewards = np.random.default_rng([seed, 2])
         self._latencies: list[float] = []
@@ -179,6 +185,7 @@ class World:
         room = self.admission.room(
             view, unpublished=self.learner.unpublished, next_admission=self.next_admission, step=self.learner.step,
             free=len(self.ring.free) + derived.val_reserve, reserve=kept_back(derived.val_reserve, 0),
+            wave_over=bool(self._wave_over(view)),
         )  # fmt: skip
         if room.groups <= 0:
             return
@@ -188,6 +195,7 @@ class World:
             if candidate is None:
                 break
             self._open(candidate)
+        self._begin_wave()
         self._feed_actors()
 
     def _offer(self, view: GroupView, groups: int) -> None:
@@ -218,6 +226,32 @@ class World:
             self._to_make[slot] = answer.lengths[member]
         self.next_admission += 1
 
+    # -- rounds of segments -------------------------------------------------------------------------------------
+
+    def _wave_over(self, view: GroupView) -> bool | None:
+        """In rounds of segments: whether the wave is over, and no member is still to be dispatched."""
+        if self.waves is None:
+            return None
+        return not view.due.any() and self.waves.over(self.ring.lines, self.next_admission)
+
+    def _begin_wave(self) -> None:
+        """With a whole round admitted, every unfinished answer may have one more segment."""
+        if self.waves is not None and self.next_admission % self.limits.n_min == 0:
+            self.ring.queue += self._held
+            heapq.heapify(self.ring.queue)
+            self._held = []
+
+    def _end_wave(self) -> None:
+        """The last segment of a wave has ended: everybody looks."""
+        if self.waves is None or self._running or self._due:
+            return
+        if not self.waves.over(self.ring.lines, self.next_admission):
+            return
+        self._schedule_look(self.now)
+        self._resolved = True
+        if not self._busy:
+            self._learner_looks()
+
     # -- actors -------------------------------------------------------------------------------------------------
 
     def _feed_actors(self) -> None:
@@ -237,7 +271,10 @@ class World:
             # Equal prompts are prefilled once; with what earlier segments made they are no longer equal.
             prefill += before + (group.prompt_tokens if before or draw not in known else 0)
             known.add(draw)
-            joining.append((slot, self.segment if 0 < self.segment < left else left))
+            cut = self.cuts.next(int(self.ring.segs[slot]), self.limit - before)
+            self._segment[slot] = min(cut.tokens, left)
+            joining.append((slot, self._segment[slot]))
+        self._running += len(joining)
         self._next(index, self.actors.add(index, self.now, joining, prefill))
 
     def _next(self, index: int, time: float) -> None:
@@ -250,6 +287,7 @@ class World:
         if stamp != self.actors.all[index].stamp:
             return
         done = self.actors.finish(index, self.now)
+        self._running -= len(done or ())
         for slot in done or ():
             self._ended(slot)
         if done and self.ring.queue:
@@ -258,14 +296,15 @@ class World:
         else:
             self.actors.sort_in(index)
             self._next(index, self.actors.next_event(index))
+        if done:
+            self._end_wave()
 
     def _ended(self, slot: int) -> None:
-        left = self._to_make[slot]
-        made = self.segment if 0 < self.segment < left else left
+        made = self._segment[slot]
         self._to_make[slot] -= made
         self.counts.generated += made
         if self._to_make[slot]:
-            self.ring.release(slot)
+            self.ring.release(slot, None if self.waves is None else self._held)
             return
         self.ring.generated(slot)
         due = self.now + self._latency()
@@ -301,6 +340,7 @@ class World:
         self.ring.rewarded(slots, rewards)
         if self._resolved and not self._busy:
             self._learner_looks()
+        self._end_wave()
 
     # -- learner ------------------------------------------------------------------------------------------------
 
@@ -309,7 +349,8 @@ class World:
         reason, since = self._looked_for
         self.counts.waited[reason] += self.now - since
         self._resolved = False
-        found = self.learner.look(self.view(), self.now, self.next_admission, self._draining())
+        wave_over = self._wave_over(self.view())
+        found = self.learner.look(self.view(), self.now, self.next_admission, self._draining(), wave_over)
         self._forget(self.learner.ended)
         self._act(found)
 
@@ -393,7 +434,9 @@ class World:
         return task is not None
 
 
-def segment_tokens(topology: Topology) -> int:
-    """Tokens of a segment, 0 for answers in one go; `auto` is not simulated."""
-    length = getattr(getattr(topology, "segments", None), "length", 0)
-    return length if isinstance(length, int) else 0
+def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
+    """The segments of the topology, or of `length` tokens (0: answers in one go) and as many as it takes."""
+    own, limit = topology.segments, topology.generation.max_new_tokens
+    if length is None:
+        return SegmentPlan(own.length, own.max_segments, limit)
+    return SegmentPlan(length, -(-limit // length) if length else 1, limit)

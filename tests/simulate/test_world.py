@@ -163,3 +163,23 @@ def test_no_actor_is_refused() -> None:
     with pytest.raises(ValueError, match="step_s"):
         replace(FREE_TIMES, step_s=0.0)
     assert issubclass(UserError, Exception)
+
+
+def test_rounds_of_segments_train_what_is_whole_and_carry_the_rest_over(checked: Make) -> None:
+    # Groups of 30 and of 10 tokens by turns, rounds of 2 groups, segments of 10: waves of 10 decoding steps each.
+    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=64",
+                    "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
+                    "segments.max_segments=3", "segments.rounds=segments")  # fmt: skip
+    world = checked(made, FREE_TIMES, answers([(30,) * 4, (10,) * 4]), steps=8)
+    found = world.run()
+    assert [row.groups for row in found.rows[:4]] == [1, 1, 2, 2]  # the first long ones are whole after three waves
+    assert found.seconds == pytest.approx(8 * 0.1, abs=0.08)
+    assert found.age_max == 2 and found.age_max <= world.limits.max_age
+
+
+def test_rounds_of_segments_go_on_when_a_wave_completes_nothing(checked: Make) -> None:
+    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=64",
+                    "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
+                    "segments.max_segments=3", "segments.rounds=segments")  # fmt: skip
+    found = checked(made, FREE_TIMES, answers([(25,) * 4]), steps=3).run()
+    assert found.steps == 3 and all(row.groups == 2 for row in found.rows)
