@@ -45,13 +45,14 @@ class SimRing:
         self.changes = 0
         self._order = 0
 
-    def dispatch(self, draw: int, admission: int, step: int, priority: int) -> list[int]:
-        """All members of a new group go to QUEUED; their slots, by member. The largest priority is taken first."""
-        first = uid_of(draw, 0, 0, self.size)
+    def dispatch(self, draw: int, member: int, members: int, admission: int, step: int, priority: int) -> list[int]:
+        """`members` of a group, `member` the first of them, go to QUEUED; their slots. The largest priority is taken
+        first."""
+        first = uid_of(draw, 0, member, self.size)
         self._reserve(first + 2 * self.size)
-        slots = [self.free.pop() for _ in range(self.size)]
-        self.fates[first : first + self.size] = DISPATCHED
-        self.uid[slots] = np.arange(first, first + self.size, dtype=np.uint64)
+        slots = [self.free.pop() for _ in range(members)]
+        self.fates[first : first + members] = DISPATCHED
+        self.uid[slots] = np.arange(first, first + members, dtype=np.uint64)
         self.admission[slots], self.step[slots] = admission, step
         self.segs[slots], self.reward[slots], self.state[slots] = 0, 0.0, QUEUED
         for slot in slots:
