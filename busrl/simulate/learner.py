@@ -138,7 +138,7 @@ class Learner:
         if self.plan.streaming and self._pending_samples and not few:
             found.cost_s += self._micro_batch()
         elif publication_is_due(
-            self.unpublished, self.step, n_min=self.plan.trigger.n_min, admitted=self.plan.limits.B,
+            self.unpublished, self.step, n_min=self.plan.trigger.n_min, admitted=self.plan.window.B,
             publish_every=self.topology.learner.publish_every,
         ):  # fmt: skip
             found.publishes = True

@@ -25,12 +25,14 @@ from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.segments import SegmentPlan
 from busrl.simulate.actors import Actors, Noise
 from busrl.simulate.answers import Answers
+from busrl.simulate.control import Control
 from busrl.simulate.figures import Counts, Figures, figures
 from busrl.simulate.learner import Learner, Look
 from busrl.simulate.ring import SimRing
 from busrl.simulate.scheduler import Learned, Scheduler
 from busrl.simulate.times import Times
 from busrl.topology import Topology
+from busrl.topology.control import batch_varies, due
 
 TICK_S = 0.03  # the scheduler sees slots that came free without a message at its next tick, after this on average
 PROBING_TICK_S = 0.01  # and the end of a probe after this
@@ -74,7 +76,9 @@ class World:
         plan = make_plan(topology, self.limits, streaming=streaming)
         noise = Noise(times.learner_spread, [seed, 4])
         self.learner = Learner(topology, plan, times, self.ring, self.counts, noise, self.lengths)
+        self.control = Control(topology, plan, self.scheduler.admission, actors)
         self.cuts = cuts_of(topology, segment_length)
+        self._trained = 0  # groups
         self._running = 0  # sequences of all actors
         self._held: list[tuple[int, int, int]] = []  # unfinished answers, until the next wave
         self.now = 0.0
@@ -109,7 +113,8 @@ class World:
             raise UserError(self._stuck())
         self.actors.settle(self.now)
         every = self.actors.all
-        return figures(self.counts, self.now, [a.busy_s for a in every], [a.stalled_s for a in every])
+        told = self.feed.told() | self.control.told()
+        return figures(self.counts, self.now, [a.busy_s for a in every], [a.stalled_s for a in every], told)
 
     def _stuck(self) -> str:
         reason, _ = self._looked_for
@@ -332,6 +337,8 @@ class World:
             self._fired = False
             if self.learner.finish_step(self.now):
                 self._publish()
+            waited_s = sum(self.counts.waited.values())
+            self.control.step(self.counts.rows[-1], waited_s, self.actors.busy_s(self.now))
             if self.learner.step >= self.steps:
                 self._done = True
                 return
@@ -348,8 +355,12 @@ class World:
 
     def _checkpoint(self) -> bool:
         """Whether a checkpoint is due after this step; the learner is busy with it then."""
-        every = self.topology.learner.checkpoint_every
-        if not every or self.learner.step % every or not self.times.checkpoint_s:
+        every, n_min = self.topology.learner.checkpoint_every, self.topology.learner.trigger.n_min
+        groups, step = self.counts.rows[-1].groups, self.learner.step
+        self._trained += groups
+        # Where the batch can vary n_min groups count as a step.
+        counted = (n_min, groups, self._trained) if batch_varies(self.topology) else (1, 1, step)
+        if not due(every * counted[0], counted[2] - counted[1], counted[2]) or not self.times.checkpoint_s:
             return False
         self._busy = True
         self.counts.learner_busy_s += self.times.checkpoint_s
