@@ -40,6 +40,7 @@ GROUP, LIMIT, PROMPTS = 8, 8192, 4096
 SCALES = (8, 64, 1024, 10_000)
 STEPS, ROUNDS = {8: 40, 64: 40, 1024: 20, 10_000: 10}, 4
 WAVES = 16  # steps where rounds are made of segments: the first ones fill the pool of the unfinished
+STREAM_PER_ROW = 24  # answers of the open stream for each row
 CONTROLLED = 60  # steps of the trigger's experiment: a controller moves every few only
 SLOTS_PER_ROW, LEARNER_REACH, SLOW_LEARNER, OPEN_LOAD, SYNC_PER_ROW = 1.2, 1.25, 0.1, 1.2, 4
 B_PER_N_MIN = 2.35  # batch-async with max_staleness = 2
@@ -119,10 +120,12 @@ def dispatch(case: Case) -> list[Row]:
     lengths = [length for task in generate(PROMPTS, Shape(group_size=GROUP, limit=LIMIT), case.seed)
                for length in task.lengths]  # fmt: skip
     arrivals = OPEN_LOAD * case.capacity / GROUP / statistics.mean(lengths)
-    count = max(200, 12 * case.n_min)
+    count = STREAM_PER_ROW * case.actors * case.rows // GROUP
     free = ["weights.mode=fully-async", f"learner.trigger.n_min={2 * case.actors * case.rows // GROUP}",
             f"scheduler.ahead={GROUP}", f"scheduler.horizon={count}"]  # fmt: skip
-    big = [f"learner.trigger.n_min={case.actors * case.rows * SYNC_PER_ROW // GROUP}", "weights.mode=sync"]
+    round_groups = case.actors * case.rows * SYNC_PER_ROW // GROUP
+    # A horizon of one round: every policy has the same prompts in each, but for its edges.
+    big = [f"learner.trigger.n_min={round_groups}", "weights.mode=sync", f"scheduler.horizon={round_groups}"]
     for policy, predictor in SCHEDULES:
         chosen = [f"scheduler.policy={policy}"]
         chosen += [f"scheduler.predictor={predictor}"] if predictor not in ("", "oracle") else []
@@ -131,9 +134,9 @@ def dispatch(case: Case) -> list[Row]:
         stream = case.play(case.topology(*chosen, *free), case.answers(arrivals, prompts=count), steps=10**6, **named)
         rounds = case.play(case.topology(*chosen, *big), case.answers(), steps=ROUNDS, **named)
         rows.append({
-            "policy": policy, "predictor": predictor or "-", "tau": stream.told.get("predictor_tau", 0.0),
+            "policy": policy, "predictor": predictor or "-", "tau": closed.told.get("predictor_tau", 0.0),
             "samples/s": closed.samples_per_s, "skew": closed.skew, "stream: answered s": stream.completion_mean_s,
-            "stream: p99 s": stream.completion_p99_s, "sync: round s": rounds.step_s,
+            "stream: p99 s": stream.completion_p99_s, "sync: round s": rounds.seconds / ROUNDS,
         })  # fmt: skip
     return rows
 
