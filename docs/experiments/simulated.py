@@ -172,7 +172,9 @@ def trigger(case: Case) -> list[Row]:
         ],
     }  # fmt: skip
     rows = []
-    slow = {f"slow learner, {name}": chosen for name, chosen in list(settings.items())[-2:]}
+    bounds = {f"n_min, S = {bound}": [f"weights.max_staleness={bound}"] for bound in (2, 3, 4, 5)}
+    controlled = list(settings.items())[-1:]
+    slow = {f"slow learner, {name}": chosen for name, chosen in [*bounds.items(), *controlled]}
     for name, chosen in (settings | slow).items():
         who = replace(case, reach=SLOW_LEARNER) if name in slow else case
         found = who.play(who.topology(*chosen), who.answers(), steps=CONTROLLED if case.actors < 1000 else 30)
