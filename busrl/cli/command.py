@@ -288,6 +288,8 @@ def replay(options: argparse.Namespace) -> int:
 
 
 def simulate(options: argparse.Namespace) -> int:
+    # The predictors' matrices are small: a second numeric thread would only spin. Read when NumPy is loaded.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from busrl.cli.simulate import simulate as play
 
     return play(options)

@@ -7,7 +7,7 @@ world    the event queue; drives the rest            answers  lengths and reward
 actors   decoding in rows, weight stalls             times    service times, stated or fitted
 ring     slots, lines, fates                         fit      times and answers of a recorded run
 learner  carries out LearnerPlan                     figures  what is counted
-feed     policy and predictor, told as live          report, sweep, picture: tables for people
+scheduler, feed  what a look opens, as live      report, sweep, picture: tables for people
 """
 
 from busrl.simulate.answers import Answer, Answers, Recorded, RecordedAnswers, TraceAnswers

@@ -153,6 +153,10 @@ class Actors:
     def publish(self, now: float) -> None:
         self.published.append(now)
 
+    def busy_s(self, now: float) -> float:
+        """Seconds that all of them were busy up to `now`, publications that nobody looked at yet included."""
+        return sum(a.busy_s + (now - a.at if a.active else 0.0) for a in self.all)
+
     def settle(self, now: float) -> None:
         """Count everything up to `now`, for the figures; the run is over."""
         for actor in self.all:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -86,6 +86,7 @@ class Figures:
     length_drawn_p95: float
     length_consumed_p95: float
     tasks: int  # samples that got a reward
+    told: dict[str, float] = field(default_factory=dict)  # what policy, predictor and controller say of themselves
     rows: tuple[StepRow, ...] = ()
 
     @property
@@ -99,7 +100,9 @@ class Figures:
         return {**found, "ages": {str(age): share for age, share in self.ages.items()}, "skew": self.skew}
 
 
-def figures(counts: Counts, seconds: float, busy: Sequence[float], stalled: Sequence[float]) -> Figures:
+def figures(
+    counts: Counts, seconds: float, busy: Sequence[float], stalled: Sequence[float], told: Mapping[str, float]
+) -> Figures:
     """Put together after `seconds`; `busy` and `stalled`: seconds of each actor."""
     rows, span = counts.rows, max(seconds, 1e-12)
     samples, tokens = sum(row.samples for row in rows), sum(row.tokens for row in rows)
@@ -137,6 +140,7 @@ def figures(counts: Counts, seconds: float, busy: Sequence[float], stalled: Sequ
         length_drawn_p95=_at(drawn, 95),
         length_consumed_p95=_at(consumed, 95),
         tasks=counts.ended,
+        told=dict(told),
         rows=tuple(rows),
     )
 

@@ -53,12 +53,14 @@ class Learner:
     _row: StepRow | None = None
     _waits: Wait = field(default_factory=lambda: Wait("start"))
 
-    def look(self, view: GroupView, now: float, next_admission: int, draining: bool) -> Look:
+    def look(
+        self, view: GroupView, now: float, next_admission: int, draining: bool, wave_over: bool | None = None
+    ) -> Look:
         """Decide and act."""
         found = Look()
         actions = self.plan.decide(
             view, list(self.claimed), step=self.step, now=now, next_admission=next_admission, draining=draining,
-            aside=self.aside,
+            aside=self.aside, wave_over=wave_over,
         )  # fmt: skip
         for action in actions:
             if isinstance(action, SetAside):
@@ -136,7 +138,7 @@ class Learner:
         if self.plan.streaming and self._pending_samples and not few:
             found.cost_s += self._micro_batch()
         elif publication_is_due(
-            self.unpublished, self.step, n_min=self.plan.trigger.n_min, admitted=self.plan.limits.B,
+            self.unpublished, self.step, n_min=self.plan.trigger.n_min, admitted=self.plan.window.B,
             publish_every=self.topology.learner.publish_every,
         ):  # fmt: skip
             found.publishes = True

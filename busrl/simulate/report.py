@@ -61,7 +61,18 @@ def _body(found: Figures) -> list[str]:
         f"lengths     drawn {found.length_drawn:.1f} (p95 {found.length_drawn_p95:.0f}), trained "
         f"{found.length_consumed:.1f} (p95 {found.length_consumed_p95:.0f}); skew {found.skew:.2f}",
         f"set aside   groups: {aside}",
+        *_told(found),
     ]
+
+
+def _told(found: Figures) -> list[str]:
+    """Policy, predictor and controller, where there are any."""
+    parts = {"policy": [], "predictor": [], "control": []}  # type: dict[str, list[str]]
+    for name, value in found.told.items():
+        head, _, rest = name.partition("_")
+        head, rest = (head, rest) if head in parts and rest else ("policy", name)
+        parts[head].append(f"{rest} {_short(value)}")
+    return [f"{head:<12}{', '.join(said)}" for head, said in parts.items() if said]
 
 
 def advice(topology: Topology, limits: Limits, setting: Setting, found: Figures) -> list[str]:

@@ -45,13 +45,14 @@ class SimRing:
         self.changes = 0
         self._order = 0
 
-    def dispatch(self, draw: int, admission: int, step: int, priority: int) -> list[int]:
-        """All members of a new group go to QUEUED; their slots, by member. The largest priority is taken first."""
-        first = uid_of(draw, 0, 0, self.size)
+    def dispatch(self, draw: int, member: int, members: int, admission: int, step: int, priority: int) -> list[int]:
+        """`members` of a group, `member` the first of them, go to QUEUED; their slots. The largest priority is taken
+        first."""
+        first = uid_of(draw, 0, member, self.size)
         self._reserve(first + 2 * self.size)
-        slots = [self.free.pop() for _ in range(self.size)]
-        self.fates[first : first + self.size] = DISPATCHED
-        self.uid[slots] = np.arange(first, first + self.size, dtype=np.uint64)
+        slots = [self.free.pop() for _ in range(members)]
+        self.fates[first : first + members] = DISPATCHED
+        self.uid[slots] = np.arange(first, first + members, dtype=np.uint64)
         self.admission[slots], self.step[slots] = admission, step
         self.segs[slots], self.reward[slots], self.state[slots] = 0, 0.0, QUEUED
         for slot in slots:
@@ -74,11 +75,12 @@ class SimRing:
             self.changes += 1
         return taken
 
-    def release(self, slot: int) -> None:
-        """The end of a segment that was not the last: back to QUEUED, before all that have none."""
+    def release(self, slot: int, into: list[tuple[int, int, int]] | None = None) -> None:
+        """The end of a segment that was not the last: back to QUEUED, before all that have none. `into`: another heap
+        than the queue, for slots that may not be taken yet."""
         self.state[slot] = QUEUED
         self.segs[slot] = min(255, int(self.segs[slot]) + 1)
-        self._wait(slot, UNFINISHED)
+        self._wait(slot, UNFINISHED, into)
         self.changes += 1
 
     def generated(self, slot: int) -> None:
@@ -102,9 +104,9 @@ class SimRing:
         self.free.extend(slots)
         self.changes += 1
 
-    def _wait(self, slot: int, ahead: int) -> None:
+    def _wait(self, slot: int, ahead: int, into: list[tuple[int, int, int]] | None = None) -> None:
         self._order += 1
-        heapq.heappush(self.queue, (-self.priority[slot] - ahead, self._order, slot))
+        heapq.heappush(self.queue if into is None else into, (-self.priority[slot] - ahead, self._order, slot))
 
     def _reserve(self, upto: int) -> None:
         if upto > len(self.fates):

@@ -19,6 +19,7 @@ from busrl.data.trace import parse, read
 from busrl.data.tracemaker import Shape, generate
 from busrl.errors import DataError, UserError
 from busrl.simulate.answers import Answers, TraceAnswers
+from busrl.simulate.control import refuse
 from busrl.simulate.fit import Fitted
 from busrl.simulate.times import Times
 from busrl.topology import Topology
@@ -53,6 +54,7 @@ class Asked:
 
 def make(topology: Topology, asked: Asked, fitted: Fitted | None = None) -> Setting:
     """The setting of one simulated run; `UserError` for what can not be."""
+    refuse(topology)
     seed = topology.run.seed if asked.seed is None else asked.seed
     if seed < 0:
         raise UserError(f"--seed {seed}: must be >= 0; give another")

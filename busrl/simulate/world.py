@@ -15,47 +15,34 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
-from busrl.data.trace import Task
 from busrl.errors import UserError
 from busrl.roles.limits import admission_limits
 from busrl.roles.plan import make_plan
-from busrl.scheduling.credit import Admission, kept_back
 from busrl.scheduling.groups import GroupScanner, GroupView
-from busrl.scheduling.predictors import Candidate
+from busrl.scheduling.segments import SegmentPlan
 from busrl.simulate.actors import Actors, Noise
 from busrl.simulate.answers import Answers
-from busrl.simulate.feed import Feed
+from busrl.simulate.control import Control
 from busrl.simulate.figures import Counts, Figures, figures
 from busrl.simulate.learner import Learner, Look
 from busrl.simulate.ring import SimRing
+from busrl.simulate.scheduler import Learned, Scheduler
 from busrl.simulate.times import Times
 from busrl.topology import Topology
+from busrl.topology.control import batch_varies, due
 
 TICK_S = 0.03  # the scheduler sees slots that came free without a message at its next tick, after this on average
+PROBING_TICK_S = 0.01  # and the end of a probe after this
 SMALL_RING = 2048  # slots; above, rewards are delivered on a grid
 LOOKS_PER_ANSWER = 25  # grid points in the time of a mean answer
-CHARACTERS_PER_TOKEN = 4  # of a prompt, for the cost of its prefill
 ENTROPY = 1.0  # the simulated learner's; a constant, since nothing is learned
 
 
 # Events, in the order in which those of one instant are handled. Plain numbers: there are millions.
 ACTOR, REWARD, LEARNER, SCHEDULER, DEADLINE = range(5)
-
-
-@dataclass
-class Group:
-    """An open group."""
-
-    candidate: Candidate
-    lengths: tuple[int, ...]
-    rewards: tuple[float, ...]
-    since: float  # its arrival, or the time of its opening in a closed loop
-    prompt_tokens: int
-    left: int
 
 
 class World:
@@ -77,28 +64,28 @@ class World:
         derived = topology.derived
         self.topology, self.times, self.answers, self.steps = topology, times, answers, steps
         self.limits = admission_limits(topology)
-        self.size = topology.groups.size
+        self.size, self.limit = topology.groups.size, topology.generation.max_new_tokens
         self.ring = SimRing(derived.train_slots, self.size)
         self.scanner = GroupScanner(self.ring.fates, self.size, horizon=derived.horizon)
-        self.admission = Admission(self.limits, topology.weights.over_age)
-        self.feed = Feed(topology, answers, oracle)
         self.actors = Actors(actors, topology.generation.max_batch, times, seed)
-        self._rows = actors * topology.generation.max_batch
         self.counts = Counts()
-        self.groups: dict[int, Group] = {}
-        self.lengths: dict[int, tuple[int, ...]] = {}
+        rows = actors * topology.generation.max_batch
+        self.scheduler = Scheduler(topology, answers, self.ring, self.counts, rows, oracle=oracle)
+        self.feed, self.groups, self.lengths = self.scheduler.feed, self.scheduler.groups, self.scheduler.lengths
         streaming = topology.learner.updates_per_batch == 1 and not topology.learner.deterministic
         plan = make_plan(topology, self.limits, streaming=streaming)
         noise = Noise(times.learner_spread, [seed, 4])
         self.learner = Learner(topology, plan, times, self.ring, self.counts, noise, self.lengths)
-        self.segment = segment_tokens(topology) if segment_length is None else segment_length
+        self.control = Control(topology, plan, self.scheduler.admission, actors)
+        self.cuts = cuts_of(topology, segment_length)
+        self._trained = 0  # groups
+        self._running = 0  # sequences of all actors
+        self._held: list[tuple[int, int, int]] = []  # unfinished answers, until the next wave
         self.now = 0.0
-        self.next_admission = self.version_step = 0
         self._heap: list[tuple[float, int, int, int, int]] = []
         self._sequence = 0
-        slots = derived.train_slots
-        self._of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member
-        self._to_make: list[int] = [0] * slots  # slot -> tokens still to be generated
+        self._of, self._to_make = self.scheduler.of, self.scheduler.to_make
+        self._segment: list[int] = [0] * derived.train_slots  # slot -> tokens of the segment under way
         self._due: dict[float, list[int]] = {}  # reward time -> slots
         self._rewards = np.random.default_rng([seed, 2])
         self._latencies: list[float] = []
@@ -106,7 +93,6 @@ class World:
         self._view: GroupView | None = None
         self._view_of = -1
         self._busy = self._fired = self._done = False
-        self._end: float = math.inf  # the first draw that does not exist
         self._resolved = True
         self._looked_for = ("start", 0.0)
         self._deadline = math.inf
@@ -127,7 +113,8 @@ class World:
             raise UserError(self._stuck())
         self.actors.settle(self.now)
         every = self.actors.all
-        return figures(self.counts, self.now, [a.busy_s for a in every], [a.stalled_s for a in every])
+        told = self.feed.told() | self.control.told()
+        return figures(self.counts, self.now, [a.busy_s for a in every], [a.stalled_s for a in every], told)
 
     def _stuck(self) -> str:
         reason, _ = self._looked_for
@@ -172,51 +159,35 @@ class World:
             self._push(time, SCHEDULER)
 
     def _dispatch(self) -> None:
-        """Open as many groups as admission has room for, in the policy's order."""
-        view = self.view()
-        self.feed.look(view, self._rows)
-        derived = self.topology.derived
-        room = self.admission.room(
-            view, unpublished=self.learner.unpublished, next_admission=self.next_admission, step=self.learner.step,
-            free=len(self.ring.free) + derived.val_reserve, reserve=kept_back(derived.val_reserve, 0),
-        )  # fmt: skip
-        if room.groups <= 0:
+        """One look of the scheduler, and what follows from it."""
+        scheduler = self.scheduler
+        sent = scheduler.look(self.view(), Learned(self.learner.step, self.learner.unpublished), self.now)
+        if scheduler.arrival < math.inf:
+            self._schedule_look(scheduler.arrival)
+        if sent:
+            self._begin_wave()
+            self._feed_actors()
+
+    # -- rounds of segments -------------------------------------------------------------------------------------
+
+    def _begin_wave(self) -> None:
+        """With a whole round admitted, every unfinished answer may have one more segment."""
+        if self.scheduler.waves is not None and self.scheduler.next_admission % self.limits.n_min == 0:
+            self.ring.queue += self._held
+            heapq.heapify(self.ring.queue)
+            self._held = []
+
+    def _end_wave(self) -> None:
+        """The last segment of a wave has ended: everybody looks."""
+        waves = self.scheduler.waves
+        if waves is None or self._running or self._due:
             return
-        self._offer(view, room.groups)
-        for _ in range(room.groups):
-            candidate = self.feed.policy.next()
-            if candidate is None:
-                break
-            self._open(candidate)
-        self._feed_actors()
-
-    def _offer(self, view: GroupView, groups: int) -> None:
-        policy, offered = self.feed.policy, []
-        for draw in policy.missing(view.unopened(policy.horizon + groups)):
-            task = self.answers.prompt(draw)
-            if task is None:
-                self._end = min(self._end, draw)
-                break
-            if task.arrival_s is not None and task.arrival_s > self.now:
-                self._schedule_look(task.arrival_s)
-                break
-            offered.append(self.feed.candidate(draw, task))
-        policy.offer(offered)
-
-    def _open(self, candidate: Candidate) -> None:
-        draw = candidate.draw
-        answer = self.answers.answer(draw, self.learner.step)
-        task = self.answers.prompt(draw)
-        arrival = self.now if task is None or task.arrival_s is None else task.arrival_s
-        tokens = 1 + len(candidate.prompt) // CHARACTERS_PER_TOKEN
-        self.groups[draw] = Group(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)
-        self.lengths[draw] = answer.lengths
-        self.counts.drawn.extend(answer.lengths)
-        priority = self.feed.priority(draw, self.next_admission)
-        for member, slot in enumerate(self.ring.dispatch(draw, self.next_admission, self.version_step, priority)):
-            self._of[slot] = (draw, member)
-            self._to_make[slot] = answer.lengths[member]
-        self.next_admission += 1
+        if not waves.over(self.ring.lines, self.scheduler.next_admission):
+            return
+        self._schedule_look(self.now)
+        self._resolved = True
+        if not self._busy:
+            self._learner_looks()
 
     # -- actors -------------------------------------------------------------------------------------------------
 
@@ -237,8 +208,13 @@ class World:
             # Equal prompts are prefilled once; with what earlier segments made they are no longer equal.
             prefill += before + (group.prompt_tokens if before or draw not in known else 0)
             known.add(draw)
-            joining.append((slot, self.segment if 0 < self.segment < left else left))
+            cut = self.cuts.next(int(self.ring.segs[slot]), self.limit - before)
+            self._segment[slot] = min(cut.tokens, left)
+            joining.append((slot, self._segment[slot]))
+        self._running += len(joining)
         self._next(index, self.actors.add(index, self.now, joining, prefill))
+        if taken and self.scheduler.ahead:
+            self._schedule_look(self.now + max(TICK_S, self._grid))
 
     def _next(self, index: int, time: float) -> None:
         if time < math.inf:
@@ -250,6 +226,7 @@ class World:
         if stamp != self.actors.all[index].stamp:
             return
         done = self.actors.finish(index, self.now)
+        self._running -= len(done or ())
         for slot in done or ():
             self._ended(slot)
         if done and self.ring.queue:
@@ -258,16 +235,18 @@ class World:
         else:
             self.actors.sort_in(index)
             self._next(index, self.actors.next_event(index))
+        if done:
+            self._end_wave()
 
     def _ended(self, slot: int) -> None:
-        left = self._to_make[slot]
-        made = self.segment if 0 < self.segment < left else left
+        made = self._segment[slot]
         self._to_make[slot] -= made
         self.counts.generated += made
         if self._to_make[slot]:
-            self.ring.release(slot)
+            self.ring.release(slot, None if self.scheduler.waves is None else self._held)
             return
         self.ring.generated(slot)
+        self._whole(*self._of[slot])
         due = self.now + self._latency()
         due = math.ceil(due / self._grid) * self._grid if self._grid else due
         if due in self._due:
@@ -275,6 +254,17 @@ class World:
         else:
             self._due[due] = [slot]
             self._push(due, REWARD)
+
+    def _whole(self, draw: int, member: int) -> None:
+        """An answer has its last token: policy and segments learn its length, and a probe is over."""
+        tokens = self.lengths[draw][member]
+        self.feed.finished(draw, tokens)
+        if self.scheduler.probes.on:
+            self._schedule_look(self.now + max(PROBING_TICK_S, self._grid))
+        if (auto := self.cuts.auto) is not None:
+            auto.finished([tokens])
+            auto.costs(self.times.weights_s, self.times.decoding(self.actors.rows)[-1])
+            auto.choose()
 
     # -- rewards ------------------------------------------------------------------------------------------------
 
@@ -292,7 +282,6 @@ class World:
             group = self.groups[draw]
             rewards.append(group.rewards[member])
             self.counts.completed.append(self.now - group.since)
-            self.feed.finished(group.candidate, member, group.lengths[member])
             group.left -= 1
             if not group.left:
                 self._resolved = True
@@ -301,6 +290,7 @@ class World:
         self.ring.rewarded(slots, rewards)
         if self._resolved and not self._busy:
             self._learner_looks()
+        self._end_wave()
 
     # -- learner ------------------------------------------------------------------------------------------------
 
@@ -309,7 +299,10 @@ class World:
         reason, since = self._looked_for
         self.counts.waited[reason] += self.now - since
         self._resolved = False
-        found = self.learner.look(self.view(), self.now, self.next_admission, self._draining())
+        view, scheduler = self.view(), self.scheduler
+        found = self.learner.look(
+            view, self.now, scheduler.next_admission, self._draining(), scheduler.wave_over(view)
+        )  # fmt: skip
         self._forget(self.learner.ended)
         self._act(found)
 
@@ -329,7 +322,7 @@ class World:
 
     def _draining(self) -> bool:
         """A stream has come to its end: every prompt was opened."""
-        return self.next_admission >= self._end
+        return self.scheduler.next_admission >= self.scheduler.end
 
     def _watch_deadline(self) -> None:
         rest = self.learner.plan.trigger.deadline_s(self.now)
@@ -344,6 +337,8 @@ class World:
             self._fired = False
             if self.learner.finish_step(self.now):
                 self._publish()
+            waited_s = sum(self.counts.waited.values())
+            self.control.step(self.counts.rows[-1], waited_s, self.actors.busy_s(self.now))
             if self.learner.step >= self.steps:
                 self._done = True
                 return
@@ -360,8 +355,12 @@ class World:
 
     def _checkpoint(self) -> bool:
         """Whether a checkpoint is due after this step; the learner is busy with it then."""
-        every = self.topology.learner.checkpoint_every
-        if not every or self.learner.step % every or not self.times.checkpoint_s:
+        every, n_min = self.topology.learner.checkpoint_every, self.topology.learner.trigger.n_min
+        groups, step = self.counts.rows[-1].groups, self.learner.step
+        self._trained += groups
+        # Where the batch can vary n_min groups count as a step.
+        counted = (n_min, groups, self._trained) if batch_varies(self.topology) else (1, 1, step)
+        if not due(every * counted[0], counted[2] - counted[1], counted[2]) or not self.times.checkpoint_s:
             return False
         self._busy = True
         self.counts.learner_busy_s += self.times.checkpoint_s
@@ -369,7 +368,7 @@ class World:
         return True
 
     def _publish(self) -> None:
-        self.version_step = self.learner.step
+        self.scheduler.version_step = self.learner.step
         self.actors.publish(self.now)
         self._schedule_look(self.now)
 
@@ -389,11 +388,12 @@ class World:
         return float(np.mean(some)) * step_s / LOOKS_PER_ANSWER
 
     def _has(self, draw: int) -> bool:
-        task: Task | None = self.answers.prompt(draw)
-        return task is not None
+        return self.answers.prompt(draw) is not None
 
 
-def segment_tokens(topology: Topology) -> int:
-    """Tokens of a segment, 0 for answers in one go; `auto` is not simulated."""
-    length = getattr(getattr(topology, "segments", None), "length", 0)
-    return length if isinstance(length, int) else 0
+def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
+    """The segments of the topology, or of `length` tokens (0: answers in one go) and as many as it takes."""
+    own, limit = topology.segments, topology.generation.max_new_tokens
+    if length is None:
+        return SegmentPlan(own.length, own.max_segments, limit)
+    return SegmentPlan(length, -(-limit // length) if length else 1, limit)

@@ -6,14 +6,16 @@ The workload is a long-tailed trace (median 400 tokens, at most 8,192, groups of
 and more), with so many groups in flight that there are 1.2 slots per row, and a learner that could train 1.25 times
 what the actors can make: generation is the bottleneck, as in most real runs.
 
-dispatch  policies x predictors: trained samples/s in a closed loop; mean and p99 time to the reward and p99 wait in an
-          open stream at 0.9 of what fifo manages in a closed loop (fully-async); seconds of a synchronous round of
-          four answers per row
-segments  answers cut into 1, 2, 4 and 8 segments at most
-trigger   fixed thresholds, a time limit, and the controller where this busrl has one
+dispatch  policies x predictors: trained samples/s in a closed loop; mean and p99 time to the reward in an open stream
+          at 1.2 times what the actors can make (fully-async, late dispatch, a horizon that covers the queue);
+          seconds of a synchronous round of four answers per row
+segments  answers cut into 1, 2, 4 and 8 segments at most, and where the length follows the answers; batch-async, and
+          synchronous rounds made of segments
+trigger   fixed thresholds, bounds on age, a time limit, and the controller's full rules moving the bound (n_min stays:
+          the gradient noise is not simulated); with a slow learner: it trains a tenth of what the actors can make
 window    the anchored window against taking whatever is ready first
 
-A figure is the median over the seeds. Policies, predictors and controllers that this busrl does not have are left out.
+A figure is the median over the seeds.
 Writes results/simulated_NAME.md and .json.
 """
 
@@ -31,14 +33,16 @@ from typing import Any
 from busrl.data.tracemaker import Shape, generate
 from busrl.simulate import Figures, Times, TraceAnswers, World
 from busrl.topology import Topology, load
-from busrl.topology.schema import Scheduler
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(__file__).resolve().parent / "results"
 GROUP, LIMIT, PROMPTS = 8, 8192, 4096
 SCALES = (8, 64, 1024, 10_000)
 STEPS, ROUNDS = {8: 40, 64: 40, 1024: 20, 10_000: 10}, 4
-SLOTS_PER_ROW, LEARNER_REACH, OPEN_LOAD, SYNC_PER_ROW = 1.2, 1.25, 0.9, 4
+WAVES = 16  # steps where rounds are made of segments: the first ones fill the pool of the unfinished
+STREAM_PER_ROW = 24  # answers of the open stream for each row
+CONTROLLED = 60  # steps of the trigger's experiment: a controller moves every few only
+SLOTS_PER_ROW, LEARNER_REACH, SLOW_LEARNER, OPEN_LOAD, SYNC_PER_ROW = 1.2, 1.25, 0.1, 1.2, 4
 B_PER_N_MIN = 2.35  # batch-async with max_staleness = 2
 LENGTH_MEAN = 640.0  # of the trace, for the time limit
 Row = dict[str, Any]
@@ -46,10 +50,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One workload: a scale and a seed."""
+    """One workload: a scale and a seed, and what the learner can train in units of what the actors can make."""
 
     actors: int
     seed: int
+    reach: float = LEARNER_REACH
 
     @property
     def rows(self) -> int:
@@ -62,12 +67,16 @@ class Case:
     @property
     def times(self) -> Times:
         step_s, row_s = 0.02, 0.0005
-        capacity = self.actors * self.rows / (step_s + row_s * self.rows)
         return Times(
             step_s=step_s, row_s=row_s, sequence_s=0.002, prefill_token_s=2e-5, weights_s=0.5, reward_s=0.1,
-            learner_step_s=0.5, learner_token_s=1 / (LEARNER_REACH * capacity), learner_group_s=1e-5, publish_s=0.1,
-            checkpoint_s=0.0,
+            learner_step_s=0.5, learner_token_s=1 / (self.reach * self.capacity), learner_group_s=1e-5,
+            publish_s=0.1, checkpoint_s=0.0,
         )  # fmt: skip
+
+    @property
+    def capacity(self) -> float:
+        """Tokens per second with all rows in use."""
+        return self.actors * self.rows / (0.02 + 0.0005 * self.rows)
 
     def topology(self, *more: str) -> Topology:
         return load(ROOT / "configs" / "quickstart.toml", [
@@ -98,47 +107,52 @@ class Case:
         return world.run()
 
 
-def schedules() -> list[tuple[str, str]]:
-    """Every policy with every predictor of this busrl; `oracle` is always there."""
-    rules = {name: Scheduler.__dataclass_fields__[name].metadata["rule"].choices for name in ("policy", "predictor")}
-    predictors = list(dict.fromkeys([*rules["predictor"], "oracle"]))
-    return [("fifo", ""), *((p, q) for p in rules["policy"] if p != "fifo" for q in predictors)]
+SCHEDULES = (
+    ("fifo", ""),
+    *(("sjf", name) for name in ("rules", "learned", "history", "blend", "oracle")),
+    *((policy, name) for policy in ("ljf", "adaptive") for name in ("rules", "blend", "oracle")),
+)
 
 
 def dispatch(case: Case) -> list[Row]:
     """Policies x predictors in three situations."""
-    rows, free = [], "weights.mode=fully-async"
-    usual = case.play(case.topology(free), case.answers())
-    arrivals = OPEN_LOAD * usual.tasks / GROUP / usual.seconds
-    big = [f"learner.trigger.n_min={case.actors * case.rows * SYNC_PER_ROW // GROUP}", "weights.mode=sync"]
-    for policy, predictor in schedules():
+    rows = []
+    lengths = [length for task in generate(PROMPTS, Shape(group_size=GROUP, limit=LIMIT), case.seed)
+               for length in task.lengths]  # fmt: skip
+    arrivals = OPEN_LOAD * case.capacity / GROUP / statistics.mean(lengths)
+    count = STREAM_PER_ROW * case.actors * case.rows // GROUP
+    free = ["weights.mode=fully-async", f"learner.trigger.n_min={2 * case.actors * case.rows // GROUP}",
+            f"scheduler.ahead={GROUP}", f"scheduler.horizon={count}"]  # fmt: skip
+    round_groups = case.actors * case.rows * SYNC_PER_ROW // GROUP
+    # A horizon of one round: every policy has the same prompts in each, but for its edges.
+    big = [f"learner.trigger.n_min={round_groups}", "weights.mode=sync", f"scheduler.horizon={round_groups}"]
+    for policy, predictor in SCHEDULES:
         chosen = [f"scheduler.policy={policy}"]
         chosen += [f"scheduler.predictor={predictor}"] if predictor not in ("", "oracle") else []
         named = {"oracle": predictor == "oracle"}
         closed = case.play(case.topology(*chosen), case.answers(), **named)
-        prompts = case.answers(arrivals, prompts=max(200, 12 * case.n_min))
-        stream = case.play(case.topology(*chosen, free), prompts, steps=10**6, **named)
+        stream = case.play(case.topology(*chosen, *free), case.answers(arrivals, prompts=count), steps=10**6, **named)
         rounds = case.play(case.topology(*chosen, *big), case.answers(), steps=ROUNDS, **named)
         rows.append({
-            "policy": policy, "predictor": predictor or "-", "samples/s": closed.samples_per_s,
-            "tokens/s": closed.tokens_per_s, "skew": closed.skew, "age": closed.age_mean,
-            "stream: answered s": stream.completion_mean_s, "stream: answered p99 s": stream.completion_p99_s,
-            "stream: begun p99 s": stream.queued_p99_s, "sync: round s": rounds.step_s,
+            "policy": policy, "predictor": predictor or "-", "tau": closed.told.get("predictor_tau", 0.0),
+            "samples/s": closed.samples_per_s, "skew": closed.skew, "stream: answered s": stream.completion_mean_s,
+            "stream: p99 s": stream.completion_p99_s, "sync: round s": rounds.seconds / ROUNDS,
         })  # fmt: skip
     return rows
 
 
 def segments(case: Case) -> list[Row]:
-    """Answers in at most 1, 2, 4 and 8 segments; without them and in both modes."""
+    """Answers in at most 1, 2, 4 and 8 segments, in both modes; the last row of each chooses the length itself."""
     rows = []
-    for mode in ("batch-async", "sync"):
-        for most in (1, 2, 4, 8):
-            length = 0 if most == 1 else -(-LIMIT // most)
-            found = case.play(case.topology(f"weights.mode={mode}"), case.answers(), segment_length=length)
+    for mode, rounds in (("batch-async", "answers"), ("sync", "segments")):
+        for most, length in ((1, "0"), *((most, str(-(-LIMIT // most))) for most in (2, 4, 8)), (8, "auto")):
+            cut = [f"segments.length={length}", f"segments.max_segments={most}", f"segments.rounds={rounds}"]
+            made = case.topology(f"weights.mode={mode}", *(cut if most > 1 else []))
+            found = case.play(made, case.answers(), steps=WAVES if mode == "sync" else 0)
             rows.append({
-                "mode": mode, "segments": most, "samples/s": found.samples_per_s, "tokens/s": found.tokens_per_s,
-                "rollout busy": found.actors_busy, "group p99 s": found.group_p99_s, "skew": found.skew,
-                "age": found.age_mean,
+                "mode": mode, "segments": "auto" if length == "auto" else str(most), "samples/s": found.samples_per_s,
+                "tokens/s": found.tokens_per_s, "s/step": found.step_s, "rollout busy": found.actors_busy,
+                "skew": found.skew, "age": found.age_mean, "age max": found.age_max,
             })  # fmt: skip
     return rows
 
@@ -151,14 +165,24 @@ def trigger(case: Case) -> list[Row]:
         "n_min, S = 2": [],
         "2 n_min, S = 1": [f"learner.trigger.n_min={2 * n}", "weights.max_staleness=1"],
         "n_min, t_max": [f"learner.trigger.t_max={limit_ms:.0f}"],
-    }
+        "n_min, S = 5": ["weights.max_staleness=5"],
+        "n_min, S <= 5, controller": [
+            "weights.max_staleness=5", "learner.controller.mode=act", "learner.controller.rules=full",
+            f"learner.controller.n_lo={n}", f"learner.controller.n_hi={n}", "learner.controller.every=2",
+        ],
+    }  # fmt: skip
     rows = []
-    for name, chosen in settings.items():
-        found = case.play(case.topology(*chosen), case.answers())
+    bounds = {f"n_min, S = {bound}": [f"weights.max_staleness={bound}"] for bound in (2, 3, 4, 5)}
+    controlled = list(settings.items())[-1:]
+    slow = {f"slow learner, {name}": chosen for name, chosen in [*bounds.items(), *controlled]}
+    for name, chosen in (settings | slow).items():
+        who = replace(case, reach=SLOW_LEARNER) if name in slow else case
+        found = who.play(who.topology(*chosen), who.answers(), steps=CONTROLLED if case.actors < 1000 else 30)
         rows.append({
             "trigger": name, "samples/s": found.samples_per_s, "s/step": found.step_s, "age": found.age_mean,
             "age max": found.age_max, "rollout busy": found.actors_busy, "stalled": found.actors_stalled,
             "learner busy": found.learner_busy, "by time": found.causes.get("time", 0) / max(1, found.steps),
+            "bound at the end": found.told.get("control_eta", 0),
         })  # fmt: skip
     return rows
 
@@ -178,7 +202,7 @@ def window(case: Case) -> list[Row]:
 
 def _greedy(world: World) -> None:
     plan = world.learner.plan
-    plan.limits = replace(plan.limits, W=1 << 40)
+    plan.window = replace(plan.limits, W=1 << 40)
 
 
 EXPERIMENTS: dict[str, Callable[[Case], list[Row]]] = {
@@ -213,16 +237,24 @@ def main() -> int:
     options = arguments.parse_args()
     OUT.mkdir(exist_ok=True)
     for name in options.only:
-        rows: list[Row] = []
         for actors in options.actors:
             begun = time.process_time()
             runs = [EXPERIMENTS[name](Case(actors, seed)) for seed in range(options.seeds)]
-            rows += [{"actors": actors, **row} for row in median(runs)]
-            print(f"{name}, {actors} actors: {time.process_time() - begun:.1f} s of CPU", flush=True)
-        (OUT / f"simulated_{name}.md").write_text(table(rows))
-        (OUT / f"simulated_{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
-        print(table(rows))
+            rows = [{"actors": actors, "seeds": options.seeds, **row} for row in median(runs)]
+            print(f"{name}, {actors} actors: {time.process_time() - begun:.1f} s of CPU\n{table(rows)}", flush=True)
+            keep(name, actors, rows)
     return 0
+
+
+def keep(name: str, actors: int, rows: list[Row]) -> None:
+    """Put the rows of one scale among those of the others."""
+    for row in rows:
+        row.update({key: "-" for key in ("tau", "bound at the end") if row.get(key) == 0})
+    path = OUT / f"simulated_{name}.json"
+    others = json.loads(path.read_text()) if path.exists() else []
+    found = sorted([row for row in others if row["actors"] != actors] + rows, key=lambda row: row["actors"])
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table(found))
 
 
 if __name__ == "__main__":

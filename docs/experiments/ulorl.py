@@ -13,8 +13,8 @@ tokens, 128 prompts x 8 answers a step. The model:
 
 sigma and b / a are assumed; the median of the lengths and a are fitted to the figures for 1 and 2 segments alone. The
 figure for 4 is never looked at by the fit. Because the two assumptions are free, a grid of them is shown, with every
-median that fits, and the result is the whole range. Every decision in a round is made by the classes of the live run;
-the rounds themselves are this file's, since `sync` in busrl does not carry unfinished answers over to the next round.
+median that fits, and the result is the whole range. Every decision, the rounds of segments included, is made by the
+classes of the live run.
 
 Two kinds of distributions fit: one of which many answers reach the limit, and one so short that the longest of a step
 just about does. The second is ruled out by other figures of the same paper: accuracy still rises from 64k to 96k and
@@ -25,13 +25,11 @@ others are in the result too.
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import math
-from dataclasses import replace
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -50,64 +48,21 @@ GRID = 12  # medians tried, from 500 to the limit, before the fit is made finer
 WARM_UP = 6  # rounds until the pool of unfinished answers is as large as it gets
 
 
-class Rounds(World):
-    """A world in which everybody waits for the end of the round."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.learner.plan.limits = replace(self.limits, W=self.limits.B)
-        self.held: list[tuple[int, int, int]] = []  # unfinished answers, until the next round
-        self.round_is_open = False
-
-    def _dispatch(self) -> None:
-        if self.round_is_open:
-            return
-        self.round_is_open = True
-        self.ring.queue, self.held = self.held, []
-        heapq.heapify(self.ring.queue)
-        self._offer(self.view(), PROMPTS)
-        for _ in range(PROMPTS):
-            candidate = self.feed.policy.next()
-            assert candidate is not None
-            self._open(candidate)
-        self._feed_actors()
-
-    def _ended(self, slot: int) -> None:
-        super()._ended(slot)
-        self.held += self.ring.queue
-        self.ring.queue = []
-
-    def _actor(self, index: int, stamp: int) -> None:
-        super()._actor(index, stamp)
-        self._end_round()
-
-    def _reward(self, time: float) -> None:
-        super()._reward(time)
-        self._end_round()
-
-    def _end_round(self) -> None:
-        if not self.round_is_open or self._due or any(actor.active for actor in self.actors.all):
-            return
-        self.round_is_open = False
-        ready = int((self.view().resolved & self.view().usable).sum())
-        if ready:
-            self.learner.plan.trigger.n_min = ready
-            super()._learner_looks()
-        else:
-            self._schedule_look(self.now)
-
-    def _learner_looks(self) -> None:
-        """Only at the end of a round; a look in the middle of one finds nothing to do."""
-
-
-def topology() -> Topology:
+def topology(segments: int) -> Topology:
+    """Synchronous steps whose rounds are made of one segment of every answer; with 1 segment, of whole answers."""
+    cut = [
+        f"segments.length={LIMIT // segments}", f"segments.max_segments={segments}", "segments.rounds=segments"
+    ]  # fmt: skip
     return load(ROOT / "configs" / "quickstart.toml", [
-        f"learner.trigger.n_min={PROMPTS}", "weights.mode=fully-async", f"groups.size={GROUP}",
-        f"generation.max_new_tokens={LIMIT - 16}", "generation.max_batch=8192", "learner.checkpoint_every=0",
+        f"learner.trigger.n_min={PROMPTS}", "weights.mode=sync", f"groups.size={GROUP}",
+        f"generation.max_new_tokens={LIMIT}", "generation.max_batch=8192", "learner.checkpoint_every=0",
+        *(cut if segments > 1 else []),
     ])  # fmt: skip
 
 
-def step_s(made: Topology, segments: int, median: float, sigma: float, ratio: float, steps: int, seed: int) -> float:
+def step_s(
+    made: Mapping[int, Topology], segments: int, median: float, sigma: float, ratio: float, steps: int, seed: int
+) -> float:
     """Seconds per step, in units of a decoding step with nothing running (a = 1)."""
     random = np.random.default_rng([seed, 7])
     lengths = np.exp(random.normal(math.log(median), sigma, ((steps + WARM_UP + 8) * PROMPTS, GROUP)))
@@ -116,15 +71,13 @@ def step_s(made: Topology, segments: int, median: float, sigma: float, ratio: fl
         step_s=1.0, row_s=ratio, sequence_s=0.0, prefill_token_s=0.0, weights_s=0.0, reward_s=0.0, learner_step_s=0.0,
         learner_token_s=0.0, learner_group_s=0.0, publish_s=0.0, checkpoint_s=0.0,
     )  # fmt: skip
-    world = Rounds(
-        made, times, TraceAnswers(tasks, GROUP, LIMIT), actors=1, steps=WARM_UP + steps, seed=seed, grid_s=0.0,
-        segment_length=-(-LIMIT // segments),
-    )  # fmt: skip
+    answers = TraceAnswers(tasks, GROUP, LIMIT)
+    world = World(made[segments], times, answers, actors=1, steps=WARM_UP + steps, seed=seed, grid_s=0.0)
     rows = world.run().rows
     return (rows[-1].time_s - rows[WARM_UP - 1].time_s) / steps
 
 
-def fits(made: Topology, sigma: float, ratio: float, steps: int) -> list[dict[str, float]]:
+def fits(made: Mapping[int, Topology], sigma: float, ratio: float, steps: int) -> list[dict[str, float]]:
     """Every median at which 1 and 2 segments differ as measured, then a, then what 4 segments would take.
 
     There may be two: answers so short that few reach the limit, or so long that many do. There may be none.
@@ -146,7 +99,7 @@ def fits(made: Topology, sigma: float, ratio: float, steps: int) -> list[dict[st
     return found
 
 
-def foretold(made: Topology, sigma: float, ratio: float, median: float, steps: int) -> dict[str, float]:
+def foretold(made: Mapping[int, Topology], sigma: float, ratio: float, median: float, steps: int) -> dict[str, float]:
     """Seconds per step with each number of segments, `a` such that 1 and 2 fit; the seeds are not those of the fit."""
     found = {n: np.mean([step_s(made, n, median, sigma, ratio, steps, seed) for seed in (1, 2, 3)]) for n in MEASURED}
     scale = (MEASURED[1] + MEASURED[2]) / (found[1] + found[2])
@@ -162,7 +115,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--steps", type=int, default=6)
     options = arguments.parse_args()
-    made, rows = topology(), []
+    made, rows = {n: topology(n) for n in MEASURED}, []
     for sigma in SIGMAS:
         for ratio in RATIOS:
             found = fits(made, sigma, ratio, options.steps)

@@ -1,0 +1,154 @@
+"""The scheduler of a simulated run: what one look of it opens, by the rules of the live one.
+
+Talks to the simulated ring. Admission, policy, probes and waves are those of the live scheduler, asked in its order.
+Takes no time; when it looks is the world's business. Knows nothing of actors, rewards or the event queue.
+
+- Members of open groups (siblings of probes) go before new groups, and those held for a probe come last, if rows idle.
+- Nobody dies here, so a group has no re-rolls and is never half open but for its probe.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from busrl.data.trace import Task
+from busrl.roles.limits import admission_limits
+from busrl.roles.wave_claims import waves_of
+from busrl.scheduling.credit import Admission, kept_back, not_ahead
+from busrl.scheduling.groups import GroupView, in_a_row
+from busrl.scheduling.predictors import Candidate
+from busrl.scheduling.probes import Probes
+from busrl.simulate.answers import Answers
+from busrl.simulate.feed import Feed
+from busrl.simulate.figures import Counts
+from busrl.simulate.ring import SimRing
+from busrl.topology import Topology
+
+CHARACTERS_PER_TOKEN = 4  # of a prompt, for the cost of its prefill
+
+
+@dataclass
+class Group:
+    """An open group."""
+
+    candidate: Candidate
+    lengths: tuple[int, ...]
+    rewards: tuple[float, ...]
+    since: float  # its arrival, or the time of its opening in a closed loop
+    prompt_tokens: int
+    left: int
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a look has to know of the learner: finished steps, and groups trained but not published."""
+
+    step: int
+    unpublished: int
+
+
+class Scheduler:
+    """`rows`: sequences that all actors can run at once."""
+
+    def __init__(
+        self, topology: Topology, answers: Answers, ring: SimRing, counts: Counts, rows: int, *, oracle: bool
+    ) -> None:
+        self.limits, self.answers, self.ring, self.counts = admission_limits(topology), answers, ring, counts
+        self.size, self.rows, self.ahead = topology.groups.size, rows, topology.scheduler.ahead
+        self.admission = Admission(self.limits, topology.weights.over_age)
+        self.feed = Feed(topology, answers, oracle)
+        self.probes = Probes(topology.derived.W if topology.scheduler.probe else 0)
+        self.waves = waves_of(self.limits)
+        self.groups: dict[int, Group] = {}
+        self.lengths: dict[int, tuple[int, ...]] = {}
+        slots = topology.derived.train_slots
+        self.of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member
+        self.to_make: list[int] = [0] * slots  # slot -> tokens still to be generated
+        self.next_admission = self.version_step = 0
+        self.end: float = math.inf  # the first draw that does not exist
+        self.arrival: float = math.inf  # of the next prompt of a stream, if it was looked for in vain
+        self._reserve = topology.derived.val_reserve
+
+    def look(self, view: GroupView, learned: Learned, now: float) -> int:
+        """Dispatch all that may be dispatched now; the number of samples."""
+        self.arrival = math.inf
+        self.feed.look(view, self.rows)
+        if not self.probes.on:
+            return self._open_new(view, learned, now)
+        held = self.probes.held(view, self.next_admission)
+        sent = self._finish_open(view, ~held) + self._open_new(view, learned, now)
+        idle = self.rows - view.generating - view.queued - sent
+        return sent + self._finish_open(view, self.probes.released(view, held, idle))
+
+    def wave_over(self, view: GroupView) -> bool | None:
+        """In rounds of segments: whether the wave is over, and no member is still to be dispatched."""
+        if self.waves is None:
+            return None
+        return not view.due.any() and self.waves.over(self.ring.lines, self.next_admission)
+
+    # -- new groups -----------------------------------------------------------------------------------------------
+
+    def _open_new(self, view: GroupView, learned: Learned, now: float) -> int:
+        free = len(self.ring.free) + self._reserve
+        room = self.admission.room(
+            view, unpublished=learned.unpublished, next_admission=self.next_admission, step=learned.step,
+            free=free, reserve=kept_back(self._reserve, 0), wave_over=bool(self.wave_over(view)),
+        )  # fmt: skip
+        room = not_ahead(room, self.ahead, view.queued, self.size)
+        if room.groups <= 0:
+            return 0
+        self._offer(view, room.groups, now)
+        sent = 0
+        for _ in range(room.groups):
+            candidate = self.feed.policy.next()
+            if candidate is None:
+                break
+            sent += self._open(candidate, learned.step, now)
+        return sent
+
+    def _offer(self, view: GroupView, groups: int, now: float) -> None:
+        policy, offered = self.feed.policy, []
+        for draw in policy.missing(view.unopened_draws(policy.horizon + groups)):
+            task = self.answers.prompt(draw)
+            if task is None:
+                self.end = min(self.end, draw)
+                break
+            if task.arrival_s is not None and task.arrival_s > now:
+                self.arrival = task.arrival_s
+                break
+            offered.append(self.feed.candidate(draw, task))
+        policy.offer(offered)
+
+    def _open(self, candidate: Candidate, step: int, now: float) -> int:
+        """All members of a group, or its probe."""
+        draw, probe = candidate.draw, self.probes.on
+        answer = self.answers.answer(draw, step)
+        task: Task | None = self.answers.prompt(draw)
+        arrival = now if task is None or task.arrival_s is None else task.arrival_s
+        tokens = 1 + len(candidate.prompt) // CHARACTERS_PER_TOKEN
+        self.groups[draw] = Group(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)
+        self.lengths[draw] = answer.lengths
+        self.counts.drawn.extend(answer.lengths)
+        index, self.next_admission = self.next_admission, self.next_admission + 1
+        return self._put(draw, 0, 1 if probe else self.size, index, self.feed.policy.priority(draw, index, probe))
+
+    # -- members --------------------------------------------------------------------------------------------------
+
+    def _finish_open(self, view: GroupView, groups: np.ndarray) -> int:
+        """Siblings of probes. The group credit keeps their slots free."""
+        sent = 0
+        for todo, members in in_a_row(view.todo_of(groups)):
+            priority = self.feed.policy.priority(todo.draw, todo.admission)
+            sent += self._put(todo.draw, todo.member, members, todo.admission, priority)
+        return sent
+
+    def _put(self, draw: int, first: int, members: int, index: int, priority: int) -> int:
+        lengths = self.lengths[draw]
+        slots = self.ring.dispatch(draw, first, members, index, self.version_step, priority)
+        for member, slot in enumerate(slots, first):
+            self.of[slot] = (draw, member)
+            self.to_make[slot] = lengths[member]
+        return members
