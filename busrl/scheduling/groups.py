@@ -32,10 +32,10 @@ Bools = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 
 FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDED, TRAINING = 0, 1, 2, 3, 4, 6, 7  # slot states of the ring
-FIELDS = ("state", "segs", "uid", "admission", "step", "reward")  # of a line, beside its class
+FIELDS = ("state", "uid", "admission", "step", "reward")  # of a line, beside its class
 CLS_TRAIN = 0
 VALIDATE_BIT = 1 << 62
-NOT_STARTED = np.iinfo(np.int64).max  # oldest_step of a group of which nothing has been generated yet
+NOT_STARTED = np.iinfo(np.int64).max  # oldest_step of a group of which no member is in the ring
 UNKNOWN = -1  # admission index of a group that holds no slot and was never seen with one
 LOOKAHEAD = 4096  # draws looked at past the last one known, at the start
 
@@ -68,7 +68,7 @@ class GroupView:
     running: Ints  # members dispatched and not yet rewarded
     survivors: Ints  # members with a reward, still in their slots
     training: Ints  # of these, in a learner's hands
-    oldest_step: Ints  # learner step of the oldest version that any of its tokens can have, or NOT_STARTED
+    oldest_step: Ints  # learner step at the oldest admission among its members in the ring, or NOT_STARTED
     resolved: Bools
     usable: Bools
     closed_by: Bytes  # fate of a member that ended the group (trained, or set aside by a rule), 0 if there is none
@@ -290,15 +290,14 @@ class _Cells:
         return out
 
     def _per_group(self) -> None:
-        """Smallest admission index over a group's lines, and smallest step over those with tokens."""
-        groups = self.groups
-        state, segs = self.own["state"], self.own["segs"]
+        """Smallest admission index and smallest step over the lines of a group."""
+        groups, state = self.groups, self.own["state"]
         self.admission = np.full(self.shape[0], NOT_STARTED, np.int64)
         np.minimum.at(self.admission, groups, self.own["admission"].astype(np.int64))
         self.admission[self.admission == NOT_STARTED] = UNKNOWN
-        begun = ((state >= GENERATING) & (state <= TRAINING)) | ((state == QUEUED) & (segs > 0))
+        held = (state >= QUEUED) & (state <= TRAINING)  # age counts from admission, so a queued member counts too
         self.oldest_step = np.full(self.shape[0], NOT_STARTED, np.int64)
-        np.minimum.at(self.oldest_step, groups[begun], self.own["step"][begun].astype(np.int64))
+        np.minimum.at(self.oldest_step, groups[held], self.own["step"][held].astype(np.int64))
 
     def usable(self, g_min: int) -> Bools:
         enough: Bools = self.resolved & ~self.closed & (self.survivors >= g_min)

@@ -94,12 +94,15 @@ def test_a_finished_group_leaves_the_view_and_a_group_whose_lines_are_gone_keeps
     assert {t.admission for t in ring.view().todo} == {UNKNOWN}  # a new scheduler never saw its lines
 
 
-def test_only_members_that_have_begun_have_an_age(ring: Any) -> None:
-    ring.put(0, 0, step=1)
-    assert ring.view().oldest_step[0] == NOT_STARTED
-    ring.put(0, 1, state=GENERATING, step=6)
+def test_age_counts_from_admission_time_in_the_queue_included(ring: Any) -> None:
+    ring.put(0, 0, state=GENERATING, step=6)
+    assert ring.view().oldest_step[0] == 6
     ring.put(0, 2, state=QUEUED, segs=1, step=4)
     assert ring.view().oldest_step[0] == 4
+    ring.put(0, 1, step=1)
+    assert ring.view().oldest_step[0] == 1
+    ring.lines["state"][:] = 0
+    assert ring.view().oldest_step[0] == NOT_STARTED
 
 
 def test_other_classes_and_validation_uids_are_no_groups(ring: Any) -> None:

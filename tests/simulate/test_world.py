@@ -46,9 +46,7 @@ def test_no_run_breaks_the_limits_loses_a_sample_or_trains_one_twice(
     found = world.run()
     assert found.steps == 6
     if world.limits.max_staleness is not None:
-        # A step by time does not look at groups that are queued and have no token yet, though age counts from admission
-        # (`GroupView.oldest_step` is NOT_STARTED for them): so far one step more is possible then.
-        assert found.age_max <= world.limits.max_staleness + (found.causes.get("time", 0) > 0)
+        assert found.age_max <= world.limits.max_staleness
     assert all(actor.busy_s + actor.stalled_s <= found.seconds + 1e-6 for actor in world.actors.all)
     assert found.learner_busy + sum(found.learner_waited.values()) == pytest.approx(1.0, abs=1e-6)
     # The ledger: every dispatched sample is open, trained, or set aside by a rule; nothing else has a fate.
