@@ -113,13 +113,13 @@ def test_every_loss_and_mode_runs_to_its_end_in_segments(
     report = run.audit()
     assert report.counts.lost == 0 and report.counts.trained_twice == 0 and not report.errors, report
     rows = run.metrics()
-    assert {row["segments_max"] for row in rows} == {3} and all(row["k3"] >= 0 for row in rows)
+    assert max(row["segments_max"] for row in rows) == 3 and all(row["k3"] > -1e-6 for row in rows)
     masked = sum(row["masked"]["earlier_segments"] for row in rows)
     assert (masked > 0) == ("segments.loss=last_segment" in settings)
     assert (sum(row["masked"]["mastered"] for row in rows) > 0) == ("learner.dmmpt=gate" in settings)
     in_waves = LIMIT // LENGTH - 1 if "segments.rounds=segments" in settings else 0
     bound = {"weights.mode=sync": in_waves, "weights.mode=fully-async": 99, "weights.max_staleness=1": 1}
-    assert max(row["age_max"] for row in rows) <= min([2, *(bound[s] for s in settings if s in bound)])
+    assert max(row["age_max"] for row in rows) <= next((bound[s] for s in settings if s in bound), 2)
     if "segments.truncated=-1" in settings:
         assert min(row["reward_trained"] for row in rows) < 0.5 and any(row["cut_share"] > 0 for row in rows)
 
