@@ -47,7 +47,7 @@ def test_pace_writes_intervals_whose_parts_do_not_exceed_the_wall_time(
 
 def test_a_real_run_can_be_fitted_and_simulated(tmp_path: Path) -> None:
     ensure("tiny:sort")
-    with running(Run(tmp_path / "run", "process.validator.count=0", steps=20)) as run:
+    with running(Run(tmp_path / "run", "process.validator.count=0", steps=60)) as run:
         assert run.wait() == 0, run.tail()
     fitted = fit(run.directory)
     rows = run.metrics()
