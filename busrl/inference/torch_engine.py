@@ -66,7 +66,6 @@ class TorchEngine:
         self._done: list[Finished] = []
         self._settings: Settings | None = None
         self._version = 0
-        self._step = 0
 
     @classmethod
     def load(
@@ -115,11 +114,6 @@ class TorchEngine:
         return self._version
 
     @property
-    def weights_step(self) -> int:
-        """The learner's step of that version."""
-        return self._step
-
-    @property
     def decoder_name(self) -> str:
         """Class of the decoder in use: `FastDecoder` or `GenericDecoder`."""
         return type(self._decoder).__name__
@@ -154,7 +148,7 @@ class TorchEngine:
         return False
 
     def set_weights(self, version: int, step: int) -> None:
-        self._version, self._step = version, step
+        self._version = version
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return dict(self._model.named_parameters())

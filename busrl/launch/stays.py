@@ -1,7 +1,7 @@
 """How long slots stay in each state, by Little's law: mean slots in a state / entries into it per second.
 
-Pure: fed with the ring's counts twice a second while the learner trains. Sampled by the clock and not when something
-happens, so that no phase of the run counts more than it lasts. Knows nothing of samples.
+Pure: fed with the ring's counts four times a second while the learner trains. Sampled by the clock and not when
+something happens, so that no phase of the run counts more than it lasts. Knows nothing of samples.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ their models.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,7 +39,7 @@ class Fresh:
         self.mean += (value - self.mean) / self.answers
 
 
-class Learning:
+class Learning(ABC):
     """Base of the predictors that learn online."""
 
     name = ""
@@ -88,20 +89,22 @@ class Learning:
         """One of the same kind that has learned nothing."""
         return type(self)()
 
+    @abstractmethod
     def _expect(self, candidates: Sequence[Candidate]) -> Floats:
         """Logs of lengths, around the level."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _answer(self, candidate: Candidate, value: float) -> bool:
         """An answer, as a log around the level; False if the text of its prompt is still to be learned."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _learn(self, fresh: Sequence[Fresh]) -> None:
         """New prompts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _state(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """What it adds to `state`."""
 
+    @abstractmethod
     def _load(self, state: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        """Take over what `_state` gave."""
