@@ -131,6 +131,10 @@ class SharedMemoryFull(MachineError):
     """/dev/shm can not hold the ring or the weights."""
 
 
+class DeviceMissing(MachineError):
+    """The device that was asked for can not be used here; the message names it, the cause and the remedy."""
+
+
 class FileCorrupt(MachineError):
     """A file of the run whose bytes do not match their own checksum; the message names file, offset and remedy."""
 

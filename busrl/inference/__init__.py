@@ -22,6 +22,7 @@ def make_engine(topology: Topology, process: str = "") -> Engine:
         from busrl.inference.scripted import make
 
         return make(topology, process)
+    from busrl import device
     from busrl.inference.torch_engine import TorchEngine
 
     generation = topology.generation
@@ -30,6 +31,7 @@ def make_engine(topology: Topology, process: str = "") -> Engine:
         capacity=generation.max_batch,
         max_length=generation.max_prompt_tokens + generation.max_new_tokens,
         dtype=topology.model.dtype,
+        device=device.choose(topology.device_of(process)),
         chat=topology.data.template == "chat",
     )
 

@@ -75,7 +75,7 @@ class TorchEngine:
         capacity: int,
         max_length: int = 0,
         dtype: str = "float32",
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         fast: bool = True,
         chat: bool = False,
     ) -> TorchEngine:

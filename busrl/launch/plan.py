@@ -5,6 +5,7 @@ Reads a topology; knows nothing of rings or children. `busrl launch --dry-run` p
 
 from __future__ import annotations
 
+from busrl import device
 from busrl.launch.children import command_of
 from busrl.paths import RunPaths
 from busrl.topology import Topology
@@ -21,7 +22,8 @@ def plan_lines(topology: Topology, paths: RunPaths) -> list[str]:
     for process in topology.processes():
         spec = process.spec
         engine = f" engine={spec.engine}" if process.role == "rollout" and not spec.command else ""
-        extra = "".join(f" {name}={value}" for name, value in spec.env.items())
+        shown = {**spec.env, **device.visible(topology.device_of(process.name), process.devices)}
+        extra = "".join(f" {name}={value}" for name, value in shown.items())
         lines.append(
             f"  {process.name:<14} threads={spec.threads}{engine}{extra}  {' '.join(command_of(process, paths))}"
         )

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from busrl import device
 from busrl.bus import Endpoint
 from busrl.errors import FateRefused
 from busrl.faults import crash_environment, describe, trouble_for
@@ -126,8 +127,10 @@ class Launch:
 
     def _start(self, child: Child) -> Outcome | None:
         try:
-            crash = crash_environment(self._run.topology.faults, child.name, child.restarts + 1)
-            running = start(self._processes[child.name], self._paths, (self._run.lock.fileno(),), crash)
+            process, topology = self._processes[child.name], self._run.topology
+            crash = crash_environment(topology.faults, child.name, child.restarts + 1)
+            devices = device.visible(topology.device_of(child.name), process.devices)
+            running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash})
         except OSError as error:
             child.started(0, self._clock())
             return self._died(child, f"it could not be started: {error}")

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from busrl import device
 from busrl.algorithms.advantages import advantages
 from busrl.algorithms.losses import get
 from busrl.ledger.wal import Record, SampleRecord
@@ -48,6 +49,7 @@ class TrainingStep:
         keep_freed_memory()
         self.config = topology.learner
         self.source = Path(topology.model.path)
+        self.device = device.choose(topology.device_of("learner"))
         self.settings = TrainerSettings.from_learner(self.config, topology.model.dtype, topology.segments.loss)
         self.last_only = topology.segments.loss == "last_segment"
         self.gate = EntropyGate(self.config.dmmpt_sigma) if self.config.dmmpt == "gate" else None
@@ -59,7 +61,7 @@ class TrainingStep:
         weights = topology.weights
         bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.config.forced_age
         self.old = OldTokens(weights.max_staleness if bounded else None)
-        self._use(Trainer(load(self.source), self.settings))
+        self._use(Trainer(load(self.source, device=self.device), self.settings))
         self.vocabulary = vocabulary(self.trainer.model)
 
     def _use(self, trainer: Trainer) -> None:
@@ -175,7 +177,7 @@ class TrainingStep:
         """Continue from the newest whole checkpoint under `root`; None if there is none."""
         found = checkpoint.latest(root)
         if found is not None:
-            self._use(Trainer(load(found.model), self.settings))
+            self._use(Trainer(load(found.model, device=self.device), self.settings))
             self.trainer.load_optimizer_state(found.optimizer_state())
             found.restore_random()
             self.groups = int(found.meta["groups"])

@@ -103,14 +103,23 @@ def _head(t: Topology) -> Iterator[str]:
 
 
 def _processes(t: Topology) -> Iterator[str]:
-    yield f"{'process':<12} {'engine':<8} {'threads':>7}  command"
+    yield f"{'process':<12} {'engine':<8} {'device':<8} {'threads':>7}  command"
     for process in t.processes():
         engine = process.spec.engine if process.role == "rollout" else "-"
-        yield f"{process.name:<12} {engine:<8} {process.spec.threads:>7}  {' '.join(command(process))}"
+        where = f"{_device(t, process):<8} {process.spec.threads:>7}"
+        yield f"{process.name:<12} {engine:<8} {where}  {' '.join(command(process))}"
     outside = [entry.role for entry in t.process if entry.count == 0]
     if outside:
         yield f"expected to join from outside, or not at all: {', '.join(outside)}"
         yield f"  (through the keeper's gateway, or by mapping the ring; a task's lease is {t.limits.lease_s:g} s)"
+
+
+def _device(t: Topology, process: ProcessName) -> str:
+    """Where the model of a process runs, and which devices it sees; "-" for one without a model."""
+    models = process.role == "learner" or (process.role == "rollout" and process.spec.engine != "mock")
+    if not models or process.spec.command:
+        return "-"
+    return t.device_of(process.name) + (f":{process.devices}" if process.devices else "")
 
 
 def _bus(t: Topology) -> Iterator[str]:

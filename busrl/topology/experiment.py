@@ -28,6 +28,8 @@ class Model:
 
     path: str = key(REQUIRED, "a Hugging Face model folder, or the quickstart's own model tiny:sort", path=True)
     dtype: str = key("float32", "number type of the weights", choices=("float32", "bfloat16"))
+    device: str = key("auto", "where the model runs: a kind of device, or the best there is; see docs/gpu.md",
+                      choices=("auto", "cpu", "cuda", "npu"))  # fmt: skip
 
 
 @dataclass(frozen=True)

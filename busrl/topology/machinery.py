@@ -154,4 +154,7 @@ class Process:
     threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
     command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
                                        "{run_dir}, {name}, {here} (this file's folder) are filled in")  # fmt: skip
+    device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
+    devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
+                                       '["0", "1"], or ["0,1"] for both in one')  # fmt: skip
     env: dict[str, str] = field(default_factory=dict, metadata=describe("environment variables added for it"))

@@ -117,6 +117,12 @@ class ProcessName:
     role: str
     index: int
     spec: Process
+    place: int = 0  # which of the processes of its entry it is
+
+    @property
+    def devices(self) -> str:
+        """The devices that it sees; empty = all."""
+        return self.spec.devices[self.place % len(self.spec.devices)] if self.spec.devices else ""
 
 
 @dataclass(frozen=True)
@@ -164,9 +170,10 @@ class Topology:
         """Every process of the run in starting order; several entries of one role are numbered through."""
         names = [ProcessName(role, role, 0, Process(role)) for role in IMPLIED_ROLES]
         for role in ("learner", "reward", "rollout", "validator"):
-            specs = [spec for spec in self.process if spec.role == role for _ in range(spec.count)]
-            for index, spec in enumerate(specs):
-                names.append(ProcessName(role if role in SINGLE_ROLES else f"{role}/{index}", role, index, spec))
+            specs = [(spec, place) for spec in self.process if spec.role == role for place in range(spec.count)]
+            for index, (spec, place) in enumerate(specs):
+                name = role if role in SINGLE_ROLES else f"{role}/{index}"
+                names.append(ProcessName(name, role, index, spec, place))
         return names
 
     def process_named(self, name: str) -> ProcessName:
@@ -175,6 +182,13 @@ class Topology:
             if process.name == name:
                 return process
         raise KeyError(f"no process {name!r} in {self.source}; there are {[p.name for p in self.processes()]}")
+
+    def device_of(self, name: str) -> str:
+        """The device key of a process; one that joins from outside is as the first of its role."""
+        role = name.partition("/")[0]
+        named = (process.spec.device for process in self.processes() if process.name == name)
+        entries = (entry.device for entry in self.process if entry.role == role)
+        return next(named, next(entries, "")) or self.model.device
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, infinity as the word "inf"."""

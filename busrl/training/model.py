@@ -20,14 +20,15 @@ from busrl.errors import ModelNotLoaded
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
-def load(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of that folder in evaluation mode, or ModelNotLoaded with the path and the remedy."""
+def load(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Any:
+    """The model of that folder in evaluation mode, on the device (the CPU), or ModelNotLoaded with the path and the
+    remedy."""
     folder = Path(path)
     _look_at(folder)
     from transformers import AutoModelForCausalLM  # only here: the import takes seconds
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation="sdpa", local_files_only=True)  # fmt: skip
     except Exception as error:  # whatever type it has: a library of readers, each with its own
         raise ModelNotLoaded(
@@ -37,7 +38,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelNotLoaded(f"{folder}: an encoder-decoder model; busrl trains decoder-only models")
     model.train(False)
-    return model
+    return model if device is None else model.to(device)
 
 
 def _look_at(folder: Path) -> None:

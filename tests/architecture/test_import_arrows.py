@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2] / "busrl"
 # part -> the parts of busrl that it may import. A part is the first name below busrl.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "device": {"errors"},
     "paths": set(),
     "protocol": {"errors"},
     "ring": {"errors", "protocol", "_ring"},
@@ -29,14 +30,16 @@ ARROWS: dict[str, set[str]] = {
     "faults": {"protocol", "ring"},
     "topology": {"errors", "data", "scheduling", "quickstart", "paths", "keys", "faults"},
     "quickstart": {"errors", "data"},
-    "training": {"errors", "algorithms", "ledger"},
-    "inference": {"errors", "topology", "data", "quickstart"},
-    "weights": {"errors", "topology", "paths", "ring"},
+    "training": {"errors", "algorithms", "ledger", "device"},
+    "inference": {"errors", "topology", "data", "quickstart", "device"},
+    "weights": {"errors", "topology", "paths", "ring", "device"},
     "roles": {
         "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
-        "topology", "training", "inference", "weights", "quickstart", "keys", "faults", "gateway",
+        "topology", "training", "inference", "weights", "quickstart", "keys", "faults", "gateway", "device",
     },
-    "launch": {"errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart", "faults", "gateway"},
+    "launch": {
+        "errors", "paths", "protocol", "ring", "bus", "topology", "ledger", "quickstart", "faults", "gateway", "device",
+    },
     "simulate": {"errors", "paths", "topology", "scheduling", "data", "ledger", "roles"},
     "monitor": {"errors", "paths", "protocol", "ring", "bus", "scheduling", "launch"},
     "cli": {
@@ -44,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
         "simulate", "roles",
     },
 }  # fmt: skip
-TORCH_ALLOWED = {"algorithms", "training", "inference", "weights", "quickstart"}
+TORCH_ALLOWED = {"device", "algorithms", "training", "inference", "weights", "quickstart"}
 TORCH_ROLES = {"rollout", "learner", "training_step", "publish"}
 
 

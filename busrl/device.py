@@ -1,0 +1,228 @@
+"""The one place that knows which kinds of device there are: CPU, CUDA and NPU (Ascend, through torch_npu).
+
+Used by whoever loads a model (learner, torch engine, tools), by the weight plane for its group backend, and by launch
+for the variables that say which devices a process sees. Knows nothing of models, weights or topologies.
+
+- No other module of busrl names `torch.cuda` or `torch.npu` (a test holds that); torch_npu is imported here alone.
+- Importing this module imports no torch: launch uses it too.
+- A process sees its own devices only (`visible`), so the one that it uses is always number 0 of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from busrl.errors import DeviceMissing
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+KINDS = ("cpu", "cuda", "npu")
+WANTED = ("auto", *KINDS)
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+BACKEND = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+REGISTER_PORTABLE = 1  # of cudaHostRegister
+
+
+# ------------------------------------------------------------------------------------------------ without torch
+
+
+def visible(kind: str, devices: str) -> dict[str, str]:
+    """The environment that shows a process only `devices` ("0", "0,1", a UUID); {} where nothing is to be hidden."""
+    if not devices or kind == "cpu":
+        return {}
+    names = [VISIBLE[kind]] if kind in VISIBLE else list(VISIBLE.values())  # auto: whichever kind there is
+    return dict.fromkeys(names, devices)
+
+
+def backend_of(kind: str) -> str:
+    """The process-group backend of a kind of device."""
+    return BACKEND.get(kind, "gloo")
+
+
+# -------------------------------------------------------------------------------------------------- which device
+
+
+def choose(wanted: str = "auto") -> torch.device:
+    """The device to work on: the kind that is asked for, or the best there is. DeviceMissing says what is wrong."""
+    import torch
+
+    if wanted not in WANTED:
+        raise DeviceMissing(f"device {wanted!r}: it must be one of {', '.join(WANTED)}")
+    if wanted == "auto":
+        return torch.device(next(kind for kind in ("cuda", "npu", "cpu") if not missing(kind)))
+    if why := missing(wanted):
+        raise DeviceMissing(f'model.device = "{wanted}": {why}; set model.device = "cpu", or "auto" for what there is')
+    return torch.device(wanted) if wanted == "cpu" else torch.device(wanted, 0)
+
+
+def missing(kind: str) -> str:
+    """Why this process can not use a device of that kind; empty if it can."""
+    import torch
+
+    if kind == "cpu":
+        return ""
+    if kind == "npu" and (why := _load_npu()):
+        return why
+    module = getattr(torch, kind, None)
+    if module is not None and module.is_available():
+        return ""
+    return _why_not(kind)
+
+
+def _load_npu() -> str:
+    """Import torch_npu, which adds the kind to torch; why it could not be."""
+    try:
+        importlib.import_module("torch_npu")
+    except ImportError as problem:
+        return f"torch_npu can not be imported ({problem}); pip install 'busrl[npu]' for your CANN version"
+    except Exception as problem:  # the CANN libraries below it are missing or of another version
+        return f"torch_npu does not start ({type(problem).__name__}: {problem}); source CANN's set_env.sh first"
+    return ""
+
+
+def _why_not(kind: str) -> str:
+    import torch
+
+    hidden = os.environ.get(VISIBLE[kind])
+    if hidden is not None and not hidden.strip():
+        return f"{VISIBLE[kind]} is empty, so this process sees no {kind} device"
+    if kind == "cuda" and torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) was built without CUDA; install one that was built with it"
+    seen = f" ({VISIBLE[kind]} = {hidden})" if hidden else ""
+    return f"torch finds no {kind} device{seen}; is there one, and does its driver answer?"
+
+
+def present(wanted: str = "auto") -> bool:
+    """Whether an accelerator can be used here."""
+    return choose("auto").type != "cpu" if wanted == "auto" else not missing(wanted)
+
+
+def name_of(device: torch.device) -> str:
+    """What a person calls it: "NVIDIA H200", "CPU"."""
+    return "CPU" if device.type == "cpu" else str(_module(device).get_device_name(device))
+
+
+def group_backend(device: torch.device) -> str:
+    """The process-group backend for tensors on that device: gloo, nccl or hccl."""
+    return backend_of(device.type)
+
+
+# --------------------------------------------------------------------------------------------- time and memory
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device: `free` of `total` for everybody, `used` by this process's tensors."""
+
+    free: int
+    total: int
+    used: int
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when everything that was queued on the device has been done; nothing to wait for on a CPU."""
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def memory(device: torch.device) -> Memory:
+    """What the device has; on a CPU what the host has available."""
+    if device.type == "cpu":
+        total, free = _host_memory()
+        return Memory(free, total, 0)
+    module = _module(device)
+    free, total = module.mem_get_info(device)
+    return Memory(int(free), int(total), int(module.memory_allocated(device)))
+
+
+def empty_cache(device: torch.device) -> None:
+    """Hand cached memory back to the device, so that another process can have it."""
+    if device.type != "cpu":
+        _module(device).empty_cache()
+
+
+def _host_memory() -> tuple[int, int]:
+    found = {}
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if ":" in line}
+    return found.get("MemTotal", 0), found.get("MemAvailable", 0)
+
+
+def _module(device: torch.device) -> Any:
+    """`torch.cuda` or `torch.npu`."""
+    import torch
+
+    return torch.get_device_module(device)
+
+
+# ----------------------------------------------------------------------------------------------------- pinning
+
+
+@dataclass
+class Pinned:
+    """Host memory that a device may read at full speed. `pinned` is False where it could not be; `why` says so.
+
+    The tensor shows the same bytes as the array, never a copy. Call `release` before the memory is unmapped.
+    """
+
+    tensor: torch.Tensor
+    pinned: bool
+    why: str = ""
+    _registered: int = 0
+
+    def release(self) -> None:
+        """Let the pages go; the bytes stay."""
+        if self._registered:
+            _cudart().cudaHostUnregister(self._registered)
+            self._registered, self.pinned, self.why = 0, False, "released"
+
+
+def pin(memory: npt.NDArray[np.uint8], device: torch.device) -> Pinned:
+    """Pin memory that is there already (a mapping of the ring, a block of weights), in place, for copies to `device`.
+
+    Never fails: where pages can not be pinned (no CUDA, a limit on locked memory) the same bytes come back pageable.
+    """
+    import torch
+
+    tensor = torch.from_numpy(memory)
+    if device.type != "cuda":
+        return Pinned(tensor, False, f"no pages are pinned for a {device.type} device")
+    if not memory.size:
+        return Pinned(tensor, False, "there are no bytes")
+    answer = _cudart().cudaHostRegister(tensor.data_ptr(), memory.nbytes, REGISTER_PORTABLE)
+    if int(answer) != 0:
+        return Pinned(tensor, False, f"cudaHostRegister of {memory.nbytes} bytes answered {int(answer)}")
+    return Pinned(tensor, True, _registered=tensor.data_ptr())
+
+
+def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """A new block of host bytes for copies to `device`: pinned where that is possible."""
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+@contextlib.contextmanager
+def pinned(memory: npt.NDArray[np.uint8], device: torch.device) -> Iterator[Pinned]:
+    """`pin` for the length of a block."""
+    block = pin(memory, device)
+    try:
+        yield block
+    finally:
+        block.release()
+
+
+def _cudart() -> Any:
+    import torch
+
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,120 @@
+"""One place knows the kinds of devices: what it chooses, what it says of one that is missing, what processes see."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from busrl import device
+from busrl.errors import DeviceMissing
+from busrl.launch.children import environment_of
+from busrl.paths import RunPaths
+from busrl.topology.schema import Process, ProcessName
+
+ROOT = Path(__file__).resolve().parents[2] / "busrl"
+HAS_CUDA = not device.missing("cuda")
+without_cuda = pytest.mark.skipif(HAS_CUDA, reason="this machine has a CUDA device")
+with_cuda = pytest.mark.skipif(not HAS_CUDA, reason=device.missing("cuda"))
+
+
+def test_no_other_module_names_a_kind_of_accelerator() -> None:
+    for path in sorted(ROOT.rglob("*.py")):
+        if path.name == "device.py" and path.parent == ROOT:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.cuda", "torch.npu")
+            imported = isinstance(node, (ast.Import, ast.ImportFrom)) and any(
+                name in ast.unparse(node) for name in ("torch.cuda", "torch_npu", "torch.npu")
+            )
+            assert not named and not imported, f"{path}:{node.lineno}: {ast.unparse(node)}; use busrl.device"
+
+
+@without_cuda
+def test_auto_is_the_cpu_where_there_is_nothing_else() -> None:
+    assert device.choose("auto") == torch.device("cpu") == device.choose("cpu")
+    assert not device.present()
+
+
+@without_cuda
+def test_a_device_that_is_not_there_is_refused_with_the_cause_and_the_remedy() -> None:
+    with pytest.raises(DeviceMissing, match=r'model\.device = "cuda": .*; set model\.device = "cpu"'):
+        device.choose("cuda")
+    with pytest.raises(DeviceMissing, match="torch_npu can not be imported"):
+        device.choose("npu")
+
+
+def test_hiding_all_devices_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.missing("cuda") == "CUDA_VISIBLE_DEVICES is empty, so this process sees no cuda device"
+
+
+def test_a_torch_npu_that_does_not_start_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch_npu.py").write_text("raise RuntimeError('libascendcl.so: cannot open')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "libascendcl.so" in device.missing("npu") and "set_env.sh" in device.missing("npu")
+    assert "torch_npu" not in sys.modules
+
+
+def test_a_machine_with_an_npu_is_recognised_through_torch_npu_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch_npu.py").write_text(
+        "import torch, types\ntorch.npu = types.SimpleNamespace(is_available=lambda: True)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(torch, "npu", None, raising=False)
+    try:
+        assert device.missing("npu") == ""
+    finally:
+        sys.modules.pop("torch_npu", None)
+
+
+def test_every_kind_has_its_own_process_group() -> None:
+    assert [device.backend_of(kind) for kind in device.KINDS] == ["gloo", "nccl", "hccl"]
+    assert device.group_backend(torch.device("cpu")) == "gloo"
+
+
+def test_a_process_sees_the_devices_that_its_entry_deals_to_it(tmp_path: Path) -> None:
+    spec = Process("rollout", count=3, devices=("0", "1,2"))
+    dealt = [ProcessName(f"rollout/{k}", "rollout", k, spec, k).devices for k in range(3)]
+    assert dealt == ["0", "1,2", "0"]
+    assert device.visible("cuda", "1,2") == {"CUDA_VISIBLE_DEVICES": "1,2"}
+    assert device.visible("npu", "3") == {"ASCEND_RT_VISIBLE_DEVICES": "3"}
+    assert device.visible("cpu", "0") == device.visible("cuda", "") == {}
+    assert device.visible("auto", "0") == {"CUDA_VISIBLE_DEVICES": "0", "ASCEND_RT_VISIBLE_DEVICES": "0"}
+    process = ProcessName("rollout/1", "rollout", 1, spec, 1)
+    found = environment_of(process, RunPaths.of(tmp_path), device.visible("cuda", process.devices))
+    assert found["CUDA_VISIBLE_DEVICES"] == "1,2"
+
+
+def test_memory_that_can_not_be_pinned_stays_the_same_pageable_bytes() -> None:
+    block = np.zeros(4096, np.uint8)
+    with device.pinned(block, torch.device("cpu")) as pinned:
+        assert not pinned.pinned and pinned.why
+        pinned.tensor[7] = 9
+        assert block[7] == 9
+    assert device.host_buffer(64, torch.device("cpu")).numel() == 64
+
+
+@with_cuda
+def test_memory_is_pinned_in_place_for_a_cuda_device() -> None:
+    block = np.zeros(1 << 20, np.uint8)
+    with device.pinned(block, device.choose("cuda")) as pinned:
+        assert pinned.pinned and pinned.tensor.is_pinned()
+        pinned.tensor[7] = 9
+        assert int(pinned.tensor.to("cuda")[7]) == 9 == block[7]
+    assert not pinned.pinned
+
+
+def test_the_host_has_memory_and_waiting_for_it_is_nothing() -> None:
+    cpu = torch.device("cpu")
+    device.synchronize(cpu)
+    device.empty_cache(cpu)
+    found = device.memory(cpu)
+    assert 0 < found.free <= found.total and device.name_of(cpu) == "CPU"

@@ -1,0 +1,54 @@
+"""Where models run, as a topology says it: the keys, what they mean for each process, what contradicts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from busrl.launch.plan import plan_lines
+from busrl.paths import RunPaths
+from busrl.topology import Topology
+from busrl.topology.check import report
+
+Loaded = Callable[..., Topology]
+Refused = Callable[..., list[str]]
+TWO = '[[process]]\nrole = "rollout"\ncount = 2\n'
+
+
+def test_a_process_runs_where_its_entry_or_else_the_model_says(loaded: Loaded) -> None:
+    t = loaded(TWO + 'device = "cpu"\n', "model.device=cuda")
+    assert [t.device_of(name) for name in ("learner", "rollout/0", "rollout/1", "rollout/2")] == [
+        "cuda", "cuda", "cpu", "cpu",
+    ]  # fmt: skip
+    assert t.device_of("rollout/outside") == "cuda"
+
+
+def test_the_page_and_the_plan_name_the_device_of_each_process(loaded: Loaded, tmp_path: Path) -> None:
+    t = loaded(TWO + 'devices = ["0", "1"]\n', "model.device=cuda")
+    page = report(t)
+    assert "rollout/1    torch    cuda:0 " in page and "rollout/2    torch    cuda:1 " in page
+    assert "reward/0     -        - " in page
+    lines = "\n".join(plan_lines(t, RunPaths.of(tmp_path)))
+    assert "CUDA_VISIBLE_DEVICES=1  " in lines and "CUDA_VISIBLE_DEVICES=0  " in lines
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ('[[process]]\nrole = "validator"\ndevice = "cuda"\n', "a validator of busrl's own runs no model"),
+        (TWO + 'devices = ["first"]\n', "'first' is no list of devices"),
+        (TWO + 'devices = ["0,"]\n', "'0,' is no list of devices"),
+        (TWO + 'device = "gpu"\n', 'process.3.device = "gpu": expected one of'),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(refused: Refused, extra: str, said: str) -> None:
+    assert any(said in message for message in refused(extra))
+
+
+def test_items_that_nobody_gets_are_warned_of(loaded: Loaded) -> None:
+    t = loaded(TWO + 'devices = ["0", "1", "2"]\n', "model.device=cuda")
+    assert any("3 items for 2 processes" in text for text in t.derived.warnings)
+    t = loaded(TWO + 'devices = ["0"]\n', "model.device=cpu")
+    assert any("its model runs on the CPU" in text for text in t.derived.warnings)
