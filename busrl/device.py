@@ -110,6 +110,15 @@ def name_of(device: torch.device) -> str:
     return "CPU" if device.type == "cpu" else str(_module(device).get_device_name(device))
 
 
+def identity(device: torch.device) -> str:
+    """Which device it is, whatever number a process knows it by: its UUID, or "cpu"."""
+    if device.type == "cpu":
+        return "cpu"
+    properties = _module(device).get_device_properties(device)
+    unique = getattr(properties, "uuid", None) or f"{os.environ.get(VISIBLE[device.type], '')}:{device.index}"
+    return f"{device.type}:{unique}"
+
+
 def group_backend(device: torch.device) -> str:
     """The process-group backend for tensors on that device: gloo, nccl or hccl."""
     return backend_of(device.type)

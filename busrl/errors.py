@@ -114,6 +114,10 @@ class WeightsTimeout(PeerTimeout):
     """A weight version did not arrive, or a member of a weight group did not join, before the deadline."""
 
 
+class WeightsOwnerLost(PeerLost):
+    """The engine whose memory holds the weights is gone, and the memory with it; a restart maps its successor's."""
+
+
 # ------------------------------------------------------------------------------------------------- the machine
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
@@ -91,6 +92,9 @@ class Learner(Actor):
             self.control.start()
             self.history.store_fates(self.fates)
             self.publisher = Publisher(self, self.config.forced_age, self.history.highest_version)
+            joined = self._join()
+            if not joined:
+                return
             if self.history.step or self.publisher.version:
                 log.info("resumed at step %d (%d of them trained again from the log)", self.history.step, replayed)
                 self._publish()
@@ -100,6 +104,14 @@ class Learner(Actor):
         self.ring.set_header("step", self.history.step)
         self.ring.set_header("generation_pause", self.ring.header("generation_pause") & ~PAUSE_STARTING)
         self.plan.trigger.step_ended(time.monotonic())
+
+    def _join(self) -> bool:
+        """Where engine and learner use one copy of the weights: find the engine's. False if told to stop meanwhile."""
+        if not self.training.shared:
+            return True
+        from busrl.roles.one_copy import join
+
+        return join(self.publisher, self.training, lambda: self.history.step)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -230,6 +242,7 @@ class Learner(Actor):
         )
 
     def _accumulate(self) -> None:
+        self.publisher.check()
         groups, self.pending = self.pending, []
         self.training.old.at(self.publisher.version, self.history.step)
         self.training.accumulate([record for group in groups for record in group.records], self.publisher.version)
@@ -321,8 +334,13 @@ class Learner(Actor):
     def _write_checkpoint(self) -> None:
         with self.activity("checkpoint", LONG_STEP_S):
             self.metrics.checkpoint_s = self.history.checkpoint(
-                self.training, self.publisher.version, self.control.meta(), self.control.save
+                self.training, self.publisher.version, self.control.meta(), self._save_control
             )
+
+    def _save_control(self, directory: Path) -> None:
+        """The last file of a checkpoint: if the weights were lost while they were written, it is none."""
+        self.control.save(directory)
+        self.publisher.check()
 
     # -- end ----------------------------------------------------------------------------------------------------
 

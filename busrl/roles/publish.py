@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from busrl.protocol import messages as m
 from busrl.roles import hold
@@ -37,10 +37,11 @@ class Publisher:
 
     def publish(self, step: int, weights: Mapping[str, Tensor]) -> float:
         """Make `weights` of `step` the next version. Returns the seconds it took, the hold left out."""
-        self._wait_for_hold()
+        if not getattr(self.sender, "begun", False):  # behind a fence it was waited for already, and the engine waits
+            self._wait_for_hold()
         begun = time.monotonic()
         step, weights = self._delayed(step, weights)
-        self.version = max(self.version, self.ring.header("version")) + 1
+        self.version = self.next_version()
         self.sender.publish(self.version, step, dict(weights))
         # The step first: who reads the new version finds a step that is at least as new.
         self.ring.set_header("version_step", step)
@@ -50,6 +51,21 @@ class Publisher:
             m.WeightsPublished(version=self.version, step=step, transport=self.actor.topology.weights.transport)
         )
         return time.monotonic() - begun
+
+    def next_version(self) -> int:
+        """The version of the next publication: above all that were ever seen."""
+        return max(self.version, self.ring.header("version")) + 1
+
+    def fence(self, step: int) -> None:
+        """Before the engine's own weights are changed to those of `step`: it is paused until they are published."""
+        self._wait_for_hold()
+        sender: Any = self.sender
+        sender.begin(self.next_version(), step)
+
+    def check(self) -> None:
+        """WeightsOwnerLost if the weights lie in the memory of a process that is gone; nothing where they are ours."""
+        if (check := getattr(self.sender, "check", None)) is not None:
+            check()
 
     def remember(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """With `forced_age`: these are the weights that engines have now, without a publication."""

@@ -47,7 +47,7 @@ from busrl.roles.trajectory import (
     write_text,
 )
 from busrl.roles.wave_claims import take_queued
-from busrl.weights import Receiver, make_receiver
+from busrl.weights import Receiver, make_receiver, share_weights
 
 log = logging.getLogger("busrl")
 REQUEST_EVERY_S = 1.0
@@ -92,6 +92,7 @@ class Rollout(Actor):
         self.engine: Engine = make_engine(self.topology, self.name)
         tensors = not is_scripted(self.topology, self.name)
         self.receiver: Receiver = make_receiver(self.topology, self.paths, self.worker_id, tensors=tensors)
+        share_weights(self.receiver, self.engine)
         self._next_request = self._last_bell = 0.0
         self._behind_since = math.inf
         self._update_weights(wait=True)

@@ -33,12 +33,13 @@ from busrl.training import checkpoint
 from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.memory import keep_freed_memory
-from busrl.training.model import load, vocabulary
+from busrl.training.model import load, named_weights, vocabulary
 from busrl.training.noise import NoiseMeter, Norms
 from busrl.training.schedule import Schedule
 from busrl.training.settings import StepStats, TrainerSettings
 from busrl.training.trainer import Trainer
 
+ONE_COPY = "cuda_ipc"
 Prox = list[npt.NDArray[np.float32]]
 
 
@@ -61,6 +62,8 @@ class TrainingStep:
         weights = topology.weights
         bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.config.forced_age
         self.old = OldTokens(weights.max_staleness if bounded else None)
+        self.before_update: Callable[[], None] = _nothing  # called when the weights are about to change
+        self.shared = weights.transport == ONE_COPY
         self._use(Trainer(load(self.source, device=self.device), self.settings))
         self.vocabulary = vocabulary(self.trainer.model)
 
@@ -114,6 +117,7 @@ class TrainingStep:
         """The update for all that was accumulated; `last`: of the updates of this step."""
         if self.noise is not None:
             self.norms = self.noise.whole()
+        self.before_update()
         stats = replace(self.trainer.step(self.schedule(self.groups, groups)), old_tokens=self.old.taken())
         self.groups += groups
         if self.gate is not None and last:
@@ -168,8 +172,14 @@ class TrainingStep:
         return self.trainer.entropy([to_sample(record) for record in records])
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights to publish; valid until the next step."""
-        return self.trainer.named_weights()
+        """The weights to publish; valid until the next step. As they are trained, where the engine's are the same."""
+        return named_weights(self.trainer.model) if self.shared else self.trainer.named_weights()
+
+    def adopt(self, views: Mapping[str, Tensor]) -> None:
+        """Train these tensors, which hold the present weights, in the place of the model's own."""
+        for name, parameter in self.trainer.model.named_parameters():
+            parameter.data = views[name]
+        device.empty_cache(self.device)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -193,12 +203,17 @@ class TrainingStep:
             root,
             step,
             model=self.trainer.model,
+            views=self.shared,
             optimizer_state=self.trainer.optimizer_state(),
             meta={**meta, **({"dmmpt_gate": self.gate.state()} if self.gate is not None else {})},
             source=self.source,
             extras=extras,
             keep_last=self.config.keep_last,
         )
+
+
+def _nothing() -> None:
+    """The weights are the learner's alone: they may change at any time."""
 
 
 def _schedule(topology: Topology) -> Schedule:

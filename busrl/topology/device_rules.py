@@ -19,6 +19,8 @@ def findings(t: Topology) -> Iterator[Finding]:
     """What contradicts itself, in the order of the processes."""
     for index, entry in enumerate(t.process):
         yield from _entry(t, index, entry)
+    if t.weights.transport == "cuda_ipc":
+        yield from _one_copy(t)
 
 
 def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
@@ -40,3 +42,41 @@ def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     if len(entry.devices) > max(1, entry.count):
         rule = f"{len(entry.devices)} items for {entry.count} processes: each process gets one of them"
         yield Finding((f"{at}.devices", f"{at}.count"), rule, 'one process that sees both is ["0,1"]', warning=True)
+
+
+def _one_copy(t: Topology) -> Iterator[Finding]:
+    """weights.transport = "cuda_ipc": the learner's parameters are the engine's tensors."""
+    key, other = "weights.transport", 'or transport = "shm"'
+    engines = [(i, entry) for i, entry in enumerate(t.process) if entry.role == "rollout"]
+    started = sum(entry.count for _, entry in engines)
+    if started != 1 or any(entry.command for _, entry in engines):
+        rule = f"one engine on this host owns the weights that the learner trains, and {started} are started here"
+        yield Finding((key,), rule, f"one rollout process of busrl's own, {other}", depends=("process",))
+    here, there = t.device_of("learner"), t.device_of("rollout/0")
+    if here != there:
+        rule = f"one copy is on one device: the learner works on {here}, the engine on {there}"
+        yield Finding((key, "model.device"), rule, f"give both the same device, {other}", depends=("process",))
+    if here == "npu":
+        rule = "memory of an NPU is not shared between processes here"
+        yield Finding((key, "model.device"), rule, 'transport = "broadcast"')
+    shown = {p.devices for p in t.processes() if p.role in WITH_MODEL}
+    if len(shown) > 1:
+        rule = f"engine and learner see other devices ({' and '.join(sorted(map(repr, shown)))})"
+        yield Finding((key,), rule, f"the same devices in both entries, {other}", depends=("process",))
+    yield from _one_copy_learner(t, key, other)
+
+
+def _one_copy_learner(t: Topology, key: str, other: str) -> Iterator[Finding]:
+    learner = t.learner
+    if learner.publish_every > 1:
+        rule = "the engine has the weights of every step at once: there are none that wait to be published"
+        yield Finding((key, "learner.publish_every"), rule, f"publish_every = 1, {other}")
+    if learner.forced_age:
+        rule = "the engine has the newest weights at once, and older ones are nowhere"
+        yield Finding((key, "learner.forced_age"), rule, f"forced_age = 0, {other}")
+    if learner.updates_per_batch > 1:
+        rule = "the engine would see the weights between two updates of one step"
+        yield Finding((key, "learner.updates_per_batch"), rule, f"updates_per_batch = 1, {other}")
+    if t.model.dtype != "float32":
+        rule = f"the learner keeps float32 weights of its own and copies them into the engine's {t.model.dtype} ones"
+        yield Finding((key, "model.dtype"), rule, "float32 for a single copy", warning=True)

@@ -199,7 +199,7 @@ class Learner:
 class Weights:
     """[weights]: from the learner to the engines."""
 
-    transport: str = key("shm", "how weights travel", choices=("shm", "broadcast"))
+    transport: str = key("shm", "how weights travel", choices=("shm", "broadcast", "cuda_ipc"))
     mode: str = key("batch-async", "how far generation may run ahead of training",
                     choices=("sync", "batch-async", "fully-async"))  # fmt: skip
     max_staleness: int = key(2, "batch-async: steps that a trained sample may be old, S", low=0, high=1024)

@@ -69,17 +69,20 @@ def save(
     optimizer_state: Mapping[str, Any],
     meta: Mapping[str, Any],
     source: Path | None = None,
+    views: bool = False,
     extras: Callable[[Path], None] | None = None,
     keep_last: int = 2,
 ) -> Checkpoint:
     """Writes checkpoint `step` under `root` and removes old ones.
+
+    `views`: parameters are views of larger tensors (an engine's fused ones); each is written by its own name alone.
 
     `source` is the folder the model came from: its tokenizer goes along. `extras(directory)` writes the caller's own
     files. DiskFull leaves what was there before as it was.
     """
     final = root / f"global_step_{step}"
     with durable.whole_directory(final) as directory:
-        _export(model, directory / MODEL, source)
+        _export(model, directory / MODEL, source, views)
         buffer = io.BytesIO()
         torch.save(dict(optimizer_state), buffer)
         (directory / OPTIMIZER).write_bytes(buffer.getbuffer())
@@ -93,9 +96,12 @@ def save(
     return Checkpoint(final, step, {**meta, "step": step})
 
 
-def _export(model: Any, folder: Path, source: Path | None) -> None:
+def _export(model: Any, folder: Path, source: Path | None, views: bool) -> None:
     try:
-        model.save_pretrained(str(folder))
+        if views:
+            model.save_pretrained(str(folder), state_dict=apart(model))
+        else:
+            model.save_pretrained(str(folder))
     except Exception as error:
         # The weights are written by a library whose errors are no OSError but quote the number of one.
         number = OS_ERROR.search(str(error))
@@ -107,6 +113,12 @@ def _export(model: Any, folder: Path, source: Path | None) -> None:
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(NOT_COPIED) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
+
+
+def apart(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters and stored buffers by name, each once (tied ones have one name), each a copy in memory of its own."""
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: own[name].detach().to("cpu", copy=True) for name in model.state_dict() if name in own}
 
 
 def _listing(directory: Path) -> dict[str, list[int]]:

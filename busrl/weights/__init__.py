@@ -1,4 +1,5 @@
-"""Weight transports behind one interface: shared memory on one host, or a Gloo broadcast over a changing group.
+"""Weight transports behind one interface: shared memory on one host, a broadcast over a changing group, or one copy
+that engine and learner share.
 
 Used by the learner (Sender) and by everybody who runs the model (Receiver). One topology key chooses. Importing this
 package imports no torch.
@@ -7,7 +8,7 @@ package imports no torch.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from busrl.weights.base import NOTHING, Receiver, Sender
 
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from busrl.paths import RunPaths
     from busrl.topology import Topology
 
-__all__ = ["NOTHING", "Receiver", "Sender", "make_receiver", "make_sender", "store_file"]
+__all__ = [
+    "NOTHING", "Receiver", "Sender", "bridge_file", "make_receiver", "make_sender", "share_weights", "store_file",
+]  # fmt: skip
 
 
 def make_sender(topology: Topology, paths: RunPaths) -> Sender:
@@ -35,6 +38,21 @@ def make_receiver(topology: Topology, paths: RunPaths, name: str, *, tensors: bo
     from busrl.weights.factory import Settings, receiver
 
     return receiver(Settings.of(topology, paths), name)
+
+
+def share_weights(receiver: Receiver, engine: Any) -> None:
+    """Where the learner trains the engine's own weights (cuda_ipc) it may map them from here on; else nothing.
+
+    An engine whose model is in another process shares it there, with the receiver that it brings.
+    """
+    share = getattr(receiver, "share", None)
+    if share is not None:
+        share(engine.parameters())
+
+
+def bridge_file(address_file: Path) -> Path:
+    """Where an engine says in which memory its weights are, beside the address of a broadcast."""
+    return address_file.with_name("weights.bridge")
 
 
 def store_file(paths: RunPaths) -> Path:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from busrl.errors import UserError
-from busrl.weights import store_file
+from busrl.weights import bridge_file, store_file
 from busrl.weights.base import Receiver, Sender
 from busrl.weights.broadcast import BroadcastSender
 from busrl.weights.broadcast_receiver import BroadcastReceiver
+from busrl.weights.one_copy import OneCopyReceiver, OneCopySender
 from busrl.weights.shm import ShmReceiver, ShmSender
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ def sender(settings: Settings, on_missing: Callable[[str, str], None] | None = N
         return ShmSender(settings.segment)
     if settings.transport == "broadcast":
         return BroadcastSender(settings.address_file, timeout_s=settings.timeout_s, on_missing=on_missing)
+    if settings.transport == "cuda_ipc":
+        at = bridge_file(Path(settings.address_file))
+        return OneCopySender(at, settings.segment, timeout_s=settings.timeout_s)
     raise _unknown(settings.transport)
 
 
@@ -50,8 +54,11 @@ def receiver(settings: Settings, name: str) -> Receiver:
         return ShmReceiver(settings.segment, timeout_s=settings.timeout_s)
     if settings.transport == "broadcast":
         return BroadcastReceiver(settings.address_file, name, timeout_s=settings.timeout_s)
+    if settings.transport == "cuda_ipc":
+        at = bridge_file(Path(settings.address_file))
+        return OneCopyReceiver(at, settings.segment, name, timeout_s=settings.timeout_s)
     raise _unknown(settings.transport)
 
 
 def _unknown(transport: str) -> UserError:
-    return UserError(f'weights.transport is {transport!r}; it must be "shm" or "broadcast"')
+    return UserError(f'weights.transport is {transport!r}; it must be "shm", "broadcast" or "cuda_ipc"')

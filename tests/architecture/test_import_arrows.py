@@ -32,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "quickstart": {"errors", "data"},
     "training": {"errors", "algorithms", "ledger", "device"},
     "inference": {"errors", "topology", "data", "quickstart", "device"},
-    "weights": {"errors", "topology", "paths", "ring", "device"},
+    "weights": {"errors", "topology", "paths", "ring", "device", "private"},
     "roles": {
         "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
         "topology", "training", "inference", "weights", "quickstart", "keys", "faults", "gateway", "device",
@@ -48,7 +48,7 @@ ARROWS: dict[str, set[str]] = {
     },
 }  # fmt: skip
 TORCH_ALLOWED = {"device", "algorithms", "training", "inference", "weights", "quickstart"}
-TORCH_ROLES = {"rollout", "learner", "training_step", "publish"}
+TORCH_ROLES = {"rollout", "learner", "training_step", "publish", "one_copy"}
 
 
 def part_of(path: Path) -> str:
