@@ -73,7 +73,8 @@ def _map_file(handle: Handle, device: torch.device, owner: Mark) -> torch.Untype
 def _export_cuda(storage: torch.UntypedStorage) -> Handle:
     """What torch gives for another process. Its counter of users stays at one however often the handle is mapped: the
     memory is kept by its owner, which outlives all that map it or takes them along."""
-    _, handle, nbytes, offset, counter, counter_offset, event, sync = storage._share_cuda_()
+    share: Any = storage._share_cuda_
+    _, handle, nbytes, offset, counter, counter_offset, event, sync = share()
     return {
         "handle": handle.hex(), "nbytes": int(nbytes), "offset": int(offset), "counter": counter.hex(),
         "counter_offset": int(counter_offset), "event": event.hex(), "event_sync": bool(sync),

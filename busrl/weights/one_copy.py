@@ -42,6 +42,7 @@ class OneCopyReceiver:
         self._timeout_s = timeout_s
         self._steps = StepTable()
         self._fence: Fence | None = None
+        self._kept: list[torch.Tensor] = []
         self._device: torch.device | None = None
 
     @property
@@ -53,7 +54,8 @@ class OneCopyReceiver:
 
         `wanted`: the checkpoint's names and shapes, for an engine that has fused its own.
         """
-        self._device = next(iter(named.values())).device
+        self._kept = list(named.values())  # what is shared stays, whatever becomes of the model
+        self._device = self._kept[0].device
         described = bridge.describe(self.name, named, wanted)
         self._fence = Fence.create(self.fence_file)
         bridge.write(self.bridge_file, described)
@@ -100,7 +102,7 @@ class OneCopyReceiver:
             self.bridge_file.unlink(missing_ok=True)
             self.fence_file.unlink(missing_ok=True)
         self._fence.close()
-        self._fence = None
+        self._fence, self._kept = None, []
 
     def _pause_for(self, state: State) -> None:
         """Nothing of ours reads the weights from here on; said once for each change."""
