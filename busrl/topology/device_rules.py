@@ -77,6 +77,9 @@ def _one_copy_learner(t: Topology, key: str, other: str) -> Iterator[Finding]:
     if learner.updates_per_batch > 1:
         rule = "the engine would see the weights between two updates of one step"
         yield Finding((key, "learner.updates_per_batch"), rule, f"updates_per_batch = 1, {other}")
+    if t.lora.on:
+        rule = "an adapter is small: the base is the engine's alone, and there is nothing to share"
+        yield Finding((key, "lora.rank"), rule, 'transport = "lora_hotswap", or rank = 0')
     if t.model.dtype != "float32":
         rule = f"the learner keeps float32 weights of its own and copies them into the engine's {t.model.dtype} ones"
         yield Finding((key, "model.dtype"), rule, "float32 for a single copy", warning=True)

@@ -15,9 +15,11 @@ from busrl.weights.base import NOTHING, Receiver, Sender
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
     from busrl.topology import Topology
+    from busrl.weights.factory import Settings
 
 __all__ = [
-    "NOTHING", "Receiver", "Sender", "bridge_file", "make_receiver", "make_sender", "share_weights", "store_file",
+    "NOTHING", "Receiver", "Sender", "bridge_file", "make_receiver", "make_sender", "settings_of", "share_weights",
+    "store_file",
 ]  # fmt: skip
 
 
@@ -28,13 +30,8 @@ def make_sender(topology: Topology, paths: RunPaths) -> Sender:
     return sender(Settings.of(topology, paths))
 
 
-def make_receiver(topology: Topology, paths: RunPaths, name: str, *, tensors: bool = True) -> Receiver:
-    """An engine's side; `name` is the process, by which errors call it. Without `tensors` (an engine that has no
-    model) versions are followed, never loaded, and torch is not imported."""
-    if not tensors:
-        from busrl.weights.versions import VersionReceiver
-
-        return VersionReceiver(paths.weights_file, timeout_s=topology.weights.timeout_s)
+def make_receiver(topology: Topology, paths: RunPaths, name: str) -> Receiver:
+    """An engine's side; `name` is the process, by which errors call it."""
     from busrl.weights.factory import Settings, receiver
 
     return receiver(Settings.of(topology, paths), name)
@@ -53,6 +50,13 @@ def share_weights(receiver: Receiver, engine: Any) -> None:
 def bridge_file(address_file: Path) -> Path:
     """Where an engine says in which memory its weights are, beside the address of a broadcast."""
     return address_file.with_name("weights.bridge")
+
+
+def settings_of(topology: Topology, paths: RunPaths) -> Settings:
+    """What an engine needs that makes its own receiver."""
+    from busrl.weights.factory import Settings
+
+    return Settings.of(topology, paths)
 
 
 def store_file(paths: RunPaths) -> Path:

@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "topology": {"errors", "data", "scheduling", "quickstart", "paths", "keys", "faults"},
     "quickstart": {"errors", "data"},
     "training": {"errors", "algorithms", "ledger", "device"},
-    "inference": {"errors", "topology", "data", "quickstart", "device"},
+    "inference": {"errors", "topology", "data", "quickstart", "weights", "device"},
     "weights": {"errors", "topology", "paths", "ring", "device", "private"},
     "roles": {
         "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
