@@ -90,7 +90,7 @@ class Learner(Actor):
                 replayed += 1
             self.control.start()
             self.history.store_fates(self.fates)
-            self.publisher = Publisher(self, self.config.forced_age, self.history.highest_version)
+            self.publisher = Publisher(self, self.config.forced_age, self.history.highest_version, self.training.write)
             if self.history.step or self.publisher.version:
                 log.info("resumed at step %d (%d of them trained again from the log)", self.history.step, replayed)
                 self._publish()

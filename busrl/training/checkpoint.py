@@ -68,18 +68,19 @@ def save(
     model: Any,
     optimizer_state: Mapping[str, Any],
     meta: Mapping[str, Any],
+    named: Mapping[str, Any] | None = None,
     source: Path | None = None,
     extras: Callable[[Path], None] | None = None,
     keep_last: int = 2,
 ) -> Checkpoint:
     """Writes checkpoint `step` under `root` and removes old ones.
 
-    `source` is the folder the model came from: its tokenizer goes along. `extras(directory)` writes the caller's own
-    files. DiskFull leaves what was there before as it was.
+    `named` are the weights where they are not the model's own. `source` is the folder the model came from: its tokenizer
+    goes along. `extras(directory)` writes the caller's own files. DiskFull leaves what was there before as it was.
     """
     final = root / f"global_step_{step}"
     with durable.whole_directory(final) as directory:
-        _export(model, directory / MODEL, source)
+        export(model, directory / MODEL, source, named)
         buffer = io.BytesIO()
         torch.save(dict(optimizer_state), buffer)
         (directory / OPTIMIZER).write_bytes(buffer.getbuffer())
@@ -93,9 +94,11 @@ def save(
     return Checkpoint(final, step, {**meta, "step": step})
 
 
-def _export(model: Any, folder: Path, source: Path | None) -> None:
+def export(model: Any, folder: Path, source: Path | None, named: Mapping[str, Any] | None = None) -> None:
+    """A Hugging Face folder of the model, or of its architecture with the weights `named`; with its tokenizer."""
     try:
-        model.save_pretrained(str(folder))
+        more = {} if named is None else {"state_dict": {**_buffers(model), **named}}
+        model.save_pretrained(str(folder), **more)
     except Exception as error:
         # The weights are written by a library whose errors are no OSError but quote the number of one.
         number = OS_ERROR.search(str(error))
@@ -107,6 +110,12 @@ def _export(model: Any, folder: Path, source: Path | None) -> None:
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(NOT_COPIED) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
+
+
+def _buffers(model: Any) -> dict[str, Any]:
+    """What belongs to a model's state and is no parameter."""
+    kept = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def _listing(directory: Path) -> dict[str, list[int]]:

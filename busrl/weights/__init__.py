@@ -1,4 +1,4 @@
-"""Weight transports behind one interface: shared memory on one host, or a Gloo broadcast over a changing group.
+"""Weight transports behind one interface: shared memory on one host, a broadcast over a changing group, or folders.
 
 Used by the learner (Sender) and by everybody who runs the model (Receiver). One topology key chooses. Importing this
 package imports no torch.
@@ -14,15 +14,16 @@ from busrl.weights.base import NOTHING, Receiver, Sender
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
     from busrl.topology import Topology
+    from busrl.weights.folder_sender import Write
 
 __all__ = ["NOTHING", "Receiver", "Sender", "make_receiver", "make_sender", "store_file"]
 
 
-def make_sender(topology: Topology, paths: RunPaths) -> Sender:
-    """The learner's side of the transport that the topology names."""
+def make_sender(topology: Topology, paths: RunPaths, write: Write | None = None) -> Sender:
+    """The learner's side of the transport that the topology names; `write` fills folders, where versions are such."""
     from busrl.weights.factory import Settings, sender
 
-    return sender(Settings.of(topology, paths))
+    return sender(Settings.of(topology, paths), write=write)
 
 
 def make_receiver(topology: Topology, paths: RunPaths, name: str, *, tensors: bool = True) -> Receiver:

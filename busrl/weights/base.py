@@ -9,6 +9,7 @@ is only a reason to look at `newest`), of models or of optimisers, and imports n
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -36,7 +37,14 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """The side of a process that runs the model."""
+    """The side of a process that runs the model.
+
+    `kind` says what a version is: "tensors" are fetched into parameters; an "adapter" enters a running engine, a
+    "folder" (of an adapter or of a whole checkpoint) is what an engine starts again with: these are taken as files, by
+    `take() -> (version, step, path)` (`Folders`).
+    """
+
+    kind: str
 
     def newest(self) -> tuple[int, int]:
         """The newest complete version that `fetch` would give, and the learner's step of it; NOTHING if none."""
@@ -55,6 +63,14 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Folders(Receiver, Protocol):
+    """A receiver whose versions are directories."""
+
+    def take(self) -> tuple[int, int, Path]:
+        """The newest complete version, its step, and a directory of its files, which stays until the next `take`."""
+        ...
 
 
 class StepTable:

@@ -34,6 +34,8 @@ AGAIN_S = 0.1
 class BroadcastReceiver:
     """A member called `name`. `announce` may tell it the store's address where the file can not be read."""
 
+    kind = "tensors"
+
     def __init__(self, file: str | Path, name: str, *, timeout_s: float = 10.0) -> None:
         self.file = Path(file)
         self.name = name

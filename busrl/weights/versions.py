@@ -28,6 +28,8 @@ LOOK_EVERY_S = 0.005
 class VersionReceiver:
     """Follows the newest version; a fetch only notes which one it is. `timeout_s` bounds a fetch."""
 
+    kind = "tensors"
+
     def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
         self.path = Path(path)
         self._timeout_s = timeout_s
