@@ -9,13 +9,15 @@ is only a reason to look at `newest`), of models or of optimisers, and imports n
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
 NOTHING = (-1, -1)  # (version, step) where no version has been published
+Kind = Literal["tensors", "adapter", "folder"]
 
 
 class Sender(Protocol):
@@ -39,12 +41,12 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The side of a process that runs the model.
 
-    `kind` says what a version is: "tensors" are fetched into parameters; an "adapter" enters a running engine, a
-    "folder" (of an adapter or of a whole checkpoint) is what an engine starts again with: these are taken as files, by
-    `take() -> (version, step, path)` (`Folders`).
+    `kind` says what a version is. "tensors": `fetch` writes it into the model. "adapter" and "folder" are receivers
+    with `take` beside it (`FolderReceiver`), whose `fetch` raises.
     """
 
-    kind: str
+    @property
+    def kind(self) -> Kind: ...
 
     def newest(self) -> tuple[int, int]:
         """The newest complete version that `fetch` would give, and the learner's step of it; NOTHING if none."""
@@ -65,11 +67,11 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-class Folders(Receiver, Protocol):
-    """A receiver whose versions are directories."""
+class FolderReceiver(Receiver, Protocol):
+    """A receiver whose versions are directories: a whole model ("folder") or an adapter for one ("adapter")."""
 
     def take(self) -> tuple[int, int, Path]:
-        """The newest complete version, its step, and a directory of its files, which stays until the next `take`."""
+        """Version, step and complete directory of the newest version; it stays until the next `take`."""
         ...
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from busrl.errors import BugError, WeightsRefused, WeightsTimeout
 from busrl.weights import folders
-from busrl.weights.base import NOTHING, StepTable
+from busrl.weights.base import NOTHING, Kind, StepTable
 from busrl.weights.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -35,9 +35,10 @@ class FolderReceiver:
     """`kind`: "adapter", or "folder" for an engine that restarts. `base`: the model folder that adapters belong to."""
 
     def __init__(
-        self, root: Path, name: str, *, kind: str, held: int = 1, base: Path | None = None, timeout_s: float = 10.0
+        self, root: Path, name: str, *, kind: Kind, held: int = 1, base: Path | None = None, timeout_s: float = 10.0
     ) -> None:
-        self.root, self.kind = root, kind
+        self.root = root
+        self.kind: Kind = kind
         self.hook: Callable[[str], None] | None = None  # called with the name of each step; for fault tests
         self._mine = root / folders.HELD / f"{name.replace('/', '-')}.{os.getpid()}"
         self._prefix = f"{name.replace('/', '-')}."
