@@ -75,8 +75,9 @@ def save(
 ) -> Checkpoint:
     """Writes checkpoint `step` under `root` and removes old ones.
 
-    `named` are the weights where they are not the model's own. `source` is the folder the model came from: its tokenizer
-    goes along. `extras(directory)` writes the caller's own files. DiskFull leaves what was there before as it was.
+    `named` are the weights where they are not the model's own. `source` is the folder the model came from: its
+    tokenizer goes along. `extras(directory)` writes the caller's own files. DiskFull leaves what was there before as it
+    was.
     """
     final = root / f"global_step_{step}"
     with durable.whole_directory(final) as directory:
