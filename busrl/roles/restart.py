@@ -12,7 +12,7 @@ slots beyond their numbers as keys, of versions or of files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,6 +50,7 @@ class Restart:
     def __init__(self, finish: bool) -> None:
         self.finish = finish
         self._running: dict[int, _Running] = {}
+        self._cut: list[int] = []  # keys of what was taken out of the engine, until it goes on
 
     def submitted(self, requests: Iterable[Request]) -> None:
         """Remember what runs; every request comes back by `whole`."""
@@ -65,17 +66,18 @@ class Restart:
         ended = []
         for one in engine.pause("abort"):
             if one.finish == ABORTED:
+                self._cut.append(one.key)
                 if len(one.token_ids):
                     self._running[one.key].pieces.append(one)
             else:
                 ended.append(one)
         return ended
 
-    def go_on(self, engine: Engine, ended: Sequence[Finished]) -> None:
+    def go_on(self, engine: Engine) -> None:
         """Let the engine work again, on what was cut."""
         engine.resume()
-        gone = {one.key for one in ended}
-        engine.submit([running.rest() for key, running in self._running.items() if key not in gone])
+        cut, self._cut = self._cut, []
+        engine.submit([self._running[key].rest() for key in cut])
 
     def whole(self, last: Finished) -> Finished:
         """The answer with the pieces that came before its last one."""
@@ -88,4 +90,5 @@ class Restart:
             token_ids=np.concatenate([piece.token_ids for piece in pieces]),
             logprobs=np.concatenate([piece.logprobs for piece in pieces]),
             versions=np.concatenate([piece.versions for piece in pieces]),
+            text=None,  # the engine knows that of the last piece at most
         )

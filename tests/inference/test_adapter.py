@@ -50,8 +50,8 @@ def adapter(folder: Path, base: Path, seed: int, rank: int = 4, layers: tuple[st
             tensors[f"{name}.lora_A.weight"] = torch.randn(rank, columns) * 0.3
             tensors[f"{name}.lora_B.weight"] = torch.randn(rows, rank) * 0.3
     folder.mkdir()
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": [n.split(".")[-1] for n in layers],
-            "bias": "none", "task_type": "CAUSAL_LM"}  # fmt: skip
+    targets = [name.split(".")[-1] for name in layers]
+    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none"}
     (folder / CONFIG).write_text(json.dumps(told))
     save_file(tensors, folder / WEIGHTS)
     return folder
