@@ -55,11 +55,15 @@ def require_disk(topology: Topology, run_dir: Path) -> None:
 
 
 def shared_memory(topology: Topology) -> list[tuple[str, int]]:
-    """Files of the run in /dev/shm and their sizes; the weights are two buffers, left out while unknown."""
+    """Files of the run in /dev/shm and their sizes; the weights are two buffers, left out while unknown.
+
+    With sparse updates each buffer has half of its size beside it, for the changes that follow it.
+    """
     found = [("ring", topology.derived.ring_bytes)]
     parameters = _facts(topology).parameters
     if topology.weights.transport == "shm" and parameters:
-        found.append(("weights", 2 * parameters * machine.BYTES_OF[topology.model.dtype]))
+        buffers = 3 if topology.weights.sparse.enabled else 2
+        found.append(("weights", buffers * parameters * machine.BYTES_OF[topology.model.dtype]))
     if topology.weights.transport in ADAPTERS and (cost := _cost(topology)) is not None and cost.version:
         found.append(("adapters", cost.total))
     return found

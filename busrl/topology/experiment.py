@@ -216,6 +216,16 @@ class Learner:
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """[weights.sparse]: only the values that changed, instead of all of them (docs/sparse.md)."""
+
+    enabled: bool = key(False, "send changed values only where that is less; costs one more copy in the learner")
+    threshold: float = key(0.1, "send all values when the changed ones would be more than this share of the bytes",
+                           low=0, open_low=True, high=1)  # fmt: skip
+    key_every: int = key(32, "send all values every so many versions all the same", low=1, high=65536)
+
+
+@dataclass(frozen=True)
 class Weights:
     """[weights]: from the learner to the engines."""
 
@@ -233,6 +243,9 @@ class Weights:
     window: int = key(0, "W: groups past the oldest that may be trained before it; 0 = 0.3 of the buffer B",
                       low=0, high=65536)  # fmt: skip
     timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", low=0, open_low=True)
+    checksum: bool = key(False, "engines check the bytes of each version against a digest (one more pass over them)")
+    bucket_mb: int = key(16, "broadcast: MiB that are sent at once and have a deadline of their own", low=1, high=4096)
+    sparse: Sparse = field(default_factory=Sparse)
 
 
 @dataclass(frozen=True)
