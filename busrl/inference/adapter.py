@@ -15,12 +15,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from busrl.errors import WeightsRefused
+
+if TYPE_CHECKING:
+    from busrl.weights.base import FolderReceiver, Receiver
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -88,11 +91,19 @@ def _paired(folder: Path, tensors: dict[str, Tensor], rank: int) -> dict[str, Lo
 
 
 class Files:
-    """Gives a model new weights from folders. `base` is the folder that it was loaded from."""
+    """Gives a model new weights. `base` is the folder that it was loaded from, None if it was not."""
 
-    def __init__(self, model: Any, base: Path | None) -> None:
-        self._model, self._base = model, base
+    def __init__(self, model: Any, base: Path | None = None) -> None:
+        self._model, self.base = model, base
         self._kept: dict[str, Tensor] = {}  # W0 of every layer that an adapter has changed
+
+    def update(self, receiver: Receiver) -> tuple[int, int]:
+        """The newest version of a receiver of any kind; (version, learner's step)."""
+        if receiver.kind == "tensors":
+            return receiver.fetch(dict(self._model.named_parameters()))
+        version, step, folder = cast("FolderReceiver", receiver).take()
+        (self.swap if receiver.kind == "adapter" else self.restart)(folder)
+        return version, step
 
     @torch.no_grad()
     def swap(self, folder: Path) -> None:
@@ -112,9 +123,9 @@ class Files:
             self._load(folder)
             return
         adapter, parameters = self._fitting(folder)
-        if self._base is None:
+        if self.base is None:
             raise WeightsRefused(f"{folder}: an adapter, and the engine was not loaded from a folder")
-        self._load(self._base)
+        self._load(self.base)
         for name, low in adapter.layers.items():
             _add(parameters[name], parameters[name], low, adapter.scale)
 

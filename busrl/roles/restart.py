@@ -49,6 +49,7 @@ class Restart:
 
     def __init__(self, finish: bool) -> None:
         self.finish = finish
+        self.draining = False
         self._running: dict[int, _Running] = {}
         self._cut: list[int] = []  # keys of what was taken out of the engine, until it goes on
 
@@ -58,8 +59,9 @@ class Restart:
             self._running[request.key] = _Running(request, [])
 
     def waits(self, engine: Engine) -> bool:
-        """Whether the restart has to wait for running answers."""
-        return self.finish and engine.active > 0
+        """Whether the restart has to wait for running answers; none is to be started meanwhile (`draining`)."""
+        self.draining = self.finish and engine.active > 0
+        return self.draining
 
     def empty(self, engine: Engine) -> list[Finished]:
         """Stop the engine and take out what runs. Returns those that had ended all the same."""

@@ -12,6 +12,7 @@ peft and to files. Knows nothing of optimisers, versions or who publishes.
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,17 +49,17 @@ class Adapter:
 
     def __init__(self, model: Any, settings: LoraSettings) -> None:
         try:
-            from peft import LoraConfig, get_peft_model
+            peft: Any = importlib.import_module("peft")  # only here: it takes seconds, and not everybody has it
         except ImportError as problem:
             raise ModelNotLoaded(f"lora.rank = {settings.rank}: {problem}; pip install 'busrl[lora]'") from problem
         self.settings, self.model = settings, model
-        self._config = LoraConfig(
+        self._config = peft.LoraConfig(
             r=settings.rank, lora_alpha=_whole(settings.scale * settings.rank), lora_dropout=settings.dropout,
             target_modules=sorted(_targets(model, settings.targets)), bias="none", task_type="CAUSAL_LM",
         )  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            self._wrapped = get_peft_model(model, self._config)
+            self._wrapped = peft.get_peft_model(model, self._config)
         self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
         for layer in self._layers.values():
             layer.lora_dropout[OWN] = _Dropout(settings.dropout)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checks import check_end
@@ -36,16 +34,12 @@ def check(run: Run, mode: str, code: int) -> None:
     versions = [row["version"] for row in run.metrics()]
     assert versions == sorted(versions) and versions[-1] >= run.steps
     assert max(row["age_max"] for row in run.metrics()) <= 2
+    assert 0 < max(row["mismatch"] for row in run.metrics()) < 1e-4, "engine and learner have other weights"
     newest = max(run.paths.checkpoints.glob("global_step_*"), key=lambda path: int(path.name.split("_")[-1]))
     if mode != "checkpoint_restart":
         config = json.loads((newest / "adapter" / "adapter_config.json").read_text())
         assert config["r"] == 4 and (newest / "adapter" / "adapter_model.safetensors").stat().st_size > 1000
     assert (newest / "model" / "model.safetensors").exists() and (newest / "model" / "tokenizer.json").exists()
-
-
-def mismatch(run: Run) -> list[float]:
-    """Per step: how far engine and learner are apart on tokens of the version that is trained."""
-    return [row["mismatch"] for row in run.metrics() if row.get("mismatch") is not None]
 
 
 @pytest.mark.slow
@@ -146,10 +140,6 @@ def test_another_rank_or_none_is_refused_on_resume(tmp_path: Path, quickstart: N
     assert "was trained with lora {'rank': 4" in second.tail()
 
 
-def left_behind(run: Run) -> list[str]:
-    return run.leftovers()
-
-
 @pytest.mark.slow
 def test_what_a_killed_launch_left_is_cleaned_by_the_next_start(tmp_path: Path, quickstart: None) -> None:
     run = run_in(tmp_path, "lora_hotswap", steps=10)
@@ -162,15 +152,11 @@ def test_what_a_killed_launch_left_is_cleaned_by_the_next_start(tmp_path: Path, 
     check(run, "lora_hotswap", code)
 
 
-Spoil = Callable[[Path], Any]
-
-
 @pytest.mark.slow
 def test_a_spoilt_adapter_is_named_and_the_run_goes_on_with_the_next(tmp_path: Path, quickstart: None) -> None:
     run = run_in(tmp_path, "lora_hotswap", "limits.progress_s=60", steps=10)
     with running(run):
         run.until("a version", lambda: newest(run, "lora_hotswap") >= 2)
-        rollout = run.pid("rollout/0")
         # Planted between two of the learner's: higher than any so far, and for another base.
         here = folders.versions(root_of(run, "lora_hotswap"))[-1]
         planted = here.path.with_name(folders.name_of(here.version + 1, here.step + 1))
@@ -179,6 +165,6 @@ def test_a_spoilt_adapter_is_named_and_the_run_goes_on_with_the_next(tmp_path: P
         folders.link(here.path, draft)
         draft.rename(planted)
         code = run.wait()
-        assert rollout
     check_end(run, code)
     assert run.restarts("rollout/0") == 0
+    assert "weights refused" in run.tail() or "is not used: it says that it is version" in run.tail()
