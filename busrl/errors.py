@@ -65,6 +65,10 @@ class ModelNotLoaded(UserError):
     """A model folder that can not be loaded or trained; the message holds the path, the cause and the remedy."""
 
 
+class WeightsRefused(UserError):
+    """A published version that can not be used here: torn, changed, for another model, or of another shape."""
+
+
 class RunInUse(UserError):
     """Another living process holds the lock of this run directory; the message names its pid."""
 

@@ -47,6 +47,16 @@ class RunPaths:
         return SHM / self.weights_name
 
     @property
+    def adapters(self) -> Path:
+        """Directory in shared memory with a folder per published adapter."""
+        return SHM / f"{self.weights_name}.adapters"
+
+    @property
+    def published(self) -> Path:
+        """Directory with a folder per published checkpoint; gone when the run has ended."""
+        return self.root / "published"
+
+    @property
     def runtime_dir(self) -> Path:
         """Directory of the sockets: short, because a socket path may have 107 bytes at most."""
         return Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"busrl-{os.getuid()}" / self.key

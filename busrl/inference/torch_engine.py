@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from busrl.errors import UserError
+from busrl.inference.adapter import Files
 from busrl.inference.base import ABORTED, LENGTH, Event, Finished, Pause, Request, Statistics
 from busrl.inference.checks import choose
 from busrl.inference.sampling import Settings, draw
@@ -72,6 +73,7 @@ class TorchEngine:
         self._done: list[Finished] = []
         self._settings: Settings | None = None
         self._version = 0
+        self._files = Files(model)
         self._paused_at: float | None = None
         self._updates, self._update_s, self._pause_s = 0, 0.0, 0.0
 
@@ -96,7 +98,9 @@ class TorchEngine:
         except (OSError, ValueError) as problem:
             raise UserError(f"{path}: no causal language model and tokenizer ({problem}); see model.path") from problem
         model = model.to(device=device, dtype=getattr(torch, dtype))
-        return cls(model, tokenizer, capacity=capacity, max_length=max_length, fast=fast, chat=chat)
+        engine = cls(model, tokenizer, capacity=capacity, max_length=max_length, fast=fast, chat=chat)
+        engine._files.base = Path(path)
+        return engine
 
     # -- the protocol -------------------------------------------------------------------------------------------
 
@@ -184,7 +188,7 @@ class TorchEngine:
 
     def update_weights(self, receiver: Receiver) -> tuple[int, int]:
         begun = time.monotonic()
-        self._version, step = receiver.fetch(self.parameters())
+        self._version, step = self._files.update(receiver)
         self._updates, self._update_s = self._updates + 1, self._update_s + time.monotonic() - begun
         return self._version, step
 

@@ -8,6 +8,7 @@ Talks to the ring, the ledger's files and the audit. Knows nothing of processes;
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ def close_run(run: OpenRun) -> int:
     run.validate_fates.sync()
     write_open(run.paths.open_bin, still_open)
     unlink_segments(run.paths.ring_name)
+    shutil.rmtree(run.paths.published, ignore_errors=True)
     remove_runtime_dir(run.paths)
     run.release()
     return len(still_open)

@@ -124,6 +124,7 @@ def _opened(paths: RunPaths, topology: Topology, lock: OfdLock) -> OpenRun:
         notes += [str(settled)] if settled != PutBack() else []
         # The weights that an earlier run left are of versions that the new ring knows nothing of.
         unlink_segments(paths.ring_name)
+        shutil.rmtree(paths.published, ignore_errors=True)
         ring = create(paths, topology, uuid)
     else:
         notes.append(f"adopted the ring that an earlier launch left: {describe(ring)}")
@@ -188,10 +189,13 @@ def describe(ring: Ring) -> str:
 
 
 def unlink_segments(ring_name: str) -> None:
-    """Remove a ring, and weights and drafts of weights of the same run, from shared memory."""
+    """Remove a ring, and weights, adapters and drafts of weights of the same run, from shared memory."""
     for file in (SHM / ring_name, *SHM.glob(f"{ring_name.removesuffix('.ring')}.weights*")):
         try:
-            file.unlink(missing_ok=True)
+            if file.is_dir() and not file.is_symlink():
+                shutil.rmtree(file)
+            else:
+                file.unlink(missing_ok=True)
         except PermissionError:
             raise UserError(
                 f"{file} can not be removed: it belongs to user {file.stat().st_uid}, not to you ({os.geteuid()}); "

@@ -91,7 +91,7 @@ class Learner(Actor):
                 replayed += 1
             self.control.start()
             self.history.store_fates(self.fates)
-            self.publisher = Publisher(self, self.config.forced_age, self.history.highest_version)
+            self.publisher = Publisher(self, self.config.forced_age, self.history.highest_version, self.training.write)
             joined = self._join()
             if not joined:
                 return

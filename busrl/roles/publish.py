@@ -23,15 +23,18 @@ from busrl.weights import make_sender
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from busrl.weights.folder_sender import Write
+
 HOLD_LIMIT_S = 600.0
 
 
 class Publisher:
     """Owns the sender. `version` and `step` are those of the newest publication."""
 
-    def __init__(self, actor: Actor, forced_age: int, highest: int) -> None:
+    def __init__(self, actor: Actor, forced_age: int, highest: int, write: Write | None = None) -> None:
+        """`write` makes the files of a version, where the transport publishes folders."""
         self.actor, self.ring = actor, actor.ring
-        self.sender = make_sender(actor.topology, actor.paths)
+        self.sender = make_sender(actor.topology, actor.paths, write)
         self.version = max(highest, self.ring.header("version"))
         self._late: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=forced_age + 1)
 
@@ -41,8 +44,10 @@ class Publisher:
             self._wait_for_hold()
         begun = time.monotonic()
         step, weights = self._delayed(step, weights)
-        self.version = self.next_version()
-        self.sender.publish(self.version, step, dict(weights))
+        version, named = self.next_version(), dict(weights)
+        if not self.actor.until_written("publication", lambda: self.sender.publish(version, step, named)):
+            return time.monotonic() - begun
+        self.version = version
         # The step first: who reads the new version finds a step that is at least as new.
         self.ring.set_header("version_step", step)
         self.ring.set_header("version", self.version)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.data import render
-from busrl.errors import WeightsTimeout
+from busrl.errors import WeightsRefused, WeightsTimeout
 from busrl.inference import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
@@ -33,6 +33,7 @@ from busrl.ring import SlotTooSmall, State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.limits import admission_limits
 from busrl.roles.pace import Pace
+from busrl.roles.restart import Restart
 from busrl.roles.segment_cuts import SegmentCuts
 from busrl.roles.trajectory import (
     UNREADABLE,
@@ -93,6 +94,9 @@ class Rollout(Actor):
         own = self.engine.receiver(settings_of(self.topology, self.paths), self.worker_id)
         self.receiver: Receiver = own or make_receiver(self.topology, self.paths, self.worker_id)
         share_weights(self.receiver, self.engine)
+        finish = self.topology.weights.on_restart == "finish"
+        self.restart = Restart(finish) if self.receiver.kind == "folder" else None
+        self.refused = 0  # version that could not be used here
         self._next_request = self._last_bell = 0.0
         self._behind_since = math.inf
         self._update_weights(wait=True)
@@ -157,15 +161,35 @@ class Rollout(Actor):
         if wait and self.ring.header("version") > max(newest, 0):
             self._wait_for_weights(self.ring.header("version"))
             newest, _ = self.receiver.newest()
-        if newest <= self.version:
+        if newest <= max(self.version, self.refused) or (self.restart is not None and self.restart.waits(self.engine)):
             return
         begun = time.monotonic_ns()
-        self.version, step = self.engine.update_weights(self.receiver)
+        try:
+            self.version, step = self._new_weights()
+        except WeightsRefused as problem:
+            self.refused = newest
+            self.warn("rollout", f"goes on with version {self.version}: {problem}", "error", kind="weights refused")
+            return
         self.segments.fetched((time.monotonic_ns() - begun) / 1e9)
         self.step_of[self.version] = step
         self.ring.set_version_seen(self.version)
         if not wait:
             self.pace.updated(time.monotonic_ns() - begun)
+
+    def _new_weights(self) -> tuple[int, int]:
+        """Between two decoding steps; where the engine has to start again, with what runs taken out of it."""
+        if self.restart is None:
+            return self.engine.update_weights(self.receiver)
+        with self.activity("engine restart", self.topology.limits.ready_s):
+            ended = self.restart.empty(self.engine)
+            try:
+                found = self.engine.update_weights(self.receiver)
+            except WeightsRefused:
+                self.restart.go_on(self.engine)
+                raise
+            self.restart.go_on(self.engine)
+        self.ring.add(samples=sum([self._commit(sequence) for sequence in ended]))
+        return found
 
     def _wait_for_weights(self, version: int) -> None:
         """Wait for a version in short turns: the learner may be starting too, and the run may be told to end."""
@@ -184,7 +208,8 @@ class Rollout(Actor):
     def _take(self) -> bool:
         """Claim as many slots as the engine has rows for; a suspect one only when nothing else runs."""
         room = self.engine.capacity - self.engine.active
-        if room <= 0 or (self.alone and self.held) or self._left_behind():
+        draining = self.restart is not None and self.restart.draining
+        if room <= 0 or draining or (self.alone and self.held) or self._left_behind():
             return False
         self.alone = False
         taken = take_queued(self.ring, self.waves, room, 1)
@@ -194,7 +219,10 @@ class Rollout(Actor):
             for slot, word in taken:
                 self.ring.mark_alone(slot, word)
         if taken:
-            self.engine.submit(self._requests(taken))
+            requests = self._requests(taken)
+            if self.restart is not None:
+                self.restart.submitted(requests)
+            self.engine.submit(requests)
             self.pace.joined += len(taken)
         return bool(taken)
 
@@ -286,6 +314,8 @@ class Rollout(Actor):
 
     def _commit(self, sequence: Finished) -> bool:
         """Commit a segment that ended. True if the sample is done with here: its answer is whole, or it was dropped."""
+        if self.restart is not None:
+            sequence = self.restart.whole(sequence)
         slot, task = sequence.key, self.held.pop(sequence.key)
         word = task.word
         if sequence.finish == ABORTED:  # not its fault: whoever claims it next begins this segment again

@@ -24,22 +24,27 @@ from torch import Tensor
 from busrl import device
 from busrl.algorithms.advantages import advantages
 from busrl.algorithms.losses import get
+from busrl.errors import UserError
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.roles.oldtokens import OldTokens
 from busrl.scheduling.entropy_gate import EntropyGate
 from busrl.topology import Topology
 from busrl.topology.schema import Learner
+from busrl.topology.weight_rules import ADAPTERS
 from busrl.training import checkpoint
 from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
+from busrl.training.lora import Adapter, LoraSettings
 from busrl.training.memory import keep_freed_memory
 from busrl.training.model import load, named_weights, vocabulary
 from busrl.training.noise import NoiseMeter, Norms
 from busrl.training.schedule import Schedule
 from busrl.training.settings import StepStats, TrainerSettings
 from busrl.training.trainer import Trainer
+from busrl.weights.fingerprint import fingerprint
 
 ONE_COPY = "cuda_ipc"
+ADAPTER = "adapter"  # folder of a checkpoint
 Prox = list[npt.NDArray[np.float32]]
 
 
@@ -64,8 +69,19 @@ class TrainingStep:
         self.old = OldTokens(weights.max_staleness if bounded else None)
         self.before_update: Callable[[], None] = _nothing  # called when the weights are about to change
         self.shared = weights.transport == ONE_COPY
-        self._use(Trainer(load(self.source, device=self.device), self.settings))
+        self.adapter: Adapter | None = None
+        self.lora = lora_of(topology)
+        self.gives_adapters = weights.transport in ADAPTERS
+        self._use(self._trainer(self.source))
         self.vocabulary = vocabulary(self.trainer.model)
+
+    def _trainer(self, folder: Path) -> Trainer:
+        """For the model of that folder; with [lora] for an adapter on it."""
+        model = load(folder, device=self.device)
+        if self.lora is None:
+            return Trainer(model, self.settings)
+        self.adapter = Adapter(model, self.lora)
+        return Trainer(model, self.settings, named=self.adapter.merged)
 
     def _use(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -172,8 +188,13 @@ class TrainingStep:
         return self.trainer.entropy([to_sample(record) for record in records])
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights to publish; valid until the next step. As they are trained, where the engine's are the same."""
-        return named_weights(self.trainer.model) if self.shared else self.trainer.named_weights()
+        """What is published: the weights, or the adapter alone; valid until the next step. As they are trained, where
+        the engine's are the same."""
+        if self.shared:
+            return named_weights(self.trainer.model)
+        if self.adapter is not None and self.gives_adapters:
+            return self.adapter.tensors()
+        return self.trainer.named_weights()
 
     def adopt(self, views: Mapping[str, Tensor]) -> None:
         """Train these tensors, which hold the present weights, in the place of the model's own."""
@@ -181,13 +202,20 @@ class TrainingStep:
             parameter.data = views[name]
         device.empty_cache(self.device)
 
+    def write(self, folder: Path, named: Mapping[str, Tensor]) -> None:
+        """What `weights` gave, as the files of a published folder: an adapter, or a model with its tokenizer."""
+        if self.adapter is not None and self.gives_adapters:
+            self.adapter.write(folder, named)
+        else:
+            checkpoint.export(self.trainer.model, folder, self.source, named)
+
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, root: Path) -> Checkpoint | None:
         """Continue from the newest whole checkpoint under `root`; None if there is none."""
         found = checkpoint.latest(root)
         if found is not None:
-            self._use(Trainer(load(found.model, device=self.device), self.settings))
+            self._load_model(found)
             self.trainer.load_optimizer_state(found.optimizer_state())
             found.restore_random()
             self.groups = int(found.meta["groups"])
@@ -196,24 +224,59 @@ class TrainingStep:
                 self.skip_mastered = self.gate.on
         return found
 
+    def _load_model(self, found: Checkpoint) -> None:
+        """The weights of a checkpoint: with [lora] those of the base, and its adapter."""
+        before = found.meta.get("lora")
+        now = None if self.lora is None else {**self.lora.described(), "base": fingerprint(self.source)}
+        if before != now:
+            raise UserError(
+                f"{found.path} was trained with lora {before}, the topology and model.path give {now}; go on with the "
+                f"settings as they were, or start a new run with model.path = {found.model}"
+            )
+        if self.adapter is None:
+            self._use(self._trainer(found.model))
+        else:
+            self.adapter.load(found.path / ADAPTER)
+
     def save_checkpoint(
         self, root: Path, step: int, meta: Mapping[str, Any], extras: Callable[[Path], None]
     ) -> Checkpoint:
+        more: dict[str, Any] = {"dmmpt_gate": self.gate.state()} if self.gate is not None else {}
+        if self.lora is not None:
+            more["lora"] = {**self.lora.described(), "base": fingerprint(self.source)}
+
+        def files(directory: Path) -> None:
+            if self.adapter is not None:
+                self.adapter.write(directory / ADAPTER, self.adapter.tensors())
+            extras(directory)
+
         return checkpoint.save(
             root,
             step,
             model=self.trainer.model,
-            views=self.shared,
             optimizer_state=self.trainer.optimizer_state(),
-            meta={**meta, **({"dmmpt_gate": self.gate.state()} if self.gate is not None else {})},
+            meta={**meta, **more},
+            named=self._named(),
             source=self.source,
-            extras=extras,
+            extras=files,
             keep_last=self.config.keep_last,
         )
+
+    def _named(self) -> dict[str, Tensor] | None:
+        """What a checkpoint holds where it is not the model's own tensors as they are."""
+        if self.adapter is not None:
+            return self.adapter.merged(self.trainer.model)
+        return checkpoint.apart(self.trainer.model) if self.shared else None
 
 
 def _nothing() -> None:
     """The weights are the learner's alone: they may change at any time."""
+
+
+def lora_of(topology: Topology) -> LoraSettings | None:
+    """None where all weights are trained."""
+    own = topology.lora
+    return LoraSettings(own.rank, own.scale, own.targets, own.dropout, topology.run.seed) if own.on else None
 
 
 def _schedule(topology: Topology) -> Schedule:

@@ -96,4 +96,6 @@ def fits(model: Any) -> bool:
         return False
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        return False  # an adapter is on it: a layer is more than the weight that is read here
     return all(kind == "full_attention" for kind in kinds) and rope in STATIC_ROPE and config.hidden_act == "silu"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +39,15 @@ Floats = NDArray[np.float32]
 class Trainer:
     """One model, one optimiser, one accumulator (the parameters' `.grad`)."""
 
-    def __init__(self, model: Any, settings: TrainerSettings, forward: Forward | None = None) -> None:
-        self.model, self.settings = model, settings
+    def __init__(
+        self,
+        model: Any,
+        settings: TrainerSettings,
+        forward: Forward | None = None,
+        named: Callable[[Any], dict[str, Tensor]] = named_weights,
+    ) -> None:
+        """`named` gives the weights to publish; others than the model's own where it has an adapter."""
+        self.model, self.settings, self._named = model, settings, named
         self.loss = losses.get(settings.loss)
         self.forward = forward or choose(model, lean=settings.compute_dtype == "float32")
         self._loss_settings = settings.for_loss()
@@ -216,7 +223,7 @@ class Trainer:
 
     def named_weights(self) -> dict[str, Tensor]:
         """The weights to publish, by name, in the compute type; valid until the next step."""
-        named = named_weights(self.model)
+        named = self._named(self.model)
         dtype = getattr(torch, self.settings.compute_dtype)
         if self.settings.compute_dtype == "float32":
             return named

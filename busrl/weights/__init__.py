@@ -1,5 +1,5 @@
-"""Weight transports behind one interface: shared memory on one host, a broadcast over a changing group, or one copy
-that engine and learner share.
+"""Weight transports behind one interface: shared memory on one host, a broadcast over a changing group, folders, or
+one copy that engine and learner share.
 
 Used by the learner (Sender) and by everybody who runs the model (Receiver). One topology key chooses. Importing this
 package imports no torch.
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from busrl.paths import RunPaths
     from busrl.topology import Topology
     from busrl.weights.factory import Settings
+    from busrl.weights.folder_sender import Write
 
 __all__ = [
     "NOTHING", "Receiver", "Sender", "bridge_file", "make_receiver", "make_sender", "settings_of", "share_weights",
@@ -23,11 +24,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-def make_sender(topology: Topology, paths: RunPaths) -> Sender:
-    """The learner's side of the transport that the topology names."""
+def make_sender(topology: Topology, paths: RunPaths, write: Write | None = None) -> Sender:
+    """The learner's side of the transport that the topology names; `write` fills folders, where versions are such."""
     from busrl.weights.factory import Settings, sender
 
-    return sender(Settings.of(topology, paths))
+    return sender(Settings.of(topology, paths), write=write)
 
 
 def make_receiver(topology: Topology, paths: RunPaths, name: str) -> Receiver:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from busrl.errors import UserError
 from busrl.weights import bridge_file, store_file
 from busrl.weights.base import Receiver, Sender
+from busrl.weights.folder_sender import Write
+from busrl.weights.folder_settings import folder_receiver, folder_sender, folder_settings
 
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
@@ -39,6 +41,10 @@ class Settings:
     sparse: bool = False
     sparse_threshold: float = 0.1
     key_every: int = 32
+    folders: str = ""  # where versions lie that are folders; empty: they are tensors
+    kept: int = 2  # of these, by the learner ...
+    held: int = 1  # ... and by each engine
+    base: str = ""  # model folder that adapters belong to; empty: versions are whole checkpoints
 
     @classmethod
     def of(cls, topology: Topology, paths: RunPaths) -> Settings:
@@ -53,6 +59,7 @@ class Settings:
             sparse=weights.sparse.enabled,
             sparse_threshold=weights.sparse.threshold,
             key_every=weights.sparse.key_every,
+            **folder_settings(topology, paths),
         )
 
     def plain(self) -> dict[str, Any]:
@@ -68,7 +75,12 @@ class Settings:
         return cls(**plain)
 
 
-def sender(settings: Settings, on_missing: Callable[[str, str], None] | None = None) -> Sender:
+def sender(
+    settings: Settings, on_missing: Callable[[str, str], None] | None = None, write: Write | None = None
+) -> Sender:
+    """`write` makes the files of a version, where versions are folders."""
+    if settings.folders:
+        return folder_sender(settings, write)
     if settings.transport == "shm":
         from busrl.weights.shm import ShmSender
 
@@ -86,6 +98,8 @@ def sender(settings: Settings, on_missing: Callable[[str, str], None] | None = N
 
 
 def receiver(settings: Settings, name: str) -> Receiver:
+    if settings.folders:
+        return folder_receiver(settings, name)
     if settings.transport == "shm":
         from busrl.weights.shm import ShmReceiver
 
@@ -103,4 +117,4 @@ def receiver(settings: Settings, name: str) -> Receiver:
 
 
 def _unknown(transport: str) -> UserError:
-    return UserError(f'weights.transport is {transport!r}; it must be "shm", "broadcast" or "cuda_ipc"')
+    return UserError(f'weights.transport is {transport!r}; docs/weights.md has those there are')

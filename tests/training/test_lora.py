@@ -1,0 +1,116 @@
+"""LoRA: only the adapter is trained, merged and unmerged agree, and its folder loads in peft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from busrl.errors import ModelNotLoaded
+from busrl.training import checkpoint
+from busrl.training.lora import Adapter, LoraSettings
+from busrl.training.model import load
+from busrl.training.settings import TrainerSettings
+from busrl.training.trainer import Trainer
+
+pytest.importorskip("peft")
+SETTINGS = LoraSettings(rank=4, scale=2.0)
+
+
+def trained(
+    lab: Any, kind: str = "qwen3", settings: LoraSettings = SETTINGS, steps: int = 2
+) -> tuple[Trainer, Adapter]:
+    model = load(lab.folder(kind))
+    adapter = Adapter(model, settings)
+    trainer = Trainer(model, TrainerSettings(), named=adapter.merged)
+    samples = lab.samples(seed=1)
+    for step in range(steps):
+        trainer.accumulate(samples, [1.0 if i % 2 else -1.0 for i in range(len(samples))], version=step)
+        assert not trainer.step(1e-2).skipped
+    return trainer, adapter
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+def test_merged_weights_are_the_adapted_model(lab: Any, kind: str, tmp_path: Path) -> None:
+    trainer, _ = trained(lab, kind)
+    plain = load(lab.folder(kind))
+    assert trainer.named_weights().keys() == dict(plain.named_parameters()).keys()
+    ids = torch.arange(9)[None]
+    before = plain(ids).logits
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(trainer.named_weights()[name])
+        adapted = trainer.model(ids).logits
+        assert (plain(ids).logits - adapted).abs().max() < 1e-4 < (before - adapted).abs().max()
+
+
+def test_only_the_adapter_is_trained(lab: Any) -> None:
+    base = {name: value.clone() for name, value in load(lab.folder("qwen3")).named_parameters()}
+    trainer, adapter = trained(lab)
+    assert sum(p.numel() for p in trainer.parameters) == sum(p.numel() for p in adapter.tensors().values())
+    for name, parameter in trainer.model.named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(parameter, base[name.replace(".base_layer.", ".")]), name
+    assert all(bool(t.abs().sum() > 0) for t in adapter.tensors().values())
+
+
+def test_an_adapter_of_the_same_seed_begins_the_same_and_as_nothing(lab: Any) -> None:
+    one, two = (trained(lab, steps=0)[1].tensors() for _ in range(2))
+    other = trained(lab, settings=LoraSettings(4, 2.0, seed=1), steps=0)[1].tensors()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+    assert all(not value.any() for name, value in one.items() if ".lora_B." in name)
+
+
+def test_the_lean_forward_is_not_taken_for_an_adapted_model(lab: Any) -> None:
+    """It reads weights, not layers, and at the start its numbers would even agree."""
+    assert Trainer(load(lab.folder("qwen3")), TrainerSettings()).forward.name == "lean"
+    assert trained(lab, steps=0)[0].forward.name == "head_apart"
+
+
+def test_the_folder_loads_in_peft_and_in_an_adapter_of_ours(lab: Any, tmp_path: Path) -> None:
+    from peft import PeftModel, get_peft_model_state_dict
+
+    trainer, adapter = trained(lab)
+    assert adapter.tensors().keys() == get_peft_model_state_dict(adapter._wrapped).keys()
+    adapter.write(tmp_path / "adapter", adapter.tensors())
+    names = sorted(path.name for path in (tmp_path / "adapter").iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    elsewhere = PeftModel.from_pretrained(load(lab.folder("qwen3")), str(tmp_path / "adapter"))
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        assert (elsewhere(ids).logits - trainer.model(ids).logits).abs().max() < 1e-6
+    again = Adapter(load(lab.folder("qwen3")), SETTINGS)
+    again.load(tmp_path / "adapter")
+    assert all(torch.equal(value, again.tensors()[name]) for name, value in adapter.tensors().items())
+    with pytest.raises(ModelNotLoaded, match="other layers or another rank"):
+        Adapter(load(lab.folder("qwen3")), LoraSettings(8, 2.0)).load(tmp_path / "adapter")
+
+
+def test_targets_choose_layers_and_unknown_ones_are_refused(lab: Any) -> None:
+    _, adapter = trained(lab, settings=LoraSettings(2, 1.0, ("q_proj", "v_proj")), steps=0)
+    assert {name.split(".")[-3] for name in adapter.tensors()} == {"q_proj", "v_proj"}
+    with pytest.raises(ModelNotLoaded, match=r"no linear layer 'qproj'.*'q_proj'"):
+        Adapter(load(lab.folder("qwen3")), LoraSettings(2, 1.0, ("qproj",)))
+    with pytest.raises(ModelNotLoaded, match="no linear layer"):
+        Adapter(load(lab.folder("gpt2")), LoraSettings(2, 1.0, ("c_attn",)))  # no nn.Linear: its weight is transposed
+
+
+def test_dropout_acts_on_training_alone(lab: Any) -> None:
+    trainer, _ = trained(lab, settings=LoraSettings(4, 2.0, dropout=0.5), steps=3)
+    samples = lab.samples()
+    one, two = trainer.score(samples), trainer.score(samples)
+    assert all((a == b).all() for a, b in zip(one, two))
+    ids = torch.arange(9)[None]
+    assert not torch.equal(trainer.model(ids).logits, trainer.model(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_an_exported_model_is_the_adapted_one(lab: Any, kind: str, tmp_path: Path) -> None:
+    trainer, _ = trained(lab, kind)
+    checkpoint.export(trainer.model, tmp_path / "model", lab.folder(kind), trainer.named_weights())
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        assert (load(tmp_path / "model")(ids).logits - trainer.model(ids).logits).abs().max() < 1e-5
