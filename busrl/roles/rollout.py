@@ -159,7 +159,8 @@ class Rollout(Actor):
         if newest <= self.version:
             return
         begun = time.monotonic_ns()
-        self.version, step = self.engine.update_weights(self.receiver)
+        with self.activity("new weights", self.topology.limits.ready_s):
+            self.version, step = self.engine.update_weights(self.receiver)
         self.segments.fetched((time.monotonic_ns() - begun) / 1e9)
         self.step_of[self.version] = step
         self.ring.set_version_seen(self.version)
@@ -287,6 +288,9 @@ class Rollout(Actor):
         """Commit a segment that ended. True if the sample is done with here: its answer is whole, or it was dropped."""
         slot, task = sequence.key, self.held.pop(sequence.key)
         word = task.word
+        if sequence.refused:
+            self._drop(slot, word, "X", sequence.refused)
+            return True
         if sequence.finish == ABORTED:  # not its fault: whoever claims it next begins this segment again
             self.ring.release(slot, word, State.QUEUED)
             return False
