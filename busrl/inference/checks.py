@@ -62,7 +62,7 @@ def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
     if length // 2:
         decoder.prefill(ids[order, : length // 2], torch.arange(rows, device=device)[order], None)
         staging = Staging(length // 2)
-        for piece in ids[:1, : length // 2].split(-(-length // 4), dim=1):
+        for piece in torch.split(ids[:1, : length // 2], -(-length // 4), dim=1):
             decoder.prefill_piece(piece, staging)
         decoder.cache.adopt(staging, torch.zeros(1, dtype=torch.int64, device=device))
     everyone = torch.arange(rows, device=device)

@@ -33,6 +33,7 @@ from busrl.inference.seats import Index, Seats
 from busrl.inference.tokens import Tokens, eos_ids_of
 
 if TYPE_CHECKING:
+    from busrl.topology import Topology
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings as WeightSettings
 
@@ -331,3 +332,17 @@ def _empty(request: Request) -> Finished:
     """A request that has no room for a single token ends at once, cut by its length."""
     nothing = np.empty(0, np.int32)
     return Finished(request.key, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), LENGTH)
+
+
+def make(topology: Topology) -> TorchEngine:
+    """The engine of a rollout process whose topology says `engine = "torch"`."""
+    generation = topology.generation
+    return TorchEngine.load(
+        topology.model.path,
+        capacity=generation.max_batch,
+        max_length=generation.max_prompt_tokens + generation.max_new_tokens,
+        dtype=topology.model.dtype,
+        chat=topology.data.template == "chat",
+        on_update="recompute" if generation.on_update == "recompute" else "keep",
+        prefill_tokens=generation.prefill_tokens,
+    )

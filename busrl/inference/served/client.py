@@ -22,13 +22,14 @@ import queue
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from busrl.errors import PeerTimeout, UserError
 from busrl.inference.served.answers import Garbage, Part, load, read
 from busrl.inference.served.backoff import Backoff, retry_after_s
+from busrl.inference.served.settings import Endpoint
 
 try:
     import aiohttp
@@ -44,24 +45,6 @@ TELL_EVERY_S = 10.0
 CALL_S = 30.0  # a call into the loop that does not wait for the server
 STATES_OF_THE_SERVER = (408, 409, 425, 429)  # 4xx that say nothing about the request itself
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where to ask and how long to wait; see [openai]."""
-
-    url: str  # of the API, with /v1
-    path: str  # "/completions" or "/chat/completions"
-    headers: dict[str, str]
-    timeout_s: float
-    retries: int
-    patience_s: float
-    vocabulary: int = 0  # 0 = unknown
-    eos_ids: frozenset[int] = frozenset()
-
-    @property
-    def chat(self) -> bool:
-        return self.path.startswith("/chat")
 
 
 @dataclass
@@ -373,14 +356,14 @@ class Client:
 
     # -- anything else that is asked of the server ----------------------------------------------------------------
 
-    async def _send(self, method: str, url: str, body: dict[str, Any] | None, limit_s: float) -> tuple[int, str, str]:
+    async def _send(self, method: str, url: str, body: Mapping[str, Any] | None, limit_s: float) -> tuple[int, str, str]:
         """Status, text and Retry-After of one call."""
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
         async with self._session.request(method, url, json=body, timeout=timeout) as response:
             text = (await response.read()).decode("utf-8", "replace")
             return response.status, text, response.headers.get("Retry-After", "")
 
-    def send(self, method: str, url: str, body: dict[str, Any] | None, phase: str) -> str:
+    def send(self, method: str, url: str, body: Mapping[str, Any] | None, phase: str) -> str:
         """The text of a 200, asked for until `patience_s` are over; UserError for a 4xx, PeerTimeout otherwise."""
         begun, failures, last = time.monotonic(), 0, ""
         while True:

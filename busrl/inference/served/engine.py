@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import queue
 import threading
 import time
@@ -23,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +30,9 @@ import numpy.typing as npt
 from busrl.errors import PeerTimeout, UserError
 from busrl.inference.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, Request, Statistics
 from busrl.inference.pauses import Pauses
-from busrl.inference.served.client import Ask, Client, Endpoint, Message
+from busrl.inference.served.client import Ask, Client, Message
 from busrl.inference.served.fixed import FixedReceiver
+from busrl.inference.served.settings import endpoint_of, tools_of
 from busrl.inference.served.updates import Updates
 from busrl.topology.machine import read_config
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from busrl.inference.tokens import Tokens
     from busrl.topology import Topology
     from busrl.topology.machinery import Openai
-    from busrl.weights.base import Receiver
+    from busrl.weights.base import FolderReceiver, Receiver
     from busrl.weights.factory import Settings
 
 log = logging.getLogger("busrl")
@@ -83,8 +83,8 @@ class ServedEngine:
         self._settings, self._tokens, self._eos_ids = settings, tokens, eos_ids
         self._capacity, self._max_length = capacity, max_length
         self._chat = settings.endpoint == "chat"
-        self._tools = _tools(settings.tools)
-        self._client = Client(_endpoint(settings, vocabulary, eos_ids))
+        self._tools = tools_of(settings)
+        self._client = Client(endpoint_of(settings, vocabulary, eos_ids))
         self._books: dict[int, _Book] = {}
         self._texts: OrderedDict[bytes, str] = OrderedDict()  # by chat: the text of a prompt's ids
         self._taken: list[Message] = []  # news that the next step is about
@@ -200,7 +200,7 @@ class ServedEngine:
         paused = self._pauses.on
         self._done += self.pause("wait" if self._chat else "keep")
         self._settle()
-        folder: Any = receiver  # of kind adapter or folder: the rules of a topology see to that
+        folder = cast("FolderReceiver", receiver)  # of kind adapter or folder: the rules of a topology see to that
         version, step, path = folder.take()
         adapter = folder.kind == "adapter"
         if self._restoring is not None:  # what it loads is old by now; its end opens no gate while we are paused
@@ -298,8 +298,8 @@ class ServedEngine:
             at = next((k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
             raise UserError(
                 f"{self._settings.base_url} renders the prompt of uid {request.uid} to {len(theirs)} tokens, the model "
-                f"folder to {len(ours)}; they differ from token {at} on. Set data.template = \"chat\" and give the "
-                "server the same model folder (tools are part of its prompt: openai.endpoint = \"completions\" sends ids)"
+                f"folder to {len(ours)}; they differ from token {at} on. Give the server the same model folder and "
+                'chat template, or set openai.endpoint = "completions", which sends token ids'
             )
 
     def _settle(self) -> None:
@@ -358,33 +358,6 @@ class ServedEngine:
         return names[0]
 
 
-def _endpoint(settings: Openai, vocabulary: int, eos_ids: frozenset[int]) -> Endpoint:
-    headers = {}
-    if settings.api_key_env:
-        key = os.environ.get(settings.api_key_env, "")
-        if not key:
-            raise UserError(f"openai.api_key_env names ${settings.api_key_env}, which is not set in this environment")
-        headers["Authorization"] = f"Bearer {key}"
-    path = "/chat/completions" if settings.endpoint == "chat" else "/completions"
-    return Endpoint(
-        settings.base_url.rstrip("/"), path, headers, settings.timeout_s, settings.retries, settings.patience_s,
-        vocabulary, eos_ids,
-    )  # fmt: skip
-
-
-def _tools(path: str) -> list[Any]:
-    """The tools that every chat request names, from a JSON file."""
-    if not path:
-        return []
-    try:
-        found = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as problem:
-        raise UserError(f"openai.tools: {path}: {problem}") from problem
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise UserError(f"openai.tools: {path}: not a list of objects, each a tool as the chat endpoint takes it")
-    return found
-
-
 def _seed(request: Request) -> int:
     """The server's seed: a function of (seed, uid, segment)."""
     text = f"{request.seed} {request.uid} {request.segment}".encode()
@@ -409,7 +382,7 @@ def make(topology: Topology) -> ServedEngine:
     eos_ids = eos_ids_of(SimpleNamespace(config=own), tokenizer)
     return ServedEngine(
         topology.openai,
-        Tokens(tokenizer, eos_ids, topology.data.template == "chat"),
+        Tokens(tokenizer, eos_ids, topology.data.template == "chat", tools=tools_of(topology.openai)),
         capacity=generation.max_batch,
         max_length=generation.max_prompt_tokens + generation.max_new_tokens,
         vocabulary=int(config.get("vocab_size") or 0),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from busrl.errors import BugError
-from busrl.weights.base import NOTHING
+from busrl.weights.base import NOTHING, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 class FixedReceiver:
     """Version 0 it is, and stays."""
 
-    kind = "folder"
+    kind: Kind = "tensors"
 
     def newest(self) -> tuple[int, int]:
         return NOTHING
@@ -24,10 +23,7 @@ class FixedReceiver:
         return NOTHING
 
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
-        raise BugError("an endpoint with openai.update = \"none\" has no new weights to fetch")
-
-    def take(self) -> tuple[int, int, Path]:
-        raise BugError("an endpoint with openai.update = \"none\" has no new weights to take")
+        raise BugError('an endpoint with openai.update = "none" has no new weights')
 
     def step_of(self, version: int) -> int:
         return 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from busrl.errors import BusrlError, PeerLost, UserError
@@ -58,8 +59,8 @@ class Updates:
         phase = f"loading version {version}"
         if self._kind == "vllm":
             self._post("/pause?mode=keep", None, f"{phase}: pause")
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
-            self._post("/collective_rpc", body, phase)
+            work = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+            self._post("/collective_rpc", work, phase)
             self._post("/reset_prefix_cache?reset_running_requests=true", None, f"{phase}: prefix cache")
             self._post("/resume", None, f"{phase}: resume")
         else:
@@ -79,5 +80,5 @@ class Updates:
         if isinstance(found, dict) and found.get("success") is False:
             raise PeerLost(f"{self._root} ({phase}): {found.get('message', said)}")
 
-    def _post(self, path: str, body: dict[str, object] | None, phase: str) -> str:
+    def _post(self, path: str, body: Mapping[str, object] | None, phase: str) -> str:
         return self._client.send("POST", self._root + path, body, phase)
