@@ -1,4 +1,5 @@
-"""Inference engines behind one interface: an embedded torch engine, and a scripted one without a model.
+"""Inference engines behind one interface (`base`): an embedded torch engine, one behind an OpenAI-compatible endpoint,
+and a scripted one without a model.
 
 Used by the rollout role, which knows `Engine`, `Request` and `Finished` only. Importing this package imports no torch;
 `make_engine` imports what the topology asks for.
@@ -18,22 +19,18 @@ __all__ = ["ABORTED", "EOS", "LENGTH", "Engine", "Event", "Finished", "Request",
 
 def make_engine(topology: Topology, process: str = "") -> Engine:
     """The engine of that rollout process."""
-    if _kind(topology, process) == "mock":
+    kind = _kind(topology, process)
+    if kind == "mock":
         from busrl.inference.scripted import make
 
         return make(topology, process)
-    from busrl import device
-    from busrl.inference.torch_engine import TorchEngine
+    if kind == "openai":
+        from busrl.inference.served.engine import make as make_served
 
-    generation = topology.generation
-    return TorchEngine.load(
-        topology.model.path,
-        capacity=generation.max_batch,
-        max_length=generation.max_prompt_tokens + generation.max_new_tokens,
-        dtype=topology.model.dtype,
-        device=device.choose(topology.device_of(process)),
-        chat=topology.data.template == "chat",
-    )
+        return make_served(topology)
+    from busrl.inference.torch_engine import make as make_torch
+
+    return make_torch(topology, process)
 
 
 def _kind(topology: Topology, process: str) -> str:

@@ -50,7 +50,8 @@ class Finished:
     """The new tokens of one request. `finish` is EOS (the last token ends the sequence), LENGTH (a limit cut it) or
     ABORTED (it was told to end: it may have no token at all).
 
-    `text` is the text of the whole answer where the engine knows it; otherwise it is decoded from the ids.
+    `text` is the text of the whole answer where the engine knows it; otherwise it is decoded from the ids. `refused`
+    says why a server will not answer this request at all.
     """
 
     key: int
@@ -59,6 +60,7 @@ class Finished:
     versions: npt.NDArray[np.uint32]
     finish: int
     text: str | None = None
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class Engine(Protocol):
         ...
 
     def pause(self, how: Pause) -> list[Finished]:
-        """No step until `resume`. keep: sequences stay as they are; wait: they end first; abort: they end now."""
+        """No step until `resume`. keep: sequences stay as they are; wait: those under way end first; abort: all
+        end now."""
         ...
 
     def resume(self) -> None: ...

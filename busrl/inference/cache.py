@@ -1,7 +1,8 @@
 """The key-value cache: one row per running sequence, every row with its own write position.
 
 Used by both decoders; for the generic one it also plays the part of a transformers Cache. A row is written from
-position 0 by a prefill, then one position further by each decoding step. Knows nothing of requests.
+position 0 by a prefill, or at once from a `Staging` that a long prompt filled in pieces; then one position further by
+each decoding step. Knows nothing of requests.
 
 - Bytes past a row's own length are garbage; the mask keeps attention away from them, so rows are never cleared.
 - Rows in use are always the first n, so that a step works on slices instead of gathered copies.
@@ -18,6 +19,25 @@ from transformers.cache_utils import Cache
 FIRST_ROOM = 128
 
 
+class Staging:
+    """Keys and values of one sequence of `length` tokens while it is prefilled in pieces; `done` of them are there."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.done = 0
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append a piece [1, heads, positions, width] to a layer; returns all that the piece attends to."""
+        stop = self.done + keys.shape[2]
+        for stores, new in ((self.keys, keys), (self.values, values)):
+            if layer == len(stores):
+                stores.append(new.new_empty((1, new.shape[1], self.length, new.shape[3])))
+            stores[layer][:, :, self.done : stop] = new
+        return self.keys[layer][:, :, :stop], self.values[layer][:, :, :stop]
+
+
 class RowCache(Cache):  # type: ignore[misc, unused-ignore]
     """Keys and values per layer, [rows, heads, positions, head width]; `plan_*` says what the next forward does."""
 
@@ -30,6 +50,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self._prefill: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._staging: Staging | None = None
         self._span = 0
         self._active = 0
         self._positions: torch.Tensor | None = None
@@ -40,12 +61,16 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
     def plan_prefill(self, rows: torch.Tensor, source: torch.Tensor | None, length: int) -> None:
         """The next forward computes `length` positions of new sequences; sequence `source[i]` goes to row `rows[i]`."""
         self._reserve(length)
-        self._prefill = (rows, source)
+        self._prefill, self._staging = (rows, source), None
+
+    def plan_piece(self, staging: Staging) -> None:
+        """The next forward computes a piece of the one sequence of `staging`, after those that it has."""
+        self._prefill, self._staging = None, staging
 
     def plan_step(self, positions: torch.Tensor, span: int) -> None:
         """The next forward computes one token for each of the first rows, at `positions`; `span` covers them all."""
         self._reserve(span)
-        self._prefill = None
+        self._prefill = self._staging = None
         self._positions, self._active, self._span = positions, len(positions), span
         self._flat.clear()
 
@@ -55,6 +80,8 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values of a layer; returns those that this forward attends to."""
+        if self._staging is not None:
+            return self._staging.store(layer_idx, key_states, value_states)
         if layer_idx >= len(self.keys):
             self._grow_layers(layer_idx, key_states, value_states)
         if self._prefill is not None:
@@ -68,6 +95,8 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        if self._staging is not None:
+            return self._staging.done + query_length, 0
         return (query_length if self._prefill is not None else self._span), 0
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
@@ -82,6 +111,15 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
             store.view(-1, width).index_copy_(0, self._flat_positions(heads), new.reshape(-1, width))
         rows, span = self._active, self._span
         return self.keys[layer][:rows, :, :span], self.values[layer][:rows, :, :span]
+
+    def adopt(self, staging: Staging, rows: torch.Tensor) -> None:
+        """Write a sequence that is complete into each of `rows`."""
+        self._reserve(staging.length)
+        for layer, (keys, values) in enumerate(zip(staging.keys, staging.values)):
+            if layer >= len(self.keys):
+                self._grow_layers(layer, keys, values)
+            self.keys[layer][rows, :, : staging.length] = keys
+            self.values[layer][rows, :, : staging.length] = values
 
     def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None:
         """Copy the first `span` positions of rows `source` to rows `target`."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from busrl.errors import UserError
+from busrl.inference.cache import Staging
 from busrl.inference.decoder import Decoder, GenericDecoder
 from busrl.inference.fast_decoder import FastDecoder, NotRecognised
 
@@ -43,7 +44,8 @@ def choose(model: Any, rows: int, max_length: int, fast: bool) -> Decoder:
 
 
 def disagreement(model: Any, maker: Maker, max_length: int) -> float:
-    """Largest difference of logits over random sequences of unequal length, prefilled in part and then stepped."""
+    """Largest difference of logits over random sequences of unequal length: prefilled in part, one of them in two
+    pieces, and then stepped."""
     decoder = maker(model, 3, max_length)  # outside inference mode: it may move the parameters, which stay writable
     with torch.inference_mode():
         return _compare(model, decoder, max_length)
@@ -59,6 +61,10 @@ def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
     order = torch.tensor([2, 0, 1], device=device)
     if length // 2:
         decoder.prefill(ids[order, : length // 2], torch.arange(rows, device=device)[order], None)
+        staging = Staging(length // 2)
+        for piece in torch.split(ids[:1, : length // 2], -(-length // 4), dim=1):
+            decoder.prefill_piece(piece, staging)
+        decoder.cache.adopt(staging, torch.zeros(1, dtype=torch.int64, device=device))
     everyone = torch.arange(rows, device=device)
     gap = 0.0
     for k in range(length - length // 2):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from busrl.inference.cache import RowCache
+from busrl.inference.cache import RowCache, Staging
 
 
 class Decoder(Protocol):
@@ -24,6 +24,10 @@ class Decoder(Protocol):
 
     def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
         """Fill `rows` from position 0 with `ids` [sequences, length]; row i holds sequence `source[i]` (None: i)."""
+        ...
+
+    def prefill_piece(self, ids: torch.Tensor, staging: Staging) -> None:
+        """Append `ids` [1, length] to a sequence that is computed in pieces."""
         ...
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
@@ -44,10 +48,18 @@ class GenericDecoder:
         self._dtype = next(model.parameters()).dtype
 
     def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
-        length = ids.shape[1]
-        self.cache.plan_prefill(rows, source, length)
-        positions = torch.arange(length, device=ids.device)
-        masks = self._masks(positions[None, None, :, None], positions)
+        self.cache.plan_prefill(rows, source, ids.shape[1])
+        self._fill(ids, 0)
+
+    def prefill_piece(self, ids: torch.Tensor, staging: Staging) -> None:
+        self.cache.plan_piece(staging)
+        self._fill(ids, staging.done)
+        staging.done += ids.shape[1]
+
+    def _fill(self, ids: torch.Tensor, begin: int) -> None:
+        keys = torch.arange(begin + ids.shape[1], device=ids.device)
+        positions = keys[begin:]
+        masks = self._masks(positions[None, None, :, None], keys)
         self._base(
             input_ids=ids,
             attention_mask=masks,

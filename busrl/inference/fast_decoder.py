@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from busrl.inference.cache import RowCache
+from busrl.inference.cache import RowCache, Staging
 from busrl.inference.decoder import window_of
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose table does not depend on the sequence's length
@@ -71,18 +71,28 @@ class FastDecoder:
     # -- the two forwards ---------------------------------------------------------------------------------------
 
     def prefill(self, ids: Tensor, rows: Tensor, source: Tensor | None) -> None:
+        self.cache.plan_prefill(rows, source, ids.shape[1])
+        self._fill(ids, 0)
+
+    def prefill_piece(self, ids: Tensor, staging: Staging) -> None:
+        self.cache.plan_piece(staging)
+        self._fill(ids, staging.done)
+        staging.done += ids.shape[1]
+
+    def _fill(self, ids: Tensor, begin: int) -> None:
+        """Keys and values of `ids` [sequences, length] at the positions from `begin` on."""
         count, length = ids.shape
-        self.cache.plan_prefill(rows, source, length)
-        cos, sin = self._cos[:length, None], self._sin[:length, None]
+        end = begin + length
+        cos, sin = self._cos[begin:end, None], self._sin[begin:end, None]
+        earlier = torch.ones(length, end, dtype=torch.bool, device=ids.device).tril(begin) if begin else None
         x = F.embedding(ids, self._embedding)
         for layer, block in enumerate(self._blocks):
             q, k, v = self._project(x, block, cos, sin)
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-            self.cache.update(k, v, layer)
+            k, v = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
             if layer == len(self._blocks) - 1:
                 return  # only keys and values of a prompt are wanted
             mixed = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k, v, is_causal=True, scale=self._scale, enable_gqa=self._groups > 1
+                q.transpose(1, 2), k, v, earlier, is_causal=not begin, scale=self._scale, enable_gqa=self._groups > 1
             )
             x = self._finish(x, mixed.transpose(1, 2).reshape(count, length, -1), block)
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.inference.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, Request, Statistics
+from busrl.inference.pauses import Pauses
 from busrl.inference.script import Script, make_script
 from busrl.weights.versions import VersionReceiver
 
@@ -89,9 +90,8 @@ class ScriptedEngine:
         self._owed = 0.0  # prefill that comes before the next step
         self._version = 0
         self._events: list[Event] = []
-        self._paused_at: float | None = None
+        self._pauses = Pauses(clock)
         self._tokens = self._prefilled = self._updates = 0
-        self._pause_s = 0.0
 
     @property
     def capacity(self) -> int:
@@ -103,7 +103,7 @@ class ScriptedEngine:
 
     @property
     def drawing(self) -> int:
-        return 0 if self._paused_at is not None else len(self._rows) * self._planned()
+        return 0 if self._pauses.on else len(self._rows) * self._planned()
 
     @property
     def max_length(self) -> int:
@@ -128,7 +128,7 @@ class ScriptedEngine:
 
     def step(self) -> list[Finished]:
         done, self._cut = self._cut, []
-        if not self._rows or self._paused_at is not None:
+        if not self._rows or self._pauses.on:
             return done
         steps = self._planned()
         self._pass(self._owed + steps * self.pace.step_s(len(self._rows)))
@@ -152,18 +152,15 @@ class ScriptedEngine:
 
     def pause(self, how: Pause) -> list[Finished]:
         ended: list[Finished] = []
-        while how == "wait" and self.active:
+        while how == "wait" and self.active and not self._pauses.on:
             ended += self.step()
         if how == "abort":
             ended = [self._end(row) for row in list(self._rows.values())]
-        if self._paused_at is None:
-            self._paused_at = self._clock()
+        self._pauses.begin()
         return ended
 
     def resume(self) -> None:
-        if self._paused_at is not None:
-            self._pause_s += self._clock() - self._paused_at
-            self._paused_at = None
+        self._pauses.end()
         self._now = max(self._now, self._clock())
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
@@ -183,9 +180,9 @@ class ScriptedEngine:
     def statistics(self) -> Statistics:
         waiting = sum(row.joined == self._steps for row in self._rows.values())
         return Statistics(
-            active=self.active, waiting=waiting, paused=self._paused_at is not None, version=self._version,
+            active=self.active, waiting=waiting, paused=self._pauses.on, version=self._version,
             steps=self._steps, tokens=self._tokens, prefill_tokens=self._prefilled, updates=self._updates,
-            pause_s=self._pause_s,
+            pause_s=self._pauses.seconds,
         )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:

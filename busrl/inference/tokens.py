@@ -19,11 +19,19 @@ from transformers import PreTrainedTokenizerFast
 class Tokens:
     """Encodes prompts (plain, or as one user turn of the chat template) and decodes completions."""
 
-    def __init__(self, tokenizer: Any, eos_ids: frozenset[int], chat: bool = False, cached: int = 65536) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        chat: bool = False,
+        cached: int = 65536,
+        tools: Sequence[Any] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._decode_ids = _fast_decode(tokenizer)
         self._eos_ids = eos_ids
         self._chat = chat
+        self._tools = list(tools) or None  # what the chat template tells the model that it may call
         self._cached = cached
         self._ids: OrderedDict[str, list[int]] = OrderedDict()
 
@@ -47,7 +55,7 @@ class Tokens:
         if not self._chat:
             return [int(i) for i in self._tokenizer.encode(text)]
         rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": text}], tools=self._tools, tokenize=False, add_generation_prompt=True
         )
         return [int(i) for i in self._tokenizer.encode(rendered, add_special_tokens=False)]
 

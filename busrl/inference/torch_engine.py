@@ -3,20 +3,19 @@
 The rollout role drives it through `busrl.inference.base.Engine`; the weight plane writes into `parameters()`. Knows
 nothing of slots, the bus or rewards.
 
-- Sequences join and leave between decoding steps. New ones are prefilled in a batch of their own, one row for all
-  requests with the same prompt, and copied into the rows of the running batch.
-- New weights enter between steps; running sequences keep the keys and values that older weights made.
+- Sequences join and leave between decoding steps. Who joins is prefilled in a batch of its own (`filling`), one row for
+  all requests with the same prompt, and copied into the rows of the running batch.
+- New weights enter between steps. Running sequences keep the keys and values that older weights made, or, with
+  `on_update = "recompute"`, wait until theirs are computed again.
 - One transfer from the device and no Python per row in a step, but for rows that begin or end in it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,21 +23,26 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from busrl.device import choose as choose_device
 from busrl.errors import UserError
 from busrl.inference.adapter import Files
-from busrl.inference.base import ABORTED, LENGTH, Event, Finished, Pause, Request, Statistics
+from busrl.inference.base import LENGTH, Event, Finished, Pause, Request, Statistics
 from busrl.inference.checks import choose
+from busrl.inference.filling import Filling
+from busrl.inference.pauses import Pauses
 from busrl.inference.sampling import Settings, draw
 from busrl.inference.seats import Index, Seats
 from busrl.inference.tokens import Tokens, eos_ids_of
 
 if TYPE_CHECKING:
+    from busrl.topology import Topology
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings as WeightSettings
 
 SPAN_STEP = 8  # attended prefixes grow in steps, so that fewer shapes occur
-PREFILL_TOKENS = 16384  # padded tokens in one prefill batch
+PREFILL_TOKENS = 2048  # keeps a step with a full prefill within some ten times one without, and still fills a GPU
 DEFAULT_MAX_LENGTH = 4096  # where neither the caller nor the model sets one
+OnUpdate = Literal["keep", "recompute"]
 quiet: Any = transformers_logging  # it has no type hints
 
 
@@ -54,10 +58,13 @@ class TorchEngine:
         max_length: int = 0,
         fast: bool = True,
         chat: bool = False,
+        on_update: OnUpdate = "keep",
+        prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
         if capacity < 1:
             raise UserError(f"capacity is {capacity}; an engine needs at least one row (generation.max_batch)")
         self._model = model.eval().requires_grad_(False)
+        self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         self._device: torch.device = next(model.parameters()).device
         self._max_length = _max_length(model, max_length)
         eos_ids = eos_ids_of(model, tokenizer)
@@ -67,15 +74,16 @@ class TorchEngine:
         self._tokens = Tokens(tokenizer, eos_ids, chat)
         self._decoder = choose(model, capacity, self._max_length, fast)
         self._seats = Seats(capacity, self._max_length, eos)
+        self._filling = Filling(self._seats, self._decoder, max(1, prefill_tokens), self._device)
         self._capacity = capacity
-        self._waiting: deque[Request] = deque()
+        self._on_update = on_update
         self._holes: list[int] = []
         self._done: list[Finished] = []
         self._settings: Settings | None = None
-        self._version = 0
         self._files = Files(model)
-        self._paused_at: float | None = None
-        self._updates, self._update_s, self._pause_s = 0, 0.0, 0.0
+        self._pauses = Pauses()
+        self._version = self._steps = self._drawn = self._updates = 0
+        self._update_s = 0.0
 
     @classmethod
     def load(
@@ -88,6 +96,8 @@ class TorchEngine:
         device: str | torch.device = "cpu",
         fast: bool = True,
         chat: bool = False,
+        on_update: OnUpdate = "keep",
+        prefill_tokens: int = PREFILL_TOKENS,
     ) -> TorchEngine:
         """An engine for a model folder; nothing is fetched from anywhere."""
         model: Any
@@ -98,7 +108,10 @@ class TorchEngine:
         except (OSError, ValueError) as problem:
             raise UserError(f"{path}: no causal language model and tokenizer ({problem}); see model.path") from problem
         model = model.to(device=device, dtype=getattr(torch, dtype))
-        engine = cls(model, tokenizer, capacity=capacity, max_length=max_length, fast=fast, chat=chat)
+        engine = cls(
+            model, tokenizer, capacity=capacity, max_length=max_length, fast=fast, chat=chat, on_update=on_update,
+            prefill_tokens=prefill_tokens,
+        )  # fmt: skip
         engine._files.base = Path(path)
         return engine
 
@@ -110,20 +123,15 @@ class TorchEngine:
 
     @property
     def active(self) -> int:
-        return self._seats.active - len(self._holes) + len(self._waiting) + len(self._done)
+        return self._capacity - len(self._seats.free) + len(self._done)
 
     @property
     def drawing(self) -> int:
-        return 0 if self._paused_at is not None else self.active - len(self._done)
+        return 0 if self._pauses.on else self._running + self._filling.joining
 
     @property
     def max_length(self) -> int:
         return self._max_length
-
-    @property
-    def version(self) -> int:
-        """Version that the next tokens will carry."""
-        return self._version
 
     @property
     def decoder_name(self) -> str:
@@ -136,51 +144,46 @@ class TorchEngine:
         self._check(requests)
         for request in requests:
             if self._seats.room_for(request) > 0:
-                self._waiting.append(request)
+                self._filling.wait(self._seats.sit(request))
             else:
                 self._done.append(_empty(request))
 
     def step(self) -> list[Finished]:
         finished, self._done = self._done, []
-        if self._paused_at is not None:
-            return finished
-        with torch.inference_mode():
-            self._arrange()
-            if self._seats.active:
-                finished.extend(self._decode())
+        if not self._pauses.on:
+            with torch.inference_mode():
+                self._arrange()
+                if self._seats.active:
+                    finished.extend(self._decode())
         return finished
 
     def abort(self, key: int) -> Finished | None:
-        for request in self._waiting:
-            if request.key == key:
-                self._waiting.remove(request)
-                return _empty(request, ABORTED)
-        for row in range(self._seats.active):
-            if row not in self._holes and self._seats.key[self._seats.rows[row]] == key:
+        for seat in self._filling.seats():
+            if self._seats.key[seat] == key:
+                self._filling.forget(seat)
+                return self._seats.leave(seat, aborted=True)
+        for row in self._used_rows():
+            seat = int(self._seats.rows[row])
+            if self._seats.key[seat] == key:
                 self._holes = sorted([*self._holes, row])
-                return dataclasses.replace(self._seats.result(int(self._seats.rows[row])), finish=ABORTED)
+                return self._seats.leave(seat, aborted=True)
         return None
 
     def events(self) -> list[Event]:
-        return []
+        return self._seats.events()
 
     def pause(self, how: Pause) -> list[Finished]:
         ended: list[Finished] = []
-        while how == "wait" and self.active:
+        while how == "wait" and self.active and not self._pauses.on:
             ended += self.step()
         if how == "abort":
-            seats, holes = self._seats, self._holes
-            keys = [int(seats.key[seats.rows[row]]) for row in range(seats.active) if row not in holes]
-            keys += [request.key for request in self._waiting]
-            ended = [one for key in keys if (one := self.abort(key)) is not None]
-        if self._paused_at is None:
-            self._paused_at = time.monotonic()
+            seats = [*self._filling.seats(), *(int(self._seats.rows[row]) for row in self._used_rows())]
+            ended = [one for key in self._seats.key[seats].tolist() if (one := self.abort(key)) is not None]
+        self._pauses.begin()
         return ended
 
     def resume(self) -> None:
-        if self._paused_at is not None:
-            self._pause_s += time.monotonic() - self._paused_at
-            self._paused_at = None
+        self._pauses.end()
 
     def receiver(self, settings: WeightSettings, name: str) -> Receiver | None:
         """None: the ordinary one writes into `parameters()`."""
@@ -189,20 +192,25 @@ class TorchEngine:
     def update_weights(self, receiver: Receiver) -> tuple[int, int]:
         begun = time.monotonic()
         self._version, step = self._files.update(receiver)
-        self._updates, self._update_s = self._updates + 1, self._update_s + time.monotonic() - begun
+        if self._on_update == "recompute":
+            self._stand_up()
+        self._updates += 1
+        self._update_s += time.monotonic() - begun
         return self._version, step
 
-    def statistics(self) -> Statistics:
-        return Statistics(
-            active=self.active, waiting=len(self._waiting), paused=self._paused_at is not None, version=self._version,
-            updates=self._updates, update_s=self._update_s, pause_s=self._pause_s,
-        )  # fmt: skip
-
-    def close(self) -> None:
-        """Nothing was started."""
-
     def parameters(self) -> dict[str, torch.Tensor]:
-        return dict(self._model.named_parameters())
+        """Live tensors by the names of `model.named_parameters()`; written in place between two steps."""
+        return dict(self._parameters)
+
+    def statistics(self) -> Statistics:
+        rows = self._used_rows()
+        return Statistics(
+            active=self.active, waiting=len(self._filling), paused=self._pauses.on, version=self._version,
+            steps=self._steps, tokens=self._drawn, prefill_tokens=self._filling.computed,
+            cache_tokens=int(self._seats.position[self._seats.rows[rows]].sum()),
+            cache_capacity=self._capacity * self._max_length, updates=self._updates, update_s=self._update_s,
+            pause_s=self._pauses.seconds + self._update_s,
+        )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
         return self._tokens.encode(text)
@@ -210,24 +218,24 @@ class TorchEngine:
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
         return self._tokens.decode(ids, ended)
 
+    def close(self) -> None:
+        """Nothing was started."""
+
     # -- joining and leaving ------------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> int:
+        return self._seats.active - len(self._holes)
+
+    def _used_rows(self) -> list[int]:
+        holes = set(self._holes)
+        return [row for row in range(self._seats.active) if row not in holes]
 
     def _arrange(self) -> None:
         """Let requests join, first in the rows of sequences that left, and close up the rows left over."""
-        if not self._holes and not self._waiting:
+        if not self._filling.fill(self._take_row) and not self._holes:
             return
         seats = self._seats
-        joining: list[tuple[int, Request]] = []
-        while self._waiting:
-            if self._holes:
-                row = self._holes.pop(0)
-            else:
-                row, seats.active = seats.active, seats.active + 1
-            request = self._waiting.popleft()
-            seats.sit(row, request)
-            joining.append((row, request))
-        if joining:
-            self._prefill(joining)
         if self._holes:
             span = int(seats.position[seats.rows[: seats.active]].max())
             sources, targets = seats.close_up(self._holes)
@@ -236,36 +244,23 @@ class TorchEngine:
                 self._decoder.cache.move(self._tensor(sources), self._tensor(targets), span)
         self._settings = None
 
-    def _prefill(self, joining: list[tuple[int, Request]]) -> None:
-        """Keys and values of all but the last known token, computed once for equal prompts, shortest first."""
-        rows_of: dict[bytes, list[int]] = {}
-        for row, request in joining:
-            known = np.concatenate((request.prompt_ids, request.prefix_ids)).astype(np.int32)[:-1]
-            if len(known):
-                rows_of.setdefault(known.tobytes(), []).append(row)
-        batch: list[bytes] = []
-        for known_bytes in sorted(rows_of, key=len):
-            if batch and (len(batch) + 1) * len(known_bytes) // 4 > PREFILL_TOKENS:
-                self._prefill_batch(batch, rows_of)
-                batch = []
-            batch.append(known_bytes)
-        if batch:
-            self._prefill_batch(batch, rows_of)
+    def _take_row(self, seat: int) -> int:
+        seats = self._seats
+        if self._holes:
+            row = self._holes.pop(0)
+        else:
+            row, seats.active = seats.active, seats.active + 1
+        seats.rows[row] = seat
+        return row
 
-    def _prefill_batch(self, batch: list[bytes], rows_of: dict[bytes, list[int]]) -> None:
-        ids = np.zeros((len(batch), len(batch[-1]) // 4), np.int64)
-        rows: list[int] = []
-        source: list[int] = []
-        for k, known_bytes in enumerate(batch):
-            ids[k, : len(known_bytes) // 4] = np.frombuffer(known_bytes, np.int32)
-            rows.extend(rows_of[known_bytes])
-            source.extend([k] * len(rows_of[known_bytes]))
-        copied = self._tensor(source) if len(rows) > len(batch) else None
-        self._decoder.prefill(torch.from_numpy(ids).to(self._device), self._tensor(rows), copied)
+    def _stand_up(self) -> None:
+        """All that run give their rows back and wait for keys and values of the new weights."""
+        self._filling.wait_again(self._seats.rows[self._used_rows()].tolist())
+        self._seats.active, self._holes = 0, []
 
     # -- one decoding step --------------------------------------------------------------------------------------
 
-    def _decode(self) -> Iterable[Finished]:
+    def _decode(self) -> list[Finished]:
         seats = self._seats
         running: Index = seats.rows[: seats.active]
         positions = seats.position[running]
@@ -276,11 +271,13 @@ class TorchEngine:
         tokens, logprobs = draw(logits, self._to_device(seats.uniforms(running)), self._settings)
         drawn, measured = tokens.cpu().numpy(), logprobs.cpu().numpy()
         ended = seats.record(running, drawn, measured, self._version)
+        self._steps += 1
+        self._drawn += len(running)
         if not ended.any():
             return []
-        self._holes = [int(row) for row in ended.nonzero()[0]]
+        self._holes = ended.nonzero()[0].tolist()
         self._clear_spoilt(np.isnan(measured))
-        return [seats.result(int(seat)) for seat in running[ended]]
+        return [seats.leave(seat) for seat in running[ended].tolist()]
 
     def _clear_spoilt(self, spoilt: npt.NDArray[np.bool_]) -> None:
         if spoilt.any():
@@ -336,7 +333,22 @@ def _max_length(model: Any, wanted: int) -> int:
     return min(limits) if limits else DEFAULT_MAX_LENGTH
 
 
-def _empty(request: Request, finish: int = LENGTH) -> Finished:
-    """A request that has no room for a single token ends at once, cut by its length; or it was aborted."""
+def _empty(request: Request) -> Finished:
+    """A request that has no room for a single token ends at once, cut by its length."""
     nothing = np.empty(0, np.int32)
-    return Finished(request.key, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), finish)
+    return Finished(request.key, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), LENGTH)
+
+
+def make(topology: Topology, process: str = "") -> TorchEngine:
+    """The engine of a rollout process whose topology says `engine = "torch"`."""
+    generation = topology.generation
+    return TorchEngine.load(
+        topology.model.path,
+        capacity=generation.max_batch,
+        max_length=generation.max_prompt_tokens + generation.max_new_tokens,
+        dtype=topology.model.dtype,
+        device=choose_device(topology.device_of(process)),
+        chat=topology.data.template == "chat",
+        on_update="recompute" if generation.on_update == "recompute" else "keep",
+        prefill_tokens=generation.prefill_tokens,
+    )

@@ -165,7 +165,8 @@ class Rollout(Actor):
             return
         begun = time.monotonic_ns()
         try:
-            self.version, step = self._new_weights()
+            with self.activity("new weights", self.topology.limits.ready_s):
+                self.version, step = self._new_weights()
         except WeightsRefused as problem:
             self.refused = newest
             self.warn("rollout", f"goes on with version {self.version}: {problem}", "error", kind="weights refused")
@@ -318,6 +319,9 @@ class Rollout(Actor):
             sequence = self.restart.whole(sequence)
         slot, task = sequence.key, self.held.pop(sequence.key)
         word = task.word
+        if sequence.refused:
+            self._drop(slot, word, "X", sequence.refused)
+            return True
         if sequence.finish == ABORTED:  # not its fault: whoever claims it next begins this segment again
             self.ring.release(slot, word, State.QUEUED)
             return False

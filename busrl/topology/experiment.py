@@ -84,6 +84,10 @@ class Generation:
     top_p: float = key(1.0, "nucleus sampling; training needs 1.0", low=0, open_low=True, high=1)
     max_batch: int = key(128, "sequences that one rollout process generates at the same time", low=1, high=65536)
     max_prompt_tokens: int = key(64, "a longer prompt is set aside (fate l)", low=1, high=1 << 20)
+    prefill_tokens: int = key(2048, "torch engine: prompt tokens that are computed between two decoding steps, at most",
+                              low=1, high=1 << 20)  # fmt: skip
+    on_update: str = key("auto", "keys and values of running sequences after new weights: kept, or computed again; "
+                         "auto = the engine's own choice", choices=("auto", "keep", "recompute"))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -144,13 +144,31 @@ class Mock:
 
 
 @dataclass(frozen=True)
+class Openai:
+    """[openai]: the endpoint of engine = "openai", any server that speaks this protocol; see docs/engines.md."""
+
+    base_url: str = key("", "address of the API, for example http://127.0.0.1:8000/v1")
+    model: str = key("", "the model's name there; empty = the only one that it has")
+    endpoint: str = key("completions", "token ids both ways, or prompts as a user turn of a chat",
+                        choices=("completions", "chat"))  # fmt: skip
+    update: str = key("none", "how the server is told of new weights; none = it keeps those that it was started with",
+                      choices=("none", "vllm", "sglang"))  # fmt: skip
+    api_key_env: str = key("", "environment variable that holds the key; empty = no key is sent")
+    tools: str = key("", "chat: JSON file with a list of tools that every request names", path=True)
+    timeout_s: float = key(60.0, "a try that brings no token for this long has failed", low=0, open_low=True, high=3600)
+    retries: int = key(8, "a request that fails so often in a row, while others succeed, is given up", low=0, high=1000)
+    patience_s: float = key(120.0, "no usable answer to any request for this long ends the process, with the reason",
+                            low=0, open_low=True, high=86400)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Process:
     """[[process]]: `count` processes of one role. The bus, keeper and scheduler are implied, one each."""
 
     role: str = key(REQUIRED, "what the process does", choices=SPAWNED_ROLES)
     count: int = key(1, "how many; 0 = none is started, they join from outside", low=0, high=1024)
-    engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]",
-                      choices=("torch", "mock"))  # fmt: skip
+    engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]; "
+                      "openai asks an endpoint: see [openai]", choices=("torch", "mock", "openai"))  # fmt: skip
     threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
     command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
                                        "{run_dir}, {name}, {here} (this file's folder) are filled in")  # fmt: skip

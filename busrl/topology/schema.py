@@ -39,6 +39,7 @@ from busrl.topology.machinery import (
     Faults,
     Limits,
     Mock,
+    Openai,
     Process,
     Ring,
     Scheduler,
@@ -67,6 +68,7 @@ __all__ = [
     "Lora",
     "Mock",
     "Model",
+    "Openai",
     "Process",
     "ProcessName",
     "Reward",
@@ -152,6 +154,7 @@ class Topology:
     derived: Derived
     faults: Faults = field(default_factory=Faults)
     mock: Mock = field(default_factory=Mock)
+    openai: Openai = field(default_factory=Openai)
     segments: Segments = field(default_factory=Segments)
     lora: Lora = field(default_factory=Lora)
     simulate: Simulate = field(default_factory=Simulate)

@@ -16,6 +16,7 @@ from busrl.errors import UserError
 from busrl.inference import checks, make_engine
 from busrl.inference.decoder import GenericDecoder
 from busrl.inference.fast_decoder import FastDecoder
+from busrl.topology.schema import Generation
 
 Folder = Callable[[str], Path]
 
@@ -76,7 +77,7 @@ def test_a_cache_that_grows_keeps_what_it_holds(model: Any, monkeypatch: pytest.
 def test_the_topology_makes_the_engine(model_folder: Folder) -> None:
     topology: Any = SimpleNamespace(
         model=SimpleNamespace(path=str(model_folder("qwen3")), dtype="bfloat16"),
-        generation=SimpleNamespace(max_batch=3, max_prompt_tokens=20, max_new_tokens=30),
+        generation=Generation(max_batch=3, max_prompt_tokens=20, max_new_tokens=30),
         data=SimpleNamespace(template="none"),
         process=(),
         processes=list,

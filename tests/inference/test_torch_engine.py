@@ -3,59 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from published import Published
+from requests_ import crowd, plain_logprobs, request, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from busrl.errors import UserError
-from busrl.inference import ABORTED, EOS, LENGTH, Finished, Request
+from busrl.inference import ABORTED, EOS, LENGTH
 from busrl.inference.torch_engine import TorchEngine
 
 KINDS = ["qwen3", "qwen2", "llama", "gpt2", "mistral-window", "qwen3-window"]
 FAST_KINDS = {"qwen3", "qwen2", "llama"}
 EOS_ID = 1
 Folder = Callable[[str], Path]
-
-
-def request(key: int, prompt: Sequence[int], **changes: object) -> Request:
-    fields: dict[str, object] = {
-        "key": key, "uid": 1000 + key, "segment": 0, "prompt_ids": np.asarray(prompt, np.int32),
-        "prefix_ids": np.empty(0, np.int32), "max_new_tokens": 20, "temperature": 1.0, "top_p": 1.0, "seed": 5,
-    }  # fmt: skip
-    return Request(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-def crowd(count: int, **changes: object) -> list[Request]:
-    """Requests with prompts of 1 to 14 tokens; every third prompt occurs twice."""
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(3, 35, rng.integers(1, 15)) for _ in range(count)]
-    return [request(k, prompts[k - 1] if k % 3 == 1 else prompts[k], **changes) for k in range(count)]
-
-
-def run(engine: TorchEngine, requests: Sequence[Request]) -> dict[int, Finished]:
-    """Feed all requests as rows become free; every engine step is counted, so that a stuck engine fails."""
-    waiting, results = list(requests), {}
-    for _ in range(10_000):
-        room = engine.capacity - engine.active
-        if waiting and room:
-            engine.submit(waiting[:room])
-            waiting = waiting[room:]
-        results.update({finished.key: finished for finished in engine.step()})
-        if not waiting and not engine.active:
-            return results
-    raise AssertionError(f"{engine.active} sequences still active")
-
-
-def plain_logprobs(model: torch.nn.Module, known: np.ndarray, new: np.ndarray, temperature: float) -> np.ndarray:
-    ids = torch.from_numpy(np.concatenate((known, new)).astype(np.int64))[None]
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(known) - 1 : -1].float() / temperature
-    return torch.log_softmax(logits, -1).gather(-1, ids[0, len(known) :, None])[:, 0].numpy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,34 +110,6 @@ def test_a_request_without_room_for_a_token_ends_at_once(model_folder: Folder) -
     results = run(engine, [])
     assert len(results[3].token_ids) == 0 and results[3].finish == LENGTH
     assert len(results[4].token_ids) == 1
-
-
-def test_new_weights_enter_between_steps_and_every_token_names_its_version(model_folder: Folder) -> None:
-    folder = model_folder("qwen3")
-    engine = TorchEngine.load(folder, capacity=4)
-    engine._seats._eos[:] = False  # so that every sequence is long enough to see both versions
-    before, after = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
-    with torch.no_grad():
-        for parameter in after.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    engine.update_weights(Published(3, 1))
-    engine.submit([request(0, [5, 6, 7]), request(1, [9, 8])])
-    results = {}
-    for step in range(20):
-        if step == 6:
-            assert engine.update_weights(Published(4, 2, after.state_dict())) == (4, 2)
-        results.update({finished.key: finished for finished in engine.step()})
-    assert results[0].versions.tolist() == [3] * 6 + [4] * 14
-    assert results[0].versions.dtype == np.uint32
-    old = plain_logprobs(before, np.asarray([5, 6, 7]), results[0].token_ids, 1.0)
-    new = plain_logprobs(after, np.asarray([5, 6, 7]), results[0].token_ids, 1.0)
-    np.testing.assert_allclose(results[0].logprobs[:6], old[:6], atol=1e-4)
-    assert np.abs(results[0].logprobs - old)[6:].max() > 1e-2
-    assert np.abs(results[0].logprobs - new)[6:].max() > 1e-6  # the keys of older weights are kept
-    fresh = run(engine, [request(0, [5, 6, 7])])[0]
-    np.testing.assert_allclose(
-        fresh.logprobs, plain_logprobs(after, np.asarray([5, 6, 7]), fresh.token_ids, 1.0), atol=1e-4
-    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])

@@ -1,0 +1,390 @@
+"""Requests to an OpenAI-compatible endpoint, on an event loop in a thread of its own, until each has its answer.
+
+Used by the served engine, which reads what comes from `messages`. Talks HTTP (aiohttp). Knows nothing of slots, text or
+what weights are; `version` is a number that it writes on tokens.
+
+A request: closed -> asking -> (waiting -> asking)* -> ended; `close_gate` takes all that ask back to closed, with the
+tokens that they have, and `open_gate` lets them go on.
+
+- A failed try goes on from the tokens that came before it (completions), so nothing is generated twice; by chat an
+  answer can not be continued and begins again.
+- No usable answer to any request for `patience_s` is an error that names the endpoint, the phase and the last failure.
+  A request that fails `retries` times while others get their answers is given up alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from busrl.errors import PeerTimeout, UserError
+from busrl.inference.served.answers import Garbage, Part, load, read
+from busrl.inference.served.backoff import Backoff, retry_after_s
+from busrl.inference.served.settings import Endpoint
+
+try:
+    import aiohttp
+except ImportError as missing:
+    raise UserError('engine = "openai" needs aiohttp, which is not installed: pip install "busrl[openai]"') from missing
+
+log = logging.getLogger("busrl")
+BACKOFF = Backoff(first_s=0.25, most_s=15.0)
+CONNECT_S = 10.0
+LINE_BYTES = 1 << 20  # of a stream; a chunk is some hundred bytes
+ERROR_BYTES = 2000  # of the body of an error
+TELL_EVERY_S = 10.0
+CALL_S = 30.0  # a call into the loop that does not wait for the server
+STATES_OF_THE_SERVER = (408, 409, 425, 429)  # 4xx that say nothing about the request itself
+T = TypeVar("T")
+
+
+@dataclass
+class Ask:
+    """One request: `body` without what depends on the tokens so far."""
+
+    key: int
+    body: dict[str, Any]
+    prompt_ids: list[int]
+    limit: int
+    seed: int
+    ids: list[int] = field(default_factory=list)
+    failures: int = 0  # in a row
+    failing_since: float = 0.0
+    gone: bool = False
+    attempt: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the client has to tell: tokens of a request, its end, why it is refused; what ends everything; or that the
+    server went away, and with it (perhaps) the weights that it was given: the gate is closed then."""
+
+    key: int
+    part: Part | None = None
+    version: int = 0
+    ended: bool = False
+    refused: str = ""
+    problem: Exception | None = None
+    lost: bool = False
+
+
+class Refused(Exception):
+    """The server says that the request itself is wrong."""
+
+
+class Failed(Exception):
+    """A try without success; `asked_s` is the wait that the server asks for."""
+
+    def __init__(self, text: str, asked_s: float | None = None) -> None:
+        super().__init__(text)
+        self.asked_s = asked_s
+
+
+class Lost(Failed):
+    """The server went away in the middle, or does not know a model that it was given."""
+
+
+class Client:
+    """Thread-safe from the outside; `version` is written on tokens that arrive from now on."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.given = False  # the server has weights that it would not have after a restart
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.version = 0
+        self.model = ""
+        self.errors = 0
+        self._asks: dict[int, tuple[Ask, asyncio.Task[None]]] = {}
+        self._quiet_since: float | None = None  # since the first failure after which nothing succeeded
+        self._succeeded = 0.0
+        self._told = 0.0
+        self._random = random.Random()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="openai", daemon=True)
+        self._thread.start()
+        self._gate = self.call(self._begin(), CALL_S, "starting")
+
+    async def _begin(self) -> asyncio.Event:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.endpoint.timeout_s)
+        self._session = aiohttp.ClientSession(
+            headers=self.endpoint.headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=True
+        )
+        gate = asyncio.Event()
+        gate.set()
+        return gate
+
+    def call(self, work: Coroutine[Any, Any, T], limit_s: float, phase: str) -> T:
+        """Run something on the loop and wait for it; PeerTimeout names the phase after `limit_s`."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(limit_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # it is the work that ran out of time
+                raise
+            future.cancel()
+            raise PeerTimeout(f"{self.endpoint.url}: {phase} took longer than {limit_s:g} s") from None
+
+    # -- from outside -----------------------------------------------------------------------------------------------
+
+    def ask(self, asks: list[Ask]) -> None:
+        self._loop.call_soon_threadsafe(self._start, asks)
+
+    def forget(self, key: int) -> None:
+        """Drop a request; nothing is told of it once this returns."""
+        self.call(self._forget(key), CALL_S, "dropping a request")
+
+    def close_gate(self) -> None:
+        """Nobody asks when this returns: tokens that arrived are told already, later ones belong to the next try."""
+        self.call(self._close_gate(), CALL_S, "stopping requests")
+
+    def hold_gate(self) -> None:
+        """Nobody new asks when this returns; those that do go on."""
+        self.call(self._hold_gate(), CALL_S, "holding requests")
+
+    @property
+    def asking(self) -> bool:
+        """Whether any request is with the server."""
+        return any(ask.attempt is not None for ask, _ in list(self._asks.values()))
+
+    def open_gate(self) -> None:
+        self._loop.call_soon_threadsafe(self._gate.set)
+
+    def close(self) -> None:
+        with contextlib.suppress(PeerTimeout):
+            self.call(self._end(), CALL_S, "closing")
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CALL_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    # -- one request ------------------------------------------------------------------------------------------------
+
+    def _start(self, asks: list[Ask]) -> None:
+        for ask in asks:
+            self._asks[ask.key] = (ask, self._loop.create_task(self._serve(ask)))
+
+    async def _serve(self, ask: Ask) -> None:
+        """Try until there is an end; whatever goes wrong is told, so that nobody waits for this request for ever."""
+        try:
+            while not ask.gone:
+                await self._gate.wait()
+                if self._complete(ask):  # it only did not say so
+                    self._tell(Message(ask.key, Part([], [], "length"), self.version, ended=True))
+                    break
+                ask.attempt = self._loop.create_task(self._attempt(ask))
+                try:
+                    await ask.attempt
+                    break
+                except asyncio.CancelledError:
+                    if ask.gone:
+                        raise
+                except Failed as failure:
+                    if isinstance(failure, Lost) and self.given and self._gate.is_set():
+                        self._gate.clear()
+                        self._tell(Message(ask.key, lost=True))
+                    await self._after(ask, failure)
+                finally:
+                    ask.attempt = None
+        except asyncio.CancelledError:
+            return
+        except Refused as refused:
+            self._tell(Message(ask.key, refused=str(refused)))
+        except Exception as problem:
+            self._tell(Message(ask.key, problem=problem))
+        self._asks.pop(ask.key, None)
+
+    def _complete(self, ask: Ask) -> bool:
+        return not self.endpoint.chat and bool(ask.ids) and (
+            len(ask.ids) >= ask.limit or ask.ids[-1] in self.endpoint.eos_ids
+        )  # fmt: skip
+
+    async def _attempt(self, ask: Ask) -> None:
+        """One HTTP request: told token by token; returns at its end, raises what is wrong."""
+        if self.endpoint.chat:
+            ask.ids.clear()
+        try:
+            async with self._session.post(self.endpoint.url + self.endpoint.path, json=self._body(ask)) as response:
+                await self._usable(response)
+                if self.endpoint.chat or "text/event-stream" not in response.headers.get("Content-Type", ""):
+                    part = read(load(await response.read()), self.endpoint.vocabulary)
+                    if part.finish is None:
+                        raise Garbage("an answer without finish_reason")
+                    self._take(ask, part)
+                    return
+                async for data in self._events(response):
+                    part = read(load(data), self.endpoint.vocabulary)
+                    self._take(ask, part)
+                    if part.finish is not None:
+                        return
+                raise Garbage("the stream ends before the answer does")
+        except Garbage as problem:
+            raise Failed(f"garbage: {problem}") from problem
+        except asyncio.TimeoutError as problem:
+            raise Failed(f"nothing for {self.endpoint.timeout_s:g} s") from problem
+        except (aiohttp.ClientError, OSError) as problem:
+            raise Lost(f"{type(problem).__name__}: {problem}") from problem
+
+    def _body(self, ask: Ask) -> dict[str, Any]:
+        body = {**ask.body, "model": self.model}
+        if self.endpoint.chat:
+            return {**body, "max_tokens": ask.limit, "seed": ask.seed}
+        # Another seed for the rest of an answer, or its numbers would be those of the beginning.
+        return {
+            **body, "prompt": ask.prompt_ids + ask.ids, "max_tokens": ask.limit - len(ask.ids),
+            "seed": (ask.seed + 0x9E3779B97F4A7C15 * len(ask.ids)) % (1 << 63),
+        }  # fmt: skip
+
+    async def _usable(self, response: aiohttp.ClientResponse) -> None:
+        """Raise unless the server says 200."""
+        if response.status == 200:
+            return
+        text = (await response.content.read(ERROR_BYTES)).decode("utf-8", "replace")
+        said = f"{response.status} {response.reason}: {text}".strip()
+        if response.status < 500 and response.status not in STATES_OF_THE_SERVER:
+            if response.status == 404 and self.given:
+                raise Lost(said)
+            if response.status in (401, 403, 404):  # the same for all requests
+                raise UserError(f"{self.endpoint.url}{self.endpoint.path}: {said}; see [openai] base_url, model, "
+                                "api_key_env")  # fmt: skip
+            raise Refused(f"{self.endpoint.url}: {said}")
+        raise Failed(said, retry_after_s(response.headers.get("Retry-After")))
+
+    async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """The data of server-sent events up to [DONE]. Comments keep a connection, but are no progress."""
+        rest, deadline = b"", time.monotonic() + self.endpoint.timeout_s
+        while True:
+            piece = await asyncio.wait_for(response.content.readany(), max(0.0, deadline - time.monotonic()))
+            if not piece:
+                return
+            *lines, rest = (rest + piece).split(b"\n")
+            if len(rest) > LINE_BYTES:
+                raise Garbage(f"a line of more than {LINE_BYTES} bytes")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    deadline = time.monotonic() + self.endpoint.timeout_s
+                    yield data
+
+    def _take(self, ask: Ask, part: Part) -> None:
+        """Tokens came: pass them on. An answer that the server cut off on its own account goes on."""
+        if part.finish not in (None, "stop", "length", "tool_calls", "function_call", "abort"):
+            raise Garbage(f"finish_reason {part.finish!r}")
+        if len(ask.ids) + len(part.ids) > ask.limit:
+            raise Garbage(f"{len(ask.ids) + len(part.ids)} tokens where {ask.limit} were asked for")
+        ask.ids += part.ids
+        if part.finish == "abort" and len(ask.ids) < ask.limit:
+            if not self.endpoint.chat:
+                self._tell(Message(ask.key, Part(part.ids, part.logprobs), self.version))
+            raise Failed("the server aborted the request")
+        if part.ids or part.finish:
+            self._succeed(ask)
+            self._tell(Message(ask.key, part, self.version, ended=part.finish is not None))
+
+    # -- failures ---------------------------------------------------------------------------------------------------
+
+    def _succeed(self, ask: Ask) -> None:
+        ask.failures = 0
+        self._succeeded = time.monotonic()
+        if self._quiet_since is not None:
+            log.info("%s answers again", self.endpoint.url)
+            self._quiet_since = None
+
+    async def _after(self, ask: Ask, failure: Failed) -> None:
+        """Wait before the next try, or give up: this request alone, or the endpoint."""
+        now = time.monotonic()
+        self.errors += 1
+        ask.failures += 1
+        if ask.failures == 1:
+            ask.failing_since = now
+        if self._quiet_since is None:
+            self._quiet_since, self._told = now, 0.0
+        if ask.failures > self.endpoint.retries and self._succeeded > ask.failing_since:
+            raise Refused(f"{self.endpoint.url}: {ask.failures} failures in a row, the last: {failure}")
+        left = self._quiet_since + self.endpoint.patience_s - now
+        wait_s = BACKOFF.wait_s(ask.failures, failure.asked_s, self._random.random())
+        if wait_s > left:
+            raise PeerTimeout(
+                f"{self.endpoint.url}: no usable answer for {now - self._quiet_since:.1f} s and the next try would be "
+                f"in {wait_s:.1f} s (openai.patience_s = {self.endpoint.patience_s:g}); phase: answering "
+                f"{len(self._asks)} requests; the last failure: {failure}"
+            )
+        if now >= self._told + TELL_EVERY_S:
+            self._told = now
+            log.warning("%s: %s; asking again, for %.0f s more at most", self.endpoint.url, failure, left)
+        await asyncio.sleep(wait_s)
+
+    def _tell(self, message: Message) -> None:
+        self.messages.put(message)
+
+    # -- the gate ---------------------------------------------------------------------------------------------------
+
+    async def _hold_gate(self) -> None:
+        self._gate.clear()
+
+    async def _close_gate(self) -> None:
+        self._gate.clear()
+        attempts = [ask.attempt for ask, _ in self._asks.values() if ask.attempt is not None]
+        for attempt in attempts:
+            attempt.cancel()
+        await asyncio.gather(*attempts, return_exceptions=True)
+
+    async def _forget(self, key: int) -> None:
+        found = self._asks.pop(key, None)
+        if found is not None:
+            ask, task = found
+            ask.gone = True
+            if ask.attempt is not None:
+                ask.attempt.cancel()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _end(self) -> None:
+        for key in list(self._asks):
+            await self._forget(key)
+        await self._session.close()
+
+    # -- anything else that is asked of the server ----------------------------------------------------------------
+
+    async def _send(self, method: str, url: str, body: Mapping[str, Any] | None, limit_s: float) -> tuple[int, str, str]:
+        """Status, text and Retry-After of one call."""
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
+        async with self._session.request(method, url, json=body, timeout=timeout) as response:
+            text = (await response.read()).decode("utf-8", "replace")
+            return response.status, text, response.headers.get("Retry-After", "")
+
+    def send(self, method: str, url: str, body: Mapping[str, Any] | None, phase: str) -> str:
+        """The text of a 200, asked for until `patience_s` are over; UserError for a 4xx, PeerTimeout otherwise."""
+        begun, failures, last = time.monotonic(), 0, ""
+        while True:
+            left, asked = begun + self.endpoint.patience_s - time.monotonic(), None
+            try:
+                status, text, after = self.call(
+                    self._send(method, url, body, max(0.1, left)), max(0.1, left) + CALL_S, phase
+                )
+                if 200 <= status < 300:
+                    return text
+                last = f"{status}: {text[:ERROR_BYTES]}"
+                if status < 500 and status not in STATES_OF_THE_SERVER:
+                    raise UserError(f"{url} ({phase}): {last}")
+                asked = retry_after_s(after)
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as problem:
+                last = f"{type(problem).__name__}: {problem}"
+            failures += 1
+            self.errors += 1
+            wait_s = BACKOFF.wait_s(failures, asked, self._random.random())
+            if wait_s > begun + self.endpoint.patience_s - time.monotonic():
+                spent = time.monotonic() - begun
+                raise PeerTimeout(f"{url}: {phase} failed {failures} times in {spent:.1f} s; the last: {last}")
+            log.warning("%s (%s): %s; asking again in %.1f s", url, phase, last, wait_s)
+            self.call(asyncio.sleep(wait_s), wait_s + CALL_S, phase)

@@ -1,0 +1,390 @@
+"""The engine behind an OpenAI-compatible endpoint: the rollout process keeps the book, a server draws the tokens.
+
+The rollout role drives it through `busrl.inference.base.Engine`. Talks to the endpoint through `client` and, where the
+server can take new weights, `updates`. Imports no torch; the tokenizer is that of the model folder.
+
+- By completions a request is token ids, both ways. At an update it is cut, keeps its tokens, and goes on with the new
+  weights from prompt and tokens: what comes then agrees with a forward pass of the new version.
+- By chat a request is text and an answer can not be cut: an update waits until those under way have ended.
+- Versions are those that this engine had the server load; a server that went away gets the newest ones again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.errors import PeerTimeout, UserError
+from busrl.inference.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, Request, Statistics
+from busrl.inference.pauses import Pauses
+from busrl.inference.served.client import Ask, Client, Message
+from busrl.inference.served.fixed import FixedReceiver
+from busrl.inference.served.settings import endpoint_of, tools_of
+from busrl.inference.served.updates import Updates
+from busrl.topology.machine import read_config
+
+if TYPE_CHECKING:
+    from busrl.inference.tokens import Tokens
+    from busrl.topology import Topology
+    from busrl.topology.machinery import Openai
+    from busrl.weights.base import FolderReceiver, Receiver
+    from busrl.weights.factory import Settings
+
+log = logging.getLogger("busrl")
+MOMENT_S = 0.02  # a step without news waits so long: the role looks for new slots after it
+PROMPTS_KEPT = 65536
+
+
+@dataclass
+class _Book:
+    """What came of one request."""
+
+    request: Request
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    told: int = 0  # tokens that events have told of
+
+    def arrays(
+        self, begin: int = 0
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
+        logprobs = np.asarray(self.logprobs[begin:], np.float32)
+        if self.request.temperature <= 0:
+            logprobs[:] = 0.0  # a distribution with one point, as in the other engines
+        return np.asarray(self.ids[begin:], np.int32), logprobs, np.asarray(self.versions[begin:], np.uint32)
+
+
+class ServedEngine:
+    """At most `capacity` requests at a time. `tokens` makes ids of prompts and text of ids."""
+
+    def __init__(
+        self,
+        settings: Openai,
+        tokens: Tokens,
+        *,
+        capacity: int,
+        max_length: int,
+        vocabulary: int = 0,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._settings, self._tokens, self._eos_ids = settings, tokens, eos_ids
+        self._capacity, self._max_length = capacity, max_length
+        self._chat = settings.endpoint == "chat"
+        self._tools = tools_of(settings)
+        self._client = Client(endpoint_of(settings, vocabulary, eos_ids))
+        self._books: dict[int, _Book] = {}
+        self._texts: OrderedDict[bytes, str] = OrderedDict()  # by chat: the text of a prompt's ids
+        self._taken: list[Message] = []  # news that the next step is about
+        self._done: list[Finished] = []
+        self._events: list[Event] = []
+        self._pauses = Pauses()
+        self._loaded: tuple[int, Path, bool] | None = None  # version, path, adapter: what the server was told last
+        self._restoring: threading.Thread | None = None
+        self._steps = self._drawn = self._prefilled = self._updates = 0
+        self._update_s = 0.0
+        try:
+            model = settings.model or self._only_model()
+            self._client.model = model
+            self._updates_of = Updates(self._client, settings.update, model)
+        except BaseException:
+            self._client.close()
+            raise
+
+    # -- the protocol -------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def active(self) -> int:
+        return len(self._books) + len(self._done)
+
+    @property
+    def drawing(self) -> int:
+        """Tokens that have come; the next step is about these."""
+        while True:
+            try:
+                self._taken.append(self._client.messages.get_nowait())
+            except queue.Empty:
+                break
+        return sum(len(message.part.ids) for message in self._taken if message.part and message.key in self._books)
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if self.active + len(requests) > self._capacity:
+            raise ValueError(f"{len(requests)} requests for {self._capacity - self.active} free rows; look at capacity")
+        asks = []
+        for request in requests:
+            known = len(request.prompt_ids) + len(request.prefix_ids)
+            limit = min(request.max_new_tokens, self._max_length - known)
+            if limit <= 0:
+                self._done.append(_nothing(request))
+                continue
+            self._books[request.key] = _Book(request)
+            self._prefilled += known
+            asks.append(self._ask(request, limit))
+        self._client.ask(asks)
+
+    def step(self) -> list[Finished]:
+        self._steps += 1
+        finished, self._done = self._done, []
+        if not self._taken and not finished:
+            try:
+                self._taken.append(self._client.messages.get(timeout=MOMENT_S))
+            except queue.Empty:
+                pass
+            return []
+        taken, self._taken = self._taken, []
+        return finished + [ended for message in taken if (ended := self._note(message)) is not None]
+
+    def abort(self, key: int) -> Finished | None:
+        if key not in self._books:
+            return None
+        self._client.forget(key)
+        self._settle()
+        found = [one for one in self._done if one.key == key]
+        if found:  # it ended meanwhile
+            self._done.remove(found[0])
+            return found[0]
+        return self._end(self._books[key], ABORTED)
+
+    def events(self) -> list[Event]:
+        told, self._events = self._events, []
+        for book in self._books.values():
+            if book.request.stream and book.told < len(book.ids):
+                told.append(self._event(book))
+        return told
+
+    def pause(self, how: Pause) -> list[Finished]:
+        ended: list[Finished] = []
+        if how == "abort":
+            self._client.close_gate()
+            ended = [one for key in list(self._books) if (one := self.abort(key)) is not None]
+        elif how == "wait":
+            self._drain()
+        elif self._chat:
+            self._client.hold_gate()
+        else:
+            self._client.close_gate()
+        self._pauses.begin()
+        done, self._done = self._done, []
+        return done + ended
+
+    def resume(self) -> None:
+        self._pauses.end()
+        self._client.open_gate()
+
+    def receiver(self, settings: Settings, name: str) -> Receiver | None:
+        """None where the server can be told of new weights; else one that never has any."""
+        return FixedReceiver() if self._settings.update == "none" else None
+
+    def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+        begun = time.monotonic()
+        paused = self._pauses.on
+        self._done += self.pause("wait" if self._chat else "keep")
+        self._settle()
+        folder = cast("FolderReceiver", receiver)  # of kind adapter or folder: the rules of a topology see to that
+        version, step, path = folder.take()
+        adapter = folder.kind == "adapter"
+        if self._restoring is not None:  # what it loads is old by now; its end opens no gate while we are paused
+            self._restoring.join(self._settings.patience_s)
+        self._updates_of.apply(version, path, adapter)
+        self._loaded, self._client.given = (version, path, adapter), True
+        self._client.version = version
+        self._updates += 1
+        self._update_s += time.monotonic() - begun
+        if not paused:
+            self.resume()
+        return version, step
+
+    def statistics(self) -> Statistics:
+        waiting = sum(not book.ids for book in self._books.values())
+        return Statistics(
+            active=self.active, waiting=waiting, paused=self._pauses.on, version=self._client.version,
+            steps=self._steps, tokens=self._drawn, prefill_tokens=self._prefilled, updates=self._updates,
+            update_s=self._update_s, pause_s=self._pauses.seconds, errors=self._client.errors,
+        )  # fmt: skip
+
+    def encode(self, text: str) -> list[int]:
+        ids = self._tokens.encode(text)
+        if self._chat:
+            self._texts[np.asarray(ids, np.int32).tobytes()] = text
+            if len(self._texts) > PROMPTS_KEPT:
+                self._texts.popitem(last=False)
+        return ids
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
+        return self._tokens.decode(ids, ended)
+
+    def close(self) -> None:
+        self._client.close()
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request, limit: int) -> Ask:
+        body: dict[str, Any] = {
+            "n": 1, "temperature": request.temperature, "top_p": request.top_p, "return_token_ids": True,
+            "stream": not self._chat,
+        }  # fmt: skip
+        if self._chat:
+            text = self._texts.get(request.prompt_ids.astype(np.int32).tobytes())
+            if text is None or len(request.prefix_ids):
+                raise ValueError(f"request {request.key}: by chat a prompt is text, and an answer is made in one go")
+            body |= {"messages": [{"role": "user", "content": text}], "logprobs": True}
+            body |= {"tools": self._tools} if self._tools else {}
+        else:
+            body["logprobs"] = 1
+        prompt = [*request.prompt_ids.tolist(), *request.prefix_ids.tolist()]
+        return Ask(request.key, body, prompt, limit, _seed(request))
+
+    def _note(self, message: Message) -> Finished | None:
+        """Write down what came; the finished sequence if that was all."""
+        if message.problem is not None:
+            raise message.problem
+        if message.lost:
+            self._restore()
+        book = self._books.get(message.key)
+        if book is None:
+            return None
+        if message.refused:
+            return self._end(book, ABORTED, message.refused)
+        part = message.part
+        if part is None:
+            return None
+        if part.prompt_ids is not None and self._chat:
+            self._same_prompt(book.request, part.prompt_ids)
+        book.ids += part.ids
+        book.logprobs += part.logprobs
+        book.versions += [message.version] * len(part.ids)
+        self._drawn += len(part.ids)
+        if not message.ended:
+            return None
+        stopped = part.finish != "length" or (bool(book.ids) and book.ids[-1] in self._eos_ids)
+        return self._end(book, EOS if stopped else LENGTH)
+
+    def _end(self, book: _Book, finish: int, refused: str = "") -> Finished:
+        del self._books[book.request.key]
+        if book.request.stream:
+            self._events.append(self._event(book, finish))
+        ids, logprobs, versions = book.arrays()
+        return Finished(book.request.key, ids, logprobs, versions, finish, refused=refused)
+
+    def _event(self, book: _Book, finish: int | None = None) -> Event:
+        ids, logprobs, versions = book.arrays(book.told)
+        book.told = len(book.ids)
+        return Event(book.request.key, ids, logprobs, versions, finish)
+
+    def _same_prompt(self, request: Request, theirs: list[int]) -> None:
+        """The tokens that are trained follow the prompt that we know: the server's has to be the same."""
+        ours = request.prompt_ids.tolist()
+        if ours != theirs:
+            at = next((k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+            raise UserError(
+                f"{self._settings.base_url} renders the prompt of uid {request.uid} to {len(theirs)} tokens, the model "
+                f"folder to {len(ours)}; they differ from token {at} on. Give the server the same model folder and "
+                'chat template, or set openai.endpoint = "completions", which sends token ids'
+            )
+
+    def _settle(self) -> None:
+        """Take in all news at once; what ended is kept for the next step."""
+        _ = self.drawing
+        taken, self._taken = self._taken, []
+        self._done += [ended for message in taken if (ended := self._note(message)) is not None]
+
+    def _drain(self) -> None:
+        """Nobody new begins, and those under way end; PeerTimeout names those that do not."""
+        self._client.hold_gate()
+        limit_s = self._settings.timeout_s + self._settings.patience_s
+        deadline = time.monotonic() + limit_s
+        while self._client.asking:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PeerTimeout(
+                    f"{self._settings.base_url}: {len(self._books)} answers under way did not end within {limit_s:g} s "
+                    "of a pause"
+                )
+            try:
+                self._taken.append(self._client.messages.get(timeout=min(left, MOMENT_S)))
+            except queue.Empty:
+                continue
+            self._settle()
+        self._settle()
+
+    # -- the server -----------------------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """The server went away: give it its version again, beside the role's own loop, which has to go on."""
+        if self._loaded is None or (self._restoring is not None and self._restoring.is_alive()):
+            return
+        log.warning("%s went away; version %d is loaded again", self._settings.base_url, self._loaded[0])
+        self._restoring = threading.Thread(target=self._load_again, args=self._loaded, name="restore", daemon=True)
+        self._restoring.start()
+
+    def _load_again(self, version: int, path: Path, adapter: bool) -> None:
+        try:
+            self._updates_of.apply(version, path, adapter)
+        except Exception as problem:
+            self._client.messages.put(Message(-1, problem=problem))
+            return
+        if not self._pauses.on:
+            self._client.open_gate()
+
+    def _only_model(self) -> str:
+        """The name of the one model that the endpoint has."""
+        said = self._client.send("GET", f"{self._client.endpoint.url}/models", None, "asking which models there are")
+        try:
+            names = [str(entry["id"]) for entry in json.loads(said)["data"]]
+        except (ValueError, KeyError, TypeError):
+            names = []
+        if len(names) != 1:
+            raise UserError(f"{self._settings.base_url}/models names {names or 'nothing usable'}; set openai.model")
+        return names[0]
+
+
+def _seed(request: Request) -> int:
+    """The server's seed: a function of (seed, uid, segment)."""
+    text = f"{request.seed} {request.uid} {request.segment}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _nothing(request: Request) -> Finished:
+    empty = np.empty(0, np.int32)
+    return Finished(request.key, empty, empty.astype(np.float32), empty.astype(np.uint32), LENGTH)
+
+
+def make(topology: Topology) -> ServedEngine:
+    """The engine of a rollout process whose topology says `engine = "openai"`."""
+    from transformers import AutoTokenizer
+
+    from busrl.inference.tokens import Tokens, eos_ids_of
+
+    folder, generation = Path(topology.model.path), topology.generation
+    config = read_config(folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    own = SimpleNamespace(eos_token_id=config.get("eos_token_id"))
+    eos_ids = eos_ids_of(SimpleNamespace(config=own), tokenizer)
+    return ServedEngine(
+        topology.openai,
+        Tokens(tokenizer, eos_ids, topology.data.template == "chat", tools=tools_of(topology.openai)),
+        capacity=generation.max_batch,
+        max_length=generation.max_prompt_tokens + generation.max_new_tokens,
+        vocabulary=int(config.get("vocab_size") or 0),
+        eos_ids=eos_ids,
+    )

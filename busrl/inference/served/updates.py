@@ -1,0 +1,84 @@
+"""How a server is told of new weights: an adapter under a new name, or a model folder to load again.
+
+Talks HTTP through the client. Knows nothing of requests: the engine has stopped its own before it calls.
+
+| `openai.update` | adapter | folder |
+|---|---|---|
+| vllm | POST /v1/load_lora_adapter, then requests name it, then the old one is unloaded | POST /pause?mode=keep, /collective_rpc reload_weights, /reset_prefix_cache, /resume |
+| sglang | POST /load_lora_adapter ... /unload_lora_adapter | POST /pause_generation, /update_weights_from_disk, /flush_cache, /continue_generation |
+
+- A server whose load failed stays paused: it never serves half of a version, and the next try loads all of it.
+- Each version is a name of its own: a server that keys its prefix cache by the name can not serve stale keys.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from busrl.errors import BusrlError, PeerLost, UserError
+from busrl.inference.served.client import Client
+
+NAME = "busrl-v"
+
+
+class Updates:
+    """`kind` is the server's: "vllm" or "sglang"."""
+
+    def __init__(self, client: Client, kind: str, base_model: str) -> None:
+        self._client, self._kind, self._base = client, kind, base_model
+        self._root = client.endpoint.url.removesuffix("/v1")
+        self._adapter = ""
+
+    def apply(self, version: int, path: Path, adapter: bool) -> None:
+        """Make the server serve `version` from `path`; requests name the right model afterwards."""
+        try:
+            if adapter:
+                self._load_adapter(version, path)
+            else:
+                self._load_folder(version, path)
+        except UserError as problem:
+            remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1 and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            hint = f"; {remedy}" if self._kind == "vllm" and ": 404" in str(problem) else ""
+            raise UserError(f"new weights, version {version}: {problem}{hint}") from problem
+
+    def _load_adapter(self, version: int, path: Path) -> None:
+        prefix = "/v1" if self._kind == "vllm" else ""
+        name, phase = f"{NAME}{version}", f"loading adapter version {version}"
+        body = {"lora_name": name, "lora_path": str(path)}
+        self._post(f"{prefix}/load_lora_adapter", body, phase)
+        old, self._adapter = self._adapter, name
+        self._client.model = name
+        if old and old != name:
+            with contextlib.suppress(BusrlError):  # it is only in the way; the server may have dropped it by itself
+                self._post(f"{prefix}/unload_lora_adapter", {"lora_name": old}, f"unloading adapter {old}")
+
+    def _load_folder(self, version: int, path: Path) -> None:
+        phase = f"loading version {version}"
+        if self._kind == "vllm":
+            self._post("/pause?mode=keep", None, f"{phase}: pause")
+            work = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+            self._post("/collective_rpc", work, phase)
+            self._post("/reset_prefix_cache?reset_running_requests=true", None, f"{phase}: prefix cache")
+            self._post("/resume", None, f"{phase}: resume")
+        else:
+            self._post("/pause_generation", {}, f"{phase}: pause")
+            said = self._post("/update_weights_from_disk", {"model_path": str(path)}, phase)
+            self._sure(said, phase)
+            self._post("/flush_cache", None, f"{phase}: prefix cache")
+            self._post("/continue_generation", {}, f"{phase}: resume")
+        self._client.model = self._base
+
+    def _sure(self, said: str, phase: str) -> None:
+        """SGLang says in a 200 whether it worked."""
+        try:
+            found = json.loads(said)
+        except ValueError:
+            found = {}
+        if isinstance(found, dict) and found.get("success") is False:
+            raise PeerLost(f"{self._root} ({phase}): {found.get('message', said)}")
+
+    def _post(self, path: str, body: Mapping[str, object] | None, phase: str) -> str:
+        return self._client.send("POST", self._root + path, body, phase)
