@@ -12,12 +12,14 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from busrl.errors import DiskFull
+from busrl.ledger.mend import mend_trained_set
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLog
 from busrl.ledger.wal import Record, Wal
@@ -28,6 +30,9 @@ from busrl.topology import Topology
 
 if TYPE_CHECKING:
     from busrl.roles.training_step import TrainingStep
+
+
+log = logging.getLogger("busrl")
 
 
 class History:
@@ -48,6 +53,8 @@ class History:
 
     def load(self, training: TrainingStep, also: Callable[[Mapping[str, Any], Path], None]) -> None:
         """Continue from the newest whole checkpoint, if there is one; `also` gets its meta and its folder."""
+        if mended := mend_trained_set(self.paths):
+            log.warning(mended)
         found = training.load_checkpoint(self.paths.checkpoints)
         if found is not None:
             self.trained = TrainedSet.load(found.path / "trained.bin")
