@@ -42,6 +42,8 @@ class History:
         self.paths, self.topology = paths, topology
         mode = topology.learner.wal
         self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync")
+        if self.wal is not None and (cut := self.wal.stats().cut_bytes):
+            log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
         self.train_log = TrainLog(paths.train_log)
         self.trained = TrainedSet()
         self._unwritten: list[Record] = []

@@ -169,13 +169,6 @@ class Topology:
                 names.append(ProcessName(role if role in SINGLE_ROLES else f"{role}/{index}", role, index, spec))
         return names
 
-    def process_named(self, name: str) -> ProcessName:
-        """The process called `name`; a KeyError that lists the names otherwise."""
-        for process in self.processes():
-            if process.name == name:
-                return process
-        raise KeyError(f"no process {name!r} in {self.source}; there are {[p.name for p in self.processes()]}")
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, infinity as the word "inf"."""
         return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}

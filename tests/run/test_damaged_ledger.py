@@ -103,3 +103,21 @@ def test_a_trained_set_that_can_not_be_made_again_is_refused_with_what_to_do_and
     report = run.audit()
     assert code == 1 and "the audit found errors" in run.summary()["why"], run.tail()
     assert "trained_unlogged" in report.kinds and report.counts.trained_twice == report.counts.lost == 0, report
+
+
+def test_a_topology_that_vanishes_under_a_run_is_written_again_and_the_run_has_its_summary(
+    tmp_path: Path, quickstart: None
+) -> None:
+    run = Run(tmp_path / "run", steps=16)
+    with running(run):
+        run.until_step(3)
+        before = run.paths.topology.read_bytes()
+        run.paths.topology.unlink()
+        run.kill("rollout/0")
+        run.until("a child to need it", lambda: run.paths.topology.is_file())
+        assert run.paths.topology.read_bytes() == before
+        run.until_step(14)
+        run.paths.topology.write_text("{}")
+        code = run.wait()
+    check_end(run, code)
+    assert run.text().count("topology.json was removed or changed by somebody else; it is written again") == 2
