@@ -121,7 +121,6 @@ class Core:
         self._closed = ""
         self._reported: set[tuple[str, Fault]] = set()
         self._faults: Counter[Fault] = Counter()
-        self._sent_bytes = self._received_bytes = 0
         self._lines: dict[tuple[type[Message], str], _Line] = {}
         self._gaps = Gaps()
         self._pending: deque[Message] = deque(maxlen=max(hwm, MAX_LOOKS))  # came, not taken; the oldest may go
@@ -178,7 +177,6 @@ class Core:
         if self._trouble is None or self._trouble.lets_out(line.topic):
             self._send(line.raw, raw)
         line.seq = seq
-        self._sent_bytes += len(raw)
 
     def _line(self, kind: type[Message], to: str) -> _Line:
         self._lines[kind, to] = line = _Line(kind, to)
@@ -231,7 +229,6 @@ class Core:
     def _accept(self, frames: Frames) -> Message | None:
         """One multipart to a message for the caller; None for what is dropped or answered here."""
         target, raw = frames[0], frames[-1]
-        self._received_bytes += len(raw)
         heard = self._routes.get(target) or self._route(target)
         try:
             if heard is None or len(frames) != 2:
@@ -328,9 +325,7 @@ class Core:
             name=self.name,
             wire=KIND,
             sent=sum(sent_by.values()),
-            sent_bytes=self._sent_bytes,
             received=sum(received_by.values()),
-            received_bytes=self._received_bytes,
             missed=self._gaps.missed,
             repeated=self._gaps.repeated,
             malformed=self._faults[Fault.MALFORMED],

@@ -16,9 +16,7 @@ class EndpointStats:
     name: str
     wire: str
     sent: int
-    sent_bytes: int
     received: int
-    received_bytes: int
     missed: int
     repeated: int
     malformed: int

@@ -31,13 +31,6 @@ class Scan:
     broken: int
     problems: tuple[Problem, ...]
 
-    def raise_if_broken(self) -> None:
-        """Raise `DataError` with the findings kept, if there is any."""
-        if self.problems:
-            more = self.broken - len(self.problems)
-            tail = f"\n{self.path}: and {more} more lines like these" if more else ""
-            raise DataError("\n".join(str(problem) for problem in self.problems) + tail)
-
 
 def scan(path: str | Path, prompt_key: str = "prompt", answer_key: str = "") -> Scan:
     """Read every line of a prompt file. `DataError` if there is no such file; what is wrong in it comes back."""

@@ -13,6 +13,7 @@ from typing import TextIO
 
 import setproctitle
 
+from busrl.errors import MachineError
 from busrl.launch.closing import audit_run, close_run
 from busrl.launch.display import open_display
 from busrl.launch.plan import plan_lines
@@ -54,15 +55,24 @@ def launch(
         running = Launch(opened, display, signals)
         outcome = running.run()
         display.close()
+        for line in opened.restore():
+            display.say(line)
         still_open = close_run(opened)
-    report = audit_run(opened.paths.root, topology)
-    if outcome.exit_code == 0 and report.errors:
-        outcome = Outcome("failed", "the goal was reached, but the audit found errors", 1)
+    audited = audit_run(opened.paths.root, topology)
+    report = None if isinstance(audited, str) else audited
+    if isinstance(audited, str):
+        display.say(f"no audit can be made: {audited}")
+    if outcome.exit_code == 0 and (report is None or report.errors):
+        said = "the audit found errors" if report else f"no audit can be made: {audited}"
+        outcome = Outcome("failed", f"the goal was reached, but {said}", 1)
     summary = build(
         outcome, running.progress, running.children, report, still_open, time.monotonic(), running.usage.summary(),
         running.stays.summary(),
     )  # fmt: skip
-    write(opened.paths, summary)
+    try:
+        write(opened.paths, summary)
+    except MachineError as problem:
+        display.say(f"no summary.json is written: {problem}")
     for line in final_lines(summary, report, opened.paths):
         display.say(line)
     return outcome.exit_code

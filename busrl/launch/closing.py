@@ -13,15 +13,20 @@ from pathlib import Path
 
 import numpy as np
 
+from busrl.errors import BusrlError
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.openbin import OpenSlot, write_open
-from busrl.ring import UID_NONE, State
+from busrl.ring import UID_NONE, Fates, State
 from busrl.topology import TINY, Topology
 
 
 def close_run(run: OpenRun) -> int:
     """Write what is open, unlink everything, let go of the directory. Returns how many samples are open."""
+    # Mapped anew: a table that somebody cut short must not be read as long as it was.
+    run.fates = Fates(str(run.paths.fates), create=True)
+    run.validate_fates = Fates(str(run.paths.validate_fates), create=True)
+    run.ring.bind_fates(run.fates, run.validate_fates)
     run.ring.reap()
     run.ring.finish_drops()
     lines = run.ring.lines()
@@ -37,12 +42,18 @@ def close_run(run: OpenRun) -> int:
     return len(still_open)
 
 
-def audit_run(root: Path, topology: Topology) -> AuditReport:
-    """The audit of a run that has ended; finds the prompt file of a tiny task where it was made."""
+def audit_run(root: Path, topology: Topology) -> AuditReport | str:
+    """The audit of a run that has ended, or why there is none; finds the prompt file of a tiny task where it was made.
+
+    Whatever happened to the run's files, a run has a summary.
+    """
     prompts: Path | None = None
     if topology.data.train.startswith(TINY):
         from busrl.quickstart import paths
 
         made = paths(topology.data.train)
         prompts = made.train if made else None
-    return audit(root, prompts=prompts)
+    try:
+        return audit(root, prompts=prompts)
+    except (OSError, BusrlError) as problem:
+        return str(problem)

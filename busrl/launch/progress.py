@@ -71,7 +71,6 @@ class Progress:
     slots: dict[str, int] = field(default_factory=dict)
     token_rate: Rate = field(default_factory=Rate)
     step_rate: Rate = field(default_factory=Rate)
-    _learner_total: tuple[int, int] = (0, 0)
 
     def hear(self, message: m.Message) -> list[str]:
         """Fold one message in; returns lines that a person should read."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from busrl.errors import UserError
 from busrl.ledger.drawslog import DrawsLog
 from busrl.ledger.fates import NAMES, Fate
+from busrl.ledger.mend import newest_checkpoint
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Wal
 from busrl.paths import RunPaths
@@ -70,12 +71,6 @@ def trained_uids(paths: RunPaths) -> TrainedSet:
             for record in wal.records():
                 history.add(sample.uid for sample in record.samples)
     return history
-
-
-def newest_checkpoint(paths: RunPaths) -> Path | None:
-    """The whole checkpoint with the highest step."""
-    whole = [one for one in paths.checkpoints.glob("global_step_*") if (one / "meta.json").is_file()]
-    return max(whole, key=lambda one: int(one.name.rpartition("_")[2]), default=None)
 
 
 def _dispatched(path: Path, never: Fate) -> npt.NDArray[np.int64]:

@@ -26,6 +26,7 @@ from busrl.errors import FateRefused
 from busrl.faults import crash_environment, describe, trouble_for
 from busrl.launch.children import Running, last_lines, start
 from busrl.launch.display import Display
+from busrl.launch.fatewatch import FateWatch
 from busrl.launch.progress import Progress, first_line
 from busrl.launch.rundir import OpenRun
 from busrl.launch.shutdown import Ask, Shutdown
@@ -36,6 +37,7 @@ from busrl.launch.summary import Outcome
 from busrl.launch.supervisor import Child, FairClock, Patience, Phase
 from busrl.launch.usage import Usage
 from busrl.launch.watch import Watch
+from busrl.ledger.errorlog import record_error
 from busrl.protocol import address, topic
 from busrl.protocol import messages as m
 from busrl.topology import IMPLIED_ROLES, SINGLE_ROLES, ProcessName
@@ -64,6 +66,7 @@ class Launch:
         self._goal = {"learner", "validator"} & self._processes.keys()
         self._done: set[str] = set()
         self._watch = Watch(opened.ring)
+        self._fates = FateWatch(self._paths.fates, self._paths.validate_fates, opened.ring, opened.topology.groups.size)
         self._strangers = Strangers({*IMPLIED_ROLES, *SINGLE_ROLES} & self._processes.keys(), patience)
         self.usage, self.stays = Usage(), Stays()
         self._selector = selectors.DefaultSelector()
@@ -96,6 +99,7 @@ class Launch:
             return outcome
         finally:
             self._kill_all()
+            self._fates.close()
             self._bus.close()
             self._selector.close()
             self._log.close()
@@ -104,7 +108,7 @@ class Launch:
 
     def _until_decided(self) -> Outcome:
         while True:
-            outcome = self._start_due() or self._bury() or self._signalled()
+            outcome = self._ledger_damaged() or self._start_due() or self._bury() or self._signalled()
             if outcome is not None:
                 return outcome
             self._hear()
@@ -126,6 +130,8 @@ class Launch:
         return None
 
     def _start(self, child: Child) -> Outcome | None:
+        for line in self._run.restore():
+            self._say(line)
         try:
             process, topology = self._processes[child.name], self._run.topology
             crash = crash_environment(topology.faults, child.name, child.restarts + 1)
@@ -174,7 +180,12 @@ class Launch:
             child.became_ready()
 
     def _reap(self) -> None:
-        """As the keeper does on its next tick; but here a death is known at once, and the keeper may be the dead."""
+        """As the keeper does on its next tick; but here a death is known at once, and the keeper may be the dead.
+
+        Not with a fate table cut short: to look beyond its end is death, and the run ends for it anyway.
+        """
+        if self._fates.fault():
+            return
         reaped = Counter((one.label, one.pid, one.frm.name, one.to.name) for one in self._run.ring.reap())
         with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
             self._run.ring.finish_drops()
@@ -204,6 +215,14 @@ class Launch:
             return None
         number = self._signals.first
         return Outcome("stopped", f"asked to by {signal.Signals(number).name}", self._signals.exit_code)
+
+    def _ledger_damaged(self) -> Outcome | None:
+        """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""
+        fault = self._fates.look(self._clock())
+        if fault is None:
+            return None
+        record_error(self._paths, "launch", "critical", "ledger", fault)
+        return Outcome("failed", fault, 1)
 
     def _hear(self) -> None:
         for message in self._bus.drain():

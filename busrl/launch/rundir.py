@@ -7,6 +7,7 @@ bus. Recovery is the ordinary path: a first start is a start that finds nothing.
   process of its run is gone.
 - A ring is adopted only if it is this run's (uuid), of this boot and of this layout. With a ring nothing is put back:
   its slots still hold their samples. Without one, samples in no slot are settled before the new ring has its name.
+- A ring whose samples have lost their fates is not adopted: who was trained can be told only by checkpoint and log.
 - What a uid means (seed, prompts, order, group size) never changes in a run directory.
 """
 
@@ -24,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from busrl.bus.security import prepare as prepare_endpoint
-from busrl.errors import LockTimeout, RingNotFound, RunInUse, UserError
+from busrl.errors import LockTimeout, MachineError, RingNotFound, RunInUse, UserError
+from busrl.launch.fatewatch import lost_fates
 from busrl.launch.putback import PutBack, put_back
 from busrl.ledger.files import write_whole
+from busrl.ledger.mend import mend_trained_set
 from busrl.ledger.openbin import remove_open
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Ring
@@ -49,7 +52,24 @@ class OpenRun:
     fates: Fates
     validate_fates: Fates
     adopted: bool
+    written: dict[Path, bytes]  # topology.json and run.json as they were written
     notes: list[str] = field(default_factory=list)
+
+    def restore(self) -> list[str]:
+        """Write again what somebody removed or changed of the files that every process of the run reads; what was done.
+
+        A child that starts later, and whoever looks at the run or audits it, is to see what the others saw.
+        """
+        done = []
+        for path, data in self.written.items():
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not path.is_file() or path.read_bytes() != data:
+                    write_whole(path, data)
+                    done.append(f"{path} was removed or changed by somebody else; it is written again as it was")
+            except (OSError, MachineError) as problem:
+                done.append(f"{path} was removed or changed by somebody else, and can not be written again: {problem}")
+        return done
 
     def release(self) -> None:
         """Let go of everything; the files and the ring stay."""
@@ -114,10 +134,15 @@ def _wait_for_children(paths: RunPaths, lock: OfdLock, timeout_s: float) -> None
 def _opened(paths: RunPaths, topology: Topology, lock: OfdLock) -> OpenRun:
     before = _read_json(paths.run_json)
     uuid = _uuid_of(before, paths.run_json) if before else uuids.uuid4().bytes
-    _write_files(paths, topology, uuid, before)
+    written = _write_files(paths, topology, uuid, before)
     fates, validate_fates = (Fates(str(path), create=True) for path in (paths.fates, paths.validate_fates))
-    notes: list[str] = []
+    mended = mend_trained_set(paths)
+    notes = [mended] if mended else []
     ring = adopt(paths, topology, uuid)
+    if ring is not None and (lost := lost_fates(paths.fates, paths.validate_fates, ring, topology.groups.size)):
+        notes.append(f"the ring that an earlier launch left is not used: {lost}")
+        ring.close()
+        ring = None
     adopted = ring is not None
     if ring is None:
         settled = put_back(paths)
@@ -131,7 +156,7 @@ def _opened(paths: RunPaths, topology: Topology, lock: OfdLock) -> OpenRun:
     remove_open(paths.open_bin)
     ring.bind_fates(fates, validate_fates)
     ring.set_header("run_state", 0)
-    return OpenRun(paths, topology, lock, uuid, ring, fates, validate_fates, adopted, notes)
+    return OpenRun(paths, topology, lock, uuid, ring, fates, validate_fates, adopted, written, notes)
 
 
 def create(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring:
@@ -230,8 +255,7 @@ def _check_same_run(paths: RunPaths, topology: Topology, resume: bool) -> None:
             )
 
 
-def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[str, Any]) -> None:
-    write_whole(paths.topology, topology.to_json().encode())
+def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[str, Any]) -> dict[Path, bytes]:
     source = Path(topology.source)
     if topology.source and source.is_file() and source.resolve() != paths.root / "topology.toml":
         shutil.copyfile(source, paths.root / "topology.toml")
@@ -248,7 +272,10 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
         "started": time.time(),
         "uuid": uuid.hex(),
     }
-    write_whole(paths.run_json, json.dumps(info, indent=2).encode() + b"\n")
+    written = {paths.topology: topology.to_json().encode(), paths.run_json: json.dumps(info, indent=2).encode() + b"\n"}
+    for path, data in written.items():
+        write_whole(path, data)
+    return written
 
 
 def _uuid_of(info: dict[str, Any], path: Path) -> bytes:

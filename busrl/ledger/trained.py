@@ -26,6 +26,7 @@ from busrl.ledger.files import write_whole
 MAGIC = b"BUSRLTRD"
 LAYOUT = 1
 UID_LIMIT = 1 << 34  # 2 GiB of bitmap: far above any fate table, below what a wild uid would ask for
+REMEDY = "; the next start in the run directory makes it again from train.jsonl"
 _HEAD = struct.Struct("<8sIIQQ")
 
 
@@ -94,16 +95,16 @@ class TrainedSet:
         """Read a saved set; `FileCorrupt` if a byte of it is not what was written."""
         data = Path(path).read_bytes()
         if len(data) < _HEAD.size or _HEAD.unpack_from(data)[:2] != (MAGIC, LAYOUT):
-            raise FileCorrupt(f"{path}: does not begin with {MAGIC!r}, layout {LAYOUT}; use an older checkpoint")
+            raise FileCorrupt(f"{path}: does not begin with {MAGIC!r}, layout {LAYOUT}{REMEDY}")
         _, _, crc, count, size = _HEAD.unpack_from(data)
         body = data[_HEAD.size :]
         if zlib.crc32(body) != crc:
-            raise FileCorrupt(f"{path}: checksum does not match its {len(body)} bytes; use an older checkpoint")
+            raise FileCorrupt(f"{path}: checksum does not match its {len(body)} bytes{REMEDY}")
         result = cls()
         result._bits = np.frombuffer(zlib.decompress(body), np.uint8).copy()
         result._count = result._recount()
         if (result._count, result._bits.size) != (count, size):
-            raise FileCorrupt(f"{path}: holds {result._count} uids, its head says {count}; use an older checkpoint")
+            raise FileCorrupt(f"{path}: holds {result._count} uids, its head says {count}{REMEDY}")
         return result
 
     def _place(self, uid: int) -> int:

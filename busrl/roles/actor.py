@@ -32,11 +32,12 @@ import numpy.typing as npt
 from busrl.bus import Endpoint
 from busrl.errors import BusNotReady, DiskFull, NoSuchRun
 from busrl.faults import Trouble, trouble_for
+from busrl.ledger.errorlog import record_error
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import Fates, OfdLock, Ring
-from busrl.roles.process import configure_process, record_error, wait_for_turn
+from busrl.roles.process import configure_process, wait_for_turn
 from busrl.roles.throttle import Throttle
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.topology import Topology

@@ -15,9 +15,10 @@ import threading
 from typing import Any
 
 from busrl.bus import Door, allow_many_connections, run_broker
+from busrl.ledger.errorlog import record_error
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock, Ring
-from busrl.roles.process import configure_process, record_error, wait_for_turn
+from busrl.roles.process import configure_process, wait_for_turn
 from busrl.roles.refusals import Refusals
 
 

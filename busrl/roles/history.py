@@ -12,12 +12,14 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from busrl.errors import DiskFull
+from busrl.ledger.mend import mend_trained_set
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLog
 from busrl.ledger.wal import Record, Wal
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from busrl.roles.training_step import TrainingStep
 
 
+log = logging.getLogger("busrl")
+
+
 class History:
     """What was trained, and the files that prove it. `step` counts optimiser steps, `groups` groups trained."""
 
@@ -37,6 +42,8 @@ class History:
         self.paths, self.topology = paths, topology
         mode = topology.learner.wal
         self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync")
+        if self.wal is not None and (cut := self.wal.stats().cut_bytes):
+            log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
         self.train_log = TrainLog(paths.train_log)
         self.trained = TrainedSet()
         self._unwritten: list[Record] = []
@@ -48,6 +55,8 @@ class History:
 
     def load(self, training: TrainingStep, also: Callable[[Mapping[str, Any], Path], None]) -> None:
         """Continue from the newest whole checkpoint, if there is one; `also` gets its meta and its folder."""
+        if mended := mend_trained_set(self.paths):
+            log.warning(mended)
         found = training.load_checkpoint(self.paths.checkpoints)
         if found is not None:
             self.trained = TrainedSet.load(found.path / "trained.bin")

@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable
 
-import msgspec
 import setproctitle
 
+from busrl.ledger.errorlog import record_error
 from busrl.paths import RunPaths
 from busrl.ring import LockTimeout, OfdLock, Ring
 
@@ -60,12 +60,3 @@ def wait_for_turn(lock: OfdLock, ring: Ring, stopping: Callable[[], object], pat
             log.error(text)
             record_error(paths, name, "error", name, text)
     return False
-
-
-def record_error(paths: RunPaths, process: str, severity: str, where: str, text: str, trace: str = "") -> None:
-    """Append one line to errors.jsonl; a full disk must not turn a warning into a death."""
-    line = msgspec.json.encode(
-        {"time": time.time(), "process": process, "severity": severity, "where": where, "text": text, "trace": trace}
-    )
-    with contextlib.suppress(OSError), open(paths.errors, "ab") as file:
-        file.write(line + b"\n")

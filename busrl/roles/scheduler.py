@@ -8,6 +8,7 @@ Invariants:
 - A member of an open group is dispatched before any new group, so that no group stays half open; but siblings of a
   probe wait while it is generated (`busrl.scheduling.probes`).
 - A group is opened only under the group credit and while fewer than B are in flight (`busrl.scheduling.credit`).
+- With a damaged fate table nothing is dispatched: what it says to do is wrong.
 - Nothing is remembered that ring and fates do not say: a successor goes on where this process was killed.
 """
 
@@ -105,6 +106,9 @@ class Scheduler(Actor):
             return False
         self._signs_seen, self._next_look = signs, now + LOOK_EVERY_S
         view = self.scan(self.scanner)
+        if view.unrecorded:
+            self._without_fates(view.unrecorded)
+            return False
         self.foresight.look(view, self.lines, self.rows.total(view.generating))
         try:
             self._dispatch_all(view)
@@ -290,6 +294,12 @@ class Scheduler(Actor):
 
     def _complain(self, text: str) -> None:
         self.warn("scheduler", text)
+
+    def _without_fates(self, samples: int) -> None:
+        """By the fates these were never dispatched, and samples that were trained look new: nothing may be sent out.
+        `launch` ends the run for it."""
+        text = f"dispatch pauses: {samples} samples in slots have no fate in {self.paths.fates}, which others changed"
+        self.warn("scheduler", text, "critical", kind="no fates")
 
     def _wait_for_disk(self, problem: DiskFull) -> None:
         self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")

@@ -8,7 +8,7 @@ learner role:   GroupScanner -> GroupView -> LearnerPlan.decide -> SetAside | Cl
 """
 
 from busrl.scheduling.adaptive import Adaptive
-from busrl.scheduling.credit import Admission, Room, kept_back, may_open_group, reserve_room
+from busrl.scheduling.credit import Admission, Room, kept_back
 from busrl.scheduling.fifo import Fifo
 from busrl.scheduling.groups import NOT_STARTED, UNKNOWN, GroupScanner, GroupView, Todo, slot_priority, uid_of
 from busrl.scheduling.inflight import Record
@@ -58,8 +58,6 @@ __all__ = [
     "kept_back",
     "make_policy",
     "make_predictor",
-    "may_open_group",
-    "reserve_room",
     "slot_priority",
     "uid_of",
 ]

@@ -33,19 +33,9 @@ class Room:
     group: int | None = None
 
 
-def may_open_group(free: int, to_dispatch_of_open: int, group_size: int, reserve: int = 0) -> bool:
-    """The group credit: `free` slots, `reserve` of them kept for other classes."""
-    return free - reserve >= to_dispatch_of_open + group_size
-
-
 def kept_back(reserve: int, in_use: int) -> int:
     """Free slots that belong to another class: its reserve less what it already holds."""
     return max(0, reserve - in_use)
-
-
-def reserve_room(free: int, reserve: int, in_use: int) -> int:
-    """Slots that a class with a reserve may still take; it never takes more than its reserve."""
-    return max(0, min(free, reserve - in_use))
 
 
 def not_ahead(room: Room, ahead: int, waiting: int, group_size: int) -> Room:

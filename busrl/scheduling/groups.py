@@ -75,6 +75,7 @@ class GroupView:
     free_slots: int
     queued: int  # slots of any class that wait for a worker
     generating: int  # slots of any class that a worker has a row for
+    unrecorded: int  # samples that stand in a slot without a fate: the table was damaged from outside
     _cells: _Cells
     _keep: Ints  # our groups among those of the cells
     _unopened: Ints
@@ -214,6 +215,7 @@ class GroupScanner:
             free_slots=free_slots,
             queued=self._queued,
             generating=self._generating,
+            unrecorded=c.unrecorded,
             _cells=c,
             _keep=keep,
             _unopened=low + np.flatnonzero(~c.touched),
@@ -249,6 +251,8 @@ class _Cells:
         window = np.zeros((high - low, 2 * size), np.uint8)
         known = scanner.fates[low * 2 * size : high * 2 * size]
         window.reshape(-1)[: len(known)] = known  # a copy: other processes store fates while this one looks
+        # D is stored before a slot leaves RESERVED, and the lines were copied before this.
+        self.unrecorded = int(np.count_nonzero(window.reshape(-1)[uids - low * 2 * size] == NONE))
         self.ended = np.concatenate((scanner._ended, np.zeros(high - low - len(scanner._ended), np.bool_)))
         self.touched = _any_byte(window)
         wanted_rows = self.touched & ~self.ended

@@ -37,7 +37,6 @@ class TooLong:
     """Prompts above generation.max_prompt_tokens: how many, and the longest with its line."""
 
     count: int
-    looked_at: int
     line: int
     tokens: int
 
@@ -152,7 +151,7 @@ def too_long(prompts: Path, key: str, folder: Path, limit: int) -> TooLong | Non
     texts = texts[:TOKENISED_AT_MOST]
     counts = [len(encoding.ids) for encoding in tokenizer.encode_batch([text for _, _, text in texts])] if texts else []
     longest, where = max(((n, number) for n, (_, number, _) in zip(counts, texts)), default=(0, 0))
-    return TooLong(sum(n > limit for n in counts), len(texts), where, longest)
+    return TooLong(sum(n > limit for n in counts), where, longest)
 
 
 def _tokenizer(folder: Path) -> Any:

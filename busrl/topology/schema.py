@@ -192,13 +192,6 @@ class Topology:
                 names.append(ProcessName(name, role, index, spec, place))
         return names
 
-    def process_named(self, name: str) -> ProcessName:
-        """The process called `name`; a KeyError that lists the names otherwise."""
-        for process in self.processes():
-            if process.name == name:
-                return process
-        raise KeyError(f"no process {name!r} in {self.source}; there are {[p.name for p in self.processes()]}")
-
     def device_of(self, name: str) -> str:
         """The device key of a process; one that joins from outside is as the first of its role."""
         role = name.partition("/")[0]

@@ -11,13 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from busrl.paths import RunPaths
+from busrl.ring import Fates, Ring
 
 PATIENCE_S = 60.0
 
@@ -61,6 +62,7 @@ stop = threading.Event()
 ended = lambda *_: (open(root / "ended", "a").write(name + "\\n"), stop.set())
 signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in does else ended)
 from busrl.paths import RunPaths
+from busrl.ring import Fates, Ring
 if "foreign" in does:
     from busrl.bus import Endpoint
     from busrl.protocol import messages as m
@@ -162,6 +164,24 @@ class Scripted:
         pid = self.life(name, number)
         self.said(f"{name} (pid {pid}) is ready")
         return pid
+
+    def dispatch_one(self, uid: int) -> None:
+        """What a scheduler does, in short: one sample becomes QUEUED."""
+        ring = Ring.attach(self.paths.ring_name)
+        ring.register("scheduler", "test")
+        ring.bind_fates(Fates(str(self.paths.fates)), Fates(str(self.paths.validate_fates)))
+        assert ring.dispatch(
+            uid=uid, group=uid // 16, admission=0, member=uid % 8, group_size=8, cls=0, task=b"{}", prompt_crc=0,
+            max_new_tokens=4, temperature=1.0,
+        )  # fmt: skip
+        ring.close()
+
+    def kill_launch(self, children: Iterable[str]) -> None:
+        """SIGKILL launch, once these children were ready; they end with it."""
+        pids = [self.ready(name) for name in children]
+        self.launch.kill()
+        self.launch.communicate()
+        until(lambda: not any(alive(pid) for pid in pids), f"children {pids} to end with launch")
 
     def finish(self) -> None:
         (self.root / "finish").touch()

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import json
 
-from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
 
 MODES = {"keeper": "well", "rollout/0": "well", "learner": "learner"}
 
 
-def dispatch_one(paths: RunPaths, uid: int) -> None:
-    """What a scheduler does, in short: one sample of group 0 becomes QUEUED."""
-    ring = Ring.attach(paths.ring_name)
-    ring.register("scheduler", "test")
-    ring.bind_fates(Fates(str(paths.fates)), Fates(str(paths.validate_fates)))
-    assert ring.dispatch(
-        uid=uid, group=uid // 8, admission=0, member=uid % 8, group_size=8, cls=0, task=b"{}", prompt_crc=0,
-        max_new_tokens=4, temperature=1.0,
-    )  # fmt: skip
-    ring.close()
-
-
-def kill_launch(scripted) -> None:
-    pids = [scripted.ready(name) for name in MODES]
-    scripted.launch.kill()
-    scripted.launch.communicate()
-    scripted.until(lambda: not any(scripted.alive(pid) for pid in pids), f"children {pids} to end with launch")
-
-
 def test_children_end_with_a_killed_launch_and_the_next_one_adopts_the_ring(scripted):
     scripted.start(MODES)
     scripted.ready("keeper")
-    dispatch_one(scripted.paths, uid=3)
-    kill_launch(scripted)
+    scripted.dispatch_one(uid=3)
+    scripted.kill_launch(MODES)
     assert scripted.paths.ring_file.exists()
     uuid = json.loads(scripted.paths.run_json.read_text())["uuid"]
     scripted.start(MODES)
@@ -51,7 +31,7 @@ def test_children_end_with_a_killed_launch_and_the_next_one_adopts_the_ring(scri
 def test_samples_of_open_bin_go_back_at_the_next_start(scripted):
     scripted.start(MODES)
     scripted.ready("keeper")
-    dispatch_one(scripted.paths, uid=5)
+    scripted.dispatch_one(uid=5)
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
     assert scripted.summary()["audit"]["counts"]["open"] == 1
@@ -68,7 +48,7 @@ def test_samples_of_open_bin_go_back_at_the_next_start(scripted):
 
 def test_a_ring_without_its_run_directory_is_not_adopted_and_its_weights_neither(scripted):
     scripted.start(MODES)
-    kill_launch(scripted)
+    scripted.kill_launch(MODES)
     scripted.paths.run_json.unlink()
     scripted.paths.weights_file.touch()
     scripted.start(MODES)

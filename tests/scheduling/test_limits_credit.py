@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.scheduling import Admission, Room, derive, kept_back, may_open_group, reserve_room
+from busrl.scheduling import Admission, Room, derive, kept_back
 
 G = 4
 
@@ -49,15 +49,8 @@ def test_the_bound_follows_from_b_and_w_for_every_topology(n_min: int, staleness
     assert f"{limits.B} + {limits.W} = {limits.B + limits.W}" in limits.explain()[0]
 
 
-def test_a_group_is_opened_only_when_every_open_one_can_be_completed() -> None:
-    assert may_open_group(free=8, to_dispatch_of_open=0, group_size=8)
-    assert not may_open_group(free=8, to_dispatch_of_open=1, group_size=8)
-    assert not may_open_group(free=10, to_dispatch_of_open=0, group_size=8, reserve=3)
-
-
-def test_a_class_with_a_reserve_keeps_it_and_takes_no_more() -> None:
+def test_a_class_with_a_reserve_keeps_what_is_left_of_it() -> None:
     assert (kept_back(reserve=16, in_use=5), kept_back(reserve=16, in_use=20)) == (11, 0)
-    assert (reserve_room(free=3, reserve=16, in_use=5), reserve_room(100, 16, 5), reserve_room(9, 16, 16)) == (3, 11, 0)
 
 
 def room(admission: Admission, ring: Any, **words: int) -> Room:

@@ -106,8 +106,8 @@ def test_an_override_of_a_process_goes_by_its_role_and_may_declare_it(loaded: Lo
     assert [p.name for p in topology.processes() if p.role in ("rollout", "validator")] == [
         "rollout/0", "rollout/1", "rollout/2", "validator",
     ]  # fmt: skip
-    assert topology.process_named("rollout/1").spec.env == {"A": "b"}
-    assert topology.process_named("validator").spec.threads == 2
+    specs = {one.name: one.spec for one in topology.processes()}
+    assert specs["rollout/1"].env == {"A": "b"} and specs["validator"].threads == 2
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_a_foreign_program_is_named_relative_to_the_file_and_told_its_run_and_na
     (here / "judge").write_text("#!/bin/sh\n")
     (here / "judge").chmod(0o755)
     topology = loaded('[[process]]\nrole = "reward"\ncommand = ["{here}/judge", "{run_dir}", "as={name}", "{}"]\n')
-    process = topology.process_named("reward/1")
+    process = next(one for one in topology.processes() if one.name == "reward/1")
     assert process.spec.command == (f"{here}/judge", "{run_dir}", "as={name}", "{}")
     made = command_of(process, RunPaths.of(here / "run"))
     assert made == [f"{here}/judge", f"{here}/run", "as=reward/1", "{}"]

@@ -1,0 +1,113 @@
+"""Makes a damaged `trained.bin` of the newest checkpoint whole again, from the train log.
+
+Talks to `checkpoints/` and `train.jsonl`; called by `launch` before any role runs, and by a learner that starts. Knows
+nothing of models: what else a checkpoint holds is looked at where it is loaded.
+
+- The train log is made durable before each checkpoint, so its lines up to the checkpoint's step name the very same
+  samples. They are believed only if they are as many as meta.json says.
+- What can not be made again is refused with what to do: to pass over it silently would forget who was trained.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from busrl.errors import FileCorrupt
+from busrl.ledger.files import write_whole
+from busrl.ledger.trained import REMEDY, TrainedSet
+from busrl.paths import RunPaths
+
+NAME = "trained.bin"
+LISTING = "files.json"
+
+
+class _Line(msgspec.Struct):
+    """What is needed of a line of the train log; a sample is [uid, attempt, crc]."""
+
+    step: int
+    samples: list[tuple[int, int, int]]
+
+
+def newest_checkpoint(paths: RunPaths) -> Path | None:
+    """The whole checkpoint with the highest step."""
+    whole = [one for one in paths.checkpoints.glob("global_step_*") if (one / "meta.json").is_file()]
+    return max(whole, key=lambda one: int(one.name.rpartition("_")[2]), default=None)
+
+
+def mend_trained_set(paths: RunPaths) -> str | None:
+    """Look at the newest checkpoint's trained set, and write it again if it is damaged; what was done, if anything.
+
+    `FileCorrupt` with the remedy if it can not be made again.
+    """
+    folder = newest_checkpoint(paths)
+    fault = _fault_of(folder / NAME) if folder else None
+    if folder is None or fault is None:
+        return None
+    step, samples = _meta(folder, fault)
+    found = _trained_until(paths.train_log, step)
+    if len(found) != samples:
+        why = f"{paths.train_log} names {len(found)} samples up to its step, not {samples}"
+        raise _beyond_repair(folder, fault, why)
+    found.save(folder / NAME)
+    _list(folder)
+    return f"{fault}; it was written again: {samples} samples, from {paths.train_log.name}"
+
+
+def _fault_of(path: Path) -> str | None:
+    try:
+        TrainedSet.load(path)
+    except FileCorrupt as problem:
+        return str(problem).removesuffix(REMEDY)
+    except OSError as problem:
+        return f"{path}: {problem.strerror}"
+    return None
+
+
+def _meta(folder: Path, fault: str) -> tuple[int, int]:
+    """Step and number of samples of a checkpoint."""
+    try:
+        meta = json.loads((folder / "meta.json").read_bytes())
+        return int(meta["step"]), int(meta["samples"])
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise _beyond_repair(folder, fault, f"its meta.json can not be read either ({problem!r})") from None
+
+
+def _trained_until(path: Path, step: int) -> TrainedSet:
+    """The uids of the lines that stand, up to a step. A line takes the place of all earlier ones with its step or a
+    later one; half a line at the end, or one that is none, is left out and so shows in the number."""
+    standing: list[_Line] = []
+    decoder = msgspec.json.Decoder(_Line)
+    for text in (path.read_bytes() if path.is_file() else b"").split(b"\n"):
+        try:
+            line = decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        while standing and standing[-1].step >= line.step:
+            standing.pop()
+        standing.append(line)
+    return TrainedSet(uid for line in standing if line.step <= step for uid, _, _ in line.samples)
+
+
+def _list(folder: Path) -> None:
+    """Put the new file's size and checksum in the checkpoint's list (they differ only with another zlib)."""
+    path = folder / LISTING
+    if not path.is_file():
+        return
+    listed: dict[str, Any] = json.loads(path.read_bytes())
+    data = (folder / NAME).read_bytes()
+    entry = [len(data), zlib.crc32(data)]
+    if listed.get(NAME) != entry:
+        write_whole(path, json.dumps({**listed, NAME: entry}, indent=1).encode())
+
+
+def _beyond_repair(folder: Path, fault: str, why: str) -> FileCorrupt:
+    return FileCorrupt(
+        f"{fault}, and it can not be made again: {why}. Move {folder} out of its directory and start again: the run "
+        "goes on from the checkpoint before it. Steps that neither that one nor the log holds are gone from its "
+        "history; `busrl audit` names their samples as trained_unlogged"
+    )

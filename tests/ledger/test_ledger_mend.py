@@ -1,0 +1,104 @@
+"""A damaged trained set of the newest checkpoint: made again from the train log byte for byte, or refused."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from busrl.errors import FileCorrupt
+from busrl.ledger.mend import mend_trained_set
+from busrl.ledger.trained import TrainedSet
+from busrl.ledger.trainlog import TrainLine
+from busrl.paths import RunPaths
+
+STEPS = {step: list(range(step * 8, step * 8 + 8)) for step in range(1, 6)}
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    """A run that was trained for five steps, went back to step 2 once, and has checkpoints of steps 2 and 4."""
+    made = RunPaths.of(tmp_path)
+    rolled_back = [TrainLine(step=3, version=3, cause="count", samples=[(900, 0, 0)])]
+    lines = [TrainLine(step=step, version=step, cause="count", samples=[(u, 0, 0) for u in us]) for step, us in
+             STEPS.items()]  # fmt: skip
+    lines[2:2] = rolled_back
+    made.train_log.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines) + b'{"step": 6, "samp')
+    for step in (2, 4):
+        folder = made.checkpoints / f"global_step_{step}"
+        folder.mkdir(parents=True)
+        uids = [uid for one in range(1, step + 1) for uid in STEPS[one]]
+        TrainedSet(uids).save(folder / "trained.bin")
+        data = (folder / "trained.bin").read_bytes()
+        (folder / "meta.json").write_text(json.dumps({"step": step, "samples": len(uids)}))
+        (folder / "files.json").write_text(json.dumps({"trained.bin": [len(data), zlib.crc32(data)], "a": [1, 2]}))
+    return made
+
+
+def newest(paths: RunPaths) -> Path:
+    return paths.checkpoints / "global_step_4"
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut in the middle": lambda data: data[: len(data) // 2],
+    "cut in its head": lambda data: data[:5],
+    "empty": lambda data: b"",
+    "garbage at its end": lambda data: data + b"\0\1\2",
+    "a changed byte": lambda data: data[:-2] + bytes([data[-2] ^ 1]) + data[-1:],
+    "another number in its head": lambda data: data[:16] + b"\7" + data[17:],
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_set_comes_back_byte_for_byte(paths: RunPaths, how: str) -> None:
+    path = newest(paths) / "trained.bin"
+    whole, listed = path.read_bytes(), (newest(paths) / "files.json").read_bytes()
+    assert mend_trained_set(paths) is None
+    path.write_bytes(DAMAGE[how](whole))
+    said = mend_trained_set(paths)
+    assert said is not None and str(path) in said and "written again: 32 samples, from train.jsonl" in said
+    assert path.read_bytes() == whole and (newest(paths) / "files.json").read_bytes() == listed
+    assert mend_trained_set(paths) is None
+
+
+def test_a_missing_set_comes_back_and_an_older_checkpoint_is_left_as_it_is(paths: RunPaths) -> None:
+    path, older = newest(paths) / "trained.bin", paths.checkpoints / "global_step_2" / "trained.bin"
+    whole = path.read_bytes()
+    path.unlink()
+    older.write_bytes(b"")
+    said = mend_trained_set(paths)
+    assert said is not None and "No such file" in said
+    assert path.read_bytes() == whole and older.read_bytes() == b""
+
+
+def test_the_list_of_the_checkpoint_follows_a_file_that_was_packed_otherwise(paths: RunPaths) -> None:
+    path, listing = newest(paths) / "trained.bin", newest(paths) / "files.json"
+    path.write_bytes(path.read_bytes()[:-1])
+    listing.write_text(json.dumps({"trained.bin": [7, 7], "a": [1, 2]}))
+    assert mend_trained_set(paths)
+    data = path.read_bytes()
+    assert json.loads(listing.read_text()) == {"trained.bin": [len(data), zlib.crc32(data)], "a": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda paths: paths.train_log.unlink(), "names 0 samples up to its step, not 32"),
+        (lambda paths: paths.train_log.write_bytes(b"[" + paths.train_log.read_bytes()), "names 24 samples"),
+        (lambda paths: (newest(paths) / "meta.json").write_text("{}"), "its meta.json can not be read either"),
+    ],
+)
+def test_what_can_not_be_made_again_is_refused_with_what_to_do(paths: RunPaths, spoil, said: str) -> None:
+    path = newest(paths) / "trained.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    damaged = path.read_bytes()
+    spoil(paths)
+    with pytest.raises(FileCorrupt) as problem:
+        mend_trained_set(paths)
+    text = str(problem.value)
+    assert said in text and f"Move {newest(paths)} out of its directory" in text and "trained_unlogged" in text
+    assert path.read_bytes() == damaged
