@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "quickstart": {"errors", "data"},
     "training": {"errors", "algorithms", "ledger"},
     "inference": {"errors", "topology", "data", "quickstart"},
-    "weights": {"errors", "topology", "paths", "ring"},
+    "weights": {"errors", "topology", "paths", "ring", "_blocks"},
     "roles": {
         "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
         "topology", "training", "inference", "weights", "quickstart", "keys", "faults", "gateway",
