@@ -14,7 +14,7 @@ from busrl.weights import store_file
 from busrl.weights.base import Receiver, Sender
 from busrl.weights.broadcast import BroadcastSender
 from busrl.weights.broadcast_receiver import BroadcastReceiver
-from busrl.weights.shm import ShmReceiver, ShmSender
+from busrl.weights.shm import ORDERED_STORES, ShmReceiver, ShmSender
 
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
@@ -71,7 +71,12 @@ class Settings:
 
 def sender(settings: Settings, on_missing: Callable[[str, str], None] | None = None) -> Sender:
     if settings.transport == "shm":
-        return ShmSender(settings.segment)
+        return ShmSender(
+            settings.segment,
+            checksums=settings.checksum or not ORDERED_STORES,
+            threshold=settings.sparse_threshold if settings.sparse else 0.0,
+            key_every=settings.key_every,
+        )
     if settings.transport == "broadcast":
         return BroadcastSender(settings.address_file, timeout_s=settings.timeout_s, on_missing=on_missing)
     raise _unknown(settings.transport)
