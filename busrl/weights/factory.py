@@ -14,6 +14,7 @@ from busrl.weights import store_file
 from busrl.weights.base import Receiver, Sender
 from busrl.weights.broadcast import BroadcastSender
 from busrl.weights.broadcast_receiver import BroadcastReceiver
+from busrl.weights.outbox import Sparse
 from busrl.weights.shm import ORDERED_STORES, ShmReceiver, ShmSender
 
 if TYPE_CHECKING:
@@ -78,7 +79,15 @@ def sender(settings: Settings, on_missing: Callable[[str, str], None] | None = N
             key_every=settings.key_every,
         )
     if settings.transport == "broadcast":
-        return BroadcastSender(settings.address_file, timeout_s=settings.timeout_s, on_missing=on_missing)
+        sparse = Sparse(settings.sparse_threshold if settings.sparse else 0.0, settings.key_every)
+        return BroadcastSender(
+            settings.address_file,
+            timeout_s=settings.timeout_s,
+            bucket_bytes=settings.bucket_bytes,
+            checksum=settings.checksum,
+            sparse=sparse,
+            on_missing=on_missing,
+        )
     raise _unknown(settings.transport)
 
 

@@ -148,14 +148,15 @@ def width_of(entry: Entry) -> int:
 def pack(frame: Frame) -> bytes:
     """The bytes of a frame."""
     at = HEAD.size + ROW.size * len(frame.parts)
-    rows, pieces = [], []
+    rows: list[bytes] = []
+    pieces: list[bytes] = []
     for part in frame.parts:
         count = len(part.indices) // 4
         first = _to_eight(at)
         second = _to_eight(first + len(part.indices))
         rows.append(ROW.pack(part.entry, part.width, count, first, second, part.sum))
-        pieces += [b"\0" * (first - at), part.indices.data, b"\0" * (second - first - len(part.indices))]
-        pieces.append(part.values.data)
+        pieces += [b"\0" * (first - at), part.indices.tobytes(), b"\0" * (second - first - len(part.indices))]
+        pieces.append(part.values.tobytes())
         at = second + len(part.values)
     head = HEAD.pack(MAGIC, frame.base, frame.version, frame.step, len(frame.parts), frame.whole)
     end = b"\0" * (_to_eight(at) - at)
@@ -168,16 +169,16 @@ def unpack(data: Bytes) -> Frame:
     """The frame in these bytes, which it goes on using; Refused if they are not what `pack` made."""
     if len(data) < HEAD.size + FOOT.size:
         raise Refused(f"a frame of {len(data)} bytes")
-    version, step, size, seal = FOOT.unpack_from(data, len(data) - FOOT.size)
+    version, step, size, seal = FOOT.unpack_from(data.data, len(data) - FOOT.size)
     body = data[: len(data) - FOOT.size]
-    magic, base, named_version, named_step, count, whole = HEAD.unpack_from(body)
+    magic, base, named_version, named_step, count, whole = HEAD.unpack_from(body.data)
     if magic != MAGIC or size != len(data) or (version, step) != (named_version, named_step):
         raise Refused("no frame, or one cut short")
     if seal != digest(body, version):
         raise Refused(f"the frame of version {version} does not match its digest")
     parts = []
     for k in range(count):
-        entry, width, values, first, second, total = ROW.unpack_from(body, HEAD.size + ROW.size * k)
+        entry, width, values, first, second, total = ROW.unpack_from(body.data, HEAD.size + ROW.size * k)
         parts.append(
             Part(entry, width, body[first : first + 4 * values], body[second : second + width * values], total)
         )
@@ -201,7 +202,7 @@ def foot_of(data: Bytes) -> tuple[int, int, int]:
     """Version, step and size of the frame that ends with these bytes; zeros if there is none."""
     if len(data) < FOOT.size:
         return 0, 0, 0
-    version, step, size, _ = FOOT.unpack_from(data, len(data) - FOOT.size)
+    version, step, size, _ = FOOT.unpack_from(data.data, len(data) - FOOT.size)
     return version, step, size
 
 
