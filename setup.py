@@ -1,5 +1,5 @@
 """Builds the C++ core of the slot ring twice: for Python as `busrl._ring`, and for everybody else as libbusrl_ring.so;
-and `busrl._wire`, which drives pyzmq's libzmq for the bus and links nothing of it.
+`busrl._wire`, which drives pyzmq's libzmq for the bus and links nothing of it; and `busrl._blocks`, which copies weights.
 
 The library and its header lie together in `busrl/ring/capi`, in a wheel as in a source tree; see docs/c-abi.md.
 SANITIZE=address,undefined (or thread) builds with those sanitizers; DEBUG=1 builds without optimisation.
@@ -76,6 +76,12 @@ setup(
             ["csrc/python/wire.cpp"],
             extra_compile_args=[*compile_args, "-std=c++17"],
             extra_link_args=[*link_args, "-ldl"],
+        ),
+        Extension(
+            "busrl._blocks",
+            ["csrc/python/blocks.cpp"],
+            extra_compile_args=[*compile_args, "-std=c++17", *([] if DEBUG else ["-O3"])],
+            extra_link_args=link_args,
         ),
         Extension(
             LIBRARY,

@@ -9,6 +9,7 @@ is only a reason to look at `newest`), of models or of optimisers, and imports n
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 
 NOTHING = (-1, -1)  # (version, step) where no version has been published
 Kind = Literal["tensors", "adapter", "folder"]
+
+
+@dataclass(frozen=True)
+class GroupChange:
+    """A group of engines was formed: its epoch, who is in it, and what happened since the one before."""
+
+    epoch: int
+    members: tuple[str, ...]
+    why: str
 
 
 class Sender(Protocol):
@@ -33,6 +43,10 @@ class Sender(Protocol):
 
     def forget(self, member: str) -> None:
         """A receiver is known to be dead: do not wait for it any more."""
+        ...
+
+    def changes(self) -> list[GroupChange]:
+        """Groups that were formed since the last call, oldest first; none where there are no groups."""
         ...
 
     def close(self) -> None: ...

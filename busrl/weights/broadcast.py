@@ -1,34 +1,59 @@
-"""Weights by broadcast, the learner's side: a Gloo group that is formed anew whenever its members change.
+"""Weights by broadcast, the learner's side: a group that is formed anew, as a new epoch, whenever its members change.
 
-Used by the learner behind `weights.base`. `publish` copies into a block of its own and returns; a thread forms the
-groups and sends. Talks to the receivers through `weights.group`. Knows nothing of the bus or of models.
+Used by the learner behind `weights.base`. `publish` copies into the outbox and returns; a thread hears the engines
+through the door (`weights.door`), forms groups (`weights.group`) and sends. Knows nothing of the bus or of models;
+`changes()` is what the learner tells others of its members. docs/membership.md has the states and the deadlines.
 
-The thread: waits for a version, a join or a failure -> forms an epoch (announce, roll call, connect) -> sends the
-newest version to it. A version that was overtaken before its turn is not sent.
-
-- A group is used until a broadcast in it fails once; then it is dropped and the next epoch begins.
-- A member that does not answer the roll call in `Limits.ready_s` is left out and named; it may join again.
-- A member that joins is in the next epoch, whose first transfer is the newest version.
+- A group is used until something in it fails once, or somebody joins or leaves; then the next epoch begins.
+- No phase waits longer than its deadline. Who is late is left out, named with the phase and the seconds; it may come
+  back. Who closes its connection (a process that died) is not waited for at all.
+- A member has a version when it said so; before that the version counts as not sent.
 """
 
 from __future__ import annotations
 
 import atexit
+import enum
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from busrl.errors import UserError
-from busrl.weights.base import NOTHING
-from busrl.weights.group import Event, Group, Limits, Plane, Ticker, buckets, deadline_in, first_line, past
-from busrl.weights.manifest import Manifest
+from busrl.weights.base import NOTHING, GroupChange
+from busrl.weights.door import Door, Message, Wire
+from busrl.weights.group import Forming, Group, Limits, Place, first_line, open_store, pieces
+from busrl.weights.outbox import Outbox, Parcel, Sparse
 
 log = logging.getLogger("busrl")
-CONNECT_ATTEMPTS = 3
-LOOK_EVERY_S = 0.05
+IDLE_S = 1.0
+
+
+class Phase(enum.Enum):
+    """What the sending thread is at. WAITING -> ROLL_CALL -> CONNECTING -> WAITING: an epoch was formed.
+    WAITING -> SENDING -> COMMITTING -> WAITING: a version went out. Any -> WAITING: it failed, or members changed."""
+
+    WAITING = "waiting"
+    ROLL_CALL = "roll call"
+    CONNECTING = "connecting"
+    SENDING = "sending"
+    COMMITTING = "commit"
+
+
+@dataclass
+class Member:
+    """An engine that came in: its connection, the epoch that it has answered to, the version that it has."""
+
+    name: str
+    pid: int
+    wire: Wire
+    answered: int = 0
+    have: int = -1
+    told: bool = False  # the manifest
 
 
 class BroadcastSender:
@@ -40,25 +65,32 @@ class BroadcastSender:
         *,
         timeout_s: float = 10.0,
         host: str = "127.0.0.1",
+        bucket_bytes: int = 16 << 20,
+        checksum: bool = False,
+        sparse: Sparse | None = None,
+        device: str = "cpu",
+        backend: str = "gloo",
         on_missing: Callable[[str, str], None] | None = None,
     ) -> None:
         self.file = Path(file)
         self.epoch = 0
-        self._limits = Limits(timeout_s)
+        self.phase = Phase.WAITING
+        self.hook: Callable[[str], None] | None = None  # called with each phase, "bucket <n>" too; for fault tests
+        self._limits, self._bucket, self._backend = Limits(timeout_s), bucket_bytes, backend
         self._on_missing = on_missing
-        self._plane = Plane.host(self.file, host, timeout_s)
-        self._wanted: dict[str, str] = {}  # name -> id of all that shall be in the group
-        self._joins_seen = 0
-        self._broken = True  # there is no group, or it must be formed anew
+        self._door = Door(self.file, host)
+        self._outbox = Outbox(
+            self._door.bell.ring, bucket_bytes=bucket_bytes, sparse=sparse, checksum=checksum, device=device
+        )
+        self._members: dict[str, Member] = {}
+        self._by_wire: dict[Wire, Member] = {}
+        self._broken = False  # the group is not what it should be: form it anew
         self._group: Group | None = None
-        self._sent = -1  # version that every member of the group has
-        self._change = threading.Condition()
         self._forgotten: set[str] = set()
-        self._manifest: Manifest | None = None
-        self._blocks: list[torch.Tensor] = []
-        self._stamps = [NOTHING, NOTHING]
-        self._sending: int | None = None
-        self._ticker = Ticker()
+        self._changes: deque[GroupChange] = deque(maxlen=1024)
+        self._whys: list[str] = []
+        self._trouble = ""
+        self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread of Gloo that outlives the interpreter would abort the process
@@ -68,153 +100,280 @@ class BroadcastSender:
     @property
     def members(self) -> list[str]:
         """Names in the group as it stands."""
-        with self._change:
-            return sorted(self._wanted) if self._group is not None else []
+        with self._outbox.change:
+            return sorted(self._members) if self._group is not None else []
 
     def newest(self) -> tuple[int, int]:
-        with self._change:
-            return max(self._stamps)
+        return self._outbox.newest()
 
     def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
-        with self._change:
-            if version <= max(self._stamps)[0]:
-                raise UserError(f"version {version} is not above {max(self._stamps)[0]}, which is published")
-            self._prepare(named)
-            assert self._manifest is not None
-            k = self._block_to_write()
-            self._manifest.gather(named, self._blocks[k])
-            self._stamps[k] = (version, step)
-            self._change.notify_all()
+        self._outbox.put(version, step, named)
 
     def forget(self, member: str) -> None:
-        with self._change:
+        with self._outbox.change:
             self._forgotten.add(member)
-            self._change.notify_all()
+        self._door.bell.ring()
+
+    def changes(self) -> list[GroupChange]:
+        """Groups that were formed, or fell apart, since the last call."""
+        found = []
+        while self._changes:
+            found.append(self._changes.popleft())
+        return found
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the newest version has been sent to all members; False after the deadline."""
-        with self._change:
-            return self._change.wait_for(lambda: self._sent == max(self._stamps)[0] or not self._wanted, timeout_s)
+        """Wait until the newest version has arrived at all members; False after the deadline."""
+        with self._outbox.change:
+            return self._outbox.change.wait_for(self._all_have_it, timeout_s)
 
     def close(self) -> None:
         """End the thread; a transfer in progress ends by its own timeout at the latest."""
         atexit.unregister(self.close)
-        self._ticker.stop()
-        with self._change:
-            self._change.notify_all()
+        self._stopping = True
+        self._door.bell.ring()
         self._thread.join(self._limits.timeout_s)
         self._drop_group()
-        self.file.unlink(missing_ok=True)
+        self._door.close()
 
-    def _prepare(self, named: dict[str, torch.Tensor]) -> None:
-        if self._manifest is None:
-            self._manifest = Manifest.of(named)
-            self._blocks = [torch.empty(self._manifest.nbytes, dtype=torch.uint8) for _ in range(2)]
-            self._plane.set_manifest(self._manifest.to_json())
-
-    def _block_to_write(self) -> int:
-        """The block that is not being sent; if none is, the older one."""
-        if self._sending is not None:
-            return 1 - self._sending
-        return self._stamps.index(min(self._stamps))
-
-    # -- the sending thread -------------------------------------------------------------------------------------
+    # -- the sending thread: who is there -----------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while not self._ticker.stopped:
+        while not self._stopping:
             try:
-                self._look()
-                if self._broken and self._wanted and self.newest() != NOTHING:
-                    self._form()
-                if self._group is not None and self.newest()[0] > self._sent:
-                    self._send(self._group)
-            except Exception as problem:  # a store error must not end the thread: say so, and form the group anew
+                self._turn()
+            except Exception as problem:  # must not end the thread: say so, and form the group anew
                 log.warning("weights: epoch %d failed (%s); it is formed anew", self.epoch, first_line(problem))
-                self._drop_group()
-            with self._change:
-                if self._group is None or self.newest()[0] <= self._sent:
-                    self._change.wait(LOOK_EVERY_S)
+                self._fell_apart(f"{self.phase.value}: {first_line(problem)}")
+            self._enter(Phase.WAITING)
 
-    def _look(self) -> None:
-        """Read who wants in, and who is known to be dead."""
-        joins = self._plane.joins(self._joins_seen)
-        self._joins_seen += len(joins)
-        with self._change:
-            for name in self._forgotten & self._wanted.keys():
-                del self._wanted[name]
-                self._broken = True
-            self._forgotten.clear()
-            for join in joins:
-                if self._wanted.get(join.name) != join.id or join.failed == self.epoch:
-                    self._wanted[join.name] = join.id
-                    self._broken = True
+    def _turn(self) -> None:
+        idle = not self._wants_epoch() and not self._wants_sending()
+        self._listen(IDLE_S if idle else 0.0)
+        if self._wants_epoch():
+            self._form()
+        if self._wants_sending() and self._group is not None:
+            self._send(self._group)
+
+    def _wants_epoch(self) -> bool:
+        stands = self._group is not None and not self._broken
+        return bool(self._members) and not stands and self.newest() != NOTHING
+
+    def _wants_sending(self) -> bool:
+        return self._group is not None and not self._broken and not self._all_have_it()
+
+    def _all_have_it(self) -> bool:
+        newest = self.newest()[0]
+        return all(member.have >= newest for member in self._members.values())
+
+    def _listen(self, timeout_s: float) -> None:
+        """Hear what the engines say, for at most that long."""
+        for wire, message in self._door.poll(timeout_s):
+            if message is None:
+                self._lose(self._by_wire.get(wire), "its connection closed")
+            elif message.get("say") == "join":
+                self._take_in(wire, message)
+            elif wire in self._by_wire:
+                self._hear(self._by_wire[wire], message)
+        with self._outbox.change:
+            forgotten, self._forgotten = self._forgotten, set()
+        for name in forgotten:
+            self._lose(self._members.get(name), "is dead")
+
+    def _take_in(self, wire: Wire, message: Message) -> None:
+        name = str(message["name"])
+        if (before := self._members.get(name)) is not None:
+            self._tell(before, {"say": "replaced"})
+            self._remove(before)
+        member = Member(name, int(message["pid"]), wire, have=int(message["have"]))
+        with self._outbox.change:
+            self._members[name] = member
+            self._by_wire[wire] = member
+            self._broken = True
+        self._whys.append(f"{name} joined")
+
+    def _hear(self, member: Member, message: Message) -> None:
+        epoch, say = message.get("epoch"), message.get("say")
+        if say == "here":
+            member.answered, member.have = int(message["epoch"]), int(message["have"])
+        elif say == "got" and epoch == self.epoch:
+            with self._outbox.change:
+                member.have = int(message["version"])
+                self._outbox.change.notify_all()
+        elif say == "broken" and epoch == self.epoch:
+            member.have = int(message["have"])
+            self._broken = True
+            self._trouble = f"epoch {epoch} broke at {member.name} in {message['phase']}: {message['why']}"
+            log.info("weights: %s", self._trouble)
+        elif say == "leave":
+            self._lose(member, "left")
+
+    def _lose(self, member: Member | None, why: str) -> None:
+        if member is None:
+            return
+        self._remove(member)
+        self._whys.append(f"{member.name} {why}")
+        if why == "left":
+            return
+        where = "" if self.phase is Phase.WAITING else f" in the {self.phase.value} of epoch {self.epoch}"
+        self._leave_out(member, f"{why}{where}")
+
+    def _leave_out(self, member: Member, why: str) -> None:
+        log.warning("weights: %s (pid %d): %s; going on without it", member.name, member.pid, why)
+        if self._on_missing is not None:
+            self._on_missing(member.name, why)
+
+    def _late(self, member: Member, seconds: float) -> None:
+        """A member that is alive as far as one knows, but silent."""
+        self._remove(member)
+        what = "has not answered the roll call" if self.phase is Phase.ROLL_CALL else "has not confirmed its version"
+        why = f"{what} of epoch {self.epoch} for {seconds:.1f} s" + (f"; {self._trouble}" if self._trouble else "")
+        self._whys.append(f"{member.name} {why}")
+        self._leave_out(member, why)
+
+    def _remove(self, member: Member) -> None:
+        with self._outbox.change:
+            self._members.pop(member.name, None)
+            self._by_wire.pop(member.wire, None)
+            self._broken = True
+            self._outbox.change.notify_all()
+        self._door.shut(member.wire)
+
+    def _tell(self, member: Member, message: Message) -> None:
+        try:
+            member.wire.send(message)
+        except OSError as problem:
+            self._lose(member, f"does not listen ({problem})")
+
+    def _tell_all(self, message: Message) -> None:
+        for member in list(self._members.values()):
+            self._tell(member, message)
+
+    # -- the sending thread: an epoch ---------------------------------------------------------------------------
 
     def _form(self) -> None:
-        """Announce an epoch, call the roll, connect; without those who do not answer."""
+        """One attempt at an epoch; whatever happens meanwhile, `_broken` says whether it is to be tried again."""
         self._drop_group()
-        for _ in range(CONNECT_ATTEMPTS):
-            self._roll_call()
-            if not self._wanted or self._ticker.stopped:
-                return
-            self._plane.set_go(self.epoch)
-            try:
-                group = self._plane.form(self.epoch, 0, len(self._wanted) + 1, self._limits.transfer_s)
-            except RuntimeError as problem:
-                log.warning("weights: epoch %d did not connect: %s", self.epoch, first_line(problem))
-                continue
-            with self._change:
-                self._group, self._broken, self._sent = group, False, -1
+        self.epoch += 1
+        self._broken = False
+        members = [self._members[name] for name in sorted(self._members)]
+        self._enter(Phase.ROLL_CALL)
+        if not self._call_the_roll(members):
             return
+        self._enter(Phase.CONNECTING)
+        forming = self._connect(len(members) + 1)
+        if forming.group is None or self._broken:
+            forming.give_up()
+            self._broken = True
+            if forming.problem:
+                self._trouble = f"epoch {self.epoch} did not connect: {forming.problem}"
+                log.warning("weights: %s", self._trouble)
+            return
+        with self._outbox.change:
+            self._group = forming.group
+        self._announce()
 
-    def _roll_call(self) -> None:
-        """Begin epochs until all members of one have seen it."""
-        while self._wanted and not self._ticker.stopped:
-            self.epoch += 1
-            members = sorted(self._wanted.items())
-            self._plane.write_event(Event("epoch", self.epoch, tuple(members)))
-            missing = self._missing(members)
-            if not missing:
-                return
-            for name in missing:
-                late = f"did not answer in epoch {self.epoch} within {self._limits.ready_s:g} s"
-                self._leave_out(name, "is dead" if name in self._forgotten else late)
+    def _call_the_roll(self, members: list[Member]) -> bool:
+        """Whether all members answered; who did not is not one any more."""
+        begun, size = time.monotonic(), len(members) + 1
+        for rank, member in enumerate(members, 1):
+            call: Message = {"say": "epoch", "epoch": self.epoch, "rank": rank, "size": size}
+            if not member.told and self._outbox.manifest is not None:
+                call["manifest"] = self._outbox.manifest.to_json().decode()
+                member.told = True
+            self._tell(member, call)
+        deadline = begun + self._limits.phase_s
+        while not self._broken and not self._stopping:
+            late = [member for member in members if member.answered != self.epoch]
+            if not late:
+                return True
+            if time.monotonic() >= deadline:
+                for member in late:
+                    self._late(member, time.monotonic() - begun)
+                return False
+            self._listen(deadline - time.monotonic())
+        return False
 
-    def _missing(self, members: list[tuple[str, str]]) -> list[str]:
-        """Who has not answered the roll call at the deadline; a member known to be dead is not waited for."""
-        deadline = deadline_in(self._limits.ready_s)
-        while True:
-            late = [name for name, identity in members if not self._plane.ready(self.epoch, identity)]
-            dead = [name for name in late if name in self._forgotten]
-            if not late or dead or past(deadline) or self._ticker.stopped:
-                return dead or late
-            self._ticker.pause()
+    def _connect(self, size: int) -> Forming:
+        """Form the group; ends early when somebody is lost meanwhile."""
+        store, where = open_store(self._door.host, self._limits.phase_s)
+        place = Place(self.epoch, 0, size, where, self._limits.phase_s, self._backend)
+        self._tell_all({"say": "connect", "epoch": self.epoch, "store": where, "timeout_s": self._limits.phase_s,
+                        "backend": self._backend})  # fmt: skip
+        forming = Forming(place, self._door.bell.ring, store)
+        deadline = time.monotonic() + 2 * self._limits.phase_s
+        while not forming.ended.is_set() and not self._broken and not self._stopping and time.monotonic() < deadline:
+            self._listen(0.25)
+        return forming
 
-    def _leave_out(self, name: str, why: str) -> None:
-        log.warning("weights: %s %s; going on without it", name, why)
-        with self._change:
-            self._wanted.pop(name, None)
-            self._forgotten.discard(name)
-            self._change.notify_all()
-        if self._on_missing is not None:
-            self._on_missing(name, why)
+    def _announce(self) -> None:
+        why = "; ".join(self._whys[-8:]) or self._trouble
+        self._changes.append(GroupChange(self.epoch, tuple(sorted(self._members)), why))
+        self._whys, self._trouble = [], ""
+
+    # -- the sending thread: a version --------------------------------------------------------------------------
 
     def _send(self, group: Group) -> None:
-        """Send the newest version to the group; a failure drops the group."""
-        with self._change:
-            k = self._stamps.index(max(self._stamps))
-            self._sending, (version, step) = k, self._stamps[k]
+        """Send the newest version to the group."""
+        common = {member.have for member in self._members.values()}
+        parcel = self._outbox.take(common.pop() if len(common) == 1 else None)
+        begun = time.monotonic()
+        self._enter(Phase.SENDING)
+        spans, n = pieces(len(parcel.data), self._bucket), 0
         try:
-            self._plane.write_event(Event("send", group.epoch, version=version, step=step))
-            for bucket in buckets(self._blocks[k]):
-                group.broadcast(bucket)
-            with self._change:
-                self._sent = version
+            self._tell_all(self._letter(parcel, group))
+            for n, (start, end) in enumerate(spans):
+                self._outbox.wait_for(parcel, end, self._limits.phase_s)
+                self._call_hook(f"bucket {n}")
+                group.broadcast(parcel.data[start:end])
+            group.finish()
+            digest = self._outbox.digest(parcel) if parcel.base < 0 else 0
+        except RuntimeError as problem:
+            seconds = time.monotonic() - begun
+            where = f"bucket {n} of {len(spans)} of version {parcel.version}"
+            self._fell_apart(f"epoch {group.epoch} broke in {where} after {seconds:.1f} s: {first_line(problem)}")
+            return
         finally:
-            with self._change:
-                self._sending = None
-                self._change.notify_all()
+            self._outbox.sent()
+        self._commit(parcel, digest)
+
+    def _letter(self, parcel: Parcel, group: Group) -> Message:
+        return {
+            "say": "send", "epoch": group.epoch, "version": parcel.version, "step": parcel.step, "base": parcel.base,
+            "nbytes": len(parcel.data), "bucket": self._bucket,
+        }  # fmt: skip
+
+    def _commit(self, parcel: Parcel, digest: int) -> None:
+        """Wait until all members have the version in one piece."""
+        self._enter(Phase.COMMITTING)
+        self._tell_all({"say": "commit", "epoch": self.epoch, "version": parcel.version, "digest": digest})
+        begun = time.monotonic()
+        deadline = begun + self._limits.phase_s
+        while not self._broken and not self._stopping:
+            late = [member for member in self._members.values() if member.have < parcel.version]
+            if not late:
+                return
+            if time.monotonic() >= deadline:
+                for member in late:
+                    self._late(member, time.monotonic() - begun)
+                return
+            self._listen(deadline - time.monotonic())
+
+    def _fell_apart(self, why: str) -> None:
+        log.warning("weights: %s; the group is formed anew", why)
+        self._trouble = why
+        self._drop_group()
 
     def _drop_group(self) -> None:
         """Closing our connections makes the other members' broadcasts fail at once instead of at their timeout."""
-        with self._change:
-            self._group, self._broken, self._sent = None, True, -1
+        with self._outbox.change:
+            self._group, self._broken = None, True
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        if phase is not Phase.WAITING:
+            self._call_hook(phase.value)
+
+    def _call_hook(self, point: str) -> None:
+        if self.hook is not None:
+            self.hook(point)
+

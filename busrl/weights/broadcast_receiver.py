@@ -1,57 +1,83 @@
-"""Weights by broadcast, an engine's side: joins the learner's group and keeps the newest version at hand.
+"""Weights by broadcast, an engine's side: a member of the learner's group, with the newest version at hand.
 
-Used by every process that runs the model, behind `weights.base`. A thread follows the event log of `weights.group`
-and receives into one of two blocks; `fetch` copies from the other. Knows nothing of the bus or of models.
+Used by every process that runs the model, behind `weights.base`. A thread does what the learner says over the control
+connection (`weights.door`) and receives into one of two blocks; `fetch` copies from the other, while the engine stands
+between two steps. Knows nothing of the bus or of models. docs/membership.md has the states and the deadlines.
 
-The thread: address file -> connect -> join -> (epoch: answer the roll call, connect; send: receive)* -> whenever
-something breaks: join again, or look for a new address if the store is gone (the learner was restarted).
-
-- The block that `fetch` reads is only ever replaced by a complete version.
-- The newest version stays available while there is no learner.
+- The block that `fetch` reads only ever changes from one complete version to another.
+- The newest version stays available while there is no learner. A version is never followed by an older one.
+- The thread never waits for the learner without hearing whether it has given the epoch up, but for one bucket, which
+  has its own deadline.
 """
 
 from __future__ import annotations
 
 import atexit
+import enum
 import logging
+import os
+import select
 import threading
-import uuid
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from busrl.errors import WeightsTimeout
 from busrl.weights.base import NOTHING, Kind, StepTable
-from busrl.weights.group import Event, Group, Join, Limits, Plane, Ticker, buckets, deadline_in, first_line, past
+from busrl.weights.door import Bell, Message, Wire, secret_of
+from busrl.weights.front import Front
+from busrl.weights.group import Forming, Group, Limits, Place, first_line, pieces
 from busrl.weights.manifest import Manifest
+from busrl.weights.sparse import Refused, split, unpack
 
 log = logging.getLogger("busrl")
-IDLE_POLL_S = 0.01
+LISTEN_S = 1.0
 AGAIN_S = 0.1
 
 
+class State(enum.Enum):
+    """LOOKING -> OUTSIDE (connected, asked to be let in) -> ROLL_CALL -> CONNECTING -> MEMBER; MEMBER -> RECEIVING ->
+    MEMBER. A new epoch: any of these -> ROLL_CALL. Something fails: -> OUTSIDE. The connection ends: -> LOOKING.
+    REPLACED is the end: another process has taken the name."""
+
+    LOOKING = "looking for the learner's address"
+    OUTSIDE = "waiting to be taken into the learner's group"
+    ROLL_CALL = "in the roll call"
+    CONNECTING = "connecting with the other members"
+    MEMBER = "a member of the group"
+    RECEIVING = "receiving"
+    REPLACED = "another process has taken its name"
+
+
 class BroadcastReceiver:
-    """A member called `name`. `announce` may tell it the store's address where the file can not be read."""
+    """A member called `name`."""
 
     kind: Kind = "tensors"
 
-    def __init__(self, file: str | Path, name: str, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, file: str | Path, name: str, *, timeout_s: float = 10.0, device: str = "cpu") -> None:
         self.file = Path(file)
         self.name = name
-        self.hook: Callable[[str], None] | None = None  # called with "<event> <n>"; for fault tests
-        self._id = uuid.uuid4().hex
-        self._limits = Limits(timeout_s)
-        self._address = ""
-        self._state = "looking for the learner's address"
+        self.hook: Callable[[str], None] | None = None  # called with "<phase> <n>"; for fault tests
+        self.state = State.LOOKING
+        self._limits, self._device = Limits(timeout_s), device
+        self._problem = ""
+        self._epoch = 0
+        self._rank = self._size = 0
         self._group: Group | None = None
+        self._forming: Forming | None = None
         self._manifest: Manifest | None = None
-        self._front = torch.empty(0, dtype=torch.uint8)
+        self._front = Front()
         self._back = torch.empty(0, dtype=torch.uint8)
-        self._stamp = NOTHING
         self._arrived = threading.Condition()
         self._steps = StepTable()
-        self._ticker = Ticker()
+        self._heard: deque[Message] = deque()
+        self._bell = Bell()
+        self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread of Gloo that outlives the interpreter would abort the process
@@ -59,131 +85,222 @@ class BroadcastReceiver:
     # -- the engine's thread ------------------------------------------------------------------------------------
 
     def newest(self) -> tuple[int, int]:
-        return self._stamp
+        return self._front.offered
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
         with self._arrived:
-            if not self._arrived.wait_for(lambda: self._stamp[0] >= version, timeout_s):
+            if not self._arrived.wait_for(lambda: self._front.offered[0] >= version, timeout_s):
+                newest = self._front.offered[0]
                 raise WeightsTimeout(
-                    f"{self.name}: no version {version} after {timeout_s:g} s, newest {self._stamp[0]}; {self._state}"
+                    f"{self.name}: no version {version} after {timeout_s:g} s, newest {newest}; {self._where()}"
                 )
-            return self._stamp
+            return self._front.offered
 
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
         with self._arrived:
-            if self._manifest is None or self._stamp == NOTHING:
-                raise WeightsTimeout(f"{self.name}: no version has arrived; {self._state}")
-            self._manifest.scatter(self._front, params)
-            self._steps.add(*self._stamp)
-            return self._stamp
+            if self._front.stamp == NOTHING:
+                raise WeightsTimeout(f"{self.name}: no version has arrived; {self._where()}")
+            # Changes that did not fit took the version away that `newest` has just named; a whole one is on its way.
+            if not self._arrived.wait_for(lambda: self._front.usable, self._limits.timeout_s):
+                raise WeightsTimeout(f"{self.name}: no whole version for {self._limits.timeout_s:g} s; {self._where()}")
+            self._front.fetch(params)
+            self._steps.add(*self._front.stamp)
+            return self._front.stamp
 
     def step_of(self, version: int) -> int:
         return self._steps.step_of(version)
 
-    def announce(self, address: str) -> None:
-        """The store's address, as the sender's file has it."""
-        self._address = address
-
     def close(self) -> None:
+        """Leave; a bucket in progress ends by its own deadline at the latest."""
         atexit.unregister(self.close)
-        self._ticker.stop()
+        self._stopping = True
+        self._bell.ring()
         self._thread.join(self._limits.timeout_s)
+        if not self._thread.is_alive():
+            self._bell.close()
+
+    def _where(self) -> str:
+        text = f"{self.state.value} (epoch {self._epoch})" if self._epoch else self.state.value
+        return f"{text}; {self._problem}" if self._problem else text
 
     # -- the receiving thread -----------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while not self._ticker.stopped:
-            address = self._find()
+        while not self._stopping and self.state is not State.REPLACED:
+            self.state = State.LOOKING
             try:
-                if address:
-                    self._follow(Plane.connect(address, self._limits.timeout_s))
-            except (RuntimeError, OSError, ValueError) as problem:  # the store is gone, or was never there
-                self._state = f"the learner's store at {address.partition('/')[0]} is gone"
-                log.debug("weights: %s: %s (%s)", self.name, self._state, first_line(problem))
-            self._group = None
-            self._ticker.pause(AGAIN_S)
+                self._follow(self.file.read_text())
+            except (OSError, ValueError) as problem:  # no file yet, or a learner that is gone
+                log.debug("weights: %s: %s", self.name, problem)
+            except Exception as problem:  # must not end the thread
+                self._problem = f"{type(problem).__name__}: {first_line(problem)}"
+                log.warning("weights: %s: %s", self.name, self._problem)
+            self._drop_group()
+            if not self._stopping and self.state is not State.REPLACED:
+                self._pause(AGAIN_S)
 
-    def _find(self) -> str:
+    def _follow(self, address: str) -> None:
+        """Do what the learner says until it is gone (OSError), we stop, or our name is taken."""
+        wire = Wire.to(address, self._limits.phase_s)
+        self._heard.clear()
         try:
-            return self.file.read_text()
-        except OSError:
-            return self._address
+            wire.send({"say": "join", "secret": secret_of(address), "name": self.name, "pid": os.getpid(),
+                       "have": -1})  # fmt: skip
+            self.state, self._epoch = State.OUTSIDE, 0
+            self._manifest = None
+            while not self._stopping and self.state is not State.REPLACED:
+                message = self._next(wire)
+                if message is not None:
+                    self._act(wire, message)
+            if self._stopping:
+                wire.send({"say": "leave"})
+        finally:
+            wire.close()
 
-    def _follow(self, plane: Plane) -> None:
-        """Act on the event log until stopped; raises when the store is gone."""
-        index = plane.head()
-        failed = self._join(plane, 0)
-        while not self._ticker.stopped:
-            event = plane.read_event(index + 1)
-            if event is None:
-                index = self._catch_up(plane, index)
-                continue
-            index += 1
-            try:
-                failed = self._act(plane, event, index)
-            except RuntimeError as problem:
-                plane.head()  # tells a broken group (go on) from a lost store (raises)
-                log.info("weights: %s: epoch %d broke: %s", self.name, event.epoch, first_line(problem))
-                self._group = None
-                failed = True
-            if failed:
-                self._join(plane, event.epoch)
+    def _next(self, wire: Wire) -> Message | None:
+        """The next line, or None after a while or when a group has been formed."""
+        if not self._heard:
+            ready = _readable([wire, self._bell], LISTEN_S)
+            if self._bell in ready:
+                self._bell.still()
+            if wire in ready:
+                self._heard.extend(wire.read())
+        self._look_at_forming(wire)
+        return self._heard.popleft() if self._heard else None
 
-    def _catch_up(self, plane: Plane, index: int) -> int:
-        """Pause; a member that was away for longer than the log is kept starts again at its end."""
-        head = plane.head()
-        if head > index and plane.read_event(index + 1) is None:
-            self._group = None
-            self._join(plane, 0)
-            return head
-        self._ticker.pause(IDLE_POLL_S)
-        return index
+    def _act(self, wire: Wire, message: Message) -> None:
+        say = message.get("say")
+        if say == "replaced":
+            self.state = State.REPLACED
+        elif say == "epoch":
+            self._answer(wire, message)
+        elif message.get("epoch") != self._epoch:
+            return  # of an epoch that is over
+        elif say == "connect":
+            self._connect(message)
+        elif say == "send":
+            self._receive(wire, message)
 
-    def _join(self, plane: Plane, failed: int) -> bool:
-        self._state = "waiting to be taken into the learner's group"
-        plane.join(Join(self.name, self._id, failed))
-        return False
+    def _answer(self, wire: Wire, message: Message) -> None:
+        """The roll call of a new epoch."""
+        self._drop_group()
+        self._epoch, self._rank, self._size = int(message["epoch"]), int(message["rank"]), int(message["size"])
+        self.state = State.ROLL_CALL
+        self._call_hook(f"roll call {self._epoch}")
+        if "manifest" in message:
+            self._call_hook("manifest")
+            self._manifest = Manifest.from_json(message["manifest"].encode())
+            if self._front.manifest != self._manifest:
+                self._front.outdate()
+            size = self._manifest.nbytes
+            if len(self._back) != size:
+                self._back = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        wire.send({"say": "here", "epoch": self._epoch, "have": self._have()})
 
-    def _act(self, plane: Plane, event: Event, index: int) -> bool:
-        """True if we are outside of the group now and should ask to be let in."""
-        if event.kind == "epoch":
-            self._group = None
-            mine = (self.name, self._id)
-            if mine not in event.members:
-                return all(name != self.name for name, _ in event.members)  # another process has our name: leave it
-            return self._enter(plane, event, event.members.index(mine) + 1, index)
-        if self._group is not None and self._group.epoch == event.epoch:
-            self._receive(plane, self._group, event)
-        return False
+    def _have(self) -> int:
+        """The version that frames may follow."""
+        return self._front.stamp[0] if self._front.usable else -1
 
-    def _enter(self, plane: Plane, event: Event, rank: int, index: int) -> bool:
-        """Answer the roll call and connect when all have; a newer event means that this epoch was given up."""
-        self._call_hook(f"epoch {event.epoch}")
-        self._state = f"in the roll call of epoch {event.epoch}"
-        plane.set_ready(event.epoch, self._id)
-        deadline = deadline_in(self._limits.timeout_s)
-        while not plane.may_go(event.epoch):
-            if plane.head() > index or self._ticker.stopped:
-                return False
-            if past(deadline):
-                return True
-            self._ticker.pause()
-        self._group = plane.form(event.epoch, rank, len(event.members) + 1, self._limits.transfer_s)
-        self._state = f"a member of epoch {event.epoch}"
-        return False
+    def _connect(self, message: Message) -> None:
+        self.state = State.CONNECTING
+        self._call_hook(f"connect {self._epoch}")
+        place = Place(
+            self._epoch, self._rank, self._size, str(message["store"]), float(message["timeout_s"]),
+            str(message["backend"]),
+        )  # fmt: skip
+        self._forming = Forming(place, self._bell.ring)
 
-    def _receive(self, plane: Plane, group: Group, event: Event) -> None:
-        manifest = Manifest.from_json(plane.manifest())
-        if len(self._back) != manifest.nbytes:
-            self._back = torch.empty(manifest.nbytes, dtype=torch.uint8)
-        for n, bucket in enumerate(buckets(self._back)):
-            self._call_hook(f"bucket {n}")
-            group.broadcast(bucket)
+    def _look_at_forming(self, wire: Wire) -> None:
+        """Take the group over that a thread has formed, if this is the epoch still."""
+        forming = self._forming
+        if forming is None or not forming.ended.is_set():
+            return
+        self._forming = None
+        if forming.place.epoch != self._epoch:
+            return
+        if forming.group is None:
+            self._complain(wire, "connecting", forming.problem)
+            return
+        self._group, self.state, self._problem = forming.group, State.MEMBER, ""
+
+    def _receive(self, wire: Wire, message: Message) -> None:
+        """Take a version into the block behind the front, then make it the front."""
+        if self._forming is not None:  # the others were quicker than our thread
+            self._forming.ended.wait(self._limits.phase_s)
+            self._look_at_forming(wire)
+        if self._group is None or self._manifest is None:
+            return
+        self.state = State.RECEIVING
+        point, begun = "bucket 0", time.monotonic()
+        try:
+            whole = int(message["base"]) < 0
+            data = self._back if whole else torch.empty(int(message["nbytes"]), dtype=torch.uint8)
+            for n, (start, end) in enumerate(pieces(int(message["nbytes"]), int(message["bucket"]))):
+                point = f"bucket {n}"
+                self._call_hook(point)
+                self._group.broadcast(data[start:end])
+            self._group.finish()
+            point = "commit"
+            self._call_hook(point)
+            self._commit(message, data, self._await_commit(wire, message))
+        except (RuntimeError, Refused) as problem:
+            seconds = time.monotonic() - begun
+            self._complain(wire, f"{point} of version {message['version']}", f"{first_line(problem)} ({seconds:.1f} s)")
+            return
+        wire.send({"say": "got", "epoch": self._epoch, "version": message["version"]})
+        self.state = State.MEMBER
+
+    def _await_commit(self, wire: Wire, message: Message) -> int:
+        """The digest that the learner names when it has sent all; RuntimeError if it does not."""
+        deadline = time.monotonic() + self._limits.phase_s
+        while time.monotonic() < deadline and not self._stopping:
+            while self._heard:
+                said = self._heard.popleft()
+                if said.get("say") == "commit" and said.get("epoch") == self._epoch:
+                    return int(said["digest"])
+                if said.get("say") in ("epoch", "replaced"):
+                    self._heard.appendleft(said)
+                    raise RuntimeError("the learner has given the epoch up")
+            if wire in _readable([wire, self._bell], deadline - time.monotonic()):
+                self._heard.extend(wire.read())
+        raise RuntimeError(f"no word from the learner that version {message['version']} is complete")
+
+    def _commit(self, message: Message, data: torch.Tensor, digest: int) -> None:
+        manifest, stamp = self._manifest, (int(message["version"]), int(message["step"]))
+        assert manifest is not None
+        if int(message["base"]) >= 0:
+            frames = [unpack(one) for one in split(np.asarray(data.numpy()))]
+            with self._arrived:
+                self._front.follow(frames)
+                self._arrived.notify_all()
+            return
+        if digest and manifest.digest(manifest.views(data.cpu()), *stamp) != digest:
+            raise Refused(f"the values of version {stamp[0]} do not match their digest")
         with self._arrived:
-            self._front, self._back = self._back, self._front
-            self._manifest, self._stamp = manifest, (event.version, event.step)
+            self._back = self._front.replace(manifest, data, stamp)
             self._arrived.notify_all()
+
+    def _complain(self, wire: Wire, phase: str, why: str) -> None:
+        """Say that the epoch has failed for us; the learner begins another."""
+        self._drop_group()
+        self.state, self._problem = State.OUTSIDE, f"epoch {self._epoch} broke in {phase}: {why}"
+        log.info("weights: %s: %s", self.name, self._problem)
+        wire.send({"say": "broken", "epoch": self._epoch, "phase": phase, "why": why[:300], "have": self._have()})
+
+    def _drop_group(self) -> None:
+        self._group = None
+        if self._forming is not None:
+            self._forming.give_up()
+            self._forming = None
+
+    def _pause(self, seconds: float) -> None:
+        if _readable([self._bell], seconds):
+            self._bell.still()
 
     def _call_hook(self, point: str) -> None:
         if self.hook is not None:
             self.hook(point)
+
+
+def _readable(waited: list[Any], seconds: float) -> list[Any]:
+    return select.select(waited, [], [], max(0.0, seconds))[0]

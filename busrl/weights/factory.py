@@ -82,13 +82,27 @@ def sender(
     if settings.folders:
         return folder_sender(settings, write)
     if settings.transport == "shm":
-        from busrl.weights.shm import ShmSender
+        from busrl.weights.shm import ORDERED_STORES, ShmSender
 
-        return ShmSender(settings.segment)
+        return ShmSender(
+            settings.segment,
+            checksums=settings.checksum or not ORDERED_STORES,
+            threshold=settings.sparse_threshold if settings.sparse else 0.0,
+            key_every=settings.key_every,
+        )
     if settings.transport == "broadcast":
         from busrl.weights.broadcast import BroadcastSender
+        from busrl.weights.outbox import Sparse
 
-        return BroadcastSender(settings.address_file, timeout_s=settings.timeout_s, on_missing=on_missing)
+        sparse = Sparse(settings.sparse_threshold if settings.sparse else 0.0, settings.key_every)
+        return BroadcastSender(
+            settings.address_file,
+            timeout_s=settings.timeout_s,
+            bucket_bytes=settings.bucket_bytes,
+            checksum=settings.checksum,
+            sparse=sparse,
+            on_missing=on_missing,
+        )
     if settings.transport == "cuda_ipc":
         from busrl.weights.one_copy import OneCopySender
 

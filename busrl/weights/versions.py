@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from busrl.errors import WeightsTimeout
 from busrl.weights import segment as layout
 from busrl.weights.base import NOTHING, Kind, StepTable
-from busrl.weights.segment import SEQ, STEP, VERSION, WRITING, Segment
+from busrl.weights.segment import SEQ, WRITING, Segment
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class VersionReceiver:
     def newest(self) -> tuple[int, int]:
         segment = self._current()
         while segment is not None and (k := segment.newest()) is not None:
-            seq, stamp = int(segment.buffer[k][SEQ]), stamp_of(segment, k)
+            seq, stamp = int(segment.buffer[k][SEQ]), segment.stamp(k)
             if not seq & 1 and int(segment.buffer[k][SEQ]) == seq:
                 return stamp
         return NOTHING
@@ -62,7 +62,7 @@ class VersionReceiver:
                 self._steps.add(*stamp)
                 return stamp
             if segment is None or segment.newest() is None or time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self._where()}: no complete version within {self._timeout_s:g} s")
+                raise WeightsTimeout(f"{self._where()}: no complete version within {self._timeout_s:g} s{self._why()}")
 
     def step_of(self, version: int) -> int:
         return self._steps.step_of(version)
@@ -85,6 +85,10 @@ class VersionReceiver:
             self._segment = layout.attach(self.path)
         return self._segment
 
+    def _why(self) -> str:
+        """What a fetch that found a version has against it; empty if it found none."""
+        return ""
+
     def _where(self) -> str:
         """The path, and what its writer was doing."""
         if self._segment is None:
@@ -95,7 +99,3 @@ class VersionReceiver:
         doing = f", in the middle of version {torn[0]}" if torn else ""
         return f"{self.path}: writer pid {pid} is {alive}{doing}"
 
-
-def stamp_of(segment: Segment, k: int) -> tuple[int, int]:
-    """Version and step of buffer k."""
-    return int(segment.buffer[k][VERSION]), int(segment.buffer[k][STEP])

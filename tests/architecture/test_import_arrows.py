@@ -32,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "quickstart": {"errors", "data"},
     "training": {"errors", "algorithms", "ledger", "device"},
     "inference": {"errors", "topology", "data", "quickstart", "weights", "device"},
-    "weights": {"errors", "topology", "paths", "ring", "device", "private"},
+    "weights": {"errors", "topology", "paths", "ring", "device", "private", "_blocks"},
     "roles": {
         "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
         "topology", "training", "inference", "weights", "quickstart", "keys", "faults", "gateway", "device",

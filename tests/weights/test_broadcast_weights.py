@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from busrl.errors import UserError, WeightsTimeout
-from busrl.weights import NOTHING, group
+from busrl.weights import NOTHING
 from busrl.weights.broadcast import BroadcastSender
 from busrl.weights.broadcast_receiver import BroadcastReceiver
 
@@ -24,10 +24,8 @@ BUCKET = 4096  # several buckets a version
 # A member: prints every version that it fetched, in order, after a check that it is of one piece.
 MEMBER = """
 import os, signal, sys, torch
-from busrl.weights import group
 from busrl.weights.broadcast_receiver import BroadcastReceiver
 file, name, kill_at, timeout_s, bucket = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]), int(sys.argv[5])
-group.BUCKET_BYTES = bucket
 receiver = BroadcastReceiver(file, name, timeout_s=timeout_s)
 point, _, count = kill_at.partition("@")
 left = [int(count or 0)]
@@ -50,10 +48,8 @@ while True:
 # A learner that publishes one version and stays.
 LEARNER = """
 import sys, time, torch, threading
-from busrl.weights import group
 from busrl.weights.broadcast import BroadcastSender
-group.BUCKET_BYTES = int(sys.argv[4])
-sender = BroadcastSender(sys.argv[1], timeout_s=float(sys.argv[3]))
+sender = BroadcastSender(sys.argv[1], timeout_s=float(sys.argv[3]), bucket_bytes=int(sys.argv[4]))
 version = int(sys.argv[2])
 sender.publish(version, version * 10, {f"t{k}": torch.full((300, 7), float(version)) for k in range(5)})
 threading.Event().wait(120)
@@ -104,8 +100,7 @@ def says(process: subprocess.Popen[str], version: int) -> bool:
 
 
 @pytest.fixture
-def cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cast]:
-    monkeypatch.setattr(group, "BUCKET_BYTES", BUCKET)
+def cast(tmp_path: Path) -> Iterator[Cast]:
     made = Cast(tmp_path / "weights.store")
     yield made
     made.end()
@@ -118,7 +113,9 @@ def missing() -> list[str]:
 
 @pytest.fixture
 def sender(cast: Cast, missing: list[str]) -> Iterator[BroadcastSender]:
-    made = BroadcastSender(cast.file, timeout_s=TIMEOUT_S, on_missing=lambda name, why: missing.append(name))
+    made = BroadcastSender(
+        cast.file, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET, on_missing=lambda name, why: missing.append(name)
+    )
     yield made
     made.close()
 
@@ -198,7 +195,7 @@ def test_a_member_that_dies_in_the_roll_call_delays_nobody_for_good(
     first = cast.member("rollout/0")
     publish(sender, 1)
     assert says(first, 1)
-    doomed = cast.member("rollout/1", "epoch 2@1")
+    doomed = cast.member("rollout/1", "roll call 2@1")
     assert doomed.wait(PATIENCE_S) == -signal.SIGKILL
     publish(sender, 2)
     assert says(first, 2)
