@@ -61,6 +61,10 @@ class RewardNotLoaded(UserError):
     """A reward function that can not be imported or called; the message holds the import path and the cause."""
 
 
+class EngineDisagrees(UserError):
+    """An engine's log-probabilities are not those of a plain forward pass with the same weights; it must not be used."""
+
+
 class ModelNotLoaded(UserError):
     """A model folder that can not be loaded or trained; the message holds the path, the cause and the remedy."""
 
@@ -112,6 +116,10 @@ class PeerTimeout(PeerLost):
 
 class WeightsTimeout(PeerTimeout):
     """A weight version did not arrive, or a member of a weight group did not join, before the deadline."""
+
+
+class EngineLost(PeerLost):
+    """An inference engine in another process died, or did not answer in time; the message names pid, call and seconds."""
 
 
 # ------------------------------------------------------------------------------------------------- the machine

@@ -42,6 +42,7 @@ from busrl.topology.machinery import (
     Scheduler,
     Simulate,
 )
+from busrl.topology.vllm import Vllm
 
 __all__ = [
     "FOREIGN_ROLES",
@@ -74,6 +75,7 @@ __all__ = [
     "Topology",
     "Trigger",
     "Validation",
+    "Vllm",
     "Weights",
 ]
 
@@ -140,6 +142,7 @@ class Topology:
     derived: Derived
     faults: Faults = field(default_factory=Faults)
     mock: Mock = field(default_factory=Mock)
+    vllm: Vllm = field(default_factory=Vllm)
     segments: Segments = field(default_factory=Segments)
     simulate: Simulate = field(default_factory=Simulate)
     source: str = ""
