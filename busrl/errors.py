@@ -62,7 +62,7 @@ class RewardNotLoaded(UserError):
 
 
 class EngineDisagrees(UserError):
-    """An engine's log-probabilities are not those of a plain forward pass with the same weights; it must not be used."""
+    """An engine's log-probabilities are not those of a plain forward pass with the same weights: do not use it."""
 
 
 class ModelNotLoaded(UserError):
@@ -119,7 +119,7 @@ class WeightsTimeout(PeerTimeout):
 
 
 class EngineLost(PeerLost):
-    """An inference engine in another process died, or did not answer in time; the message names pid, call and seconds."""
+    """An inference engine in another process died, or did not answer in time; pid, call and seconds are named."""
 
 
 # ------------------------------------------------------------------------------------------------- the machine

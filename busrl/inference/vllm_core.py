@@ -59,7 +59,7 @@ class Core:
         self._watch()
         log.info("vLLM %s is up after %.1f s, engine pids %s", self.version, time.monotonic() - begun, self.pids())
 
-    # -- calls ------------------------------------------------------------------------------------------------------
+    # -- calls ----------------------------------------------------------------------------------------------------
 
     def call(self, what: str, make_awaitable: Callable[[], Awaitable[T]], timeout_s: float = 0.0) -> T:
         """Await something in the loop, from another thread. EngineLost names the engine, `what` and the seconds."""
@@ -111,7 +111,7 @@ class Core:
             raise self.lose(f"vLLM's engine died during {what}: {self.lost or self.describe()}")
         raise self.lose(f"vLLM's engine did not answer {what} within {limit_s:g} s; {self.describe()}")
 
-    # -- life -------------------------------------------------------------------------------------------------------
+    # -- life -----------------------------------------------------------------------------------------------------
 
     def _run(self, start: Start, stat_logger: Any) -> None:
         asyncio.set_event_loop(self.loop)

@@ -32,6 +32,7 @@ from busrl.inference.vllm_start import Start
 from busrl.inference.vllm_updates import Adapter, Updates
 
 if TYPE_CHECKING:
+    from busrl.inference.tokens import Tokens
     from busrl.topology import Topology
     from busrl.topology.vllm import Vllm
     from busrl.weights.base import Receiver
@@ -49,7 +50,7 @@ class VllmEngine:
                  on_restart: str = "continue") -> None:  # fmt: skip
         self.start, self.own = start, own
         self.version = 0
-        self._tokens, self._stops, self._vocabulary = _tokenizer(start.model, chat)
+        self._text, self._stops, self._vocabulary = _tokenizer(start.model, chat)
         self._lock = threading.Lock()
         self._running: dict[int, Running] = {}
         self._ended: list[Running] = []  # in the loop's hands until gathered
@@ -76,7 +77,7 @@ class VllmEngine:
             on_restart=getattr(topology.weights, "on_restart", "continue"),
         )
 
-    # -- the protocol -----------------------------------------------------------------------------------------------
+    # -- the protocol ---------------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
@@ -179,16 +180,16 @@ class VllmEngine:
             )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
-        return self._tokens.encode(text)
+        return self._text.encode(text)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
-        return self._tokens.decode(ids, ended)
+        return self._text.decode(ids, ended)
 
     def close(self) -> None:
         self._updates.close()
         self.core.close()
 
-    # -- for the updates ----------------------------------------------------------------------------------------------
+    # -- for the updates ------------------------------------------------------------------------------------------
 
     @property
     def cache_capacity(self) -> int:
@@ -275,12 +276,13 @@ class VllmEngine:
             running.add(output, self.version)
         return running.known, running.logprobs, known
 
-    # -- in the loop ----------------------------------------------------------------------------------------------------
+    # -- in the loop ----------------------------------------------------------------------------------------------
 
     def _start_core(self) -> Core:
         own = self.own
         self._tasks: set[asyncio.Task[None]] = set()
-        core = Core(self.start, start_s=own.start_s, rpc_s=own.rpc_s, stop_s=own.stop_s, stat_logger=self.meter.factory())
+        limits = {"start_s": own.start_s, "rpc_s": own.rpc_s, "stop_s": own.stop_s}
+        core = Core(self.start, **limits, stat_logger=self.meter.factory())
         core.on_death = self._some.set
         return core
 
@@ -342,7 +344,7 @@ class VllmEngine:
                     running.finish = ABORTED
                     self._ended.append(running)
 
-    # -- in the caller's thread -------------------------------------------------------------------------------------------
+    # -- in the caller's thread ---------------------------------------------------------------------------------
 
     def _gather(self) -> None:
         """Take what ended from the loop's hands."""
@@ -355,8 +357,8 @@ class VllmEngine:
             self._ready.append(running.finished())
 
 
-def _tokenizer(folder: str, chat: bool) -> tuple[Any, list[int], int]:
-    """Text to ids and back, the ids that end a sequence as the torch engine has them, and how many ids there are."""
+def _tokenizer(folder: str, chat: bool) -> tuple[Tokens, list[int], int]:
+    """Text to ids and back, the ids that end a sequence (as in the torch engine), and how many ids there are."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     from busrl.inference.tokens import Tokens, eos_ids_of

@@ -40,6 +40,7 @@ class Start:
     seed: int = 0
     lora_rank: int = 0  # 0 = no adapters
     adapters: int = 0
+    extension: str = EXTENSION
     extra: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -73,7 +74,6 @@ class Abilities:
     weight_version: bool  # it notes for every token which weights made it
     bare_pause: bool  # the engine's own pause, without the 20 ms that the front end adds
     shutdown_timeout: bool
-    logprobs_start: bool = True
 
 
 def require() -> str:
@@ -150,7 +150,7 @@ def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
         "generation_config": "vllm",  # sampling is the caller's business, to the last setting
         "logprobs_mode": "processed_logprobs",  # of the distribution drawn from
         "enable_prefix_caching": True,
-        "worker_extension_cls": EXTENSION,
+        "worker_extension_cls": start.extension,
         "disable_log_stats": True,
     }
     if not cpu:
@@ -174,7 +174,8 @@ def _cpu_cache_mb(start: Start) -> int:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = 4 if start.dtype == "float32" else 2
     positions = start.capacity * -(-start.max_length // CPU_BLOCK) * CPU_BLOCK
-    return max(CPU_CACHE_MB, -(-positions * config.num_hidden_layers * heads * max(head, 32) * 2 * size // (1 << 20)))
+    needed: int = positions * config.num_hidden_layers * heads * max(head, 32) * 2 * size
+    return max(CPU_CACHE_MB, -(-needed // (1 << 20)))
 
 
 def _plain(text: str) -> Any:

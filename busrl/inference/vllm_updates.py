@@ -144,7 +144,7 @@ class Updates:
         if self._own is not None:
             self._own.close()
 
-    # -- tensors ------------------------------------------------------------------------------------------------------
+    # -- tensors --------------------------------------------------------------------------------------------------
 
     def _tensors(self, own: WorkerReceiver) -> tuple[int, int]:
         newest = own.newest()
@@ -234,7 +234,7 @@ class Updates:
             core.lose(f"{text} forward pass, more than {limit:g}")
             raise EngineDisagrees(f"{text} forward pass, more than {limit:g}: {remedy}")
 
-    # -- adapters and folders -------------------------------------------------------------------------------------------
+    # -- adapters and folders -------------------------------------------------------------------------------------
 
     def _folder(self, receiver: Any) -> tuple[int, int]:
         engine, kind = self._engine, receiver.kind

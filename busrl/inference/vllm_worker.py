@@ -50,7 +50,7 @@ class Plane:
         self._thread = threading.Thread(target=self._serve, name="busrl weights", daemon=True)
         self._thread.start()
 
-    # -- called between two decoding steps --------------------------------------------------------------------------
+    # -- called between two decoding steps ------------------------------------------------------------------------
 
     def prepare(self, hold: bool) -> tuple[int, int]:
         """Keep what is staged as it is until `commit` or `thaw`; NOTHING if no version is."""
@@ -95,7 +95,7 @@ class Plane:
         if left := sorted({name for name, _ in self._model.named_parameters()} - set(taken)):
             raise UserError(f"{len(left)} tensors of vLLM's model got no new value, first {left[0]!r}")
 
-    # -- the receiving thread ---------------------------------------------------------------------------------------
+    # -- the receiving thread -------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while not self._stop.wait(LOOK_EVERY_S):
@@ -166,12 +166,10 @@ class Extension:
 
 def plain_logprobs(folder: str, tensors: dict[str, torch.Tensor], ids: list[int], temperature: float) -> list[float]:
     """What transformers itself makes of the tensors, in float32 or their own type, on the CPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    maker, config = _maker_of(folder)
     dtype = next(iter(tensors.values())).dtype
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # its fresh weights must not move vLLM's random state
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = maker.from_config(config, dtype=dtype)
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     with torch.inference_mode():
@@ -182,20 +180,25 @@ def plain_logprobs(folder: str, tensors: dict[str, torch.Tensor], ids: list[int]
 
 def _tensors_of(folder: str, dtype: str) -> dict[str, torch.Tensor]:
     """Empty tensors with the names, shapes and type that a learner of this model publishes."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    maker, config = _maker_of(folder)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model = maker.from_config(config)
     wanted: torch.dtype = getattr(torch, dtype)
     return {name: torch.empty(p.shape, dtype=wanted, device="cpu") for name, p in model.named_parameters()}
+
+
+def _maker_of(folder: str) -> tuple[Any, Any]:
+    """What makes a model of transformers' own, and the folder's configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM, AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def _model_of(runner: Any) -> Any:
     return runner.get_model() if hasattr(runner, "get_model") else runner.model
 
 
-# -- what is done once in every worker --------------------------------------------------------------------------------
+# -- what is done once in every worker ----------------------------------------------------------------------------
 
 
 def die_with_parent() -> None:

@@ -24,7 +24,7 @@ SECTIONS_OF = {
     "keeper": ("ring", "limits"),
     "scheduler": ("run", "data", "groups", "generation", "scheduler", "weights"),
     "learner": ("run", "model", "groups", "generation", "learner", "weights", "mock"),
-    "rollout": ("run", "model", "data", "generation", "weights", "mock"),
+    "rollout": ("run", "model", "data", "generation", "weights", "mock", "vllm"),
     "reward": ("reward", "data"),
     "validator": ("run", "data", "generation", "validation"),
 }

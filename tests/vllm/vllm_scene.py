@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import string
 import time
 from dataclasses import replace
@@ -19,6 +20,8 @@ from busrl.inference.vllm_start import Start
 from busrl.topology.vllm import Vllm
 from busrl.weights.factory import Settings
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 torch.set_num_threads(1)
 VOCABULARY = {token: i for i, token in enumerate(["<pad>", "<eos>", *string.ascii_lowercase, *" ,=:"])}
 EOS_ID = 1
@@ -69,15 +72,17 @@ class Scene:
         self.folder, self.tied, self.config = folder, tied, config_of(tied)
         self.models = {0: model_of(self.config, 0)}
         save(folder, self.models[0])
+        os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{ROOT}"  # vLLM's processes import the extension by name
         limits = {"start_s": START_S, "rpc_s": 60.0, "silent_s": 120.0, **own}
-        self.start = Start(str(folder), "float32", capacity=8, max_length=LENGTH, kv_cache_mb=16)
+        self.start = Start(str(folder), "float32", capacity=8, max_length=LENGTH, kv_cache_mb=16,
+                           extension="vllm_breakable.Breakable")  # fmt: skip
         self.engine = VllmEngine(self.start, replace(Vllm(), **limits))
 
     def close(self) -> None:
         self.engine.close()
 
-    def settings(self, transport: str) -> Settings:
-        where = self.folder / transport
+    def settings(self, transport: str, name: str = "") -> Settings:
+        where = self.folder / (name or transport)
         where.mkdir(exist_ok=True)
         return Settings(transport, where / "weights", where / "address", 10.0)
 
