@@ -264,7 +264,7 @@ class VllmEngine:
             running.adapter = adapter
         self.begin(self.running)
 
-    async def sample_for_check(self, count: int) -> tuple[list[int], list[float], int]:
+    async def sample_for_check(self, core: Core, count: int) -> tuple[list[int], list[float], int]:
         """A short answer to a made-up prompt: all ids, the log-probabilities of the drawn ones, length of the prompt."""
         known = max(1, min(8, self.max_length - count))
         prompt = np.arange(1, known + 1, dtype=np.int32) % self._vocabulary
@@ -272,7 +272,7 @@ class VllmEngine:
         running = Running(request, request.max_new_tokens)
         settings = settings_of(running, [], True)
         salted = {"prompt_token_ids": running.known, "cache_salt": "check"}
-        async for output in self.core.engine.generate(salted, settings, "check"):
+        async for output in core.engine.generate(salted, settings, "check"):
             running.add(output, self.version)
         return running.known, running.logprobs, known
 
@@ -284,6 +284,8 @@ class VllmEngine:
         limits = {"start_s": own.start_s, "rpc_s": own.rpc_s, "stop_s": own.stop_s}
         core = Core(self.start, **limits, stat_logger=self.meter.factory())
         core.on_death = self._some.set
+        # It is up when it has made a token: what a version still compiles then belongs to the start.
+        core.call("its first token", lambda: self.sample_for_check(core, 1), own.start_s)
         return core
 
     async def _follow(self, running: Running) -> None:

@@ -104,7 +104,7 @@ def probe(engine: Any, version: str) -> Abilities:
 
 def make(start: Start, stat_logger: Any = None) -> Any:
     """An AsyncLLM; to be called in the loop that will run it. UserError for arguments that this version refuses."""
-    _environment()
+    _environment(start)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -116,7 +116,7 @@ def make(start: Start, stat_logger: Any = None) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), stat_loggers=loggers)
 
 
-def _environment() -> None:
+def _environment(start: Start) -> None:
     """Read by vLLM when it starts; what a user has set stays, but for what can not work."""
     fixed = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}  # this process has threads: a fork of it could hang
     usual = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
@@ -127,6 +127,12 @@ def _environment() -> None:
         # One process for engine and worker, whose threads are those of [[process]] threads and bound to no core.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if _eager(start, True):  # a few helpers of its sampler would still call a C++ compiler at the first token
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+
+def _eager(start: Start, cpu: bool) -> bool:
+    return start.enforce_eager == "on" or (start.enforce_eager == "auto" and cpu)
 
 
 def _on_cpu() -> bool:
@@ -136,7 +142,6 @@ def _on_cpu() -> bool:
 
 
 def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
-    eager = start.enforce_eager == "on" or (start.enforce_eager == "auto" and cpu)
     given: dict[str, Any] = {
         "model": start.model,
         "tokenizer": start.model,
@@ -144,7 +149,7 @@ def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
         "max_model_len": start.max_length,
         "max_num_seqs": start.capacity,
         "tensor_parallel_size": start.tensor_parallel,
-        "enforce_eager": eager,
+        "enforce_eager": _eager(start, cpu),
         "seed": start.seed,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # sampling is the caller's business, to the last setting

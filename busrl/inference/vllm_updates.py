@@ -165,8 +165,8 @@ class Updates:
             self._engine.resume()
         if comparing:
             self._compare(version)
-            core.rpc("busrl_thaw")
             self._checked = True
+            core.rpc("busrl_thaw")
         return version, step
 
     def _agree_on(self, own: WorkerReceiver) -> None:
@@ -223,7 +223,7 @@ class Updates:
     def _compare(self, version: int) -> None:
         """EngineDisagrees if vLLM's log-probabilities of a short answer are not those of a plain forward pass."""
         engine, core = self._engine, self._engine.core
-        ids, found, known = core.call("the check of new weights", lambda: engine.sample_for_check(CHECK_TOKENS))
+        ids, found, known = core.call("the check of new weights", lambda: engine.sample_for_check(core, CHECK_TOKENS))
         expected = next(values for values in core.rpc("busrl_reference", engine.start.model, ids, 1.0) if values)
         worst = max(abs(one - other) for one, other in zip(found, expected[known - 1 :]))
         limit = engine.own.check_tolerance or TOLERANCE[engine.start.dtype]

@@ -31,6 +31,28 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """[lora]: train a low-rank adapter of the model instead of all of its weights; needs the extra busrl[lora]."""
+
+    rank: int = key(0, "rank of the adapter; 0 = off, all weights are trained", low=0, high=4096)
+    alpha: int = key(0, "what the adapter adds is scaled by alpha / rank; 0 = 2 x rank", low=0, high=1 << 20)
+    targets: tuple[str, ...] = key((), "last names of the linear layers that get one, for example q_proj; empty = all "
+                                       "but the output head")  # fmt: skip
+    dropout: float = key(0.0, "share of a layer's inputs that its adapter does not see while training",
+                         low=0, high=1, open_high=True)  # fmt: skip
+
+    @property
+    def on(self) -> bool:
+        """Whether an adapter is trained."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """What the product of the adapter's two matrices is multiplied by."""
+        return (self.alpha or 2 * self.rank) / max(1, self.rank)
+
+
+@dataclass(frozen=True)
 class Data:
     """[data]: prompts, one JSON object per line."""
 
@@ -194,10 +216,25 @@ class Learner:
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """[weights.sparse]: only the values that changed, instead of all of them (docs/sparse.md)."""
+
+    enabled: bool = key(False, "send changed values only where that is less; costs one more copy in the learner")
+    threshold: float = key(0.1, "send all values when the changed ones would be more than this share of the bytes",
+                           low=0, open_low=True, high=1)  # fmt: skip
+    key_every: int = key(32, "send all values every so many versions all the same", low=1, high=65536)
+
+
+@dataclass(frozen=True)
 class Weights:
     """[weights]: from the learner to the engines."""
 
-    transport: str = key("shm", "how weights travel", choices=("shm", "broadcast"))
+    transport: str = key("shm", "how weights travel; see docs/weights.md", choices=(
+                         "shm", "broadcast", "lora_hotswap", "lora_restart", "checkpoint_restart"))  # fmt: skip
+    restart_every: int = key(1, "lora_restart, checkpoint_restart: of the publications that learner.publish_every "
+                                "gives, every so many", low=1, high=1024)  # fmt: skip
+    on_restart: str = key("continue", "answers that run while an engine restarts: cut and continued after it, or ended "
+                          "before it", choices=("continue", "finish"))  # fmt: skip
     mode: str = key("batch-async", "how far generation may run ahead of training",
                     choices=("sync", "batch-async", "fully-async"))  # fmt: skip
     max_staleness: int = key(2, "batch-async: steps that a trained sample may be old, S", low=0, high=1024)
@@ -206,6 +243,9 @@ class Weights:
     window: int = key(0, "W: groups past the oldest that may be trained before it; 0 = 0.3 of the buffer B",
                       low=0, high=65536)  # fmt: skip
     timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", low=0, open_low=True)
+    checksum: bool = key(False, "engines check the bytes of each version against a digest (one more pass over them)")
+    bucket_mb: int = key(16, "broadcast: MiB that are sent at once and have a deadline of their own", low=1, high=4096)
+    sparse: Sparse = field(default_factory=Sparse)
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,8 @@ def _default_remedy(field: dataclasses.Field[Any]) -> str:
 
 def _sections_with(name: str) -> list[str]:
     found = []
-    for section, cls in {**SECTIONS, "learner.trigger": schema.Trigger, "process": schema.Process}.items():
+    nested = {"learner.trigger": schema.Trigger, "weights.sparse": schema.Sparse}
+    for section, cls in {**SECTIONS, **nested, "process": schema.Process}.items():
         if any(f.name == name for f in dataclasses.fields(cls)):
             found.append(f"[[{section}]]" if section == "process" else f"[{section}]")
     return found

@@ -9,12 +9,15 @@ is only a reason to look at `newest`), of models or of optimisers, and imports n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
 NOTHING = (-1, -1)  # (version, step) where no version has been published
+Kind = Literal["tensors", "adapter", "folder"]
 
 
 class Sender(Protocol):
@@ -36,7 +39,14 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """The side of a process that runs the model."""
+    """The side of a process that runs the model.
+
+    `kind` says what a version is. "tensors": `fetch` writes it into the model. "adapter" and "folder" are receivers
+    with `take` beside it (`FolderReceiver`), whose `fetch` raises.
+    """
+
+    @property
+    def kind(self) -> Kind: ...
 
     def newest(self) -> tuple[int, int]:
         """The newest complete version that `fetch` would give, and the learner's step of it; NOTHING if none."""
@@ -55,6 +65,14 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class FolderReceiver(Receiver, Protocol):
+    """A receiver whose versions are directories: a whole model ("folder") or an adapter for one ("adapter")."""
+
+    def take(self) -> tuple[int, int, Path]:
+        """Version, step and complete directory of the newest version; it stays until the next `take`."""
+        ...
 
 
 class StepTable:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from busrl.errors import WeightsTimeout
-from busrl.weights.base import NOTHING, StepTable
+from busrl.weights.base import NOTHING, Kind, StepTable
 from busrl.weights.group import Event, Group, Join, Limits, Plane, Ticker, buckets, deadline_in, first_line, past
 from busrl.weights.manifest import Manifest
 
@@ -33,6 +33,8 @@ AGAIN_S = 0.1
 
 class BroadcastReceiver:
     """A member called `name`. `announce` may tell it the store's address where the file can not be read."""
+
+    kind: Kind = "tensors"
 
     def __init__(self, file: str | Path, name: str, *, timeout_s: float = 10.0) -> None:
         self.file = Path(file)

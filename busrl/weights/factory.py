@@ -1,21 +1,18 @@
 """Makes the sender or receiver that `weights.transport` names.
 
 Used by `busrl.weights.make_sender` and `make_receiver`. The one place that knows all transports.
+Importing it imports no torch: an engine without tensors of its own needs `Settings` too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from busrl.errors import UserError
 from busrl.weights import store_file
 from busrl.weights.base import Receiver, Sender
-from busrl.weights.broadcast import BroadcastSender
-from busrl.weights.broadcast_receiver import BroadcastReceiver
-from busrl.weights.shm import ShmReceiver, ShmSender
 
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
@@ -24,31 +21,72 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a transport needs: its kind, the shared-memory file, the file with the store's address, the deadline."""
+    """What a transport needs, as plain data: `plain()` goes over any wire, `from_plain` rebuilds it elsewhere.
+
+    `segment` is the file in shared memory, `address_file` says where a broadcasting learner is found; both are paths
+    on this host. `checksum`: every receiver checks the bytes of each version against a digest that came with it.
+    `bucket_bytes` is the piece of a broadcast with a deadline of its own. `sparse_threshold` is a share of the bytes
+    of all values, `key_every` a number of versions (docs/sparse.md).
+    """
 
     transport: str
-    segment: Path
-    address_file: Path
-    timeout_s: float
+    segment: str
+    address_file: str
+    timeout_s: float = 10.0
+    checksum: bool = False
+    bucket_bytes: int = 16 << 20
+    sparse: bool = False
+    sparse_threshold: float = 0.1
+    key_every: int = 32
 
     @classmethod
     def of(cls, topology: Topology, paths: RunPaths) -> Settings:
         weights = topology.weights
-        return cls(weights.transport, paths.weights_file, store_file(paths), weights.timeout_s)
+        return cls(
+            transport=weights.transport,
+            segment=str(paths.weights_file),
+            address_file=str(store_file(paths)),
+            timeout_s=weights.timeout_s,
+            checksum=weights.checksum,
+            bucket_bytes=weights.bucket_mb << 20,
+            sparse=weights.sparse.enabled,
+            sparse_threshold=weights.sparse.threshold,
+            key_every=weights.sparse.key_every,
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """Numbers, strings and booleans by field name."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Settings:
+        """The other way; UserError names a field that this version does not know."""
+        unknown = sorted(plain.keys() - {field.name for field in fields(cls)})
+        if unknown:
+            raise UserError(f"settings of the weights: {unknown[0]!r} is unknown here; both sides must run one version")
+        return cls(**plain)
 
 
 def sender(settings: Settings, on_missing: Callable[[str, str], None] | None = None) -> Sender:
     if settings.transport == "shm":
+        from busrl.weights.shm import ShmSender
+
         return ShmSender(settings.segment)
     if settings.transport == "broadcast":
+        from busrl.weights.broadcast import BroadcastSender
+
         return BroadcastSender(settings.address_file, timeout_s=settings.timeout_s, on_missing=on_missing)
     raise _unknown(settings.transport)
 
 
 def receiver(settings: Settings, name: str) -> Receiver:
     if settings.transport == "shm":
+        from busrl.weights.shm import ShmReceiver
+
         return ShmReceiver(settings.segment, timeout_s=settings.timeout_s)
     if settings.transport == "broadcast":
+        from busrl.weights.broadcast_receiver import BroadcastReceiver
+
         return BroadcastReceiver(settings.address_file, name, timeout_s=settings.timeout_s)
     raise _unknown(settings.transport)
 

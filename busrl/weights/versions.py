@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from busrl.errors import WeightsTimeout
 from busrl.weights import segment as layout
-from busrl.weights.base import NOTHING, StepTable
+from busrl.weights.base import NOTHING, Kind, StepTable
 from busrl.weights.segment import SEQ, STEP, VERSION, WRITING, Segment
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ LOOK_EVERY_S = 0.005
 
 class VersionReceiver:
     """Follows the newest version; a fetch only notes which one it is. `timeout_s` bounds a fetch."""
+
+    kind: Kind = "tensors"
 
     def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
         self.path = Path(path)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +15,11 @@ import pytest
 import torch
 
 from busrl.errors import UserError
+from busrl.topology import Weights
 from busrl.weights import make_receiver, make_sender
 from busrl.weights.broadcast import BroadcastSender
 from busrl.weights.broadcast_receiver import BroadcastReceiver
+from busrl.weights.factory import Settings
 from busrl.weights.shm import ShmReceiver, ShmSender
 
 
@@ -26,7 +31,7 @@ def paths(tmp_path: Path) -> Iterator[Any]:
 
 
 def topology(transport: str) -> Any:
-    return SimpleNamespace(weights=SimpleNamespace(transport=transport, timeout_s=6.0))
+    return SimpleNamespace(weights=Weights(transport=transport, timeout_s=6.0))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,30 @@ def test_a_version_goes_from_sender_to_receiver(paths: Any, transport: str, send
     assert bool((here["w"] == 1).all())
     receiver.close()
     sender.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+def test_another_process_rebuilds_the_receiver_from_plain_data(paths: Any, transport: str) -> None:
+    sent = json.dumps(Settings.of(topology(transport), paths).plain())
+    sender = make_sender(topology(transport), paths)
+    sender.publish(3, 7, {"w": torch.ones(4)})
+    code = (
+        "import json, sys, torch\n"
+        "from busrl.weights.factory import Settings, receiver\n"
+        "made = receiver(Settings.from_plain(json.loads(sys.argv[1])), 'worker/0')\n"
+        "made.wait_for(3, 60)\n"
+        "here = {'w': torch.zeros(4)}\n"
+        "print(made.kind, made.fetch(here), here['w'].tolist())\n"
+        "made.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, sent], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "tensors (3, 7) [1.0, 1.0, 1.0, 1.0]", done.stderr
+    sender.close()
+
+
+def test_settings_of_another_version_are_refused_by_the_name_of_the_field() -> None:
+    with pytest.raises(UserError, match="'pigeons' is unknown here"):
+        Settings.from_plain({"transport": "shm", "segment": "", "address_file": "", "pigeons": 3})
 
 
 def test_another_word_is_refused(paths: Any) -> None:
