@@ -265,7 +265,7 @@ class VllmEngine:
         self.begin(self.running)
 
     async def sample_for_check(self, core: Core, count: int) -> tuple[list[int], list[float], int]:
-        """A short answer to a made-up prompt: all ids, the log-probabilities of the drawn ones, length of the prompt."""
+        """A short answer to a made-up prompt: all ids, log-probabilities of the drawn ones, length of the prompt."""
         known = max(1, min(8, self.max_length - count))
         prompt = np.arange(1, known + 1, dtype=np.int32) % self._vocabulary
         request = Request(-1, 0, 0, prompt, prompt[:0], min(count, self.max_length - known), 1.0, 1.0, 0)

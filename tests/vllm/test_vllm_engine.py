@@ -35,7 +35,8 @@ def test_a_sample_is_a_function_of_seed_uid_and_segment(scene: Scene) -> None:
 
 
 def test_an_answer_ends_at_its_end_token_or_at_its_limit(scene: Scene) -> None:
-    made = scene.run(*(request(k, [5, k], 60) for k in range(2, 10)))
+    made = scene.run(*(request(k, [5, k], 60, temperature=5.0) for k in range(2, 10)))
+    assert {one.finish for one in made.values()} == {EOS, CUT}
     for one in made.values():
         assert (one.finish == EOS) == (one.token_ids[-1] == EOS_ID)
         assert EOS_ID not in one.token_ids[:-1]
@@ -83,7 +84,7 @@ def test_a_streaming_request_tells_its_tokens_as_they_come_and_its_end_once(scen
 
 
 def test_a_pause_keeps_waits_or_aborts(scene: Scene) -> None:
-    long = [request(k, [5, 6, k], 150, temperature=0.0) for k in (1, 2)]
+    long = [request(k, [5, 6, k + 5], 150, temperature=0.0) for k in (1, 2)]
     scene.engine.submit(long)
     scene.wait_for_tokens(2, 1)
     assert scene.engine.pause("keep") == []

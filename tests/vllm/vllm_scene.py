@@ -46,6 +46,7 @@ def model_of(config: Qwen3Config, seed: int) -> Any:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.mul_(6.0)
+    model.get_output_embeddings().weight[EOS_ID] = 0.0  # so that answers end seldom
     return model
 
 
@@ -68,14 +69,16 @@ def request(key: int, prompt: list[int], tokens: int = 24, **more: Any) -> Reque
 class Scene:
     """The engine, and the model of every version: 0 is the folder's."""
 
-    def __init__(self, folder: Path, tied: bool, **own: Any) -> None:
+    def __init__(self, folder: Path, tied: bool, lora_rank: int = 0, adapters: int = 0, **own: Any) -> None:
         self.folder, self.tied, self.config = folder, tied, config_of(tied)
         self.models = {0: model_of(self.config, 0)}
         save(folder, self.models[0])
         os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{ROOT}"  # vLLM's processes import the extension by name
         limits = {"start_s": START_S, "rpc_s": 60.0, "silent_s": 120.0, **own}
-        self.start = Start(str(folder), "float32", capacity=8, max_length=LENGTH, kv_cache_mb=16,
-                           extension="vllm_breakable.Breakable")  # fmt: skip
+        self.start = Start(
+            str(folder), "float32", capacity=8, max_length=LENGTH, kv_cache_mb=16, lora_rank=lora_rank,
+            adapters=adapters, extension="vllm_breakable.Breakable",
+        )  # fmt: skip
         self.engine = VllmEngine(self.start, replace(Vllm(), **limits))
 
     def close(self) -> None:
