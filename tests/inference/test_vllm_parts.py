@@ -1,4 +1,4 @@
-"""The parts of the vLLM engine that need no vLLM: the page, the worker's plane of weights, padding, requests, probing."""
+"""The parts of the vLLM engine that need no vLLM: the page, a worker's plane of weights, padding, requests."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_page_shows_the_last_whole_line_and_nothing_before_the_first(tmp_path:
 
 
 def test_a_page_that_is_not_there_is_an_error_with_its_path(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere.*should have made it"):
+    with pytest.raises(UserError, match=r"nowhere.*should have made it"):
         Page(tmp_path / "nowhere")
 
 

@@ -77,7 +77,7 @@ def test_answers_end_with_the_adapter_that_they_began_with_and_new_ones_have_the
 def test_an_adapter_that_does_not_fit_is_refused_and_the_one_before_stays(adapters: Scene, tmp_path: Path) -> None:
     engine, source, version = adapters.engine, Folders("adapter"), adapters.engine.version
     source.version, source.path = 900, adapter(adapters, tmp_path / "large", 900, rank=64)
-    with pytest.raises(UserError, match="the adapter .*large was refused"):
+    with pytest.raises(UserError, match=r"the adapter .*large was refused"):
         engine.update_weights(source)
     asked = request(1, [5, 6, 7], 20)
     made = adapters.run(asked)[1]

@@ -1,4 +1,4 @@
-"""The quickstart with engine = "vllm": one key, real processes, a clean audit, also when vLLM's engine core is killed."""
+"""The quickstart with engine = "vllm": one key, real processes, a clean audit, also when its engine core is killed."""
 
 from __future__ import annotations
 
