@@ -118,7 +118,7 @@ def make(start: Start, stat_logger: Any = None) -> Any:
 
 def _environment(start: Start) -> None:
     """Read by vLLM when it starts; what a user has set stays, but for what can not work."""
-    fixed = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}  # this process has threads: a fork of it could hang
+    fixed = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # this process has threads: a fork of it could hang
     usual = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     os.environ.update(fixed)
     for name, value in usual.items():

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +117,7 @@ class Updates:
             return None
         engine = self._engine
         page = Path(settings.address_file).parent / f"vllm-{name.replace('/', '-')}.page"
-        plain = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
-        text = {"settings": plain, "name": name, "model": engine.start.model, "dtype": engine.start.dtype,
+        text = {"settings": settings.plain(), "name": name, "model": engine.start.model, "dtype": engine.start.dtype,
                 "page": str(page)}  # fmt: skip
         paths = engine.core.rpc("busrl_open", json.dumps(text), timeout_s=engine.own.start_s)
         self._own = WorkerReceiver(engine, [Page(path) for path in paths], name)

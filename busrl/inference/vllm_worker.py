@@ -138,7 +138,7 @@ class Extension:
         name = given["name"] if not self.rank else f"{given['name']}.{self.rank}"
         self.busrl_close()
         page = Page(f"{given['page']}.{self.rank}", create=True)
-        source = receiver(Settings(**given["settings"]), name)
+        source = receiver(Settings.from_plain(given["settings"]), name)
         self.busrl_plane = Plane(_model_of(self.model_runner), source, staging, page)
         return str(page.path)
 

@@ -40,7 +40,7 @@ def test_a_stopped_engine_core_is_named_within_the_deadline_and_killed(tmp_path:
     pids = scene.engine.core.pids()
     try:
         scene.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
-        scene.wait_for_tokens(2, 1)
+        scene.wait_for_tokens(2)
         os.kill(pids[0], signal.SIGSTOP)
         begun = time.monotonic()
         with pytest.raises(EngineLost, match=rf"did not answer pause within 4 s; .*pid {pids[0]} is stopped"):
@@ -58,7 +58,7 @@ def test_a_killed_engine_core_is_an_error_of_the_next_step_and_a_silent_one_of_a
     pids = scene.engine.core.pids()
     try:
         scene.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
-        scene.wait_for_tokens(2, 1)
+        scene.wait_for_tokens(2)
         os.kill(pids[0], signal.SIGKILL)
         end = time.monotonic() + LATE_S
         with pytest.raises(EngineLost, match=f"died: pid {pids[0]} ended"):
@@ -67,7 +67,7 @@ def test_a_killed_engine_core_is_an_error_of_the_next_step_and_a_silent_one_of_a
         scene.engine.core.close()
         scene.engine.core = scene.engine._start_core()
         scene.engine.begin(scene.engine.running)
-        scene.wait_for_tokens(len(scene.engine.running[0].tokens) + 2, 1)
+        scene.wait_for_tokens(len(scene.engine.running[0].tokens) + 2)
         os.kill(scene.engine.core.pids()[0], signal.SIGSTOP)
         end = time.monotonic() + 3.0 + LATE_S
         with pytest.raises(EngineLost, match=r"made no token for 3 s with 1 requests; .* is stopped"):

@@ -63,7 +63,7 @@ def test_a_prompt_without_room_ends_empty_and_a_long_one_at_the_limit(scene: Sce
 def test_an_aborted_request_gives_its_tokens_so_far_and_frees_its_row(scene: Scene) -> None:
     asked = request(1, [5, 6, 7], 150, temperature=0.0)
     scene.engine.submit([asked])
-    scene.wait_for_tokens(3, 1)
+    scene.wait_for_tokens(3)
     cut = scene.engine.abort(1)
     assert cut is not None and cut.finish == ABORTED and len(cut.token_ids) >= 3
     assert scene.engine.active == 0 and scene.engine.abort(1) is None
@@ -86,7 +86,7 @@ def test_a_streaming_request_tells_its_tokens_as_they_come_and_its_end_once(scen
 def test_a_pause_keeps_waits_or_aborts(scene: Scene) -> None:
     long = [request(k, [5, 6, k + 5], 150, temperature=0.0) for k in (1, 2)]
     scene.engine.submit(long)
-    scene.wait_for_tokens(2, 1)
+    scene.wait_for_tokens(2)
     assert scene.engine.pause("keep") == []
     before = scene.engine.statistics()
     assert before.paused and scene.engine.step() == [] and scene.engine.statistics().tokens == before.tokens

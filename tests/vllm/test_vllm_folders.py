@@ -63,7 +63,7 @@ def test_answers_end_with_the_adapter_that_they_began_with_and_new_ones_have_the
     for version in (1, 2, 3, 4):
         asked = request(10 * version, [5, 6, 7], 100)
         engine.submit([asked])
-        adapters.wait_for_tokens(5, asked.key)
+        adapters.wait_for_tokens(5)
         source.version, source.path = version, adapter(adapters, tmp_path / f"v{version}", version)
         assert engine.update_weights(source) == (version, 10 * version)
         after = request(10 * version + 1, [5, 6, 7], 30)
@@ -92,7 +92,7 @@ def test_an_answer_survives_a_restart_with_a_new_checkpoint(tmp_path: Path) -> N
         assert engine.receiver(scene.settings("checkpoint_restart"), "rollout-0") is None
         asked = request(1, [5, 6, 7], 140)
         engine.submit([asked])
-        scene.wait_for_tokens(10, 1)
+        scene.wait_for_tokens(10)
         old = engine.core.pids()
         source.version, source.path = 7, save(tmp_path / "new", scene.model(7))
         assert engine.update_weights(source) == (7, 70)

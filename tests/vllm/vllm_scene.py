@@ -74,6 +74,7 @@ class Scene:
         self.models = {0: model_of(self.config, 0)}
         save(folder, self.models[0])
         os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{ROOT}"  # vLLM's processes import the extension by name
+        self.early: dict[int, Finished] = {}
         limits = {"start_s": START_S, "rpc_s": 60.0, "silent_s": 120.0, **own}
         self.start = Start(
             str(folder), "float32", capacity=8, max_length=LENGTH, kv_cache_mb=16, lora_rank=lora_rank,
@@ -87,7 +88,7 @@ class Scene:
     def settings(self, transport: str, name: str = "") -> Settings:
         where = self.folder / (name or transport)
         where.mkdir(exist_ok=True)
-        return Settings(transport, where / "weights", where / "address", 10.0)
+        return Settings(transport, str(where / "weights"), str(where / "address"), 10.0)
 
     def model(self, version: int) -> Any:
         if version not in self.models:
@@ -98,8 +99,8 @@ class Scene:
         return {name: p.data for name, p in self.model(version).named_parameters()}
 
     def finish(self, count: int, limit_s: float = 120.0) -> dict[int, Finished]:
-        """Step until so many have ended."""
-        found: dict[int, Finished] = {}
+        """Step until so many have ended, those included that ended while tokens were waited for."""
+        found, self.early = self.early, {}
         end = time.monotonic() + limit_s
         while len(found) < count:
             assert time.monotonic() < end, f"{len(found)} of {count} ended in {limit_s} s: {self.engine.statistics()}"
@@ -121,12 +122,13 @@ class Scene:
             worst = max(worst, float(np.abs(expected - made.logprobs)[mine].max()))
         return worst
 
-    def wait_for_tokens(self, count: int, key: int) -> None:
-        """Step until a running request has so many."""
+    def wait_for_tokens(self, count: int) -> None:
+        """Step until every running request has so many; one at least must run by then."""
         end = time.monotonic() + 120
-        while len(self.engine._running[key].tokens) < count:
+        while any(len(running.tokens) < count for running in self.engine.running):
             assert time.monotonic() < end
-            assert not self.engine.step()
+            self.early |= {one.key: one for one in self.engine.step()}
+        assert self.engine.running, "all ended too early to be caught running"
 
 
 def logprobs_of(model: Any, ids: torch.Tensor, temperature: float, top_p: float) -> np.ndarray:
