@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench bench-core soak cpp model storm sanitize aarch64 fuzz install clean
+.PHONY: help demo test test-all lint format bench bench-core soak cpp model storm sanitize aarch64 fuzz install clean vllm-test
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -23,11 +23,11 @@ demo: $(STAMP)/train ## train a tiny model by reinforcement learning, from nothi
 	@$(BIN)/busrl launch configs/quickstart.toml --run-dir $(RUN_DIR)
 
 test: lint cpp $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 minutes)
-	$(BIN)/pytest -m "not slow and not soak"
+	$(BIN)/pytest -m "not slow and not soak and not vllm"
 
-test-all: test model storm sanitize aarch64 ## the slower tests, the models, a long storm, sanitizers, aarch64, fuzzing
+test-all: test model storm sanitize aarch64 vllm-test ## the slower tests, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow and not vllm"
 
 soak: $(STAMP)/test ## many kills of every role; takes a long time
 	$(BIN)/pytest -m soak --timeout 7200
@@ -76,6 +76,16 @@ bench-core: $(STAMP)/train $(RIVALS)/.installed ## ring and bus against raw memo
 	-$(BIN)/python tools/bench/ring/run.py --rivals-python $(RIVALS)/bin/python
 	-$(BIN)/python tools/bench/bus/run.py --python $(RIVALS)/bin/python
 	$(BIN)/python tools/bench/operations.py
+
+# vLLM has an environment of its own: it pins torch and transformers. busrl comes from this tree, as it was built.
+VLLM ?= $(VENV)/vllm
+$(VLLM)/.installed: tools/vllm/requirements.txt | $(BIN)/python
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q --no-deps -r tools/vllm/requirements.txt
+	@touch $@
+
+vllm-test: $(STAMP)/train $(VLLM)/.installed ## the tests that need vLLM, in an environment that has it (a few minutes)
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/vllm --timeout 900
 
 clean: ## remove what was built; runs/ stays
 	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so

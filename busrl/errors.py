@@ -61,6 +61,10 @@ class RewardNotLoaded(UserError):
     """A reward function that can not be imported or called; the message holds the import path and the cause."""
 
 
+class EngineDisagrees(UserError):
+    """An engine's log-probabilities are not those of a plain forward pass with the same weights: do not use it."""
+
+
 class ModelNotLoaded(UserError):
     """A model folder that can not be loaded or trained; the message holds the path, the cause and the remedy."""
 
@@ -120,6 +124,10 @@ class WeightsTimeout(PeerTimeout):
 
 class WeightsOwnerLost(PeerLost):
     """The engine whose memory holds the weights is gone, and the memory with it; a restart maps its successor's."""
+
+
+class EngineLost(PeerLost):
+    """An inference engine in another process died, or did not answer in time; pid, call and seconds are named."""
 
 
 # ------------------------------------------------------------------------------------------------- the machine

@@ -1,5 +1,5 @@
-"""Inference engines behind one interface (`base`): an embedded torch engine, one behind an OpenAI-compatible endpoint,
-and a scripted one without a model.
+"""Inference engines behind one interface (`base`): an embedded torch engine, vLLM, one behind an OpenAI-compatible
+endpoint, and a scripted one without a model.
 
 Used by the rollout role, which knows `Engine`, `Request` and `Finished` only. Importing this package imports no torch;
 `make_engine` imports what the topology asks for.
@@ -24,6 +24,10 @@ def make_engine(topology: Topology, process: str = "") -> Engine:
         from busrl.inference.scripted import make
 
         return make(topology, process)
+    if kind == "vllm":
+        from busrl.inference.vllm_engine import VllmEngine
+
+        return VllmEngine.of(topology)
     if kind == "openai":
         from busrl.inference.served.engine import make as make_served
 

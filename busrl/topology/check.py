@@ -26,7 +26,7 @@ SECTIONS_OF = {
     "keeper": ("ring", "limits"),
     "scheduler": ("run", "data", "groups", "generation", "scheduler", "weights"),
     "learner": ("run", "model", "lora", "groups", "generation", "learner", "weights", "mock"),
-    "rollout": ("run", "model", "lora", "data", "generation", "weights", "mock"),
+    "rollout": ("run", "model", "lora", "data", "generation", "weights", "mock", "vllm"),
     "reward": ("reward", "data"),
     "validator": ("run", "data", "generation", "validation"),
 }

@@ -19,7 +19,7 @@ from typing import Any
 
 from busrl import keys, quickstart
 from busrl.errors import BadKeys, DataError, Problem
-from busrl.topology import keywords, machine, weight_costs
+from busrl.topology import keywords, machine, vllm, weight_costs
 from busrl.topology.rules import FUNCTION
 from busrl.topology.schema import FOREIGN_ROLES, TINY, Topology
 
@@ -67,6 +67,7 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
         bus_keys(topology.bus.keys, found)
     if "process" not in skip:
         commands(topology, skip, found)
+        vllm_here(topology, found)
     if topology.lora.on and not skip & {"lora.rank", "lora.targets", "model.path"}:
         lora(topology, found)
     if topology.scheduler.keywords and "scheduler.keywords" not in skip:
@@ -99,6 +100,13 @@ def bus_keys(setting: str, found: list[KeyProblem]) -> None:
     except BadKeys as error:
         rule, _, remedy = str(error).partition("; ")
         found.append(KeyProblem("bus.keys", Problem("", "", f"tcp needs keys: {rule}", remedy)))
+
+
+def vllm_here(topology: Topology, found: list[KeyProblem]) -> None:
+    """An engine that is vLLM needs one of the versions that busrl knows."""
+    why, remedy = vllm.objection(*vllm.installed()) if vllm.used(topology) else ("", "")
+    if why:
+        found.append(KeyProblem(f"process.{vllm.used(topology)[0]}.engine", Problem("", "", why, remedy)))
 
 
 def tiny(key: str, path: str, found: list[KeyProblem]) -> None:

@@ -168,7 +168,7 @@ class Process:
     role: str = key(REQUIRED, "what the process does", choices=SPAWNED_ROLES)
     count: int = key(1, "how many; 0 = none is started, they join from outside", low=0, high=1024)
     engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]; "
-                      "openai asks an endpoint: see [openai]", choices=("torch", "mock", "openai"))  # fmt: skip
+                      "openai asks an endpoint: see [openai]", choices=("torch", "mock", "vllm", "openai"))  # fmt: skip
     threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
     command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
                                        "{run_dir}, {name}, {here} (this file's folder) are filled in")  # fmt: skip

@@ -45,6 +45,7 @@ from busrl.topology.machinery import (
     Scheduler,
     Simulate,
 )
+from busrl.topology.vllm import Vllm
 
 __all__ = [
     "FOREIGN_ROLES",
@@ -81,6 +82,7 @@ __all__ = [
     "Topology",
     "Trigger",
     "Validation",
+    "Vllm",
     "Weights",
 ]
 
@@ -155,6 +157,7 @@ class Topology:
     faults: Faults = field(default_factory=Faults)
     mock: Mock = field(default_factory=Mock)
     openai: Openai = field(default_factory=Openai)
+    vllm: Vllm = field(default_factory=Vllm)
     segments: Segments = field(default_factory=Segments)
     lora: Lora = field(default_factory=Lora)
     simulate: Simulate = field(default_factory=Simulate)

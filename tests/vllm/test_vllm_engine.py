@@ -1,0 +1,117 @@
+"""vLLM behind the engine interface, for real: what it generates, and what it says about every token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from vllm_scene import EOS_ID, EXACT, LENGTH, Scene, request
+
+from busrl.inference.base import ABORTED, EOS
+from busrl.inference.base import LENGTH as CUT
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+def test_log_probabilities_are_those_of_a_plain_forward_pass_at_the_settings_drawn_with(scene: Scene) -> None:
+    asked = [request(1, [5, 6, 7]), request(2, [8, 9], temperature=0.7), request(3, [3, 4, 5, 6], 40, top_p=0.8)]
+    made = scene.run(*asked)
+    assert max(scene.off_by(one, made[one.key]) for one in asked) < EXACT
+    assert all((made[one.key].versions == scene.engine.version).all() for one in asked)
+
+
+def test_greedy_tokens_are_the_likeliest_and_have_log_probability_zero(scene: Scene) -> None:
+    made = scene.run(request(1, [5, 6, 7], temperature=0.0))[1]
+    assert (made.logprobs == 0).all()
+    again = scene.run(request(9, [5, 6, 7], temperature=0.0, seed=99))[9]
+    assert (again.token_ids == made.token_ids).all()
+
+
+def test_a_sample_is_a_function_of_seed_uid_and_segment(scene: Scene) -> None:
+    one = scene.run(request(1, [5, 6, 7]))[1]
+    crowd = scene.run(request(1, [5, 6, 7]), *(request(k, [5, 6, k]) for k in range(2, 7)))
+    other = scene.run(request(1, [5, 6, 7], seed=4))[1]
+    assert (crowd[1].token_ids == one.token_ids).all()
+    assert other.token_ids.tolist() != one.token_ids.tolist()
+
+
+def test_an_answer_ends_at_its_end_token_or_at_its_limit(scene: Scene) -> None:
+    made = scene.run(*(request(k, [5, k], 60, temperature=5.0) for k in range(2, 10)))
+    assert {one.finish for one in made.values()} == {EOS, CUT}
+    for one in made.values():
+        assert (one.finish == EOS) == (one.token_ids[-1] == EOS_ID)
+        assert EOS_ID not in one.token_ids[:-1]
+        assert one.finish == EOS or (one.finish == CUT and len(one.token_ids) == 60)
+
+
+def test_a_segment_goes_on_behind_the_tokens_of_those_before(scene: Scene) -> None:
+    first = request(1, [5, 6, 7], 10, temperature=0.0)
+    one = scene.run(first)[1]
+    whole = scene.run(request(1, [5, 6, 7], 20, temperature=0.0))[1]
+    second = request(1, [5, 6, 7], 10, temperature=0.0, segment=1, prefix_ids=one.token_ids)
+    if one.finish == CUT:
+        two = scene.run(second)[1]
+        assert [*one.token_ids, *two.token_ids] == whole.token_ids.tolist()
+
+
+def test_a_prompt_without_room_ends_empty_and_a_long_one_at_the_limit(scene: Scene) -> None:
+    full = [5 + k % 7 for k in range(LENGTH)]
+    made = scene.run(request(1, full), request(2, full[:-3], 50))
+    assert len(made[1].token_ids) == 0 and made[1].finish == CUT
+    assert 1 <= len(made[2].token_ids) <= 3
+
+
+def test_an_aborted_request_gives_its_tokens_so_far_and_frees_its_row(scene: Scene) -> None:
+    asked = request(1, [5, 6, 7], 150, temperature=0.0)
+    scene.engine.submit([asked])
+    scene.wait_for_tokens(3)
+    cut = scene.engine.abort(1)
+    assert cut is not None and cut.finish == ABORTED and len(cut.token_ids) >= 3
+    assert scene.engine.active == 0 and scene.engine.abort(1) is None
+    assert len(scene.run(request(1, [5, 6, 7], 4))[1].token_ids) <= 4
+
+
+def test_a_streaming_request_tells_its_tokens_as_they_come_and_its_end_once(scene: Scene) -> None:
+    scene.engine.submit([request(1, [5, 6, 7], 40, stream=True), request(2, [8, 9], 40)])
+    events, ended = [], {}
+    while len(ended) < 2:
+        ended |= {one.key: one for one in scene.engine.step()}
+        events += scene.engine.events()
+    events += scene.engine.events()
+    assert {event.key for event in events} == {1} and len(events) > 2
+    assert np.concatenate([event.token_ids for event in events]).tolist() == ended[1].token_ids.tolist()
+    assert [event.finish for event in events if event.finish is not None] == [ended[1].finish]
+    assert scene.engine.events() == []
+
+
+def test_a_pause_keeps_waits_or_aborts(scene: Scene) -> None:
+    long = [request(k, [5, 6, k + 5], 150, temperature=0.0) for k in (1, 2)]
+    scene.engine.submit(long)
+    scene.wait_for_tokens(2)
+    assert scene.engine.pause("keep") == []
+    before = scene.engine.statistics()
+    assert before.paused and scene.engine.step() == [] and scene.engine.statistics().tokens == before.tokens
+    scene.engine.resume()
+    ended = {one.key for one in scene.engine.pause("abort")}
+    assert ended == {1, 2} and scene.engine.active == 0
+    scene.engine.resume()
+    scene.engine.submit([request(1, [5, 6], 8)])
+    waited = scene.engine.pause("wait")
+    assert [one.key for one in waited] == [1] and waited[0].finish in (EOS, CUT)
+    scene.engine.resume()
+
+
+def test_statistics_count_tokens_steps_and_the_cache(scene: Scene) -> None:
+    before = scene.engine.statistics()
+    made = scene.run(request(1, [5, 6, 7], 20, temperature=0.0))[1]
+    scene.engine.step()
+    after = scene.engine.statistics()
+    assert after.tokens - before.tokens == len(made.token_ids)
+    assert after.steps - before.steps >= len(made.token_ids)
+    assert after.prefill_tokens - before.prefill_tokens in range(4)
+    assert after.cache_capacity >= 8 * LENGTH and after.active == 0
+
+
+def test_more_requests_than_rows_are_refused(scene: Scene) -> None:
+    with pytest.raises(ValueError, match="look at capacity"):
+        scene.engine.submit([request(k, [5, 6]) for k in range(20, 29)])
+    assert scene.engine.active == 0

@@ -1,0 +1,104 @@
+"""Versions that are folders: adapters in a running vLLM, and whole models by a restart that answers survive."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm_scene import EXACT, Scene, model_of, request, save
+
+from busrl.errors import UserError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+RANK, ALPHA = 4, 8
+LAYERS = {"self_attn.q_proj": "q_proj", "mlp.down_proj": "down_proj"}
+
+
+class Folders:
+    """A receiver whose newest version the test names."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.version, self.path = kind, 0, Path()
+
+    def take(self) -> tuple[int, int, Path]:
+        return self.version, 10 * self.version, self.path
+
+
+def adapter(scene: Scene, folder: Path, version: int, rank: int = RANK) -> Path:
+    """An adapter as peft writes it; the scene's model of that version is the base with the adapter merged."""
+    folder.mkdir()
+    model, tensors = model_of(scene.config, 0), {}
+    torch.manual_seed(1000 + version)
+    for name, weight in dict(model.named_parameters()).items():
+        layer = name.removesuffix(".weight")
+        if any(layer.endswith(part) for part in LAYERS):
+            a, b = torch.randn(rank, weight.shape[1]), torch.randn(weight.shape[0], rank)
+            tensors |= {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
+            weight += ALPHA / rank * (b @ a)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "target_modules": sorted(LAYERS.values()),
+              "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": None}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    scene.models[version] = model
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = Scene(tmp_path_factory.mktemp("adapters"), tied=False, lora_rank=8, adapters=3)
+    yield made
+    made.close()
+
+
+def test_answers_end_with_the_adapter_that_they_began_with_and_new_ones_have_the_newest(
+    adapters: Scene, tmp_path: Path
+) -> None:
+    engine, source = adapters.engine, Folders("adapter")
+    assert engine.receiver(adapters.settings("lora_hotswap"), "rollout-0") is None
+    for version in (1, 2, 3, 4):
+        asked = request(10 * version, [5, 6, 7], 100)
+        engine.submit([asked])
+        adapters.wait_for_tokens(5)
+        source.version, source.path = version, adapter(adapters, tmp_path / f"v{version}", version)
+        assert engine.update_weights(source) == (version, 10 * version)
+        after = request(10 * version + 1, [5, 6, 7], 30)
+        engine.submit([after])
+        made = adapters.finish(2)
+        assert set(made[asked.key].versions.tolist()) == {version - 1}
+        assert set(made[after.key].versions.tolist()) == {version}
+        assert max(adapters.off_by(one, made[one.key]) for one in (asked, after)) < EXACT
+
+
+def test_an_adapter_that_does_not_fit_is_refused_and_the_one_before_stays(adapters: Scene, tmp_path: Path) -> None:
+    engine, source, version = adapters.engine, Folders("adapter"), adapters.engine.version
+    source.version, source.path = 900, adapter(adapters, tmp_path / "large", 900, rank=64)
+    with pytest.raises(UserError, match=r"the adapter .*large was refused"):
+        engine.update_weights(source)
+    asked = request(1, [5, 6, 7], 20)
+    made = adapters.run(asked)[1]
+    assert engine.version == version and set(made.versions.tolist()) == {version}
+    assert adapters.off_by(asked, made) < EXACT
+
+
+def test_an_answer_survives_a_restart_with_a_new_checkpoint(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "model", tied=True)
+    try:
+        engine, source = scene.engine, Folders("folder")
+        assert engine.receiver(scene.settings("checkpoint_restart"), "rollout-0") is None
+        asked = request(1, [5, 6, 7], 140)
+        engine.submit([asked])
+        scene.wait_for_tokens(10)
+        old = engine.core.pids()
+        source.version, source.path = 7, save(tmp_path / "new", scene.model(7))
+        assert engine.update_weights(source) == (7, 70)
+        assert not set(old) & set(engine.core.pids())
+        made = scene.finish(1)[1]
+        assert set(made.versions.tolist()) == {0, 7} and scene.off_by(asked, made) < EXACT
+        assert replace(engine.start, model=str(scene.folder)) == scene.start
+    finally:
+        scene.close()

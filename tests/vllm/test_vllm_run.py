@@ -1,0 +1,54 @@
+"""The quickstart with engine = "vllm": one key, real processes, a clean audit, also when its engine core is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from checks import check_end
+from harness import Run, running
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+SETTINGS = (
+    "process.rollout.engine=vllm", "limits.ready_s=420", "limits.progress_s=120", "vllm.start_s=400", "vllm.rpc_s=60",
+    "validation.samples=8", "validation.every=0", "run.validate_before=false", "generation.max_batch=32",
+)  # fmt: skip
+LIMIT_S = 600.0
+
+
+def cores(run: Run) -> list[int]:
+    """Children of the rollout process: vLLM's engine core."""
+    pid = run.pid("rollout/0")
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in children for child in file.read_text().split()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model() -> None:
+    from busrl.quickstart import ensure
+
+    ensure("tiny:sort")
+
+
+@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+def test_the_quickstart_trains_with_vllm_and_its_audit_is_clean(tmp_path: Path, transport: str) -> None:
+    run = Run(tmp_path / "run", *SETTINGS, f'weights.transport="{transport}"', steps=4)
+    with running(run):
+        check_end(run, run.wait(LIMIT_S))
+    assert run.restarts("rollout/0") == 0, run.tail()
+    log = run.paths.log("rollout/0").read_text()
+    assert "log-probabilities differ by at most" in log and "updates=" in log, log
+
+
+def test_a_killed_engine_core_costs_a_restart_and_nothing_else(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *SETTINGS, steps=6)
+    with running(run):
+        run.until("a step", lambda: run.step() >= 2, LIMIT_S)
+        found = cores(run)
+        assert found
+        os.kill(found[0], signal.SIGKILL)
+        check_end(run, run.wait(LIMIT_S))
+    assert run.restarts("rollout/0") == 1, run.tail()
+    assert f"vLLM's engine died: pid {found[0]} ended" in run.paths.log("rollout/0").read_text()

@@ -1,0 +1,118 @@
+"""New weights in a running vLLM: every token carries the version that made it, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from vllm_scene import EXACT, Scene, request
+
+from busrl.errors import UserError, WeightsTimeout
+from busrl.weights import factory
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+def test_tokens_before_across_and_after_an_update_are_those_of_their_version(scene: Scene, transport: str) -> None:
+    engine, settings = scene.engine, scene.settings(transport)
+    sender, receiver = factory.sender(settings), engine.receiver(settings, "rollout-0")
+    assert receiver is not None
+    first = engine.version + 1
+    try:
+        for version in (first, first + 1):
+            asked = [request(k, [5, 6, k], 120) for k in range(2, 8)]
+            engine.submit(asked)
+            scene.wait_for_tokens(12)
+            sender.publish(version, 10 * version, scene.tensors(version))
+            receiver.wait_for(version, 60)
+            assert engine.update_weights(receiver) == (version, 10 * version)
+            made = scene.finish(len(asked))
+            assert all(set(one.versions.tolist()) <= {version - 1, version} for one in made.values())
+            assert any(set(one.versions.tolist()) == {version - 1, version} for one in made.values())
+            assert all((one.versions[1:] >= one.versions[:-1]).all() for one in made.values())
+            assert max(scene.off_by(one, made[one.key]) for one in asked) < EXACT
+            after = request(1, [5, 6, 2], 30)
+            one = scene.run(after)[1]
+            assert set(one.versions.tolist()) == {version} and scene.off_by(after, one) < EXACT
+        assert receiver.step_of(version) == 10 * version
+    finally:
+        receiver.close()
+        sender.close()
+
+
+def _without(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(list(tensors.items())[1:])
+
+
+def _with_more(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**tensors, "model.layers.9.mlp.up_proj.weight": torch.zeros(4, 4)}
+
+
+def _reshaped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t[:-1].clone() if "up_proj" in name else t for name, t in tensors.items()}
+
+
+def _other_type(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.to(torch.bfloat16) for name, t in tensors.items()}
+
+
+def _other_architecture(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("self_attn", "attention"): t for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_without, "are not published"), (_with_more, "are not in this model"), (_reshaped, "up_proj"),
+        (_other_type, "bfloat16"), (_other_architecture, "are not in this model"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused_and_the_engine_lives_on(
+    scene: Scene, spoil: Callable[[Any], Any], said: str
+) -> None:
+    engine, settings = scene.engine, scene.settings("shm", spoil.__name__)
+    sender, receiver = factory.sender(settings), engine.receiver(settings, "rollout-0")
+    assert receiver is not None
+    old = engine.version
+    try:
+        sender.publish(old + 1, 1, spoil(scene.tensors(old + 1)))
+        with pytest.raises(WeightsTimeout, match=said):
+            receiver.wait_for(old + 1, 1.0)
+        with pytest.raises(WeightsTimeout, match=said):
+            engine.update_weights(receiver)
+        asked = request(1, [5, 6, 7], 30)
+        made = scene.run(asked)[1]
+        assert set(made.versions.tolist()) == {old} and scene.off_by(asked, made) < EXACT
+        sender.publish(old + 2, 2, scene.tensors(old + 2))
+        receiver.wait_for(old + 2, 60)
+        assert engine.update_weights(receiver) == (old + 2, 2)
+        assert scene.off_by(asked, scene.run(asked)[1]) < EXACT
+    finally:
+        receiver.close()
+        sender.close()
+
+
+def test_an_engine_whose_load_failed_half_way_answers_nothing_until_a_whole_load(scene: Scene) -> None:
+    engine, settings = scene.engine, scene.settings("shm", "half")
+    sender, receiver = factory.sender(settings), engine.receiver(settings, "rollout-0")
+    assert receiver is not None
+    version = engine.version + 1
+    try:
+        sender.publish(version, 1, scene.tensors(version))
+        receiver.wait_for(version, 60)
+        engine.core.rpc("busrl_break")
+        with pytest.raises(UserError, match="loading new weights failed"):
+            engine.update_weights(receiver)
+        with pytest.raises(UserError, match="has to be loaded first"):
+            engine.resume()
+        engine.core.rpc("busrl_mend")
+        receiver.wait_for(version, 60)
+        assert engine.update_weights(receiver)[0] == version
+        asked = request(1, [5, 6, 7], 30)
+        assert scene.off_by(asked, scene.run(asked)[1]) < EXACT
+    finally:
+        receiver.close()
+        sender.close()

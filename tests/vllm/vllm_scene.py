@@ -1,0 +1,141 @@
+"""A tiny model, a vLLM engine that runs it, and what a plain forward pass says about every token that it makes."""
+
+from __future__ import annotations
+
+import os
+import string
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from busrl.inference.base import Finished, Request
+from busrl.inference.vllm_engine import VllmEngine
+from busrl.inference.vllm_start import Start
+from busrl.topology.vllm import Vllm
+from busrl.weights.factory import Settings
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+torch.set_num_threads(1)
+VOCABULARY = {token: i for i, token in enumerate(["<pad>", "<eos>", *string.ascii_lowercase, *" ,=:"])}
+EOS_ID = 1
+LENGTH = 160
+START_S = 420.0  # a machine that other tests share
+EXACT = 1e-4
+
+
+def config_of(tied: bool) -> Qwen3Config:
+    """Heads of 16 are padded to the 32 that vLLM's CPU kernels know; heads of 32 are used as they are."""
+    return Qwen3Config(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16 if tied else 32, max_position_embeddings=256, tie_word_embeddings=tied,
+        vocab_size=len(VOCABULARY), eos_token_id=EOS_ID, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+
+
+def model_of(config: Qwen3Config, seed: int) -> Any:
+    """Random weights, wide enough that answers differ and a wrong version is off by more than 1."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(6.0)
+    model.get_output_embeddings().weight[EOS_ID] = 0.0  # so that answers end seldom
+    return model
+
+
+def save(folder: Path, model: Any) -> Path:
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    model.save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def request(key: int, prompt: list[int], tokens: int = 24, **more: Any) -> Request:
+    ids = np.array(prompt, np.int32)
+    given: dict[str, Any] = {"segment": 0, "prefix_ids": ids[:0], "temperature": 1.0, "top_p": 1.0, "seed": 3}
+    return Request(key=key, uid=key, prompt_ids=ids, max_new_tokens=tokens, **(given | more))
+
+
+class Scene:
+    """The engine, and the model of every version: 0 is the folder's."""
+
+    def __init__(self, folder: Path, tied: bool, lora_rank: int = 0, adapters: int = 0, **own: Any) -> None:
+        self.folder, self.tied, self.config = folder, tied, config_of(tied)
+        self.models = {0: model_of(self.config, 0)}
+        save(folder, self.models[0])
+        os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{ROOT}"  # vLLM's processes import the extension by name
+        self.early: dict[int, Finished] = {}
+        limits = {"start_s": START_S, "rpc_s": 60.0, "silent_s": 120.0, **own}
+        self.start = Start(
+            str(folder), "float32", capacity=8, max_length=LENGTH, kv_cache_mb=16, lora_rank=lora_rank,
+            adapters=adapters, extension="vllm_breakable.Breakable",
+        )  # fmt: skip
+        self.engine = VllmEngine(self.start, replace(Vllm(), **limits))
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def settings(self, transport: str, name: str = "") -> Settings:
+        where = self.folder / (name or transport)
+        where.mkdir(exist_ok=True)
+        return Settings(transport, str(where / "weights"), str(where / "address"), 10.0)
+
+    def model(self, version: int) -> Any:
+        if version not in self.models:
+            self.models[version] = model_of(self.config, version)
+        return self.models[version]
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        return {name: p.data for name, p in self.model(version).named_parameters()}
+
+    def finish(self, count: int, limit_s: float = 120.0) -> dict[int, Finished]:
+        """Step until so many have ended, those included that ended while tokens were waited for."""
+        found, self.early = self.early, {}
+        end = time.monotonic() + limit_s
+        while len(found) < count:
+            assert time.monotonic() < end, f"{len(found)} of {count} ended in {limit_s} s: {self.engine.statistics()}"
+            found |= {one.key: one for one in self.engine.step()}
+        return found
+
+    def run(self, *requests: Request) -> dict[int, Finished]:
+        self.engine.submit(requests)
+        return self.finish(len(requests))
+
+    def off_by(self, asked: Request, made: Finished) -> float:
+        """Largest difference of a log-probability to a plain forward pass with the weights of that token's version."""
+        known = [*asked.prompt_ids.tolist(), *asked.prefix_ids.tolist()]
+        ids = torch.tensor([known + made.token_ids.tolist()])
+        worst = 0.0
+        for version in set(made.versions.tolist()):
+            expected = logprobs_of(self.model(version), ids, asked.temperature, asked.top_p)[len(known) - 1 :]
+            mine = made.versions == version
+            worst = max(worst, float(np.abs(expected - made.logprobs)[mine].max()))
+        return worst
+
+    def wait_for_tokens(self, count: int) -> None:
+        """Step until every running request has so many; one at least must run by then."""
+        end = time.monotonic() + 120
+        while any(len(running.tokens) < count for running in self.engine.running):
+            assert time.monotonic() < end
+            self.early |= {one.key: one for one in self.engine.step()}
+        assert self.engine.running, "all ended too early to be caught running"
+
+
+def logprobs_of(model: Any, ids: torch.Tensor, temperature: float, top_p: float) -> np.ndarray:
+    from busrl.inference.sampling import _truncate
+
+    with torch.inference_mode():
+        found = torch.log_softmax(model(ids).logits[0, :-1].float() / temperature, -1)
+        if top_p < 1:
+            found = _truncate(found, torch.full((len(found), 1), top_p, dtype=torch.float64))
+        return found.gather(-1, ids[0, 1:, None])[:, 0].numpy()
