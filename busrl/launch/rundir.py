@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.bus.security import prepare as prepare_endpoint
-from busrl.errors import LockTimeout, MachineError, RingNotFound, RunInUse, UserError
+from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunInUse, UserError
 from busrl.launch.fatewatch import lost_fates
 from busrl.launch.putback import PutBack, put_back
 from busrl.ledger.files import write_whole
@@ -180,6 +180,12 @@ def adopt(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
         ring = Ring.attach(paths.ring_name)
     except RingNotFound:
         return None
+    except RingMismatch as problem:
+        raise RingMismatch(
+            f"{paths.root}: the ring that an earlier launch left can not be used: {problem}. If it was of another "
+            f"version of busrl, finish the run with that one; else remove it with `busrl ring clean {paths.root} "
+            "--force` (its samples are then generated again)"
+        ) from None
     if ring.uuid != uuid:
         _remove_stale(paths, ring)
         return None

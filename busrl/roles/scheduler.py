@@ -299,7 +299,7 @@ class Scheduler(Actor):
         """By the fates these were never dispatched, and samples that were trained look new: nothing may be sent out.
         `launch` ends the run for it."""
         text = f"dispatch pauses: {samples} samples in slots have no fate in {self.paths.fates}, which others changed"
-        self.warn("scheduler", text, "critical", kind="no fates")
+        self.warn("scheduler", text, "error", kind="no fates")
 
     def _wait_for_disk(self, problem: DiskFull) -> None:
         self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")

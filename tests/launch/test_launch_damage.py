@@ -13,7 +13,7 @@ from busrl.launch import status
 from busrl.launch.putback import put_back
 from busrl.launch.rundir import unlink_segments
 from busrl.paths import SHM, RunPaths
-from busrl.ring import Fates
+from busrl.ring import Fates, RingMismatch
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,44 @@ def test_status_of_a_living_run_needs_none_of_its_files_but_run_json(scripted, t
     scripted.paths.topology.write_bytes(whole)
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
+
+
+def test_a_run_goes_on_when_the_header_of_its_ring_is_written_over_and_status_names_it(scripted) -> None:
+    scripted.start({"learner": "learner"})
+    scripted.ready("learner")
+    with open(scripted.paths.ring_file, "r+b") as file:
+        file.write(b"NOTARING")
+    with pytest.raises(RingMismatch, match="not a busrl ring"):
+        status(scripted.root)
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+    assert scripted.summary()["outcome"] == "finished" and scripted.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "said"),
+    [
+        (0x00, b"NOTARING", "not a busrl ring: its first bytes"),
+        (0x08, b"\x09\0\0\0", "layout"),
+        (0x10, b"\0\0\x10", "bytes"),
+        (0x40, b"\x07", "checksum"),
+    ],
+)
+def test_a_ring_with_a_damaged_header_is_named_by_status_and_by_the_next_start_which_changes_nothing(
+    scripted, at: int, data: bytes, said: str
+) -> None:
+    modes = {"learner": "learner"}
+    scripted.start(modes)
+    scripted.kill_launch(modes)
+    with open(scripted.paths.ring_file, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+    before = scripted.paths.ring_file.read_bytes()
+    with pytest.raises(RingMismatch, match=said) as told:
+        status(scripted.root)
+    assert str(scripted.paths.ring_name) in str(told.value)
+    scripted.start(modes)
+    assert scripted.wait() != 0
+    assert "RingMismatch" in scripted.output and said in scripted.output, scripted.output
+    assert f"`busrl ring clean {scripted.root} --force`" in scripted.output
+    assert scripted.paths.ring_file.read_bytes() == before

@@ -187,3 +187,17 @@ def expected(members: list[str], last: list[tuple[str, bool]]) -> tuple[list[int
     if resolved and not survivors:
         return None
     return due, running, survivors, resolved, resolved and not closed and survivors >= least_survivors(G)
+
+
+@pytest.mark.parametrize("state", [QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED])
+def test_a_sample_in_a_slot_without_a_fate_is_counted_because_a_damaged_table_must_not_be_believed(
+    ring: Any, state: int
+) -> None:
+    ring.put_group(0, [1.0, 0.0, 0.5, 0.25])
+    ring.put(1, 2, state=state)
+    assert ring.view().unrecorded == 0
+    ring.fates[uid_of(1, 0, 2, G)] = 0
+    assert ring.view().unrecorded == 1
+    ring.put(2, 0, state=RESERVED)
+    ring.fates[uid_of(2, 0, 0, G)] = 0  # its dispatch is being written
+    assert ring.view().unrecorded == 1

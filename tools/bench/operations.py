@@ -2,6 +2,7 @@
 
     python tools/bench/operations.py [--rounds N]
 
+Afterwards `python tools/bench/tables.py --write` puts the newest result into the table of docs/benchmarks.md.
 A figure is the median over rounds of medians over many short chunks; one chunk is some dozen calls in a row, without
 the loop around them. Everything runs in this one process; the broker of the bus runs in a thread of it.
 """
@@ -9,6 +10,7 @@ the loop around them. Everything runs in this one process; the broker of the bus
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -164,6 +166,7 @@ def main() -> int:
     nbytes = 0
     for turn in range(options.rounds):
         clock = Clock()
+        log.loads.append(os.getloadavg()[0])
         ring_calls(clock, 60)
         nbytes = log_calls(clock, 30, options.log_folder)
         bus_calls(clock, 60)

@@ -45,7 +45,7 @@ class CrashPlan {
     }
     const char* name_ = nullptr;
     size_t length_ = 0;
-    std::atomic<long> left_{0};
+    std::atomic<long> left_{0};  // of this process alone; relaxed: it counts, and orders nothing
 };
 
 inline void crash_point(const char* step) {

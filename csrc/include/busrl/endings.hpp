@@ -117,6 +117,7 @@ inline std::optional<Held> dispatch(const Segment& seg, uint32_t me, const FateB
     detail::write_task(seg, slot, mine, task);
     line.changed_ns.store(coarse_ns(), std::memory_order_release);
     crash_point("dispatch.written");
+    // [UID write] begins here: last_commit_seq first, release, pairs with its acquire load after [UID read].
     // The uid counts only together with the seq of this claim: a slot may still hold an earlier sample's uid whose
     // fate is D because it was dispatched elsewhere.
     line.last_commit_seq.store(seq_of(mine), std::memory_order_release);

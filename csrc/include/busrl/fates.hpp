@@ -100,8 +100,10 @@ class Fates {
 
   private:
     File file_;
-    A<uint8_t>* byte_ = nullptr;
-    std::atomic<uint64_t> size_{0};  // private to this process
+    A<uint8_t>* byte_ = nullptr;  // owner: nobody; every change is a CAS, acq_rel [FATE store], that only moves forward
+    // Private to this process, shared by its threads: stored with release, loaded with acquire, so that who sees a
+    // length may touch the bytes below it.
+    std::atomic<uint64_t> size_{0};
 };
 
 struct FateBook {  // bit 62 of a uid says which table it is in

@@ -4,6 +4,8 @@
 //  * Little endian, offsets from the start of the segment, never a pointer.
 //  * A field that more than one process may touch is a lock-free atomic of its natural size.
 //  * Fields are stored with release and loaded with acquire, so others see them in the program's order.
+//  * At each atomic below stands its owner (who may write it), its ordering and its partner, by a label. An access in
+//    the code that has no label of its own is of the kind that stands here; those that differ say so where they are.
 //  * The static_asserts are the specification: the numbers in the documentation are checked here.
 #pragma once
 
@@ -61,9 +63,13 @@ constexpr const char* kHeaderWords[] = {"version", "version_step", "next_admissi
                                         "hold",    "step",         "run_state",      "generation_pause"};
 constexpr uint32_t kHeaderWordCount = sizeof(kHeaderWords) / sizeof(kHeaderWords[0]);
 
-struct WakeLine {         // one per state, 128 bytes so that two states never share a pair of cache lines
-    U64 transitions;      // how many slots ever entered this state; its low half is the futex word
-    A<uint32_t> waiters;  // a hint: 0 saves the wake-up call
+struct WakeLine {  // one per state, 128 bytes so that two states never share a pair of cache lines
+    // How many slots ever entered this state; its low half is the futex word. Owner: nobody, every mover adds, seq_cst
+    // [WAKE raise]; loaded acquire by who compares it with what it saw last, and by the kernel for [WAKE wait].
+    U64 transitions;
+    // A hint: 0 saves the wake-up call. Owner: nobody, each waiter adds 1 and takes it back, seq_cst [WAKE wait], pairs
+    // with the load of [WAKE raise]; a reaper takes back what the dead had added.
+    A<uint32_t> waiters;
     uint8_t pad[116];
 };
 static_assert(sizeof(WakeLine) == 128 && offsetof(WakeLine, transitions) == 0 && offsetof(WakeLine, waiters) == 8);
@@ -72,21 +78,25 @@ static_assert(sizeof(WakeLine) == 128 && offsetof(WakeLine, transitions) == 0 &&
 // They follow from the transitions, see watch.cpp; kReturned is what else comes to rest there.
 enum Counter : uint32_t { kReturned, kReaps, kDrops, kFinished, kDispatches, kTokens, kCounters };
 struct CounterLine {
-    U64 value;
+    U64 value;  // owner: nobody, all add; relaxed, without a partner: never used to decide
     uint8_t pad[56];
 };
 static_assert(sizeof(CounterLine) == 64);
 
+// Words of the run, each stored with release and loaded with acquire, so that who sees a value sees what its writer
+// had done before. Owners: version, version_step, step, unpublished_groups: the learner; next_admission: the scheduler;
+// hold: the validator, by CAS acq_rel, since the keeper clears that of a dead one; run_state: learner and launch;
+// generation_pause: launch before any child runs, then the learner.
 struct Header {
     HeaderFixed fixed;
     uint32_t crc32c;                // of `fixed`
-    A<uint32_t> ready;              // 0x07C: 1 once everything else is in place
-    U64 words[kHeaderWordCount];    // 0x080: named in kHeaderWords
-    U64 rescanned_ns;               // 0x0C0: when the hints were last made anew, see hints.hpp
+    A<uint32_t> ready;              // 0x07C: 1 once all is in place; owner: creator [READY publish], [READY observe]
+    U64 words[kHeaderWordCount];    // 0x080: named in kHeaderWords; owners below
+    U64 rescanned_ns;               // 0x0C0: when the hints were last made anew; owner: nobody, [RESCAN stamp]
     uint8_t pad[0x100 - 0xC8];      // 0x0C8
     WakeLine wake[16];              // 0x100: index = state
     CounterLine counters[32];       // 0x900: index = Counter; for display, never for decisions
-    U64 drops[64];                  // 0x1100: index = reason & 63
+    U64 drops[64];                  // 0x1100: index = reason & 63; all add, relaxed, for display
     uint8_t pad2[0x2000 - 0x1300];  // 0x1300
 };
 static_assert(sizeof(Header) == 0x2000 && offsetof(Header, crc32c) == 0x78 && offsetof(Header, ready) == 0x7C);
@@ -121,8 +131,13 @@ constexpr bool is_remote(uint64_t ident) {
 template <size_t Words>
 using Text = A<uint64_t>[Words];  // zero-padded UTF-8, 8 bytes a word
 
+// `ident` is changed by CAS, acq_rel [ENTRY publish] [ENTRY retire], and read with acquire [ENTRY read]. The other
+// fields are described before [ENTRY publish] and belong to an ident only if it is the same before and after they are
+// read. Their owner: the process whose byte lock is held (of a remote entry the keeper); it alone stores them, with
+// release. Those from `progress` on are for display and for who judges silence: loaded with acquire, each for itself,
+// without a partner; busy_ns to samples are added to, relaxed.
 struct ProcEntry {
-    U64 ident;
+    U64 ident;        // owner: whoever holds the byte lock; any reaper after proof of death; see above
     U64 start_ticks;  // field 22 of /proc/<pid>/stat; of a remote entry, the number of its life
     U64 pid_ns;       // inode of /proc/self/ns/pid
     U64 started_ns;
@@ -140,7 +155,7 @@ struct ProcEntry {
     U64 tokens;
     U64 samples;
     U64 version;           // 0xC0: newest weight version in use
-    A<uint8_t> waits[16];  // 0xC8: threads of this process waiting, by state
+    A<uint8_t> waits[16];  // 0xC8: its threads waiting, by state; relaxed, read by its reaper after proof of death
     uint8_t pad1[0x100 - 0xD8];
 };
 static_assert(sizeof(ProcEntry) == 256 && offsetof(ProcEntry, role) == 0x28 && offsetof(ProcEntry, label) == 0x38);
@@ -177,8 +192,12 @@ static_assert(offsetof(ProcEntry, waits) == 0xC8);
     X(step, uint32_t, 0x78)            \
     X(flags, uint32_t, 0x7C)
 
+// Fields: written by the owner that `word` names, between its claim and its commit, with release. Readers load with
+// acquire and believe them only if the word is the same afterwards; a claim that succeeds proves the same. Those that
+// order more than this: uid [UID write], and last_commit_seq, stored before it and read after it. The owner reads its
+// own fields relaxed: nobody else writes them.
 struct alignas(128) Line {
-    U64 word;
+    U64 word;  // owner: itself, see word.hpp; CAS [WORD move], pairs with [WORD read] and [WORD recheck]
 #define BUSRL_FIELD(name, type, offset) A<type> name;
     BUSRL_LINE_FIELDS(BUSRL_FIELD)
 #undef BUSRL_FIELD
@@ -213,6 +232,7 @@ constexpr uint64_t hint_bytes(uint64_t n_slots) {  // of one state
 static_assert(hint_bytes(1) == 256 && hint_bytes(1024) == 256 && hint_bytes(1025) == 384);
 static_assert(hint_bytes(65536) == 8192 + 128);
 
+// Owner: nobody, every process sets and clears bits, seq_cst [HINT set] [HINT clear]; a search loads with acquire.
 struct HintMap {
     U64* leaf;  // bit `slot % 64` of word `slot / 64`
     U64* top;   // bit `w % 64` of word `w / 64` for word w of `leaf`
@@ -247,9 +267,10 @@ static_assert(offsetof(TensorEntry, capacity) == 0x58 && offsetof(TensorEntry, w
 static_assert(offsetof(TensorEntry, flags) == 0x78);
 
 struct alignas(128) TensorTable {
-    A<uint32_t> used;  // entries at and above this index are not looked at
+    // Both are written by the owner of the slot alone, with release, and read by anybody with acquire.
+    A<uint32_t> used;  // entries at and above this index are not looked at; raised after [TENSOR publish]
     uint8_t pad[124];
-    U64 entry[kTensors][sizeof(TensorEntry) / 8];
+    U64 entry[kTensors][sizeof(TensorEntry) / 8];  // [TENSOR publish] `flags` last, pairs with [TENSOR read]
 };
 static_assert(sizeof(TensorTable) == 128 + kTensors * 128 && offsetof(TensorTable, entry) == 128);
 

@@ -64,6 +64,7 @@ inline bool proven_dead(const Segment& seg, uint32_t index, uint64_t* proven) {
                                     : ::kill(pid_t(pid_of(ident)), 0) != 0 && errno == ESRCH;
         if (!gone) return false;
     }
+    // [ENTRY read] again, pairs with [ENTRY retire].
     if (entry.ident.load(std::memory_order_acquire) != ident) return false;  // reaped and reused meanwhile
     *proven = ident;
     return true;

@@ -38,6 +38,7 @@ inline std::optional<State> resting_state(const Segment& seg, const FateBook& fa
 
 inline void forget_waits(const Segment& seg, uint32_t index) {
     for (uint32_t s = 0; s < kStates; ++s)
+        // Relaxed: its process is dead, and of several reapers the exchange gives the count to one.
         if (const uint8_t n = seg.proc(index).waits[s].exchange(0, std::memory_order_relaxed))
             seg.wake(State(s)).waiters.fetch_sub(n, std::memory_order_seq_cst);
 }
@@ -51,6 +52,7 @@ inline bool rest_slots_of(const Segment& seg, const FateBook& fates, uint32_t in
     for (uint32_t i = 0; i < seg.shape.n_slots; ++i) {
         const uint64_t word = load_word(seg, i);
         if (!is_owned_by(word, index)) continue;
+        // [ENTRY read] acquire, after the word: pairs with [ENTRY retire] and [ENTRY publish] of a new owner.
         if (seg.proc(index).ident.load(std::memory_order_acquire) != ident) return false;
         const auto to = detail::resting_state(seg, fates, i, word);
         if (!to) {

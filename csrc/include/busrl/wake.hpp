@@ -28,6 +28,7 @@ inline void announce(const Segment& seg, State entered) {
 }
 
 inline uint64_t transitions(const Segment& seg, State state) {
+    // Acquire, pairs with [WAKE raise]: the slot that entered the state is seen there by who looks after this.
     return seg.wake(state).transitions.load(std::memory_order_acquire);
 }
 
