@@ -159,6 +159,8 @@ class Client:
         self._loop.call_soon_threadsafe(self._gate.set)
 
     def close(self) -> None:
+        if self._loop.is_closed():
+            return
         with contextlib.suppress(PeerTimeout):
             self.call(self._end(), CALL_S, "closing")
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,0 +1,482 @@
+"""The engine behind an endpoint, against a real server process that answers, fails, lies, hangs and dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from endpoint import EOS as EOS_ID
+from endpoint import answer
+from requests_ import request
+
+from busrl.errors import PeerTimeout, UserError
+from busrl.inference import ABORTED, EOS, LENGTH, Finished
+from busrl.inference.served import client
+from busrl.inference.served.backoff import Backoff
+from busrl.inference.served.engine import ServedEngine
+from busrl.topology.schema import Openai
+
+LONG = next([k, 5] for k in range(3, 90) if len(answer([k, 5], 40, 0)[0]) == 40)  # a prompt whose answer has no end
+WAIT_S = 60
+
+
+class Letters:
+    """A tokenizer of small letters."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 94 for letter in text]
+
+    def decode(self, ids: Any, ended: bool = True) -> str:
+        return "".join(chr(int(i) + 94) for i in ids if not (ended and i == EOS_ID))
+
+
+class Endpoint:
+    """The server's process."""
+
+    def __init__(self, folder: Path, token_s: float, port: int = 0) -> None:
+        self.port_file, self.token_s = folder / f"port{time.monotonic_ns()}", token_s
+        command = [sys.executable, str(Path(__file__).with_name("endpoint.py")), str(self.port_file), str(token_s)]
+        self.process = subprocess.Popen([*command, str(port)])
+        deadline = time.monotonic() + WAIT_S
+        while not self.port_file.exists():
+            assert self.process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        self.port = int(self.port_file.read_text())
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def behave(self, *script: str) -> None:
+        self._call("/test/behave", {"script": list(script)})
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        return list(self._call("/test/log", {})["log"])
+
+    def calls(self, *paths: str) -> list[str]:
+        return [entry["path"].partition("?")[0] for entry in self.log if entry["path"].partition("?")[0] in paths]
+
+    def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode())
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(asked, timeout=WAIT_S) as response:
+            return dict(json.loads(response.read()))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+
+Start = Callable[..., Endpoint]
+Make = Callable[..., ServedEngine]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Server processes; all are gone afterwards."""
+    running: list[Endpoint] = []
+
+    def one(token_s: float = 0.0, port: int = 0) -> Endpoint:
+        running.append(Endpoint(tmp_path, token_s, port))
+        return running[-1]
+
+    yield one
+    for endpoint in running:
+        endpoint.kill()
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Engines that wait milliseconds where a run waits seconds."""
+    monkeypatch.setattr(client, "BACKOFF", Backoff(first_s=0.01, most_s=0.1))
+    made: list[ServedEngine] = []
+
+    def one(url: str, capacity: int = 8, **settings: Any) -> ServedEngine:
+        given = {"timeout_s": 20.0, "patience_s": 20.0, "retries": 4, **settings}
+        made.append(
+            ServedEngine(
+                Openai(base_url=url, **given), Letters(), capacity=capacity, max_length=200,  # type: ignore[arg-type]
+                vocabulary=40, eos_ids=frozenset({EOS_ID}),
+            )
+        )  # fmt: skip
+        return made[-1]
+
+    yield one
+    for engine in made:
+        engine.close()
+
+
+def until_idle(engine: ServedEngine) -> dict[int, Finished]:
+    found: dict[int, Finished] = {}
+    deadline = time.monotonic() + WAIT_S
+    while engine.active:
+        assert time.monotonic() < deadline, f"{engine.active} are still active"
+        found.update({one.key: one for one in engine.step()})
+    return found
+
+
+def until(engine: ServedEngine, tokens: int) -> dict[int, Finished]:
+    """Step until so many tokens have come in all."""
+    found: dict[int, Finished] = {}
+    deadline = time.monotonic() + WAIT_S
+    while engine.statistics().tokens < tokens:
+        assert time.monotonic() < deadline
+        found.update({one.key: one for one in engine.step()})
+    return found
+
+
+def same(got: Finished, prompt: list[int], limit: int, version: int = 0) -> None:
+    ids, logprobs = answer(prompt, limit, version)
+    assert got.token_ids.tolist() == ids
+    np.testing.assert_allclose(got.logprobs, logprobs, rtol=1e-6)
+    assert got.versions.tolist() == [version] * len(ids)
+    assert got.finish == (EOS if ids[-1] == EOS_ID else LENGTH)
+
+
+def test_ids_log_probs_ends_and_counts_are_those_of_the_server(start: Start, make: Make) -> None:
+    endpoint = start()
+    engine = make(endpoint.url)
+    prompts = [[3 + k, 5] for k in range(8)]
+    engine.submit([request(k, prompt, max_new_tokens=40) for k, prompt in enumerate(prompts)])
+    announced = 0
+    found: dict[int, Finished] = {}
+    while engine.active:
+        announced += engine.drawing
+        found.update({one.key: one for one in engine.step()})
+    for k, prompt in enumerate(prompts):
+        same(found[k], prompt, 40)
+    assert {one.finish for one in found.values()} == {EOS, LENGTH}
+    tokens = sum(len(one.token_ids) for one in found.values())
+    assert engine.statistics().tokens == tokens == announced
+    assert {entry["body"]["model"] for entry in endpoint.log if "completions" in entry["path"]} == {"letters"}
+    with pytest.raises(ValueError, match="9 requests for 8 free rows"):
+        engine.submit([request(k, [5]) for k in range(9)])
+
+
+def test_a_prefix_is_part_of_the_prompt_and_a_prompt_without_room_ends_at_once(start: Start, make: Make) -> None:
+    engine = make(start().url)
+    prefix = np.asarray([7, 8], np.int32)
+    engine.submit([request(0, [5, 6], prefix_ids=prefix, max_new_tokens=9), request(1, [5] * 200)])
+    found = until_idle(engine)
+    same(found[0], [5, 6, 7, 8], 9)
+    assert (found[1].finish, len(found[1].token_ids)) == (LENGTH, 0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["500", "503/0.05", "429/0.05", "429/Fri, 01 Jan 2021 00:00:00 GMT", "html", "no ids", "unknown id", "nan",
+     "above zero", "two for one", "half", "clean half", "abort", "silent end", "endless line"],
+)  # fmt: skip
+def test_what_can_not_be_used_is_asked_for_again_from_where_it_stopped(start: Start, make: Make, how: str) -> None:
+    endpoint = start()
+    endpoint.behave(how, how)
+    engine = make(endpoint.url)
+    engine.submit([request(0, LONG, max_new_tokens=40)])
+    same(until_idle(engine)[0], LONG, 40)
+    assert engine.statistics().errors >= (1 if how == "silent end" else 2)
+    asked = [entry["body"] for entry in endpoint.log if entry["path"] == "/v1/completions"]
+    if how in ("half", "clean half", "abort"):  # three tokens came of each try, and are not drawn again
+        assert [len(body["prompt"]) - len(LONG) for body in asked] == [0, 3, 6]
+        assert len({body["seed"] for body in asked}) == 3
+
+
+def test_ids_may_come_as_named_tokens(start: Start, make: Make) -> None:
+    endpoint = start()
+    endpoint.behave("named ids")
+    engine = make(endpoint.url)
+    engine.submit([request(0, LONG, max_new_tokens=10)])
+    same(until_idle(engine)[0], LONG, 10)
+    assert engine.statistics().errors == 0
+
+
+@pytest.mark.parametrize("how", ["hang", "comments"])
+def test_a_server_that_brings_no_token_is_asked_again_after_the_timeout(start: Start, make: Make, how: str) -> None:
+    endpoint = start()
+    endpoint.behave(how)
+    engine = make(endpoint.url, timeout_s=0.3)
+    engine.submit([request(0, LONG, max_new_tokens=10)])
+    same(until_idle(engine)[0], LONG, 10)
+    assert engine.statistics().errors == 1
+
+
+def test_retry_after_is_kept_to(start: Start, make: Make) -> None:
+    endpoint = start()
+    endpoint.behave("429/0.4")
+    engine = make(endpoint.url)
+    begun = time.monotonic()
+    engine.submit([request(0, LONG, max_new_tokens=5)])
+    until_idle(engine)
+    assert time.monotonic() - begun >= 0.4
+
+
+def test_a_request_that_the_server_refuses_is_told_with_its_words_and_others_go_on(start: Start, make: Make) -> None:
+    endpoint = start()
+    endpoint.behave("400")
+    engine = make(endpoint.url)
+    engine.submit([request(0, LONG, max_new_tokens=5)])
+    refused = until_idle(engine)[0]
+    assert refused.finish == ABORTED and "400" in refused.refused and "told to say 400" in refused.refused
+    engine.submit([request(1, LONG, max_new_tokens=5)])
+    same(until_idle(engine)[1], LONG, 5)
+
+
+@pytest.mark.parametrize("how", ["401", "404"])
+def test_what_is_wrong_for_all_requests_ends_the_engine_with_the_servers_words(
+    start: Start, make: Make, how: str
+) -> None:
+    endpoint = start()
+    endpoint.behave(how)
+    engine = make(endpoint.url)
+    engine.submit([request(0, LONG)])
+    with pytest.raises(UserError, match=rf"{how}.*told to say {how}.*see \[openai\]"):
+        until_idle(engine)
+
+
+def test_an_endpoint_that_dies_and_comes_back_costs_time_and_no_token(start: Start, make: Make) -> None:
+    endpoint = start(token_s=0.002)
+    engine = make(endpoint.url)
+    prompts = [[3 + k, 5] for k in range(4)]
+    engine.submit([request(k, prompt, max_new_tokens=40) for k, prompt in enumerate(prompts)])
+    found = until(engine, 20)
+    endpoint.kill()
+    assert engine.step() is not None
+    start(token_s=0.0, port=endpoint.port)
+    found |= until_idle(engine)
+    for k, prompt in enumerate(prompts):
+        same(found[k], prompt, 40)
+    assert engine.statistics().errors > 0
+
+
+def test_an_endpoint_that_stays_away_is_a_named_error_after_the_patience_and_no_hang(start: Start, make: Make) -> None:
+    endpoint = start(token_s=0.01)
+    engine = make(endpoint.url, patience_s=0.5)
+    engine.submit([request(0, LONG, max_new_tokens=40)])
+    until(engine, 2)
+    endpoint.kill()
+    begun = time.monotonic()
+    with pytest.raises(PeerTimeout, match=r"127\.0\.0\.1.*no usable answer for .*patience_s = 0\.5.*last failure"):
+        until_idle(engine)
+    assert time.monotonic() - begun < 15
+    with pytest.raises(PeerTimeout, match="asking which models there are failed"):
+        make(endpoint.url, patience_s=0.2)
+
+
+def test_one_request_that_always_fails_is_given_up_alone(start: Start, make: Make) -> None:
+    endpoint = start(token_s=0.002)
+    endpoint.behave("ok", *["500"] * 60)
+    engine = make(endpoint.url, retries=3)
+    engine.submit([request(0, LONG, max_new_tokens=40)])
+    until(engine, 1)
+    engine.submit([request(1, LONG, max_new_tokens=40)])
+    found = until_idle(engine)
+    same(found[0], LONG, 40)
+    assert found[1].finish == ABORTED and "failures in a row" in found[1].refused and "500" in found[1].refused
+
+
+def folder(tmp_path: Path, version: int) -> Path:
+    path = tmp_path / f"v{version}"
+    path.mkdir()
+    (path / "version").write_text(str(version))
+    return path
+
+
+class Folders:
+    """A receiver whose newest version is a folder."""
+
+    def __init__(self, tmp_path: Path, kind: str, version: int) -> None:
+        self.kind, self.version, self.path = kind, version, folder(tmp_path, version)
+
+    def take(self) -> tuple[int, int, Path]:
+        return self.version, self.version * 10, self.path
+
+
+def checked(got: Finished, prompt: list[int]) -> set[int]:
+    """Every token is the one that the version which it names gives after those before it."""
+    ids = list(prompt)
+    for token, version in zip(got.token_ids.tolist(), got.versions.tolist()):
+        assert answer(ids, 1, version)[0] == [token]
+        ids.append(token)
+    return set(got.versions.tolist())
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["folder", "adapter"])
+def test_at_an_update_running_requests_are_cut_and_go_on_with_the_new_weights(
+    start: Start, make: Make, tmp_path: Path, kind: str, server: str
+) -> None:
+    endpoint = start(token_s=0.003)
+    engine = make(endpoint.url, update=server)
+    prompts = [LONG, [9, 9, 9], [4, 4]]
+    engine.submit([request(k, prompt, max_new_tokens=60) for k, prompt in enumerate(prompts)])
+    found = until(engine, 15)
+    assert engine.update_weights(Folders(tmp_path, kind, 3)) == (3, 30)  # type: ignore[arg-type]
+    drawn = engine.statistics().tokens
+    found |= until(engine, drawn + 10) if engine.active else {}
+    if engine.active:
+        engine.update_weights(Folders(tmp_path, kind, 4))  # type: ignore[arg-type]
+    found |= until_idle(engine)
+    seen = set().union(*(checked(found[k], prompt) for k, prompt in enumerate(prompts)))
+    assert {0, 3} <= seen and engine.statistics().updates >= 1 and engine.statistics().errors == 0
+    if kind == "folder":
+        order = endpoint.calls("/pause", "/pause_generation", "/collective_rpc", "/update_weights_from_disk", "/resume",
+                               "/continue_generation")  # fmt: skip
+        wanted = {"vllm": ["/pause", "/collective_rpc", "/resume"],
+                  "sglang": ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]}  # fmt: skip
+        assert order == wanted[server] * engine.statistics().updates
+    else:
+        names = [entry["body"]["lora_name"] for entry in endpoint.log if entry["path"].endswith("/load_lora_adapter")]
+        assert names == ["busrl-v3", "busrl-v4"][: len(names)]
+
+
+@pytest.mark.parametrize("kind", ["folder", "adapter"])
+def test_a_server_that_restarts_gets_its_version_again_before_anything_is_asked_of_it(
+    start: Start, make: Make, tmp_path: Path, kind: str
+) -> None:
+    endpoint = start(token_s=0.004)
+    engine = make(endpoint.url, update="vllm")
+    engine.update_weights(Folders(tmp_path, kind, 5))  # type: ignore[arg-type]
+    prompt = next([k, 6] for k in range(3, 90) if len(answer([k, 6], 40, 5)[0]) == 40)
+    engine.submit([request(0, prompt, max_new_tokens=40)])
+    until(engine, 5)
+    endpoint.kill()
+    start(token_s=0.0, port=endpoint.port)
+    same(until_idle(engine)[0], prompt, 40, version=5)
+
+
+def test_an_update_that_fails_is_tried_again_and_one_that_can_not_work_says_how_to_mend_it(
+    start: Start, make: Make, tmp_path: Path
+) -> None:
+    endpoint = start()
+    engine = make(endpoint.url, update="vllm")
+    endpoint.behave("update:500", "update:503")
+    assert engine.update_weights(Folders(tmp_path, "adapter", 1)) == (1, 10)  # type: ignore[arg-type]
+    endpoint.behave("update:404")
+    with pytest.raises(UserError, match=r"version 2.*404.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+        engine.update_weights(Folders(tmp_path, "adapter", 2))  # type: ignore[arg-type]
+
+
+def test_pause_keeps_waits_or_aborts(start: Start, make: Make) -> None:
+    endpoint = start(token_s=0.003)
+    engine = make(endpoint.url)
+    engine.submit([request(0, LONG, max_new_tokens=40)])
+    until(engine, 4)
+    assert engine.pause("keep") == []
+    engine.step()
+    engine.step()
+    before, drawn = engine.statistics(), endpoint._call("/test/log", {})["drawn"]
+    time.sleep(0.05)  # ten tokens' time: whether anything is drawn while it must not be
+    engine.step()
+    assert engine.statistics().tokens == before.tokens < 40 and before.paused
+    assert endpoint._call("/test/log", {})["drawn"] <= drawn + 1
+    engine.resume()
+    until(engine, before.tokens + 4)
+    (aborted,) = engine.pause("abort")
+    assert aborted.finish == ABORTED and 8 <= len(aborted.token_ids) < 40 and not engine.active
+    assert aborted.token_ids.tolist() == answer(LONG, 40, 0)[0][: len(aborted.token_ids)]
+    engine.resume()
+    engine.submit([request(1, LONG, max_new_tokens=20)])
+    until(engine, engine.statistics().tokens + 1)
+    ended = engine.pause("wait") + engine.step()
+    assert [one.key for one in ended] == [1]
+    same(ended[0], LONG, 20)
+
+
+def test_streaming_requests_are_told_of_as_they_grow(start: Start, make: Make) -> None:
+    engine = make(start(token_s=0.003).url)
+    engine.submit([request(0, LONG, max_new_tokens=20, stream=True), request(1, LONG, max_new_tokens=20)])
+    events = []
+    while engine.active:
+        engine.step()
+        events += engine.events()
+    assert {event.key for event in events} == {0} and len(events) > 2
+    assert np.concatenate([event.token_ids for event in events]).tolist() == answer(LONG, 20, 0)[0]
+    assert [event.finish for event in events] == [None] * (len(events) - 1) + [LENGTH]
+
+
+def test_an_aborted_request_is_gone_with_its_tokens(start: Start, make: Make) -> None:
+    engine = make(start(token_s=0.003).url)
+    engine.submit([request(0, LONG, max_new_tokens=40), request(1, LONG, max_new_tokens=40)])
+    until(engine, 6)
+    gone = engine.abort(0)
+    assert gone is not None and gone.finish == ABORTED and engine.abort(0) is None and engine.abort(7) is None
+    assert gone.token_ids.tolist() == answer(LONG, 40, 0)[0][: len(gone.token_ids)]
+    found = until_idle(engine)
+    assert sorted(found) == [1]
+    same(found[1], LONG, 40)
+
+
+def test_by_chat_prompts_go_as_text_with_tools_and_the_servers_prompt_must_be_ours(
+    start: Start, make: Make, tmp_path: Path
+) -> None:
+    endpoint = start()
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}]))
+    engine = make(endpoint.url, endpoint="chat", tools=str(tools))
+    engine._tokens.encode = lambda text: [*Letters().encode(text), 2]  # type: ignore[method-assign]
+    prompt = engine.encode("cab")
+    endpoint.behave("500", "half", "ok")
+    engine.submit([request(0, prompt, max_new_tokens=12)])
+    same(until_idle(engine)[0], prompt, 12)
+    sent = endpoint.log[-1]["body"]
+    assert sent["tools"][0]["function"]["name"] == "add"
+    assert sent["messages"] == [{"role": "user", "content": "cab"}]
+    endpoint.behave("other prompt")
+    engine.submit([request(1, prompt, max_new_tokens=12)])
+    with pytest.raises(UserError, match="renders the prompt of uid 1001 to 1 tokens, the model folder to 4"):
+        until_idle(engine)
+
+
+def test_by_chat_an_update_waits_for_the_answers_under_way(start: Start, make: Make, tmp_path: Path) -> None:
+    endpoint = start(token_s=0.003)
+    engine = make(endpoint.url, endpoint="chat", update="vllm")
+    prompt = engine.encode("cab")
+    engine.submit([request(0, prompt, max_new_tokens=30)])
+    while not engine._client.asking:
+        engine.step()
+    engine.update_weights(Folders(tmp_path, "folder", 2))  # type: ignore[arg-type]
+    engine.submit([request(1, prompt, max_new_tokens=30)])
+    found = until_idle(engine)
+    same(found[0], prompt, 30, version=0)
+    same(found[1], prompt, 30, version=2)
+
+
+def test_the_key_comes_from_the_environment_and_is_asked_for_by_name(
+    start: Start, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = start()
+    monkeypatch.setenv("SOME_KEY", "secret")
+    engine = make(endpoint.url, api_key_env="SOME_KEY", model="letters")
+    engine.submit([request(0, LONG, max_new_tokens=2)])
+    until_idle(engine)
+    assert endpoint.log[-1]["key"] == "Bearer secret"
+    with pytest.raises(UserError, match=r"\$NO_SUCH_KEY, which is not set"):
+        make(endpoint.url, api_key_env="NO_SUCH_KEY")
+
+
+def test_nothing_is_left_of_an_engine_that_was_closed(start: Start, make: Make) -> None:
+    endpoint = start(token_s=0.01)
+    before = len(os.listdir("/proc/self/task"))
+    engine = make(endpoint.url)
+    engine.submit([request(k, LONG, max_new_tokens=40) for k in range(8)])
+    until(engine, 3)
+    engine.close()
+    assert len(os.listdir("/proc/self/task")) == before
+    assert not [link for link in _links() if f":{endpoint.port}" in link]
+
+
+def _links() -> list[str]:
+    """The remote ports of this process's TCP connections."""
+    files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    mine = {os.readlink(file) for file in files if os.path.islink(file)}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [f":{int(row[2].split(':')[1], 16)}" for row in rows if f"socket:[{row[9]}]" in mine]
