@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from busrl.inference.base import EOS, LENGTH, Engine, Finished, Request
+from busrl.inference.base import ABORTED, EOS, LENGTH, Engine, Event, Finished, Request, Statistics
 
 if TYPE_CHECKING:
     from busrl.topology import Topology
 
-__all__ = ["EOS", "LENGTH", "Engine", "Finished", "Request", "is_scripted", "make_engine"]
+__all__ = ["ABORTED", "EOS", "LENGTH", "Engine", "Event", "Finished", "Request", "Statistics", "make_engine"]
 
 
 def make_engine(topology: Topology, process: str = "") -> Engine:
     """The engine of that rollout process."""
-    if is_scripted(topology, process):
+    if _kind(topology, process) == "mock":
         from busrl.inference.scripted import make
 
         return make(topology, process)
@@ -34,8 +34,8 @@ def make_engine(topology: Topology, process: str = "") -> Engine:
     )
 
 
-def is_scripted(topology: Topology, process: str) -> bool:
-    """Whether that process has an engine without a model; one that joins from outside is as the first of its role."""
+def _kind(topology: Topology, process: str) -> str:
+    """What generates in that process; one that joins from outside is as the first of its role."""
     named = (one.spec.engine for one in topology.processes() if one.name == process)
     entries = (entry.engine for entry in topology.process if entry.role == "rollout")
-    return next(named, next(entries, "torch")) == "mock"
+    return next(named, next(entries, "torch"))

@@ -12,6 +12,7 @@ many actors as wanted on a small machine, before machines are rented. What it an
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +21,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from busrl.inference.base import EOS, LENGTH, Finished, Request
+from busrl.inference.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, Request, Statistics
 from busrl.inference.script import Script, make_script
+from busrl.weights.versions import VersionReceiver
 
 if TYPE_CHECKING:
-    import torch
-
     from busrl.topology import Topology
+    from busrl.weights.base import Receiver
+    from busrl.weights.factory import Settings
 
 SLICE_S = 0.01  # a request that comes while others run joins after this at the latest
 FULL_SLICE_S = 0.05  # no row is free: there is nothing to look for but new weights and the end of the run
@@ -54,9 +56,11 @@ class _Row:
     joined: int
     ends: int
     versions: list[tuple[int, int]] = field(default_factory=list)  # (decoding step, version)
+    told: int = 0  # tokens that events have told of
 
-    def version_of_each(self) -> npt.NDArray[np.uint32]:
-        begins = [begin for begin, _ in self.versions] + [self.ends]
+    def version_of_each(self, until: int) -> npt.NDArray[np.uint32]:
+        """The versions of the tokens that are there at decoding step `until`."""
+        begins = [begin for begin, _ in self.versions] + [until]
         return np.repeat(np.array([version for _, version in self.versions], np.uint32), np.diff(begins))
 
 
@@ -84,6 +88,10 @@ class ScriptedEngine:
         self._now = 0.0  # the moment at which they are done
         self._owed = 0.0  # prefill that comes before the next step
         self._version = 0
+        self._events: list[Event] = []
+        self._paused_at: float | None = None
+        self._tokens = self._prefilled = self._updates = 0
+        self._pause_s = 0.0
 
     @property
     def capacity(self) -> int:
@@ -95,13 +103,13 @@ class ScriptedEngine:
 
     @property
     def drawing(self) -> int:
-        return len(self._rows) * self._planned()
+        return 0 if self._paused_at is not None else len(self._rows) * self._planned()
 
     @property
     def max_length(self) -> int:
         return self._max_length
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         if self.active + len(requests) > self._capacity:
             raise ValueError(f"{len(requests)} requests for {self._capacity - self.active} free rows; look at capacity")
         if not self._rows:
@@ -114,34 +122,71 @@ class ScriptedEngine:
             self._rows[request.key] = _Row(
                 request, self._steps, self._steps + count, [(self._steps, self._version)]
             )  # fmt: skip
-            self._owed += self.pace.prefill_s_per_token * (len(request.prompt_ids) + len(request.prefix_ids))
+            known = len(request.prompt_ids) + len(request.prefix_ids)
+            self._prefilled += known
+            self._owed += self.pace.prefill_s_per_token * known
 
     def step(self) -> list[Finished]:
         done, self._cut = self._cut, []
-        if not self._rows:
+        if not self._rows or self._paused_at is not None:
             return done
         steps = self._planned()
         self._pass(self._owed + steps * self.pace.step_s(len(self._rows)))
         self._owed = 0.0
         self._steps += steps
+        self._tokens += steps * len(self._rows)
         ended = [row for row in self._rows.values() if row.ends == self._steps]
-        for row in ended:
-            del self._rows[row.request.key]
-        return done + [self._finished(row) for row in ended]
+        return done + [self._end(row) for row in ended]
 
-    def cancel(self, key: int) -> bool:
-        return self._rows.pop(key, None) is not None
+    def abort(self, key: int) -> Finished | None:
+        row = self._rows.get(key)
+        if row is not None:
+            return self._end(row)
+        found = [one for one in self._cut if one.key == key]
+        self._cut = [one for one in self._cut if one.key != key]
+        return dataclasses.replace(found[0], finish=ABORTED) if found else None
 
-    def set_weights(self, version: int, step: int) -> None:
+    def events(self) -> list[Event]:
+        told, self._events = self._events, []
+        return told + [self._event(row) for row in self._rows.values() if self._untold(row)]
+
+    def pause(self, how: Pause) -> list[Finished]:
+        ended: list[Finished] = []
+        while how == "wait" and self.active:
+            ended += self.step()
+        if how == "abort":
+            ended = [self._end(row) for row in list(self._rows.values())]
+        if self._paused_at is None:
+            self._paused_at = self._clock()
+        return ended
+
+    def resume(self) -> None:
+        if self._paused_at is not None:
+            self._pause_s += self._clock() - self._paused_at
+            self._paused_at = None
+        self._now = max(self._now, self._clock())
+
+    def receiver(self, settings: Settings, name: str) -> Receiver | None:
+        """One that follows versions and loads nothing: there is no model."""
+        return VersionReceiver(settings.segment, timeout_s=settings.timeout_s)
+
+    def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+        version, step = receiver.fetch({})
         self._version = version
+        self._updates += 1
         for row in self._rows.values():
             if row.versions[-1][0] == self._steps:
                 row.versions.pop()
             row.versions.append((self._steps, version))
+        return version, step
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """None: there is no model."""
-        return {}
+    def statistics(self) -> Statistics:
+        waiting = sum(row.joined == self._steps for row in self._rows.values())
+        return Statistics(
+            active=self.active, waiting=waiting, paused=self._paused_at is not None, version=self._version,
+            steps=self._steps, tokens=self._tokens, prefill_tokens=self._prefilled, updates=self._updates,
+            pause_s=self._pause_s,
+        )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
         return self.script.encode(text)
@@ -175,14 +220,36 @@ class ScriptedEngine:
         room = min(request.max_new_tokens, self._max_length - len(request.prompt_ids) - before)
         return min(room, max(1, self.script.length(request.uid) - before))
 
-    def _finished(self, row: _Row) -> Finished:
-        request, count = row.request, row.ends - row.joined
+    def _end(self, row: _Row) -> Finished:
+        """Take the row out: its tokens, all of them or those that there are."""
+        del self._rows[row.request.key]
+        request = row.request
         begin = len(request.prefix_ids)
-        ended = begin + count >= self.script.length(request.uid)
-        ids, logprobs = self.script.tokens(request.uid, begin, begin + count, ended)
-        text = self.script.text(request.uid, ended)
-        finish = EOS if ended else LENGTH
-        return Finished(request.key, ids, logprobs, row.version_of_each(), finish, text)
+        end = begin + self._steps - row.joined
+        ended = begin < end and end >= self.script.length(request.uid)
+        finish = EOS if ended else LENGTH if self._steps == row.ends else ABORTED
+        if request.stream:
+            self._events.append(self._event(row, finish))
+        ids, logprobs = self._drawn(request, begin, end)
+        text = None if finish == ABORTED else self.script.text(request.uid, ended)
+        return Finished(request.key, ids, logprobs, row.version_of_each(self._steps), finish, text)
+
+    def _drawn(self, request: Request, begin: int, end: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        ended = begin < end and end >= self.script.length(request.uid)
+        return self.script.tokens(request.uid, begin, end, ended)
+
+    def _untold(self, row: _Row) -> bool:
+        return row.request.stream and row.told < self._steps - row.joined
+
+    def _event(self, row: _Row, finish: int | None = None) -> Event:
+        """What came since the row's last event."""
+        before, count, told = len(row.request.prefix_ids), self._steps - row.joined, row.told
+        ids, logprobs = self._drawn(row.request, before + told, before + count)
+        row.told = count
+        return Event(row.request.key, ids, logprobs, row.version_of_each(self._steps)[told:], finish)
+
+    def close(self) -> None:
+        """Nothing was started."""
 
 
 def _nothing(request: Request) -> Finished:

@@ -104,5 +104,5 @@ class Seats:
             token_ids=tokens,
             logprobs=self._logprobs[seat, :count].copy(),
             versions=self._versions[seat, :count].copy(),
-            finish=EOS if self._eos[tokens[-1]] else LENGTH,
+            finish=EOS if count and self._eos[tokens[-1]] else LENGTH,
         )

@@ -11,10 +11,12 @@ nothing of slots, the bus or rewards.
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +25,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from busrl.errors import UserError
-from busrl.inference.base import LENGTH, Finished, Request
+from busrl.inference.base import ABORTED, LENGTH, Event, Finished, Pause, Request, Statistics
 from busrl.inference.checks import choose
 from busrl.inference.sampling import Settings, draw
 from busrl.inference.seats import Index, Seats
 from busrl.inference.tokens import Tokens, eos_ids_of
+
+if TYPE_CHECKING:
+    from busrl.weights.base import Receiver
+    from busrl.weights.factory import Settings as WeightSettings
 
 SPAN_STEP = 8  # attended prefixes grow in steps, so that fewer shapes occur
 PREFILL_TOKENS = 16384  # padded tokens in one prefill batch
@@ -66,6 +72,8 @@ class TorchEngine:
         self._done: list[Finished] = []
         self._settings: Settings | None = None
         self._version = 0
+        self._paused_at: float | None = None
+        self._updates, self._update_s, self._pause_s = 0, 0.0, 0.0
 
     @classmethod
     def load(
@@ -102,7 +110,7 @@ class TorchEngine:
 
     @property
     def drawing(self) -> int:
-        return self.active
+        return 0 if self._paused_at is not None else self.active - len(self._done)
 
     @property
     def max_length(self) -> int:
@@ -118,7 +126,7 @@ class TorchEngine:
         """Class of the decoder in use: `FastDecoder` or `GenericDecoder`."""
         return type(self._decoder).__name__
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         if self.active + len(requests) > self._capacity:
             raise ValueError(f"{len(requests)} requests for {self._capacity - self.active} free rows; look at capacity")
         self._check(requests)
@@ -130,25 +138,64 @@ class TorchEngine:
 
     def step(self) -> list[Finished]:
         finished, self._done = self._done, []
+        if self._paused_at is not None:
+            return finished
         with torch.inference_mode():
             self._arrange()
             if self._seats.active:
                 finished.extend(self._decode())
         return finished
 
-    def cancel(self, key: int) -> bool:
-        staying = [request for request in self._waiting if request.key != key]
-        if len(staying) < len(self._waiting):
-            self._waiting = deque(staying)
-            return True
+    def abort(self, key: int) -> Finished | None:
+        for request in self._waiting:
+            if request.key == key:
+                self._waiting.remove(request)
+                return _empty(request, ABORTED)
         for row in range(self._seats.active):
             if row not in self._holes and self._seats.key[self._seats.rows[row]] == key:
                 self._holes = sorted([*self._holes, row])
-                return True
-        return False
+                return dataclasses.replace(self._seats.result(int(self._seats.rows[row])), finish=ABORTED)
+        return None
 
-    def set_weights(self, version: int, step: int) -> None:
-        self._version = version
+    def events(self) -> list[Event]:
+        return []
+
+    def pause(self, how: Pause) -> list[Finished]:
+        ended: list[Finished] = []
+        while how == "wait" and self.active:
+            ended += self.step()
+        if how == "abort":
+            seats, holes = self._seats, self._holes
+            keys = [int(seats.key[seats.rows[row]]) for row in range(seats.active) if row not in holes]
+            keys += [request.key for request in self._waiting]
+            ended = [one for key in keys if (one := self.abort(key)) is not None]
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+        return ended
+
+    def resume(self) -> None:
+        if self._paused_at is not None:
+            self._pause_s += time.monotonic() - self._paused_at
+            self._paused_at = None
+
+    def receiver(self, settings: WeightSettings, name: str) -> Receiver | None:
+        """None: the ordinary one writes into `parameters()`."""
+        return None
+
+    def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+        begun = time.monotonic()
+        self._version, step = receiver.fetch(self.parameters())
+        self._updates, self._update_s = self._updates + 1, self._update_s + time.monotonic() - begun
+        return self._version, step
+
+    def statistics(self) -> Statistics:
+        return Statistics(
+            active=self.active, waiting=len(self._waiting), paused=self._paused_at is not None, version=self._version,
+            updates=self._updates, update_s=self._update_s, pause_s=self._pause_s,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return dict(self._model.named_parameters())
@@ -285,7 +332,7 @@ def _max_length(model: Any, wanted: int) -> int:
     return min(limits) if limits else DEFAULT_MAX_LENGTH
 
 
-def _empty(request: Request) -> Finished:
-    """A request that has no room for a single token ends at once, cut by its length."""
+def _empty(request: Request, finish: int = LENGTH) -> Finished:
+    """A request that has no room for a single token ends at once, cut by its length; or it was aborted."""
     nothing = np.empty(0, np.int32)
-    return Finished(request.key, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), LENGTH)
+    return Finished(request.key, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), finish)

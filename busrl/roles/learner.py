@@ -226,7 +226,7 @@ class Learner(Actor):
             self.history.step,
             n_min=self.plan.trigger.n_min,
             admitted=self.plan.window.B,
-            publish_every=self.config.publish_every,
+            publish_every=self.topology.publish_every,
         )
 
     def _accumulate(self) -> None:
@@ -250,7 +250,7 @@ class Learner(Actor):
             stats = self._train(record.samples, len(groups))
             self.history.finished(record)
             self.ring.set_header("step", self.history.step)
-            published = self._publish() if self.history.step % self.config.publish_every == 0 else 0.0
+            published = self._publish() if self.history.step % self.topology.publish_every == 0 else 0.0
             more = {
                 "groups_total": self.history.groups, "queue": max(0, int(view.usable.sum()) - len(groups)),
                 **self._lengths(groups, view), **self.control.numbers(),

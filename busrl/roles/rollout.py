@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from busrl.data import render
 from busrl.errors import WeightsTimeout
-from busrl.inference import EOS, Engine, Finished, Request, is_scripted, make_engine
+from busrl.inference import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import SlotTooSmall, State
@@ -47,7 +47,7 @@ from busrl.roles.trajectory import (
     write_text,
 )
 from busrl.roles.wave_claims import take_queued
-from busrl.weights import Receiver, make_receiver
+from busrl.weights import Receiver, make_receiver, settings_of
 
 log = logging.getLogger("busrl")
 REQUEST_EVERY_S = 1.0
@@ -90,8 +90,8 @@ class Rollout(Actor):
         self.version = 0
         self.step_of = {0: 0}  # learner step of each version that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
-        tensors = not is_scripted(self.topology, self.name)
-        self.receiver: Receiver = make_receiver(self.topology, self.paths, self.worker_id, tensors=tensors)
+        own = self.engine.receiver(settings_of(self.topology, self.paths), self.worker_id)
+        self.receiver: Receiver = own or make_receiver(self.topology, self.paths, self.worker_id)
         self._next_request = self._last_bell = 0.0
         self._behind_since = math.inf
         self._update_weights(wait=True)
@@ -159,10 +159,9 @@ class Rollout(Actor):
         if newest <= self.version:
             return
         begun = time.monotonic_ns()
-        self.version, step = self.receiver.fetch(self.engine.parameters())
+        self.version, step = self.engine.update_weights(self.receiver)
         self.segments.fetched((time.monotonic_ns() - begun) / 1e9)
         self.step_of[self.version] = step
-        self.engine.set_weights(self.version, step)
         self.ring.set_version_seen(self.version)
         if not wait:
             self.pace.updated(time.monotonic_ns() - begun)
@@ -194,7 +193,7 @@ class Rollout(Actor):
             for slot, word in taken:
                 self.ring.mark_alone(slot, word)
         if taken:
-            self.engine.add(self._requests(taken))
+            self.engine.submit(self._requests(taken))
             self.pace.joined += len(taken)
         return bool(taken)
 
@@ -288,6 +287,9 @@ class Rollout(Actor):
         """Commit a segment that ended. True if the sample is done with here: its answer is whole, or it was dropped."""
         slot, task = sequence.key, self.held.pop(sequence.key)
         word = task.word
+        if sequence.finish == ABORTED:  # not its fault: whoever claims it next begins this segment again
+            self.ring.release(slot, word, State.QUEUED)
+            return False
         if not len(sequence.token_ids):
             self._drop(slot, word, "l", f"its prompt leaves no room in the engine's {self.engine.max_length} tokens")
             return True
@@ -347,8 +349,10 @@ class Rollout(Actor):
     def teardown(self) -> None:
         for slot, task in self.held.items():
             self.ring.release(slot, task.word, State.QUEUED)
+        log.info("engine: %s", self.engine.statistics())
         self.pace.close()
         self.receiver.close()
+        self.engine.close()
 
 
 def main(run_dir: str, name: str) -> int:

@@ -81,7 +81,7 @@ class Learner:
         self.counts.rows.append(self._row)
         self._row, self.aside = None, 0
         self.plan.trigger.step_ended(now)
-        published = self.step % self.topology.learner.publish_every == 0
+        published = self.step % self.topology.publish_every == 0
         if published:
             self.unpublished = 0
         return published
@@ -128,7 +128,7 @@ class Learner:
         found.cost_s += self._micro_batch() + self.times.learner_step_s * self.pace
         self.pace = self.noise.next()
         found.fired = found.freed = True
-        if (self.step + 1) % self.topology.learner.publish_every == 0:
+        if (self.step + 1) % self.topology.publish_every == 0:
             found.cost_s += self.times.publish_s
 
     def _wait(self, action: Wait, found: Look) -> None:
@@ -139,7 +139,7 @@ class Learner:
             found.cost_s += self._micro_batch()
         elif publication_is_due(
             self.unpublished, self.step, n_min=self.plan.trigger.n_min, admitted=self.plan.window.B,
-            publish_every=self.topology.learner.publish_every,
+            publish_every=self.topology.publish_every,
         ):  # fmt: skip
             found.publishes = True
             found.cost_s += self.times.publish_s

@@ -15,16 +15,18 @@ from typing import Any
 
 from busrl import keys, quickstart
 from busrl.errors import SharedMemoryFull
-from busrl.topology import files, machine
+from busrl.topology import files, machine, weight_costs
 from busrl.topology.rules import count
 from busrl.topology.schema import TINY, Faults, ProcessName, Topology
+from busrl.topology.weight_costs import Cost
+from busrl.topology.weight_rules import ADAPTERS
 
 SECTIONS_OF = {
     "bus": ("bus",),
     "keeper": ("ring", "limits"),
     "scheduler": ("run", "data", "groups", "generation", "scheduler", "weights"),
-    "learner": ("run", "model", "groups", "generation", "learner", "weights", "mock"),
-    "rollout": ("run", "model", "data", "generation", "weights", "mock"),
+    "learner": ("run", "model", "lora", "groups", "generation", "learner", "weights", "mock"),
+    "rollout": ("run", "model", "lora", "data", "generation", "weights", "mock"),
     "reward": ("reward", "data"),
     "validator": ("run", "data", "generation", "validation"),
 }
@@ -47,6 +49,11 @@ def require_memory(topology: Topology) -> None:
         )
 
 
+def require_disk(topology: Topology, run_dir: Path) -> None:
+    """A DiskFull with the sum, if what is published into the run directory does not fit there."""
+    weight_costs.require_disk(topology, model_folder(topology), run_dir)
+
+
 def shared_memory(topology: Topology) -> list[tuple[str, int]]:
     """Files of the run in /dev/shm and their sizes; the weights are two buffers, left out while unknown.
 
@@ -57,6 +64,8 @@ def shared_memory(topology: Topology) -> list[tuple[str, int]]:
     if topology.weights.transport == "shm" and parameters:
         buffers = 3 if topology.weights.sparse.enabled else 2
         found.append(("weights", buffers * parameters * machine.BYTES_OF[topology.model.dtype]))
+    if topology.weights.transport in ADAPTERS and (cost := _cost(topology)) is not None and cost.version:
+        found.append(("adapters", cost.total))
     return found
 
 
@@ -143,6 +152,25 @@ def _sizes(t: Topology) -> Iterator[str]:
         yield f"  {name}: {_mib(size)}"
     if len(shared_memory(t)) == 1 and t.weights.transport == "shm":
         yield "  weights: twice the size of the model, known when it is loaded"
+    yield from _versions(t)
+
+
+def _versions(t: Topology) -> Iterator[str]:
+    """What published folders cost, where versions are folders."""
+    cost = _cost(t)
+    if cost is None:
+        return
+    where = f"in {machine.SHM}" if t.weights.transport in ADAPTERS else "in the run directory"
+    yield f"published versions ({where})"
+    if not cost.version:
+        yield "  size unknown until the model is there"
+        return
+    yield f"  {_mib(cost.version)} each, {cost.kept} are kept"
+    yield f"  with the one being written and those that engines hold at most {cost.most}: {_mib(cost.total)}"
+
+
+def _cost(t: Topology) -> Cost | None:
+    return weight_costs.cost(t, model_folder(t))
 
 
 def _data(t: Topology) -> Iterator[str]:
@@ -201,13 +229,18 @@ def _model(t: Topology) -> Iterator[str]:
         yield f"  {t.model.dtype}, takes {facts.context or 'an unknown number of'} tokens"
 
 
+def model_folder(t: Topology) -> Path | None:
+    """Where the model lies; None for a tiny one that is not made yet."""
+    if not t.model.path.startswith(TINY):
+        return Path(t.model.path)
+    made = quickstart.paths(t.model.path)
+    return made.model if made else None
+
+
 def _facts(t: Topology) -> machine.ModelFacts:
-    folder = Path(t.model.path)
-    if t.model.path.startswith(TINY):
-        made = quickstart.paths(t.model.path)
-        if made is None:
-            return machine.ModelFacts("", 0, 0, 0, 0, 0)
-        folder = made.model
+    folder = model_folder(t)
+    if folder is None:
+        return machine.ModelFacts("", 0, 0, 0, 0, 0)
     config = machine.read_config(folder)
     return machine.model_facts(folder, files.context_of(config))
 

@@ -31,6 +31,28 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """[lora]: train a low-rank adapter of the model instead of all of its weights; needs the extra busrl[lora]."""
+
+    rank: int = key(0, "rank of the adapter; 0 = off, all weights are trained", low=0, high=4096)
+    alpha: int = key(0, "what the adapter adds is scaled by alpha / rank; 0 = 2 x rank", low=0, high=1 << 20)
+    targets: tuple[str, ...] = key((), "last names of the linear layers that get one, for example q_proj; empty = all "
+                                       "but the output head")  # fmt: skip
+    dropout: float = key(0.0, "share of a layer's inputs that its adapter does not see while training",
+                         low=0, high=1, open_high=True)  # fmt: skip
+
+    @property
+    def on(self) -> bool:
+        """Whether an adapter is trained."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """What the product of the adapter's two matrices is multiplied by."""
+        return (self.alpha or 2 * self.rank) / max(1, self.rank)
+
+
+@dataclass(frozen=True)
 class Data:
     """[data]: prompts, one JSON object per line."""
 
@@ -207,7 +229,12 @@ class Sparse:
 class Weights:
     """[weights]: from the learner to the engines."""
 
-    transport: str = key("shm", "how weights travel", choices=("shm", "broadcast"))
+    transport: str = key("shm", "how weights travel; see docs/weights.md", choices=(
+                         "shm", "broadcast", "lora_hotswap", "lora_restart", "checkpoint_restart"))  # fmt: skip
+    restart_every: int = key(1, "lora_restart, checkpoint_restart: of the publications that learner.publish_every "
+                                "gives, every so many", low=1, high=1024)  # fmt: skip
+    on_restart: str = key("continue", "answers that run while an engine restarts: cut and continued after it, or ended "
+                          "before it", choices=("continue", "finish"))  # fmt: skip
     mode: str = key("batch-async", "how far generation may run ahead of training",
                     choices=("sync", "batch-async", "fully-async"))  # fmt: skip
     max_staleness: int = key(2, "batch-async: steps that a trained sample may be old, S", low=0, high=1024)

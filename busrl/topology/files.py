@@ -8,6 +8,7 @@ importing runs foreign code. Findings come back as problems; nothing is changed.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 
 from busrl import keys, quickstart
 from busrl.errors import BadKeys, DataError, Problem
-from busrl.topology import keywords, machine
+from busrl.topology import keywords, machine, weight_costs
 from busrl.topology.rules import FUNCTION
 from busrl.topology.schema import FOREIGN_ROLES, TINY, Topology
 
@@ -66,6 +67,8 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
         bus_keys(topology.bus.keys, found)
     if "process" not in skip:
         commands(topology, skip, found)
+    if topology.lora.on and not skip & {"lora.rank", "lora.targets", "model.path"}:
+        lora(topology, found)
     if topology.scheduler.keywords and "scheduler.keywords" not in skip:
         problems = keywords.read(topology.scheduler.keywords)[1]
         found.extend(KeyProblem("scheduler.keywords", problem) for problem in problems)
@@ -73,6 +76,20 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
     validation_lines, validation_longest = counts.get("data.validation", (lines, longest))
     looked = Looked(lines, validation_lines, max(longest, validation_longest), token_bytes, context)
     return looked, found
+
+
+def lora(topology: Topology, found: list[KeyProblem]) -> None:
+    """An adapter needs the package that trains it, and layers of the names that are asked for."""
+    if importlib.util.find_spec("peft") is None:
+        problem = Problem("", "", "LoRA needs the package peft", "pip install 'busrl[lora]'")
+        found.append(KeyProblem("lora.rank", problem))
+    if topology.model.path.startswith(TINY):
+        return
+    shapes = machine.tensor_shapes(Path(topology.model.path))
+    for name in weight_costs.unknown_targets(shapes, topology.lora.targets):
+        known = sorted({layer.split(".")[-2] for layer, shape in shapes.items() if len(shape) == 2 and "." in layer})
+        rule = f"the model has no layer {name!r}"
+        found.append(KeyProblem("lora.targets", Problem("", "", rule, f"it has {', '.join(known)}")))
 
 
 def bus_keys(setting: str, found: list[KeyProblem]) -> None:

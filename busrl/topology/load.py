@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.errors import Problem, TopologyError
-from busrl.topology import files, rules
+from busrl.topology import files, rules, weight_rules
 from busrl.topology.reader import Reader, show
 from busrl.topology.resolve import resolve
 from busrl.topology.schema import TINY, Derived, Generation, Topology
@@ -38,7 +38,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
     problems.extend(_placed(source, draft, item) for item in broken)
     bad |= {item.key for item in broken}
     resolved = resolve(draft, looked)
-    found = [f for f in (*rules.findings(draft), *resolved.findings) if not _depends((*f.keys, *f.depends), bad)]
+    told = (*rules.findings(draft), *weight_rules.findings(draft), *resolved.findings)
+    found = [f for f in told if not _depends((*f.keys, *f.depends), bad)]
     problems.extend(_problem(source, draft, finding) for finding in found if not finding.warning)
     problems.extend(_too_long(draft, resolved.findings))
     if problems:

@@ -66,7 +66,7 @@ def model_facts(folder: Path, context: int) -> ModelFacts:
         layers=_whole(text, "num_hidden_layers", "n_layer", "num_layers"),
         vocabulary=_whole(text, "vocab_size"),
         context=context,
-        parameters=sum(_parameters(path) for path in sorted(folder.glob("*.safetensors"))),
+        parameters=sum(elements(shape) for shape in tensor_shapes(folder).values()),
     )
 
 
@@ -112,20 +112,27 @@ def _whole(config: Any, *names: str) -> int:
     return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
 
 
-def _parameters(path: Path) -> int:
-    """Elements of all tensors of a safetensors file: its header is a length of 8 bytes and a JSON map."""
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in the safetensors of a folder, by name; empty where there are none to be read."""
+    return {name: shape for path in sorted(folder.glob("*.safetensors")) for name, shape in _shapes(path)}
+
+
+def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """The header of a safetensors file is a length of 8 bytes and a JSON map."""
     try:
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length)) if length <= 100 << 20 else {}
     except (OSError, ValueError, struct.error):
-        return 0
-    return sum(_elements(entry) for name, entry in header.items() if name != "__metadata__")
+        return []
+    entries = header.items() if isinstance(header, dict) else ()
+    return [(name, tuple(entry["shape"])) for name, entry in entries if isinstance(entry, dict) and "shape" in entry]
 
 
-def _elements(entry: Any) -> int:
+def elements(shape: tuple[int, ...]) -> int:
+    """How many numbers a tensor of that shape has."""
     total = 1
-    for size in entry.get("shape", []) if isinstance(entry, dict) else [0]:
+    for size in shape:
         total *= size
     return total
 

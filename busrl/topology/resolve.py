@@ -152,12 +152,14 @@ def _slot_bytes(topology: Topology, looked: Looked, found: list[Finding]) -> tup
 
 
 def _sums(topology: Topology, bounds: limits.Limits, slots: int, looked: Looked) -> Iterator[Finding]:
-    generation, every = topology.generation, topology.learner.publish_every
+    generation, every = topology.generation, topology.publish_every
     most = bounds.n_hi
     if every * most > bounds.B:
         name = "n_min" if most == bounds.n_min else "n_hi"
         rule = f"credit returns when a step is published: {every} x {name} = {every * most} > B = {bounds.B}"
-        yield Finding(("learner.publish_every", "learner.trigger.n_min", "weights.mode"), rule, _publish_remedy(bounds))
+        rare = every > topology.learner.publish_every
+        keys = (*(("weights.restart_every",) if rare else ()), "learner.publish_every")
+        yield Finding((*keys, "learner.trigger.n_min", "weights.mode"), rule, _publish_remedy(bounds, rare))
     longest = generation.max_prompt_tokens + generation.max_new_tokens
     if looked.context and longest > looked.context:
         rule = f"prompt and completion have {longest} tokens, the model takes {looked.context}"
@@ -173,9 +175,10 @@ def _sums(topology: Topology, bounds: limits.Limits, slots: int, looked: Looked)
         yield Finding(("generation.max_batch",), rule, f"{slots} in all are enough", warning=True, depends=SLOTS_FROM)
 
 
-def _publish_remedy(bounds: limits.Limits) -> str:
+def _publish_remedy(bounds: limits.Limits, rare: bool) -> str:
     most = bounds.max_publish_every
-    return f"publish_every <= {most}" + (", or a higher weights.max_staleness" if bounds.mode == "batch-async" else "")
+    key = "publish_every x restart_every" if rare else "publish_every"
+    return f"{key} <= {most}" + (", or a higher weights.max_staleness" if bounds.mode == "batch-async" else "")
 
 
 def ring_bytes(slots: int, slot_bytes: int, processes: int) -> int:

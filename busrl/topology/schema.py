@@ -21,6 +21,7 @@ from busrl.topology.experiment import (
     Generation,
     Groups,
     Learner,
+    Lora,
     Model,
     Reward,
     Run,
@@ -48,6 +49,7 @@ __all__ = [
     "FOREIGN_ROLES",
     "IMPLIED_ROLES",
     "MESSAGE_FIELD_BYTES",
+    "RESTARTS",
     "SINGLE_ROLES",
     "SPAWNED_ROLES",
     "TINY",
@@ -62,6 +64,7 @@ __all__ = [
     "Groups",
     "Learner",
     "Limits",
+    "Lora",
     "Mock",
     "Model",
     "Process",
@@ -79,6 +82,7 @@ __all__ = [
     "Weights",
 ]
 
+RESTARTS = ("lora_restart", "checkpoint_restart")  # transports that end the engine and start it again
 TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
 IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
 SINGLE_ROLES = ("learner", "validator")
@@ -143,6 +147,7 @@ class Topology:
     faults: Faults = field(default_factory=Faults)
     mock: Mock = field(default_factory=Mock)
     segments: Segments = field(default_factory=Segments)
+    lora: Lora = field(default_factory=Lora)
     simulate: Simulate = field(default_factory=Simulate)
     source: str = ""
     overrides: tuple[str, ...] = ()
@@ -156,6 +161,12 @@ class Topology:
     def scripted(self) -> bool:
         """Whether any engine is scripted: then data.train is a trace, and nothing is learnt from its answers."""
         return any(entry.role == "rollout" and entry.engine == "mock" and not entry.command for entry in self.process)
+
+    @property
+    def publish_every(self) -> int:
+        """Steps between two publications, as long as groups do not wait for one."""
+        restarts = self.weights.transport in RESTARTS
+        return self.learner.publish_every * (self.weights.restart_every if restarts else 1)
 
     @property
     def validates(self) -> bool:

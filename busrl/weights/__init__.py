@@ -14,8 +14,9 @@ from busrl.weights.base import NOTHING, Receiver, Sender
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
     from busrl.topology import Topology
+    from busrl.weights.factory import Settings
 
-__all__ = ["NOTHING", "Receiver", "Sender", "make_receiver", "make_sender", "store_file"]
+__all__ = ["NOTHING", "Receiver", "Sender", "make_receiver", "make_sender", "settings_of", "store_file"]
 
 
 def make_sender(topology: Topology, paths: RunPaths) -> Sender:
@@ -25,16 +26,18 @@ def make_sender(topology: Topology, paths: RunPaths) -> Sender:
     return sender(Settings.of(topology, paths))
 
 
-def make_receiver(topology: Topology, paths: RunPaths, name: str, *, tensors: bool = True) -> Receiver:
-    """An engine's side; `name` is the process, by which errors call it. Without `tensors` (an engine that has no
-    model) versions are followed, never loaded, and torch is not imported."""
-    if not tensors:
-        from busrl.weights.versions import VersionReceiver
-
-        return VersionReceiver(paths.weights_file, timeout_s=topology.weights.timeout_s)
+def make_receiver(topology: Topology, paths: RunPaths, name: str) -> Receiver:
+    """An engine's side; `name` is the process, by which errors call it."""
     from busrl.weights.factory import Settings, receiver
 
     return receiver(Settings.of(topology, paths), name)
+
+
+def settings_of(topology: Topology, paths: RunPaths) -> Settings:
+    """What an engine needs that makes its own receiver."""
+    from busrl.weights.factory import Settings
+
+    return Settings.of(topology, paths)
 
 
 def store_file(paths: RunPaths) -> Path:

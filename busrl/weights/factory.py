@@ -1,6 +1,7 @@
 """Makes the sender or receiver that `weights.transport` names.
 
 Used by `busrl.weights.make_sender` and `make_receiver`. The one place that knows all transports.
+Importing it imports no torch: an engine without tensors of its own needs `Settings` too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,6 @@ from typing import TYPE_CHECKING, Any
 from busrl.errors import UserError
 from busrl.weights import store_file
 from busrl.weights.base import Receiver, Sender
-from busrl.weights.broadcast import BroadcastSender
-from busrl.weights.broadcast_receiver import BroadcastReceiver
-from busrl.weights.outbox import Sparse
-from busrl.weights.shm import ORDERED_STORES, ShmReceiver, ShmSender
 
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
@@ -72,6 +69,8 @@ class Settings:
 
 def sender(settings: Settings, on_missing: Callable[[str, str], None] | None = None) -> Sender:
     if settings.transport == "shm":
+        from busrl.weights.shm import ORDERED_STORES, ShmSender
+
         return ShmSender(
             settings.segment,
             checksums=settings.checksum or not ORDERED_STORES,
@@ -79,13 +78,15 @@ def sender(settings: Settings, on_missing: Callable[[str, str], None] | None = N
             key_every=settings.key_every,
         )
     if settings.transport == "broadcast":
-        sparse = Sparse(settings.sparse_threshold if settings.sparse else 0.0, settings.key_every)
+        from busrl.weights.broadcast import BroadcastSender
+        from busrl.weights.outbox import Sparse
+
         return BroadcastSender(
             settings.address_file,
             timeout_s=settings.timeout_s,
             bucket_bytes=settings.bucket_bytes,
             checksum=settings.checksum,
-            sparse=sparse,
+            sparse=Sparse(settings.sparse_threshold if settings.sparse else 0.0, settings.key_every),
             on_missing=on_missing,
         )
     raise _unknown(settings.transport)
@@ -93,8 +94,12 @@ def sender(settings: Settings, on_missing: Callable[[str, str], None] | None = N
 
 def receiver(settings: Settings, name: str) -> Receiver:
     if settings.transport == "shm":
+        from busrl.weights.shm import ShmReceiver
+
         return ShmReceiver(settings.segment, timeout_s=settings.timeout_s)
     if settings.transport == "broadcast":
+        from busrl.weights.broadcast_receiver import BroadcastReceiver
+
         return BroadcastReceiver(settings.address_file, name, timeout_s=settings.timeout_s)
     raise _unknown(settings.transport)
 

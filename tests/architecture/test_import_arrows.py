@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "topology": {"errors", "data", "scheduling", "quickstart", "paths", "keys", "faults"},
     "quickstart": {"errors", "data"},
     "training": {"errors", "algorithms", "ledger"},
-    "inference": {"errors", "topology", "data", "quickstart"},
+    "inference": {"errors", "topology", "data", "quickstart", "weights"},
     "weights": {"errors", "topology", "paths", "ring", "_blocks"},
     "roles": {
         "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",

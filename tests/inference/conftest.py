@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
+sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it does
 
 LETTERS = string.ascii_lowercase + " ,=:.+"

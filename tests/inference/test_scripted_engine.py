@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import Published
 
 from busrl.data import JsonlStream, trace
 from busrl.data.trace import Task
@@ -66,7 +67,7 @@ def until_idle(engine: ScriptedEngine) -> list[Finished]:
 def test_answers_have_the_lengths_of_the_trace_and_valid_tokens(tmp_path: Path) -> None:
     script = script_of(tmp_path, Task("one", (7, 3)), Task("two", (120, 1)))
     engine: Engine = engine_of(script, World())
-    engine.add([request(10 * draw + member, uid(draw, member)) for draw in (0, 1) for member in (0, 1)])
+    engine.submit([request(10 * draw + member, uid(draw, member)) for draw in (0, 1) for member in (0, 1)])
     found = {one.key: one for one in until_idle(engine)}  # type: ignore[arg-type]
     assert {key: len(one.token_ids) for key, one in found.items()} == {0: 7, 1: 3, 10: 120, 11: 1}
     for one in found.values():
@@ -78,7 +79,7 @@ def test_answers_have_the_lengths_of_the_trace_and_valid_tokens(tmp_path: Path) 
 
 def test_a_re_roll_is_as_long_and_other_tokens(tmp_path: Path) -> None:
     engine = engine_of(script_of(tmp_path, Task("one", (40, 3))), World())
-    engine.add([request(0, uid(0, 0)), request(1, uid(0, 0, attempt=1))])
+    engine.submit([request(0, uid(0, 0)), request(1, uid(0, 0, attempt=1))])
     first, second = until_idle(engine)
     assert len(first.token_ids) == len(second.token_ids) == 40
     assert first.token_ids.tolist() != second.token_ids.tolist()
@@ -87,7 +88,7 @@ def test_a_re_roll_is_as_long_and_other_tokens(tmp_path: Path) -> None:
 def test_time_is_steps_times_their_cost_however_late_it_wakes(tmp_path: Path) -> None:
     script, world = script_of(tmp_path, Task("one", (100, 50))), World(late_s=0.003)
     engine = engine_of(script, world, pace=Pace(0.002, per_sequence_s=0.001, prefill_s_per_token=0.01))
-    engine.add([request(0, uid(0, 0)), request(1, uid(0, 1))])
+    engine.submit([request(0, uid(0, 0)), request(1, uid(0, 1))])
     until_idle(engine)
     scripted = 2 * 5 * 0.01 + 50 * 0.004 + 50 * 0.003  # two prefills, 50 steps with two rows, 50 with one
     assert world.now - 100 == pytest.approx(scripted, abs=0.0031)
@@ -96,7 +97,7 @@ def test_time_is_steps_times_their_cost_however_late_it_wakes(tmp_path: Path) ->
 def test_a_process_that_was_stopped_makes_up_for_little_of_it(tmp_path: Path) -> None:
     script, world = script_of(tmp_path, Task("one", (1000,) * 2)), World()
     engine = ScriptedEngine(script, Pace(0.002), capacity=2, max_length=2000, clock=world.clock, wait=world.wait)
-    engine.add([request(0, 0, limit=1500)])
+    engine.submit([request(0, 0, limit=1500)])
     engine.step()
     world.now += 60.0
     stopped_until = world.now
@@ -109,7 +110,7 @@ def test_jitter_keeps_the_mean(tmp_path: Path) -> None:
     engine = ScriptedEngine(
         script, Pace(0.005, jitter=0.5), capacity=2, max_length=5000, clock=world.clock, wait=world.wait
     )
-    engine.add([request(0, 0, limit=4500)])
+    engine.submit([request(0, 0, limit=4500)])
     until_idle(engine)
     assert world.now - 100 == pytest.approx(20.0, rel=0.05)
     assert world.now - 100 != pytest.approx(20.0, rel=1e-6)
@@ -117,12 +118,12 @@ def test_jitter_keeps_the_mean(tmp_path: Path) -> None:
 
 def test_new_weights_between_two_steps_show_in_the_versions(tmp_path: Path) -> None:
     engine = engine_of(script_of(tmp_path, Task("one", (20, 20))), World())
-    engine.add([request(0, 0)])
-    engine.set_weights(3, 1)  # before its first token
+    engine.submit([request(0, 0)])
+    engine.update_weights(Published(3, 1))  # before its first token
     drawn = engine.drawing
     engine.step()
-    engine.set_weights(4, 2)
-    engine.set_weights(5, 3)
+    engine.update_weights(Published(4, 2))
+    engine.update_weights(Published(5, 3))
     (one,) = until_idle(engine)
     assert one.versions.tolist() == [3] * drawn + [5] * (20 - drawn)
     assert 0 < drawn < 20
@@ -130,7 +131,7 @@ def test_new_weights_between_two_steps_show_in_the_versions(tmp_path: Path) -> N
 
 def test_the_tokens_announced_are_the_tokens_drawn(tmp_path: Path) -> None:
     engine = engine_of(script_of(tmp_path, Task("one", (33, 58)), Task("two", (7, 90))), World())
-    engine.add([request(n, n if n < 2 else n + 2) for n in range(4)])
+    engine.submit([request(n, n if n < 2 else n + 2) for n in range(4)])
     announced = total = 0
     while engine.active:
         announced += engine.drawing
@@ -138,19 +139,19 @@ def test_the_tokens_announced_are_the_tokens_drawn(tmp_path: Path) -> None:
     assert announced == total == 33 + 58 + 7 + 90
 
 
-def test_a_limit_cuts_a_prompt_without_room_gives_nothing_and_a_cancelled_request_is_gone(tmp_path: Path) -> None:
+def test_a_limit_cuts_a_prompt_without_room_gives_nothing_and_an_aborted_request_is_gone(tmp_path: Path) -> None:
     script = script_of(tmp_path, Task("one", (100, 100), answer="7"), right=1.0)
     engine = engine_of(script, World())
-    engine.add([request(0, 0, limit=30), request(1, 1)])
-    assert engine.cancel(1) and not engine.cancel(1)
+    engine.submit([request(0, 0, limit=30), request(1, 1)])
+    assert engine.abort(1) is not None and engine.abort(1) is None
     (cut,) = until_idle(engine)
     assert (cut.finish, len(cut.token_ids), cut.text) == (LENGTH, 30, "wrong")
     assert EOS_ID not in cut.token_ids
     full = Request(5, 0, 0, np.full(200, 3, np.int32), np.empty(0, np.int32), 9, 1.0, 1.0, 0)
-    engine.add([full])
+    engine.submit([full])
     assert [(one.key, len(one.token_ids)) for one in engine.step()] == [(5, 0)]
     with pytest.raises(ValueError, match="free rows"):
-        engine.add([request(n, 0) for n in range(5)])
+        engine.submit([request(n, 0) for n in range(5)])
 
 
 @settings(max_examples=40, deadline=None)
@@ -160,14 +161,14 @@ def test_segments_by_different_actors_are_the_answer_in_one_piece(
 ) -> None:
     script = script_of(tmp_path_factory.mktemp("trace"), Task("one", (length, length)))
     whole_engine = engine_of(script, World())
-    whole_engine.add([request(0, 0, limit=limit)])
+    whole_engine.submit([request(0, 0, limit=limit)])
     (whole,) = until_idle(whole_engine)
     parts: list[int] = []
     number = 0
     while True:
         engine = engine_of(script, World())  # another actor each time
         one = request(0, 0, len(parts), min(segment, limit - len(parts)), number)
-        engine.add([one])
+        engine.submit([one])
         (part,) = until_idle(engine)
         parts += part.token_ids.tolist()
         number += 1

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from published import Published
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from busrl.errors import UserError
-from busrl.inference import EOS, LENGTH, Finished, Request
+from busrl.inference import ABORTED, EOS, LENGTH, Finished, Request
 from busrl.inference.torch_engine import TorchEngine
 
 KINDS = ["qwen3", "qwen2", "llama", "gpt2", "mistral-window", "qwen3-window"]
@@ -42,7 +43,7 @@ def run(engine: TorchEngine, requests: Sequence[Request]) -> dict[int, Finished]
     for _ in range(10_000):
         room = engine.capacity - engine.active
         if waiting and room:
-            engine.add(waiting[:room])
+            engine.submit(waiting[:room])
             waiting = waiting[room:]
         results.update({finished.key: finished for finished in engine.step()})
         if not waiting and not engine.active:
@@ -140,7 +141,7 @@ def test_sequences_end_at_eos_at_their_limit_and_at_the_models_length(model_fold
 
 def test_a_request_without_room_for_a_token_ends_at_once(model_folder: Folder) -> None:
     engine = TorchEngine.load(model_folder("gpt2"), capacity=2, max_length=8)
-    engine.add([request(3, [5] * 8), request(4, [5] * 7)])
+    engine.submit([request(3, [5] * 8), request(4, [5] * 7)])
     assert engine.active == 2
     results = run(engine, [])
     assert len(results[3].token_ids) == 0 and results[3].finish == LENGTH
@@ -155,14 +156,12 @@ def test_new_weights_enter_between_steps_and_every_token_names_its_version(model
     with torch.no_grad():
         for parameter in after.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    engine.set_weights(3, 1)
-    engine.add([request(0, [5, 6, 7]), request(1, [9, 8])])
+    engine.update_weights(Published(3, 1))
+    engine.submit([request(0, [5, 6, 7]), request(1, [9, 8])])
     results = {}
     for step in range(20):
         if step == 6:
-            for name, parameter in engine.parameters().items():
-                parameter.copy_(after.state_dict()[name])
-            engine.set_weights(4, 2)
+            assert engine.update_weights(Published(4, 2, after.state_dict())) == (4, 2)
         results.update({finished.key: finished for finished in engine.step()})
     assert results[0].versions.tolist() == [3] * 6 + [4] * 14
     assert results[0].versions.dtype == np.uint32
@@ -188,15 +187,17 @@ def test_parameters_have_the_names_of_the_model_and_are_live(model_folder: Folde
     np.testing.assert_allclose(got.logprobs, -np.log(35), atol=1e-5)
 
 
-def test_a_cancelled_request_leaves_and_the_others_are_not_touched(model_folder: Folder) -> None:
+def test_an_aborted_request_leaves_and_the_others_are_not_touched(model_folder: Folder) -> None:
     engine = TorchEngine.load(model_folder("qwen3"), capacity=5)
     engine._seats._eos[:] = False
     requests = crowd(5)
     wanted = run(engine, requests)
-    engine.add(requests)
-    assert engine.cancel(4) and not engine.cancel(99)
+    engine.submit(requests)
+    gone = engine.abort(4)
+    assert gone and (gone.key, gone.finish, len(gone.token_ids)) == (4, ABORTED, 0) and engine.abort(99) is None
     engine.step()
-    assert engine.cancel(1) and not engine.cancel(1)
+    gone = engine.abort(1)
+    assert gone and (gone.key, gone.finish, len(gone.token_ids)) == (1, ABORTED, 1) and engine.abort(1) is None
     results = run(engine, [])
     assert sorted(results) == [0, 2, 3]
     for key, got in results.items():
@@ -219,11 +220,11 @@ def test_a_sequence_of_weights_that_are_not_finite_ends_and_spoils_no_later_one(
 def test_what_can_not_be_run_is_refused_with_its_reason(model_folder: Folder, tmp_path: Path) -> None:
     engine = TorchEngine.load(model_folder("gpt2"), capacity=2)
     with pytest.raises(ValueError, match="has no tokens"):
-        engine.add([request(0, [])])
+        engine.submit([request(0, [])])
     with pytest.raises(ValueError, match="token id 35; the model knows 0 to 34"):
-        engine.add([request(0, [35])])
+        engine.submit([request(0, [35])])
     with pytest.raises(ValueError, match="3 requests for 2 free rows"):
-        engine.add(crowd(3))
+        engine.submit(crowd(3))
     with pytest.raises(UserError, match=r"model\.path"):
         TorchEngine.load(tmp_path, capacity=2)
 

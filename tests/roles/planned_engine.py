@@ -1,6 +1,6 @@
 """An engine whose answers a test plans token by token; the interface is that of a real one.
 
-- What a request produces depends on its prompt, uid and segment alone; versions are those set between the steps.
+- What a request produces depends on its prompt, uid and segment alone; versions are those taken between the steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from busrl.inference.base import EOS, LENGTH, Finished, Request
 
 if TYPE_CHECKING:
-    import torch
+    from busrl.weights.base import Receiver
 
 EOS_ID = 0
 Script = Callable[[Request], Sequence[int]]
@@ -30,7 +30,6 @@ class PlannedEngine:
         self._script = script or echo
         self._running: dict[int, _Running] = {}
         self._version = 0
-        self.weights: dict[str, torch.Tensor] = {}
         self.steps = 0
 
     @property
@@ -49,7 +48,7 @@ class PlannedEngine:
     def max_length(self) -> int:
         return self._max_length
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         if self.active + len(requests) > self._capacity:
             raise ValueError(f"{len(requests)} requests for {self._capacity - self.active} free rows; look at capacity")
         for request in requests:
@@ -63,14 +62,9 @@ class PlannedEngine:
             del self._running[done.key]
         return finished
 
-    def cancel(self, key: int) -> bool:
-        return self._running.pop(key, None) is not None
-
-    def set_weights(self, version: int, step: int) -> None:
-        self._version = version
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return self.weights
+    def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+        self._version, step = receiver.fetch({})
+        return self._version, step
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]

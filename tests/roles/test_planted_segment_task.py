@@ -58,7 +58,7 @@ def answers(engine: TorchEngine, step: int, seed: int) -> list[tuple[Request, li
         uid = step * GROUPS * SIZE + member
         made.append((Request(member, uid, 0, prompt, none, SEGMENT, 1.0, 1.0, seed), []))
     for segment in range(2):
-        engine.add([
+        engine.submit([
             dataclasses.replace(r, segment=segment, prefix_ids=parts[0].token_ids if parts else none)
             for r, parts in made
         ])  # fmt: skip

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,8 +50,8 @@ class Worker(Rollout):
         self.warned.append(text)
 
     def weights(self, version: int, step: int) -> None:
-        self.version, self.step_of[version] = version, step
-        self.engine.set_weights(version, step)
+        published: Any = SimpleNamespace(fetch=lambda params: (version, step))
+        self.version, self.step_of[version] = self.engine.update_weights(published)[0], step
 
     def run(self, steps: int = 1000) -> None:
         """So many decoding steps, or until nothing is left."""

@@ -12,11 +12,11 @@ make_engine = rollout.make_engine
 
 def deadly(topology, process=""):
     engine = make_engine(topology, process)
-    add, step, inside = engine.add, engine.step, set()
+    submit, step, inside = engine.submit, engine.step, set()
 
-    def adds(requests):
+    def submits(requests):
         inside.update(request.uid for request in requests)
-        add(requests)
+        submit(requests)
 
     def steps():
         if DEADLY in inside:
@@ -24,7 +24,7 @@ def deadly(topology, process=""):
             os.kill(os.getpid(), signal.SIGKILL)
         return step()
 
-    engine.add, engine.step = adds, steps
+    engine.submit, engine.step = submits, steps
     return engine
 
 

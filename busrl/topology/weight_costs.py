@@ -1,0 +1,101 @@
+"""What published versions cost: bytes of one, how many exist at most, and where they lie.
+
+Reads the headers of the model's safetensors, so that `busrl check` knows before anything starts. Used by `check.py` and
+by the weight plane, which keeps as many versions as are counted here. Knows nothing of how they are written.
+
+- Sizes are 0 where the model folder does not tell them (weights that are no safetensors, a tiny model not yet made).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from busrl.errors import DiskFull
+from busrl.topology import machine
+from busrl.topology.schema import RESTARTS, Topology
+from busrl.topology.weight_rules import ADAPTERS, FOLDERS, rollouts
+
+Shapes = Mapping[str, tuple[int, ...]]
+ADAPTER_BYTES = 4  # an adapter is float32 whatever the model is
+SMALL_FILES = 16 << 10  # configuration and stamp of an adapter
+HEADS = ("lm_head", "embed_out", "output", "score")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Folders of versions: bytes of one, how many the learner keeps, and how many there may be at the same time."""
+
+    version: int
+    kept: int
+    most: int
+
+    @property
+    def total(self) -> int:
+        return self.version * self.most
+
+
+def kept_versions(t: Topology) -> int:
+    """Versions that stay in the place of publication. An adapter may be asked for as long as a sample of it counts."""
+    if t.weights.transport == "lora_hotswap" and t.weights.mode == "batch-async":
+        return max(2, t.weights.max_staleness + 1)
+    return 2  # the newest, and the one that an engine may be reading
+
+
+def held_versions(t: Topology) -> int:
+    """Versions that one engine holds on to: those that its running sequences may be of."""
+    return 1 if t.weights.transport in RESTARTS else kept_versions(t)
+
+
+def cost(t: Topology, model: Path | None) -> Cost | None:
+    """None for a transport that publishes no folders."""
+    if t.weights.transport not in FOLDERS:
+        return None
+    shapes = machine.tensor_shapes(model) if model is not None else {}
+    if t.weights.transport in ADAPTERS:
+        parts = adapted(shapes, t.lora.targets)
+        size = sum(ADAPTER_BYTES * t.lora.rank * (rows + columns) for rows, columns in parts) if parts else 0
+        size += SMALL_FILES if size else 0
+    else:
+        size = sum(machine.elements(shape) for shape in shapes.values()) * machine.BYTES_OF[t.model.dtype]
+    kept, engines = kept_versions(t), sum(entry.count for _, entry in rollouts(t))
+    return Cost(size, kept, kept + 1 + engines * held_versions(t))
+
+
+def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Shapes of the weights that get an adapter, as far as names and shapes tell."""
+    found = []
+    for name, shape in shapes.items():
+        *_, layer, kind = ("", *name.split("."))
+        if kind == "weight" and len(shape) == 2 and (layer in targets if targets else not _outer(layer)):
+            found.append((shape[0], shape[1]))
+    return found
+
+
+def unknown_targets(shapes: Shapes, targets: tuple[str, ...]) -> list[str]:
+    """Targets that no weight is called after; none where the folder tells no names."""
+    layers = {name.split(".")[-2] for name in shapes if name.count(".")}
+    return [name for name in targets if shapes and name not in layers]
+
+
+def require_disk(t: Topology, model: Path | None, run_dir: Path) -> None:
+    """DiskFull with the sum, if the versions that checkpoint_restart writes into the run directory do not fit."""
+    found = cost(t, model)
+    if found is None or t.weights.transport in ADAPTERS:
+        return
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if found.total > free:
+        raise DiskFull(
+            f"{place} has {free >> 20} MiB free, {t.weights.transport} needs {found.most} versions of "
+            f"{found.version >> 20} MiB = {found.total >> 20} MiB there; free some, choose another --run-dir, or "
+            'weights.transport = "shm"'
+        )
+
+
+def _outer(layer: str) -> bool:
+    """Embeddings and output heads, which get no adapter unless they are named."""
+    return layer in HEADS or "embed" in layer or layer in ("wte", "wpe")
+
