@@ -6,24 +6,30 @@ package imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from busrl.weights.base import NOTHING, Receiver, Sender
+from busrl.weights.base import NOTHING, GroupChange, Receiver, Sender
 
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
     from busrl.topology import Topology
     from busrl.weights.factory import Settings
 
-__all__ = ["NOTHING", "Receiver", "Sender", "make_receiver", "make_sender", "settings_of", "store_file"]
+__all__ = ["NOTHING", "GroupChange", "Receiver", "Sender", "make_receiver", "make_sender", "settings_of", "store_file"]
 
 
-def make_sender(topology: Topology, paths: RunPaths) -> Sender:
-    """The learner's side of the transport that the topology names."""
+def make_sender(
+    topology: Topology, paths: RunPaths, on_change: Callable[[GroupChange], None] | None = None
+) -> Sender:
+    """The learner's side of the transport that the topology names.
+
+    `on_change` hears, from another thread, of each group of engines that is formed, where there are groups.
+    """
     from busrl.weights.factory import Settings, sender
 
-    return sender(Settings.of(topology, paths))
+    return sender(Settings.of(topology, paths), on_change)
 
 
 def make_receiver(topology: Topology, paths: RunPaths, name: str) -> Receiver:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from busrl.errors import UserError
 from busrl.weights import store_file
-from busrl.weights.base import Receiver, Sender
+from busrl.weights.base import GroupChange, Receiver, Sender
 
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
@@ -67,7 +67,7 @@ class Settings:
         return cls(**plain)
 
 
-def sender(settings: Settings, on_missing: Callable[[str, str], None] | None = None) -> Sender:
+def sender(settings: Settings, on_change: Callable[[GroupChange], None] | None = None) -> Sender:
     if settings.transport == "shm":
         from busrl.weights.shm import ORDERED_STORES, ShmSender
 
@@ -87,7 +87,7 @@ def sender(settings: Settings, on_missing: Callable[[str, str], None] | None = N
             bucket_bytes=settings.bucket_bytes,
             checksum=settings.checksum,
             sparse=Sparse(settings.sparse_threshold if settings.sparse else 0.0, settings.key_every),
-            on_missing=on_missing,
+            on_change=on_change,
         )
     raise _unknown(settings.transport)
 
