@@ -1,5 +1,5 @@
 """Builds the C++ core of the slot ring twice: for Python as `busrl._ring`, and for everybody else as libbusrl_ring.so;
-`busrl._wire`, which drives pyzmq's libzmq for the bus and links nothing of it; and `busrl._blocks`, which copies weights.
+`busrl._wire`, which drives pyzmq's libzmq for the bus and links nothing of it; and `busrl._blocks` for the weights.
 
 The library and its header lie together in `busrl/ring/capi`, in a wheel as in a source tree; see docs/c-abi.md.
 SANITIZE=address,undefined (or thread) builds with those sanitizers; DEBUG=1 builds without optimisation.

@@ -22,6 +22,7 @@ from busrl.protocol.messages import (
     TaskRequest,
     ValidationDone,
     ValidationStarted,
+    WeightsGroup,
     WeightsPublished,
     name_of,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "TaskRequest",
     "ValidationDone",
     "ValidationStarted",
+    "WeightsGroup",
     "WeightsPublished",
     "address",
     "decode",

@@ -47,6 +47,7 @@ ROUTES: Final[dict[type[Message], Route]] = {
     m.RewardComputed: Route("reward (keeper for a remote one)", "monitors (the learner is woken by the ring)"),
     m.LearnerStateUpdate: Route("learner", "scheduler, validator, launch, monitors"),
     m.WeightsPublished: Route("learner", "monitors (engines look at the ring's header)"),
+    m.WeightsGroup: Route("learner", "monitors"),
     m.ValidationStarted: Route("validator", "launch, monitors"),
     m.ValidationDone: Route("validator", "launch, monitors"),
     m.SchedulerState: Route("scheduler", "launch, monitors"),
@@ -110,6 +111,7 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     "1.2": {
         "TASK_REQUEST": "rows",
         "Task": "segment_tokens",
+        "WEIGHTS_GROUP": "epoch members why",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone

@@ -37,6 +37,9 @@ MEANINGS: Final[dict[str, str]] = {
     # weights
     "DATA_GENERATED.version": "Version of the weights that made the last token.",
     "transport": '`"shm"` or `"broadcast"`: how the weights travel.',
+    "epoch": "Number of the group, from 1; a restarted learner begins again.",
+    "members": "Names of the processes in it, sorted.",
+    "why": "Who joined, left or was left out since the group before, and in which phase.",
     # validation
     "round": "Number of the round: the step that it stands for.",
     "VALIDATION_STARTED.samples": "How many samples the round asks for.",

@@ -30,6 +30,7 @@ Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, Meta(ge=0)]
 Key = Annotated[str, Meta(max_length=MAX_KEY)]
+Names = Annotated[list[Name], Meta(max_length=MAX_MAP)]
 Numbers = Annotated[dict[Key, float], Meta(max_length=MAX_MAP)]
 
 
@@ -119,6 +120,14 @@ class WeightsPublished(Message, tag="WEIGHTS_PUBLISHED"):
     version: Count
     step: Count
     transport: Name = "shm"
+
+
+class WeightsGroup(Message, tag="WEIGHTS_GROUP"):
+    """The engines that get weights by broadcast were put into a new group: its `epoch`, and `why` it was formed."""
+
+    epoch: Count
+    members: Names = field(default_factory=list)
+    why: Text = ""
 
 
 # validator -> everybody

@@ -18,6 +18,7 @@ ALL: Final[tuple[type[Message], ...]] = (
     m.RewardComputed,
     m.LearnerStateUpdate,
     m.WeightsPublished,
+    m.WeightsGroup,
     m.ValidationStarted,
     m.ValidationDone,
     m.SchedulerState,

@@ -121,6 +121,7 @@ class Learner(Actor):
             self._finish()
             return True
         begun = time.monotonic_ns()
+        self.publisher.announce()
         self._free_trained()
         view = self.scan(self.scanner)
         actions = self.plan.decide(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from busrl.protocol import messages as m
 from busrl.roles import hold
 from busrl.roles.actor import Actor
-from busrl.weights import make_sender
+from busrl.weights import GroupChange, make_sender
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from busrl.weights.folder_sender import Write
 
 HOLD_LIMIT_S = 600.0
+GROUPS_KEPT = 256
 
 
 class Publisher:
@@ -34,7 +35,8 @@ class Publisher:
     def __init__(self, actor: Actor, forced_age: int, highest: int, write: Write | None = None) -> None:
         """`write` makes the files of a version, where the transport publishes folders."""
         self.actor, self.ring = actor, actor.ring
-        self.sender = make_sender(actor.topology, actor.paths, write)
+        self._groups: deque[GroupChange] = deque(maxlen=GROUPS_KEPT)  # filled by the thread of the sender
+        self.sender = make_sender(actor.topology, actor.paths, self._groups.append, write)
         self.version = max(highest, self.ring.header("version"))
         self._late: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=forced_age + 1)
 
@@ -71,6 +73,14 @@ class Publisher:
         """WeightsOwnerLost if the weights lie in the memory of a process that is gone; nothing where they are ours."""
         if (check := getattr(self.sender, "check", None)) is not None:
             check()
+
+    def announce(self) -> None:
+        """Say on the bus which groups of engines were formed since the last call."""
+        while self._groups:
+            change = self._groups.popleft()
+            self.actor.bus.send(
+                m.WeightsGroup(epoch=change.epoch, members=list(change.members), why=change.why[: m.MAX_ACTIVITY])
+            )
 
     def remember(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """With `forced_age`: these are the weights that engines have now, without a publication."""

@@ -170,7 +170,9 @@ class GroupScanner:
         counts = np.bincount(state, minlength=GENERATING + 1)
         free_slots, self._queued, self._generating = (int(counts[one]) for one in (FREE, QUEUED, GENERATING))
         # A RESERVED line may still show its last tenant; what counts of it, the fate, is read from the fates.
-        picked = np.flatnonzero((state > RESERVED) & (lines["cls"] == self.cls) & (lines["uid"] < VALIDATE_BIT))
+        # No sample has a uid beyond the fates: a line that says so is none of ours, and must not size our arrays.
+        possible = lines["uid"] < min(VALIDATE_BIT, len(self.fates))
+        picked = np.flatnonzero((state > RESERVED) & (lines["cls"] == self.cls) & possible)
         # Field by field: indexing whole structured lines costs as much as all the rest together.
         own = {name: lines[name][picked] for name in FIELDS}
         uids = own["uid"].astype(np.int64)

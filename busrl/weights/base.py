@@ -45,10 +45,6 @@ class Sender(Protocol):
         """A receiver is known to be dead: do not wait for it any more."""
         ...
 
-    def changes(self) -> list[GroupChange]:
-        """Groups that were formed since the last call, oldest first; none where there are no groups."""
-        ...
-
     def close(self) -> None: ...
 
 

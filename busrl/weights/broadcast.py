@@ -2,7 +2,7 @@
 
 Used by the learner behind `weights.base`. `publish` copies into the outbox and returns; a thread hears the engines
 through the door (`weights.door`), forms groups (`weights.group`) and sends. Knows nothing of the bus or of models;
-`changes()` is what the learner tells others of its members. docs/membership.md has the states and the deadlines.
+`on_change` hears who is in each group. docs/membership.md has the states and the deadlines.
 
 - A group is used until something in it fails once, or somebody joins or leaves; then the next epoch begins.
 - No phase waits longer than its deadline. Who is late is left out, named with the phase and the seconds; it may come
@@ -17,7 +17,6 @@ import enum
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +56,10 @@ class Member:
 
 
 class BroadcastSender:
-    """Rank 0 of every epoch. `on_missing(name, why)` hears of members that are left out."""
+    """Rank 0 of every epoch. `on_missing(name, why)` hears of members that are left out.
+
+    `on_change` hears of each group that is formed. Both are called by the sending thread.
+    """
 
     def __init__(
         self,
@@ -71,13 +73,14 @@ class BroadcastSender:
         device: str = "cpu",
         backend: str = "gloo",
         on_missing: Callable[[str, str], None] | None = None,
+        on_change: Callable[[GroupChange], None] | None = None,
     ) -> None:
         self.file = Path(file)
         self.epoch = 0
         self.phase = Phase.WAITING
         self.hook: Callable[[str], None] | None = None  # called with each phase, "bucket <n>" too; for fault tests
         self._limits, self._bucket, self._backend = Limits(timeout_s), bucket_bytes, backend
-        self._on_missing = on_missing
+        self._on_missing, self._on_change = on_missing, on_change
         self._door = Door(self.file, host)
         self._outbox = Outbox(
             self._door.bell.ring, bucket_bytes=bucket_bytes, sparse=sparse, checksum=checksum, device=device
@@ -87,7 +90,6 @@ class BroadcastSender:
         self._broken = False  # the group is not what it should be: form it anew
         self._group: Group | None = None
         self._forgotten: set[str] = set()
-        self._changes: deque[GroupChange] = deque(maxlen=1024)
         self._whys: list[str] = []
         self._trouble = ""
         self._stopping = False
@@ -113,13 +115,6 @@ class BroadcastSender:
         with self._outbox.change:
             self._forgotten.add(member)
         self._door.bell.ring()
-
-    def changes(self) -> list[GroupChange]:
-        """Groups that were formed, or fell apart, since the last call."""
-        found = []
-        while self._changes:
-            found.append(self._changes.popleft())
-        return found
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the newest version has arrived at all members; False after the deadline."""
@@ -307,7 +302,8 @@ class BroadcastSender:
 
     def _announce(self) -> None:
         why = "; ".join(self._whys[-8:]) or self._trouble
-        self._changes.append(GroupChange(self.epoch, tuple(sorted(self._members)), why))
+        if self._on_change is not None:
+            self._on_change(GroupChange(self.epoch, tuple(sorted(self._members)), why))
         self._whys, self._trouble = [], ""
 
     # -- the sending thread: a version --------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from busrl.errors import UserError
 from busrl.weights import bridge_file, store_file
-from busrl.weights.base import Receiver, Sender
+from busrl.weights.base import GroupChange, Receiver, Sender
 from busrl.weights.folder_sender import Write
 from busrl.weights.folder_settings import folder_receiver, folder_sender, folder_settings
 
@@ -76,7 +76,7 @@ class Settings:
 
 
 def sender(
-    settings: Settings, on_missing: Callable[[str, str], None] | None = None, write: Write | None = None
+    settings: Settings, on_change: Callable[[GroupChange], None] | None = None, write: Write | None = None
 ) -> Sender:
     """`write` makes the files of a version, where versions are folders."""
     if settings.folders:
@@ -94,14 +94,13 @@ def sender(
         from busrl.weights.broadcast import BroadcastSender
         from busrl.weights.outbox import Sparse
 
-        sparse = Sparse(settings.sparse_threshold if settings.sparse else 0.0, settings.key_every)
         return BroadcastSender(
             settings.address_file,
             timeout_s=settings.timeout_s,
             bucket_bytes=settings.bucket_bytes,
             checksum=settings.checksum,
-            sparse=sparse,
-            on_missing=on_missing,
+            sparse=Sparse(settings.sparse_threshold if settings.sparse else 0.0, settings.key_every),
+            on_change=on_change,
         )
     if settings.transport == "cuda_ipc":
         from busrl.weights.one_copy import OneCopySender

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from busrl.errors import DiskFull, RunInUse, SharedMemoryFull, UserError
 from busrl.weights import folders
-from busrl.weights.base import NOTHING, GroupChange
+from busrl.weights.base import NOTHING
 
 if TYPE_CHECKING:
     import torch
@@ -76,10 +76,6 @@ class FolderSender:
         """A dead engine's links are of no use to anybody."""
         for path in (self.root / folders.HELD).glob(f"{member.replace('/', '-')}.*"):
             shutil.rmtree(path, ignore_errors=True)
-
-    def changes(self) -> list[GroupChange]:
-        """There are no groups."""
-        return []
 
     def close(self) -> None:
         if self._lock >= 0:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from busrl import device as devices
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
 from busrl.weights import bridge
-from busrl.weights.base import NOTHING, GroupChange, StepTable
+from busrl.weights.base import NOTHING, StepTable
 from busrl.weights.fence import Fence, State
 from busrl.weights.fusing import Shape
 from busrl.weights.mark import NOBODY, Mark
@@ -235,10 +235,6 @@ class OneCopySender:
     def forget(self, member: str) -> None:
         """A process is known to be dead; if it is the engine, the next look says so."""
         self._forgotten = self._forgotten or (self._bridge is not None and member == self._bridge.name)
-
-    def changes(self) -> list[GroupChange]:
-        """There are no groups."""
-        return []
 
     def close(self) -> None:
         """Let go of the weights: the engine may take them away. The views must not be used any more."""

@@ -30,7 +30,7 @@ import torch
 
 from busrl.errors import UserError
 from busrl.weights import segment as layout
-from busrl.weights.base import NOTHING, GroupChange
+from busrl.weights.base import NOTHING
 from busrl.weights.copies import is_plain
 from busrl.weights.held import Held
 from busrl.weights.manifest import Manifest
@@ -76,9 +76,6 @@ class ShmSender:
 
     def forget(self, member: str) -> None:
         """Nobody is waited for here."""
-
-    def changes(self) -> list[GroupChange]:
-        return []
 
     def close(self) -> None:
         self._shadow = None
