@@ -86,11 +86,11 @@ def lora(topology: Topology, found: list[KeyProblem]) -> None:
         found.append(KeyProblem("lora.rank", problem))
     if topology.model.path.startswith(TINY):
         return
-    shapes = machine.tensor_shapes(Path(topology.model.path))
-    for name in weight_costs.unknown_targets(shapes, topology.lora.targets):
-        known = sorted({layer.split(".")[-2] for layer, shape in shapes.items() if len(shape) == 2 and "." in layer})
-        rule = f"the model has no layer {name!r}"
-        found.append(KeyProblem("lora.targets", Problem("", "", rule, f"it has {', '.join(known)}")))
+    known = sorted(weight_costs.layers(machine.tensor_shapes(Path(topology.model.path))))
+    for name in topology.lora.targets:
+        if known and "." not in name and name not in known:
+            rule = f"the model has no layer {name!r} that an adapter could be put on"
+            found.append(KeyProblem("lora.targets", Problem("", "", rule, f"it has {', '.join(known)}")))
 
 
 def bus_keys(setting: str, found: list[KeyProblem]) -> None:

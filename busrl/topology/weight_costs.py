@@ -74,10 +74,10 @@ def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, int]]:
     return found
 
 
-def unknown_targets(shapes: Shapes, targets: tuple[str, ...]) -> list[str]:
-    """Targets that no weight is called after; none where the folder tells no names."""
-    layers = {name.split(".")[-2] for name in shapes if name.count(".")}
-    return [name for name in targets if shapes and name not in layers]
+def layers(shapes: Shapes) -> set[str]:
+    """Last names of the layers that may get an adapter, as far as names and shapes tell: matrices, no embeddings."""
+    matrices = {name.split(".")[-2] for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")}
+    return {name for name in matrices if name in HEADS or not _outer(name)}
 
 
 def require_disk(t: Topology, model: Path | None, run_dir: Path) -> None:

@@ -26,7 +26,10 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.dev
     folder = Path(path)
     _look_at(folder)
     from transformers import AutoModelForCausalLM  # only here: the import takes seconds
+    from transformers.utils import logging as transformers_logging
 
+    quiet: Any = transformers_logging  # it has no type hints
+    quiet.disable_progress_bar()  # who trains is a process with a log, not a terminal
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation="sdpa", local_files_only=True)  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from busrl.errors import UserError
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.roles.history import History
@@ -98,6 +99,45 @@ def test_a_killed_learner_comes_back_to_the_same_weights_by_checkpoint_and_log(
     assert len(successor.trained) == 5 * 16
     assert torch.allclose(weights(living), weights(again), atol=1e-6)
     successor.close()
+
+
+def with_lora(topology: Topology, **more: object) -> Topology:
+    lora = dataclasses.replace(topology.lora, rank=4, **more)  # type: ignore[arg-type]
+    return dataclasses.replace(topology, lora=lora)
+
+
+def test_a_killed_learner_of_an_adapter_comes_back_to_the_same_weights(topology: Topology, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    topology = with_lora(topology)
+    living, history = TrainingStep(topology), History(RunPaths.of(tmp_path), topology)
+    started = weights(living)
+    for step in range(1, 6):
+        record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3], samples=records(step))
+        history.append(record)
+        living.train(record.samples, 4, record.version)
+        history.finished(record)
+        if step == 3:
+            history.checkpoint(living, step, {}, lambda folder: None)
+    history.close()
+    assert not torch.equal(started, weights(living))
+    again, successor = TrainingStep(topology), History(RunPaths.of(tmp_path), topology)
+    successor.load(again, lambda meta, folder: None)
+    for record in successor.to_replay():
+        again.train(record.samples, len(record.groups), record.version)
+        successor.finished(record)
+    assert successor.step == 5
+    assert torch.allclose(weights(living), weights(again), atol=1e-6)
+    successor.close()
+    newest = tmp_path / "checkpoints" / "global_step_3"
+    model = dataclasses.replace(topology.model, path=str(newest / "model"))
+    plain = TrainingStep(dataclasses.replace(topology, model=model, lora=dataclasses.replace(topology.lora, rank=0)))
+    assert {name: tuple(value.shape) for name, value in plain.weights().items()} == {
+        name: tuple(value.shape) for name, value in living.weights().items()
+    }
+    for other, why in (({"rank": 8}, "'rank': 8"), ({"rank": 0}, "give None"), ({"alpha": 4}, "'scale': 1.0")):
+        changed = dataclasses.replace(topology, lora=dataclasses.replace(topology.lora, **other))
+        with pytest.raises(UserError, match=f"was trained with lora .*'rank': 4.*{why}"):
+            TrainingStep(changed).load_checkpoint(tmp_path / "checkpoints")
 
 
 def test_several_updates_per_batch_take_whole_groups_each(topology: Topology) -> None:

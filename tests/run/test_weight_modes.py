@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,8 @@ def check(run: Run, mode: str, code: int) -> None:
     versions = [row["version"] for row in run.metrics()]
     assert versions == sorted(versions) and versions[-1] >= run.steps
     assert max(row["age_max"] for row in run.metrics()) <= 2
-    assert 0 < max(row["mismatch"] for row in run.metrics()) < 1e-4, "engine and learner have other weights"
+    if mode != "lora_hotswap" or "weights.mode=sync" in run.settings:  # else keys and values of older weights are kept
+        assert 0 < max(row["mismatch"] for row in run.metrics()) < 1e-4, "engine and learner have other weights"
     newest = max(run.paths.checkpoints.glob("global_step_*"), key=lambda path: int(path.name.split("_")[-1]))
     if mode != "checkpoint_restart":
         config = json.loads((newest / "adapter" / "adapter_config.json").read_text())
@@ -51,8 +54,9 @@ def test_a_run_ends_in_order_and_engine_and_learner_agree(mode: str, tmp_path: P
     check(run, mode, code)
 
 
-def test_an_adapter_is_swapped_into_a_running_engine(tmp_path: Path, quickstart: None) -> None:
-    run = run_in(tmp_path, "lora_hotswap", "validation.at_end=false", "run.validate_before=false", steps=4)
+def test_an_adapter_is_swapped_into_an_engine_exactly(tmp_path: Path, quickstart: None) -> None:
+    quick = ("validation.at_end=false", "run.validate_before=false")
+    run = run_in(tmp_path, "lora_hotswap", "weights.mode=sync", *quick, steps=4)
     with running(run):
         code = run.wait()
     check(run, "lora_hotswap", code)
@@ -91,11 +95,10 @@ def newest(run: Run, mode: str) -> int:
 def test_a_learner_killed_in_the_middle_of_publications_costs_nothing(
     mode: str, tmp_path: Path, quickstart: None
 ) -> None:
-    run = run_in(tmp_path, mode, "learner.checkpoint_every=3", steps=10)
+    run = run_in(tmp_path, mode, "learner.checkpoint_every=7", steps=60)
     with running(run):
-        for _ in range(2):
-            step = run.step()
-            run.until_step(step + 2)
+        for step in (5, 20):
+            run.until_step(step)
             run.kill("learner", when=lambda process: in_the_middle_of_a_publication(run, mode))
         code = run.wait()
     check(run, mode, code)
@@ -105,11 +108,10 @@ def test_a_learner_killed_in_the_middle_of_publications_costs_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rollout_killed_while_it_takes_a_version_costs_nothing(mode: str, tmp_path: Path, quickstart: None) -> None:
-    run = run_in(tmp_path, mode, steps=12)
+    run = run_in(tmp_path, mode, steps=60)
     with running(run):
-        for _ in range(2):
-            before = newest(run, mode)
-            run.until("another version", lambda: newest(run, mode) > before)  # noqa: B023
+        for version in (5, 25):
+            run.until("another version", lambda: newest(run, mode) >= version)  # noqa: B023
             run.kill("rollout/0")
         code = run.wait()
     check(run, mode, code)
@@ -154,17 +156,19 @@ def test_what_a_killed_launch_left_is_cleaned_by_the_next_start(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_a_spoilt_adapter_is_named_and_the_run_goes_on_with_the_next(tmp_path: Path, quickstart: None) -> None:
-    run = run_in(tmp_path, "lora_hotswap", "limits.progress_s=60", steps=10)
+    run = run_in(tmp_path, "lora_hotswap", "limits.progress_s=60", "weights.max_staleness=4", steps=30)
     with running(run):
-        run.until("a version", lambda: newest(run, "lora_hotswap") >= 2)
-        # Planted between two of the learner's: higher than any so far, and for another base.
-        here = folders.versions(root_of(run, "lora_hotswap"))[-1]
-        planted = here.path.with_name(folders.name_of(here.version + 1, here.step + 1))
-        draft = planted.with_name(f"{folders.DRAFT}planted")
-        draft.mkdir()
-        folders.link(here.path, draft)
-        draft.rename(planted)
+        run.until("a version", lambda: newest(run, "lora_hotswap") >= 3)
+        rollout = run.pid("rollout/0")
+        os.kill(rollout, signal.SIGSTOP)
+        seen = -1
+        while newest(run, "lora_hotswap") > seen:  # the learner trains what there is, and then waits
+            seen = newest(run, "lora_hotswap")
+            run.let_pass(1.5)
+        path = folders.versions(run.paths.adapters)[-1].path / "adapter_model.safetensors"
+        path.write_bytes(path.read_bytes()[:-4] + b"\x01\x02\x03\x04")
+        os.kill(rollout, signal.SIGCONT)
         code = run.wait()
     check_end(run, code)
     assert run.restarts("rollout/0") == 0
-    assert "weights refused" in run.tail() or "is not used: it says that it is version" in run.tail()
+    assert f"version {seen} is not used: adapter_model.safetensors does not have the checksum" in run.tail()

@@ -142,12 +142,15 @@ def test_clean_removes_what_a_killed_process_left(run_ring: RunPaths, holder: su
     run_ring.weights_file.write_bytes(b"")
     draft = SHM / f"{run_ring.weights_name}.1.new"  # of a learner that was killed while it made them
     draft.write_bytes(b"")
+    (run_ring.adapters / "v000000000001-s1").mkdir(parents=True)
+    (run_ring.adapters / "v000000000001-s1" / "adapter_config.json").write_text("{}")
     holder.send_signal(signal.SIGKILL)
     holder.wait(30)
     assert " dead " in busrl("ring", "inspect", run_ring.ring_name).stdout
     done = busrl("ring", "clean", run_ring.ring_name)
     assert done.returncode == 0, done.stderr
     assert not run_ring.ring_file.exists() and not run_ring.weights_file.exists() and not draft.exists()
+    assert not run_ring.adapters.exists()
 
 
 def test_clean_with_force_removes_a_ring_in_use(run_ring: RunPaths, holder: subprocess.Popen[str]) -> None:

@@ -1,0 +1,84 @@
+"""Puts measured weight updates into the table of docs/weights.md.
+
+    python tools/bench/weights_table.py RESULT.json ... [--page docs/weights.md] [--check]
+
+Each result is an object with `machine`, `commit`, `date` and `rows`; a row has `mode`, `model_mb`, `moved_mb`, seconds
+(`publish_s`, `take_s`, `apply_s`: what a transport does not tell apart is left out), `limit_s` and `limit` in words,
+and `engine` where it is not the embedded one. What stands between the two marks of the page is replaced. `--check`
+changes nothing and ends with 1 if the page is not what the results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "weights.md"
+BEGIN, END = "<!-- measured: tools/bench/weights_table.py -->", "<!-- end of measured -->"
+PHASES = ("publish_s", "take_s", "apply_s")
+HEAD = (
+    "| mode | engine | model MB | moved MB | publish s | take s | into the model s | together s | limit s | limit |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def tables(results: list[dict[str, Any]]) -> list[str]:
+    """The tables, one for each machine, date and commit."""
+    lines: list[str] = []
+    for told in results:
+        host = told["machine"]
+        lines += [
+            f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, "
+            f"commit {told['commit']}, {told['date']}; medians.",
+            "",
+            *HEAD,
+            *(line(row) for row in sorted(told["rows"], key=lambda row: (row["model_mb"], row["mode"]))),
+            "",
+        ]
+    return lines[:-1]
+
+
+def line(row: dict[str, Any]) -> str:
+    together = sum(row.get(phase, 0.0) for phase in PHASES)
+    phases = [_seconds(row[phase]) if phase in row else "" for phase in PHASES]
+    cells = [row["mode"], row.get("engine", "torch"), _short(row["model_mb"]), _short(row["moved_mb"]), *phases,
+             _seconds(together), _seconds(row["limit_s"]), row["limit"]]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def filled(page: str, lines: list[str]) -> str:
+    """The page with the lines between its marks; ValueError if it has none."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"no {BEGIN} ... {END}")
+    return "\n".join([before + begin, *lines, end + after])
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g}" if value < 10 else f"{value:.0f}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    page = options.page.read_text()
+    made = filled(page, tables([json.loads(path.read_text()) for path in options.results]))
+    if options.check:
+        return int(made != page)
+    options.page.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
