@@ -159,7 +159,8 @@ class Rollout(Actor):
         if newest <= self.version:
             return
         begun = time.monotonic_ns()
-        self.version, step = self.engine.update_weights(self.receiver)
+        with self.activity("new weights", self.topology.limits.ready_s):  # some engines start anew for them
+            self.version, step = self.engine.update_weights(self.receiver)
         self.segments.fetched((time.monotonic_ns() - begun) / 1e9)
         self.step_of[self.version] = step
         self.ring.set_version_seen(self.version)
