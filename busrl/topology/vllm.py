@@ -89,7 +89,7 @@ def findings(topology: Topology) -> Iterator[Finding]:
     at, own = f"process.{entries[0]}.engine", topology.vllm
     for name, value in _temperatures(topology):
         if 0 < value < COLDEST:
-            rule = f"vLLM takes a temperature below {COLDEST} as {COLDEST}, so what it tells would not be what was asked"
+            rule = f"vLLM takes a temperature below {COLDEST} as {COLDEST}: what it tells is not what was asked"
             yield Finding((name, at), rule, f"set it to {COLDEST} or more")
         if value > HOTTEST:
             yield Finding((name, at), f"vLLM refuses a temperature above {HOTTEST:g}", f"set it to {HOTTEST:g} or less")
