@@ -99,15 +99,21 @@ class Core:
         """Processes that vLLM started here and that were alive when it was up."""
         return sorted(self._pidfds)
 
+    async def dies(self, within_s: float) -> bool:
+        """Whether the engine's death is noticed within the time; awaited in the loop."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._death.wait(), within_s)
+        return self._death.is_set()
+
     async def _race(self, what: str, make_awaitable: Callable[[], Awaitable[T]], limit_s: float) -> T:
         work = asyncio.ensure_future(make_awaitable())
         death = asyncio.ensure_future(self._death.wait())
         done, _ = await asyncio.wait({work, death}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         death.cancel()
-        if work in done and (work.exception() is None or not self._death.is_set()):
+        if work in done and not (self._death.is_set() and work.exception()) and not is_death(work.exception()):
             return work.result()
         work.cancel()
-        if self._death.is_set():
+        if self._death.is_set() or work in done:
             raise self.lose(f"vLLM's engine died during {what}: {self.lost or self.describe()}")
         raise self.lose(f"vLLM's engine did not answer {what} within {limit_s:g} s; {self.describe()}")
 
@@ -152,11 +158,15 @@ class Core:
 
     def _find(self) -> None:
         """Hold on to every process that vLLM has started, so that a pid can not become somebody else's."""
-        mine = [child.pid for child in multiprocessing.active_children() if child.pid not in self._before]
-        for pid in _with_descendants([pid for pid in mine if pid is not None]):
+        for pid in _with_descendants(self._roots()):
             if pid not in self._pidfds:
                 with contextlib.suppress(ProcessLookupError):
                     self._pidfds[pid] = os.pidfd_open(pid)
+
+    def _roots(self) -> list[int]:
+        """vLLM's engine cores, which are children of ours; they watch over their own."""
+        children = (child.pid for child in multiprocessing.active_children())
+        return [pid for pid in children if pid is not None and pid not in self._before]
 
     def _watch(self) -> None:
         self._find()
@@ -166,7 +176,7 @@ class Core:
 
     def _wait_for_death(self) -> None:
         poll = select.poll()
-        descriptors = {descriptor: pid for pid, descriptor in self._pidfds.items()}
+        descriptors = {self._pidfds[pid]: pid for pid in self._roots() if pid in self._pidfds}
         for descriptor in descriptors:
             poll.register(descriptor, select.POLLIN)
         ended = poll.poll()
@@ -224,6 +234,11 @@ class Core:
                 child.join(0)
         for file in shared:
             file.unlink(missing_ok=True)
+
+
+def is_death(problem: BaseException | None) -> bool:
+    """Whether that is vLLM's word that its engine is dead; the class has moved between versions."""
+    return type(problem).__name__ == "EngineDeadError"
 
 
 def _ended(pidfd: int, timeout_s: float) -> bool:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("busrl")
 STEP_WAIT_S = 0.02
+DEATH_S = 1.0  # a failed request may be the first that is heard of a death, whose own error says more
 CALM_TURNS = 4  # of the loop, in which everything that vLLM has sent passes through its tasks to ours
 
 
@@ -225,7 +226,7 @@ class VllmEngine:
 
         def create() -> None:
             for running in starting:
-                task = asyncio.ensure_future(self._follow(running))
+                running.task = task = asyncio.ensure_future(self._follow(running))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
@@ -300,7 +301,7 @@ class VllmEngine:
         except asyncio.CancelledError:
             raise
         except Exception as problem:
-            if core is self.core and not core.lost:
+            if not core.lost and not await core.dies(DEATH_S) and core is self.core:
                 self._failure = f"vLLM failed request {running.id}: {type(problem).__name__}: {problem}"
                 self._some.set()
 
@@ -343,6 +344,7 @@ class VllmEngine:
         with self._lock:
             for running in ending:  # one that vLLM did not know yet, or whose last word is still on its way
                 if running.finish is None:
+                    running.task.cancel()
                     running.finish = ABORTED
                     self._ended.append(running)
 

@@ -39,6 +39,7 @@ class Running:
     counted: int = 0  # tokens that `drawing` has counted
     started_with: int = 0  # tokens that it had when it was last handed to vLLM
     again: int = 0  # how often it was cut by a restart of the engine
+    task: Any = None  # what follows it in the loop
     adapter: Any = None  # the adapter (`vllm_updates.Adapter`) that makes its tokens
 
     @property

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from busrl.weights.factory import Settings
 
 log = logging.getLogger("busrl")
-IN_WORKERS = ("shm", "broadcast", "cuda_ipc")  # transports whose tensors the workers receive themselves
+ONE_COPY = "cuda_ipc"  # the learner's weights are the worker's own tensors
+IN_WORKERS = ("shm", "broadcast", ONE_COPY)  # transports whose tensors the workers receive themselves
 RESTARTS = ("lora_restart", "checkpoint_restart")
 LOOK_EVERY_S = 0.005
 CHECK_TOKENS = 24
@@ -106,13 +107,13 @@ class Updates:
         self._finish_first = on_restart == "finish"
         self._restarts = False
         self._dirty = ""
-        self._checked = False
+        self._checked = False  # whether the weights were compared with a plain forward pass, or can not be
         self._own: WorkerReceiver | None = None
         self.adapter: Any = None  # the LoRA request that new requests get
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
         """Workers receive tensors themselves; folders and adapters are the ordinary receiver's."""
-        self._restarts = settings.transport in RESTARTS
+        self._restarts, self._checked = settings.transport in RESTARTS, settings.transport == ONE_COPY
         if settings.transport not in IN_WORKERS:
             return None
         engine = self._engine

