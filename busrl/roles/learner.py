@@ -120,6 +120,7 @@ class Learner(Actor):
         if self._is_over():
             self._finish()
             return True
+        self.publisher.check()
         begun = time.monotonic_ns()
         self.publisher.announce()
         self._free_trained()
@@ -243,7 +244,6 @@ class Learner(Actor):
         )
 
     def _accumulate(self) -> None:
-        self.publisher.check()
         groups, self.pending = self.pending, []
         self.training.old.at(self.publisher.version, self.history.step)
         self.training.accumulate([record for group in groups for record in group.records], self.publisher.version)

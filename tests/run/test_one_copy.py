@@ -1,0 +1,51 @@
+"""Runs whose learner trains the engine's own weights: on a CPU the memory they share is a file, the code is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from checks import check_end
+from harness import Run, read_lines, running
+
+ONE_COPY = ("weights.transport=cuda_ipc", "model.device=cpu")
+
+
+def log_of(run: Run, process: str) -> str:
+    return run.paths.log(process).read_text(errors="replace")
+
+
+def survive(tmp_path: Path, kills: Sequence[tuple[int, str]], starts: int, steps: int) -> None:
+    """Kill at those steps; the learner then finds the engine's weights so many times in all."""
+    run = Run(tmp_path / "run", *ONE_COPY, "learner.checkpoint_every=5", steps=steps)
+    with running(run):
+        for step, role in kills:
+            run.until_step(step)
+            run.kill(role)
+        code = run.wait()
+    check_end(run, code)
+    learner = log_of(run, "learner")
+    assert learner.count("trains the engine's own weights") == starts, learner
+    assert "rollout-0 (pid" in learner and "held the weights and is gone" in learner
+    rewards = [row["reward"] for row in read_lines(run.paths.metrics)]
+    assert sum(rewards[-5:]) > sum(rewards[:5]), rewards
+
+
+def test_a_run_with_one_copy_learns_and_goes_on_from_its_log_when_the_engine_dies(
+    tmp_path: Path, quickstart: None
+) -> None:
+    survive(tmp_path, [(7, "rollout/0")], starts=2, steps=16)
+
+
+@pytest.mark.slow
+def test_either_side_of_one_copy_may_die(tmp_path: Path, quickstart: None) -> None:
+    survive(tmp_path, [(6, "learner"), (14, "rollout/0"), (22, "learner")], starts=4, steps=30)
+
+
+@pytest.mark.slow
+def test_an_engine_in_bfloat16_is_given_copies_of_the_learners_weights(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", *ONE_COPY, "model.dtype=bfloat16", steps=6)
+    with running(run):
+        check_end(run, run.wait())
+    assert "copies its float32 weights into the engine's" in log_of(run, "learner")
