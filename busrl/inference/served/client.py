@@ -117,7 +117,7 @@ class Client:
     async def _begin(self) -> asyncio.Event:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.endpoint.timeout_s)
         self._session = aiohttp.ClientSession(
-            headers=self.endpoint.headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=True
+            headers=self.endpoint.headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
         )
         gate = asyncio.Event()
         gate.set()
@@ -356,6 +356,7 @@ class Client:
         for key in list(self._asks):
             await self._forget(key)
         await self._session.close()
+        await self._loop.shutdown_default_executor()  # names are looked up there
 
     # -- anything else that is asked of the server ----------------------------------------------------------------
 
