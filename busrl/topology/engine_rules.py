@@ -56,7 +56,8 @@ def _weights(t: Topology, at: str, entries: list[Process]) -> Iterator[Finding]:
     if t.openai.update == "none":
         if t.weights.mode != "fully-async":
             rule = "the server keeps its first weights, so every sample is older than this mode allows"
-            yield Finding(("openai.update", "weights.mode", at), rule, 'update = "vllm" or "sglang", or mode = "fully-async"')
+            remedy = 'update = "vllm" or "sglang", or mode = "fully-async"'
+            yield Finding(("openai.update", "weights.mode", at), rule, remedy)
         else:
             rule = "the server keeps its first weights: what is trained is ever further from what generates"
             yield Finding(("openai.update", at), rule, 'update = "vllm" or "sglang"', warning=True)

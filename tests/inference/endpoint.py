@@ -15,7 +15,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-EOS, FIRST, KINDS = 1, 3, 30
+EOS, FIRST, KINDS = 1, 3, int(os.environ.get("ENDPOINT_KINDS", "30"))  # token ids
 
 
 def next_token(ids: list[int], version: int) -> tuple[int, float]:
@@ -56,7 +56,7 @@ class Server:
         if len(line) < 2:
             return None
         headers = {}
-        while (header := (await reader.readline()).decode().strip()):
+        while header := (await reader.readline()).decode().strip():
             name, _, value = header.partition(":")
             headers[name.lower()] = value.strip()
         body = await reader.readexactly(int(headers.get("content-length", 0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from published import Published
 
 from busrl.data import JsonlStream, trace
 from busrl.data.trace import Task
-from busrl.inference import EOS, LENGTH, Engine, Finished, Request
+from busrl.inference import ABORTED, EOS, LENGTH, Engine, Finished, Request
 from busrl.inference.script import Script
 from busrl.inference.scripted import LATEST_S, Pace, ScriptedEngine
 from busrl.topology.machine import Vocabulary
@@ -176,6 +177,32 @@ def test_segments_by_different_actors_are_the_answer_in_one_piece(
             break
     assert parts == whole.token_ids.tolist() and part.finish == whole.finish
     assert number == -(-min(length, limit) // segment)
+
+
+def test_pauses_keep_wait_or_abort_and_a_streaming_request_is_told_of_as_it_grows(tmp_path: Path) -> None:
+    script, world = script_of(tmp_path, Task("one", (60, 90))), World()
+    engine = engine_of(script, world)
+    engine.submit([dataclasses.replace(request(0, 0), stream=True), request(1, 1)])
+    engine.step()
+    first = engine.events()
+    assert [event.key for event in first] == [0] and first[0].finish is None and len(first[0].token_ids) > 0
+    assert engine.pause("keep") == [] and engine.drawing == 0 and engine.step() == [] and engine.events() == []
+    world.now += 2.0
+    engine.resume()
+    (aborted,) = [engine.abort(1)]
+    assert aborted is not None and aborted.finish == ABORTED and 0 < len(aborted.token_ids) < 90
+    assert aborted.token_ids.tolist() == script.tokens(1, 0, 90, True)[0][: len(aborted.token_ids)].tolist()
+    (ended,) = engine.pause("wait")
+    last = engine.events()
+    assert ended.finish == EOS == last[-1].finish
+    told = np.concatenate([event.token_ids for event in (*first, *last)])
+    assert told.tolist() == ended.token_ids.tolist()
+    engine.resume()
+    engine.submit([request(2, 0), request(3, 1)])
+    engine.step()
+    assert sorted(one.key for one in engine.pause("abort")) == [2, 3] and not engine.active
+    counted = engine.statistics()
+    assert counted.paused and counted.pause_s == pytest.approx(2.0) and counted.tokens > 60
 
 
 def test_rewards_follow_the_trace_or_a_coin(tmp_path: Path) -> None:

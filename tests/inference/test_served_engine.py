@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import numpy as np
 import pytest
 from endpoint import EOS as EOS_ID
 from endpoint import answer
+from endpoint_process import WAIT_S, Endpoint
 from requests_ import request
 
 from busrl.errors import PeerTimeout, UserError
@@ -26,7 +24,6 @@ from busrl.inference.served.engine import ServedEngine
 from busrl.topology.schema import Openai
 
 LONG = next([k, 5] for k in range(3, 90) if len(answer([k, 5], 40, 0)[0]) == 40)  # a prompt whose answer has no end
-WAIT_S = 60
 
 
 class Letters:
@@ -37,44 +34,6 @@ class Letters:
 
     def decode(self, ids: Any, ended: bool = True) -> str:
         return "".join(chr(int(i) + 94) for i in ids if not (ended and i == EOS_ID))
-
-
-class Endpoint:
-    """The server's process."""
-
-    def __init__(self, folder: Path, token_s: float, port: int = 0) -> None:
-        self.port_file, self.token_s = folder / f"port{time.monotonic_ns()}", token_s
-        command = [sys.executable, str(Path(__file__).with_name("endpoint.py")), str(self.port_file), str(token_s)]
-        self.process = subprocess.Popen([*command, str(port)])
-        deadline = time.monotonic() + WAIT_S
-        while not self.port_file.exists():
-            assert self.process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        self.port = int(self.port_file.read_text())
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
-
-    def behave(self, *script: str) -> None:
-        self._call("/test/behave", {"script": list(script)})
-
-    @property
-    def log(self) -> list[dict[str, Any]]:
-        return list(self._call("/test/log", {})["log"])
-
-    def calls(self, *paths: str) -> list[str]:
-        return [entry["path"].partition("?")[0] for entry in self.log if entry["path"].partition("?")[0] in paths]
-
-    def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode())
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(asked, timeout=WAIT_S) as response:
-            return dict(json.loads(response.read()))
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(WAIT_S)
 
 
 Start = Callable[..., Endpoint]

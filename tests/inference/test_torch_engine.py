@@ -140,6 +140,58 @@ def test_an_aborted_request_leaves_and_the_others_are_not_touched(model_folder: 
         assert got.token_ids.tolist() == wanted[key].token_ids.tolist()
 
 
+def test_pauses_keep_wait_or_abort(model_folder: Folder) -> None:
+    engine = TorchEngine.load(model_folder("qwen3"), capacity=5)
+    engine._seats._eos[:] = False
+    requests = crowd(5)
+    wanted = run(engine, requests)
+    engine.submit(requests)
+    engine.step()
+    before = engine.statistics()
+    assert engine.pause("keep") == [] and engine.drawing == 0 and engine.step() == []
+    assert engine.statistics().tokens == before.tokens and engine.statistics().paused
+    engine.resume()
+    engine.step()
+    for one in (ended := engine.pause("wait")):
+        assert one.token_ids.tolist() == wanted[one.key].token_ids.tolist()
+    assert len(ended) == 5 and not engine.active
+    engine.submit(requests[:2])
+    assert engine.drawing == 0
+    engine.resume()
+    engine.step()
+    engine.submit(requests[2:4])
+    aborted = {one.key: one for one in engine.pause("abort")}
+    assert {key: len(one.token_ids) for key, one in aborted.items()} == {0: 1, 1: 1, 2: 0, 3: 0}
+    assert {one.finish for one in aborted.values()} == {ABORTED} and not engine.active
+    engine.resume()
+    again = run(engine, requests)
+    assert {key: one.token_ids.tolist() for key, one in again.items()} == {
+        key: one.token_ids.tolist() for key, one in wanted.items()
+    }
+    assert engine.statistics().pause_s > 0
+
+
+def test_a_streaming_request_is_told_of_as_it_grows(model_folder: Folder) -> None:
+    engine = TorchEngine.load(model_folder("qwen3"), capacity=3)
+    engine._seats._eos[:] = False
+    engine.submit([request(0, [5, 6], stream=True), request(1, [5, 6]), request(2, [7], stream=True, max_new_tokens=3)])
+    events = []
+    finished = {}
+    while engine.active:
+        finished.update({one.key: one for one in engine.step()})
+        events.append(engine.events())
+    assert {event.key for event in events[0]} == {0, 2} and len(events) == 20
+    for key in (0, 2):
+        mine = [event for step in events for event in step if event.key == key]
+        assert [len(event.token_ids) for event in mine] == [1] * len(finished[key].token_ids)
+        for name in ("token_ids", "logprobs", "versions"):
+            told = np.concatenate([getattr(event, name) for event in mine])
+            assert told.tolist() == getattr(finished[key], name).tolist()
+        assert [event.finish for event in mine] == [None] * (len(mine) - 1) + [LENGTH]
+    gone = engine.submit([request(3, [5], stream=True)]) or engine.step() or engine.abort(3)
+    assert gone and [(e.key, e.finish) for e in engine.events()] == [(3, ABORTED)]
+
+
 def test_a_sequence_of_weights_that_are_not_finite_ends_and_spoils_no_later_one(model_folder: Folder) -> None:
     engine = TorchEngine.load(model_folder("qwen3"), capacity=2)
     good = {name: parameter.clone() for name, parameter in engine.parameters().items()}

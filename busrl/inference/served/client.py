@@ -45,6 +45,7 @@ TELL_EVERY_S = 10.0
 CALL_S = 30.0  # a call into the loop that does not wait for the server
 STATES_OF_THE_SERVER = (408, 409, 425, 429)  # 4xx that say nothing about the request itself
 T = TypeVar("T")
+Body = Mapping[str, Any] | None
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Client:
     async def _begin(self) -> asyncio.Event:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.endpoint.timeout_s)
         self._session = aiohttp.ClientSession(
-            headers=self.endpoint.headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=True
+            headers=self.endpoint.headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
         )
         gate = asyncio.Event()
         gate.set()
@@ -355,17 +356,18 @@ class Client:
         for key in list(self._asks):
             await self._forget(key)
         await self._session.close()
+        await self._loop.shutdown_default_executor()  # names are looked up there
 
     # -- anything else that is asked of the server ----------------------------------------------------------------
 
-    async def _send(self, method: str, url: str, body: Mapping[str, Any] | None, limit_s: float) -> tuple[int, str, str]:
+    async def _send(self, method: str, url: str, body: Body, limit_s: float) -> tuple[int, str, str]:
         """Status, text and Retry-After of one call."""
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
         async with self._session.request(method, url, json=body, timeout=timeout) as response:
             text = (await response.read()).decode("utf-8", "replace")
             return response.status, text, response.headers.get("Retry-After", "")
 
-    def send(self, method: str, url: str, body: Mapping[str, Any] | None, phase: str) -> str:
+    def send(self, method: str, url: str, body: Body, phase: str) -> str:
         """The text of a 200, asked for until `patience_s` are over; UserError for a 4xx, PeerTimeout otherwise."""
         begun, failures, last = time.monotonic(), 0, ""
         while True:

@@ -1,7 +1,7 @@
 """The engine behind an OpenAI-compatible endpoint: the rollout process keeps the book, a server draws the tokens.
 
 The rollout role drives it through `busrl.inference.base.Engine`. Talks to the endpoint through `client` and, where the
-server can take new weights, `updates`. Imports no torch; the tokenizer is that of the model folder.
+server can take new weights, `updates`. The tokenizer is that of the model folder; no model is loaded here.
 
 - By completions a request is token ids, both ways. At an update it is cut, keeps its tokens, and goes on with the new
   weights from prompt and tokens: what comes then agrees with a forward pass of the new version.
@@ -58,9 +58,7 @@ class _Book:
     versions: list[int] = field(default_factory=list)
     told: int = 0  # tokens that events have told of
 
-    def arrays(
-        self, begin: int = 0
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
+    def arrays(self, begin: int = 0) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
         logprobs = np.asarray(self.logprobs[begin:], np.float32)
         if self.request.temperature <= 0:
             logprobs[:] = 0.0  # a distribution with one point, as in the other engines

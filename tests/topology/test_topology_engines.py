@@ -1,0 +1,59 @@
+"""[openai] and the keys of engines: what can not work is refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from busrl.topology import Topology
+
+Loaded = Callable[..., Topology]
+Refused = Callable[..., list[str]]
+
+URL = 'base_url = "http://127.0.0.1:8000/v1"\n'
+ENGINE = ("process.rollout.engine=openai",)
+FREE = '[weights]\nmode = "fully-async"\n'
+
+REFUSED = [
+    ("[openai]\n" + FREE, "an endpoint is asked, and none is named; for example http://127.0.0.1:8000/v1"),
+    ('[openai]\nbase_url = "127.0.0.1:8000"\n' + FREE, "is no address of an endpoint"),
+    ('[openai]\nbase_url = "http://host:port/v1"\n' + FREE, "is no address of an endpoint"),
+    ("[openai]\n" + URL, "the server keeps its first weights, so every sample is older than this mode allows"),
+    (f'[openai]\n{URL}update = "vllm"\n', "a server in another process is told of a folder, and this transport writes"),
+    (f'[openai]\n{URL}endpoint = "chat"\n{FREE}', "what is trained would be without it"),
+    (f'[openai]\n{URL}endpoint = "chat"\n{FREE}[data]\ntemplate = "chat"\n[segments]\nlength = 20\n',
+     "by chat an answer is made in one go"),
+    (f'[openai]\n{URL}tools = "tools.json"\n{FREE}', "tools belong to the chat endpoint"),
+    (f'[openai]\n{URL}{FREE}[generation]\non_update = "keep"\n', "so its keys are always computed again"),
+    (f'[openai]\n{URL}update = "ollama"\n{FREE}', 'expected one of "none", "vllm", "sglang"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED, ids=[case[1][:40] for case in REFUSED])
+def test_an_endpoint_that_can_not_work_is_refused_with_the_rule_and_the_remedy(
+    refused: Refused, text: str, message: str
+) -> None:
+    overrides = list(ENGINE)
+    if '[data]\ntemplate = "chat"\n' in text:
+        text = text.replace('[data]\ntemplate = "chat"\n', "")
+        overrides.append("data.template=chat")
+    found = refused(text, *overrides)
+    assert any(message in line for line in found), found
+
+
+def test_one_process_gives_a_server_its_weights(refused: Refused) -> None:
+    text = f'[openai]\n{URL}update = "vllm"\n[weights]\ntransport = "checkpoint_restart"\n'
+    found = refused(text, *ENGINE, "process.rollout.count=2")
+    assert any("two processes would load weights into one server" in line for line in found), found
+
+
+def test_what_can_work_is_loaded_and_warned_of_where_the_server_has_to_be_set_up_for_it(loaded: Loaded) -> None:
+    given = f'[openai]\n{URL}update = "vllm"\n[weights]\ntransport = "checkpoint_restart"\n'
+    topology = loaded(given + "[generation]\ntemperature = 0.7\n", *ENGINE)
+    assert any("processed_logprobs" in line for line in topology.derived.warnings)
+    assert Topology.from_json(topology.to_json()) == topology
+    fixed = loaded(f"[openai]\n{URL}{FREE}", *ENGINE)
+    assert any("ever further from what generates" in line for line in fixed.derived.warnings)
+    unused = loaded(f"[openai]\n{URL}")
+    assert any('no [[process]] has engine = "openai"' in line for line in unused.derived.warnings)
