@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from busrl.errors import BusrlError, EngineDisagrees, EngineLost, UserError, WeightsTimeout
 from busrl.inference.vllm_page import Page
@@ -45,12 +45,14 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 class WorkerReceiver:
     """What the rollout role sees of the receivers in vLLM's workers: one page each."""
 
-    kind = "tensors"
-
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
         self._told = ""
         self.steps = StepTable()
+
+    @property
+    def kind(self) -> Literal["tensors"]:
+        return "tensors"
 
     @property
     def trouble(self) -> str:
