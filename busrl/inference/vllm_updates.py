@@ -93,7 +93,7 @@ class WorkerReceiver:
 
 @dataclass
 class Adapter:
-    """An adapter that vLLM has loaded, and the version that it is."""
+    """The version that an adapter is, and what vLLM knows it by; None for the model without one."""
 
     version: int
     request: Any
@@ -111,7 +111,8 @@ class Updates:
         self._dirty = ""
         self._checked = False  # whether the weights were compared with a plain forward pass, or can not be
         self._own: WorkerReceiver | None = None
-        self.adapter: Any = None  # the LoRA request that new requests get
+        # What new requests get, where versions are adapters; before the first one that is the bare model.
+        self.adapter = Adapter(0, None) if engine.start.lora_rank else None
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
         """Workers receive tensors themselves; folders and adapters are the ordinary receiver's."""
@@ -243,7 +244,7 @@ class Updates:
         if kind not in ("adapter", "folder"):
             raise UserError(f"vLLM takes no weights of kind {kind!r} from a receiver outside of its workers")
         version, step, path = receiver.take()
-        restarts = kind == "folder" or (self._restarts and self.adapter is not None)
+        restarts = kind == "folder" or (self._restarts and self._has_adapter)
         if restarts:
             if self._finish_first:
                 engine.finish_all()
@@ -256,6 +257,10 @@ class Updates:
         if restarts:
             engine.go_on(self.adapter)
         return version, step
+
+    @property
+    def _has_adapter(self) -> bool:
+        return self.adapter is not None and self.adapter.request is not None
 
     def _add(self, version: int, path: Path) -> None:
         """Load an adapter under an id of its own: running requests keep theirs, with the cache that it made."""
