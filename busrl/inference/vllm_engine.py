@@ -295,7 +295,7 @@ class VllmEngine:
         try:
             prompt = {"prompt_token_ids": running.known, "cache_salt": str(self.version)}
             settings = settings_of(running, self._stops, self.own.seeded)
-            more = {"lora_request": running.adapter.request} if running.adapter is not None else {}
+            more = {"lora_request": running.adapter.request} if running.adapter and running.adapter.request else {}
             async for output in core.engine.generate(prompt, settings, running.id, **more):
                 self._take(running, output)
         except asyncio.CancelledError:

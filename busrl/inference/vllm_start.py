@@ -111,7 +111,8 @@ def make(start: Start, stat_logger: Any = None) -> Any:
     given = _arguments(start, _on_cpu())
     known = inspect.signature(AsyncEngineArgs).parameters
     if unknown := sorted(given.keys() - known.keys()):
-        raise UserError(f"vllm.extra: vLLM's engine has no argument {unknown[0]!r}")
+        where = "vllm.extra" if unknown[0] in dict(start.extra) else 'engine = "vllm"'
+        raise UserError(f"{where}: the engine of vLLM {require()} has no argument {unknown[0]!r}; see docs/vllm.md")
     loggers = [stat_logger] if stat_logger is not None else None
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), stat_loggers=loggers)
 

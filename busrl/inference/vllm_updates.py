@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from busrl.errors import BusrlError, EngineDisagrees, EngineLost, UserError, WeightsTimeout
 from busrl.inference.vllm_page import Page
@@ -45,12 +45,14 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 class WorkerReceiver:
     """What the rollout role sees of the receivers in vLLM's workers: one page each."""
 
-    kind: Kind = "tensors"
-
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
         self._told = ""
         self.steps = StepTable()
+
+    @property
+    def kind(self) -> Literal["tensors"]:
+        return "tensors"
 
     @property
     def trouble(self) -> str:
@@ -91,7 +93,7 @@ class WorkerReceiver:
 
 @dataclass
 class Adapter:
-    """An adapter that vLLM has loaded, and the version that it is."""
+    """The version that an adapter is, and what vLLM knows it by; None for the model without one."""
 
     version: int
     request: Any
@@ -109,7 +111,8 @@ class Updates:
         self._dirty = ""
         self._checked = False  # whether the weights were compared with a plain forward pass, or can not be
         self._own: WorkerReceiver | None = None
-        self.adapter: Any = None  # the LoRA request that new requests get
+        # What new requests get, where versions are adapters; before the first one that is the bare model.
+        self.adapter = Adapter(0, None) if engine.start.lora_rank else None
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
         """Workers receive tensors themselves; folders and adapters are the ordinary receiver's."""
@@ -241,7 +244,7 @@ class Updates:
         if kind not in ("adapter", "folder"):
             raise UserError(f"vLLM takes no weights of kind {kind!r} from a receiver outside of its workers")
         version, step, path = receiver.take()
-        restarts = kind == "folder" or (self._restarts and self.adapter is not None)
+        restarts = kind == "folder" or (self._restarts and self._has_adapter)
         if restarts:
             if self._finish_first:
                 engine.finish_all()
@@ -254,6 +257,10 @@ class Updates:
         if restarts:
             engine.go_on(self.adapter)
         return version, step
+
+    @property
+    def _has_adapter(self) -> bool:
+        return self.adapter is not None and self.adapter.request is not None
 
     def _add(self, version: int, path: Path) -> None:
         """Load an adapter under an id of its own: running requests keep theirs, with the cache that it made."""

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from busrl.device import group_class
+
 log = logging.getLogger("busrl")
 dist: Any = torch.distributed  # its stub exports neither the stores nor the options of the backends
 IN_FLIGHT = 2
@@ -113,16 +115,10 @@ def connect(place: Place, store: Any = None) -> Group:
 
 def _device_group(place: Place, store: Any) -> Any:
     """NCCL or HCCL. Not verified on hardware with more than one device."""
-    if place.backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=place.timeout_s)
-        return dist.ProcessGroupNCCL(store, place.rank, place.size, options)
-    import torch_npu  # type: ignore[import-not-found]
-
-    backend = torch_npu._C._distributed_c10d.ProcessGroupHCCL
-    options = backend.Options()
+    made = group_class(place.backend)
+    options = made.Options()
     options._timeout = timedelta(seconds=place.timeout_s)
-    return backend(store, place.rank, place.size, options)
+    return made(store, place.rank, place.size, options)
 
 
 class Forming:

@@ -81,6 +81,7 @@ def test_the_topology_makes_the_engine(model_folder: Folder) -> None:
         data=SimpleNamespace(template="none"),
         process=(),
         processes=list,
+        device_of=lambda _: "cpu",
     )
     engine = make_engine(topology, "rollout/0")
     assert (engine.capacity, engine.max_length, engine.active) == (3, 50, 0)

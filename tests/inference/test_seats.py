@@ -17,7 +17,7 @@ def request(key: int) -> Request:
 def seated(count: int) -> Seats:
     seats = Seats(count, 16, np.zeros(8, np.bool_))
     for row in range(count):
-        seats.sit(row, request(row))
+        seats.rows[row] = seats.sit(request(row))
     seats.active = count
     return seats
 
@@ -35,7 +35,7 @@ def test_after_closing_up_the_first_rows_hold_exactly_those_who_stayed(count: in
     assert seats.active == count - len(holes)
     assert sorted(cache[: seats.active]) == sorted(set(range(count)) - set(holes))
     assert [int(seats.key[seat]) for seat in seats.rows[: seats.active]] == cache[: seats.active]
-    assert sorted(seats.rows) == list(range(count))
+    assert len(set(seats.rows[: seats.active].tolist())) == seats.active
 
 
 def test_tokens_are_recorded_with_the_version_of_their_step() -> None:

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from vllm_scene import HERE, ROOT, Scene, request
+from vllm_scene import HERE, ROOT, START_S, Scene, request
 
-from busrl.errors import EngineLost
+from busrl.errors import EngineDisagrees, EngineLost
+from busrl.weights import factory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 LATE_S = 20.0  # for the kernel and a loaded machine
@@ -26,6 +27,10 @@ def gone(pids: list[int], limit_s: float) -> bool:
             return True
         time.sleep(0.05)  # processes that are not ours can not be waited for
     return False
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _runs(pid: int) -> bool:
@@ -84,7 +89,7 @@ from pathlib import Path
 from vllm_scene import Scene
 if __name__ == "__main__":
     scene = Scene(Path(sys.argv[1]), tied=True)
-    print(*scene.engine.core.pids(), flush=True)
+    Path(sys.argv[2]).write_text(" ".join(map(str, scene.engine.core.pids())) + "\\n")
     time.sleep(600)
 """
 
@@ -93,17 +98,37 @@ def test_a_killed_rollout_process_leaves_no_engine_behind(tmp_path: Path) -> Non
     (tmp_path / "parent.py").write_text(PARENT)
     environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}"}
     parent = subprocess.Popen(
-        [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "model")], stdout=subprocess.PIPE, text=True,
-        env=environment,
-    )  # fmt: skip
+        [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "model"), str(tmp_path / "pids")], env=environment
+    )
     try:
-        assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
+        end = time.monotonic() + START_S
+        while not (told := read(tmp_path / "pids")).endswith("\n"):
+            assert parent.poll() is None and time.monotonic() < end
+            time.sleep(0.1)  # another process's file can not be waited on
+        pids = [int(word) for word in told.split()]
         assert pids and all(_runs(pid) for pid in pids)
     finally:
         parent.kill()
         parent.wait()
     assert gone(pids, 5.0)
+
+
+def test_an_engine_in_which_new_weights_come_out_wrong_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, tied=False)
+    pids = scene.engine.core.pids()
+    settings = scene.settings("shm")
+    sender, receiver = factory.sender(settings), scene.engine.receiver(settings, "rollout-0")
+    try:
+        assert receiver is not None
+        scene.engine.core.rpc("busrl_corrupt")
+        sender.publish(1, 10, scene.tensors(1))
+        receiver.wait_for(1, 60)
+        with pytest.raises(EngineDisagrees, match=r"version 1 differ by \d.* plain forward pass, more than 0.001"):
+            scene.engine.update_weights(receiver)
+        assert gone(pids, LATE_S)
+    finally:
+        sender.close()
+        scene.close()
 
 
 def test_closing_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:

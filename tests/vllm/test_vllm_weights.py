@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +117,36 @@ def test_an_engine_whose_load_failed_half_way_answers_nothing_until_a_whole_load
     finally:
         receiver.close()
         sender.close()
+
+
+def test_a_learner_that_trains_vllms_own_tensors_changes_them_between_two_steps_only(scene: Scene) -> None:
+    """weights.transport = "cuda_ipc", on the CPU through shared memory: one copy, views of vLLM's fused tensors."""
+    pytest.importorskip("busrl.weights.one_copy")
+    engine, settings = scene.engine, scene.settings("cuda_ipc")
+    receiver, sender = engine.receiver(settings, "rollout-0"), factory.sender(settings)
+    assert receiver is not None
+    views = sender.connect(scene.tensors(engine.version), torch.device("cpu"), 60.0)
+    assert all(torch.equal(views[name], tensor) for name, tensor in scene.tensors(engine.version).items())
+
+    def change(version: int) -> None:
+        sender.begin(version, 10 * version)
+        for name, tensor in scene.tensors(version).items():
+            views[name].copy_(tensor)
+        sender.publish(version, 10 * version, views)
+
+    try:
+        for version in (engine.version + 1, engine.version + 2):
+            asked = [request(k, [5, 6, k], 120) for k in range(2, 8)]
+            engine.submit(asked)
+            scene.wait_for_tokens(12)
+            learner = threading.Thread(target=change, args=(version,))
+            learner.start()
+            receiver.wait_for(version, 60)
+            assert engine.update_weights(receiver) == (version, 10 * version)
+            learner.join(60)
+            made = scene.finish(len(asked))
+            assert {v for one in made.values() for v in one.versions.tolist()} == {version - 1, version}
+            assert max(scene.off_by(one, made[one.key]) for one in asked) < EXACT
+    finally:
+        sender.close()
+        receiver.close()

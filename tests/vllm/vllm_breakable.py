@@ -1,8 +1,10 @@
-"""The worker extension with a fault on purpose: a load that fails when half of the tensors are in."""
+"""The worker extension with faults on purpose: a load that fails half-way, and one that leaves a wrong output head."""
 
 from __future__ import annotations
 
-from busrl.inference.vllm_worker import Extension
+import torch
+
+from busrl.inference.vllm_worker import Extension, _model_of
 
 
 class Breakable(Extension):
@@ -16,6 +18,19 @@ class Breakable(Extension):
             raise RuntimeError("broken on purpose")
 
         model.load_weights = half
+
+    def busrl_corrupt(self) -> None:
+        """What vLLM's CPU backend did to tied models: everything is new but the output head."""
+        model = _model_of(self.model_runner)
+        whole, head = type(model).load_weights, model.lm_head.weight.data.clone()
+
+        def all_but_the_head(tensors):  # type: ignore[no-untyped-def]
+            taken = whole(model, tensors)
+            with torch.no_grad():
+                model.lm_head.weight.copy_(head)
+            return taken
+
+        model.load_weights = all_but_the_head
 
     def busrl_mend(self) -> None:
         del self.busrl_plane._model.load_weights

@@ -176,7 +176,7 @@ def test_a_saved_model_has_the_checkpoints_names_and_each_tensor_alone(
     engine.ask(do="share")
     sender = sender_at(tmp_path)
     adopt(model, sender)
-    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, views=True)
+    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, named=apart(model))
     again = load(saved.model)
     assert plain(again, IDS) == pytest.approx(plain(model, IDS), abs=1e-6)
     assert named(again).keys() == named(load(folders(kind))).keys() == apart(model).keys()
