@@ -15,8 +15,10 @@ indices (uint32) and new bits of each, at multiples of 8 · foot (version, step,
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ HEAD, ROW, FOOT = struct.Struct("<8sQQQQQ"), struct.Struct("<IIQQQQ"), struct.St
 MASK = (1 << 64) - 1
 ODD, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MOST_VALUES = 1 << 32  # of one tensor: an index has 32 bits
+THREADS, WORTH_A_THREAD = 4, 16 << 20  # comparing is bound by memory: more threads gain nothing
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -64,6 +67,14 @@ class Frame:
     parts: tuple[Part, ...]
 
 
+class _Share:
+    """The tensors that one thread compares, and its room for what it finds."""
+
+    def __init__(self, entries: list[int], most_bytes: int) -> None:
+        self.entries = entries
+        self.indices, self.values = np.empty(most_bytes // 4, np.uint32), np.empty(most_bytes, np.uint8)
+
+
 class Shadow:
     """The sender's copy of what it last published, in a block of the manifest's layout; finds what has changed.
 
@@ -75,8 +86,7 @@ class Shadow:
         self.most_bytes = int(manifest.nbytes * threshold)
         self.checksum = checksum
         self._views = manifest.views(block)
-        self._indices = np.empty(self.most_bytes // 4, np.uint32)
-        self._values = np.empty(self.most_bytes, np.uint8)
+        self._shares = [_Share(entries, self.most_bytes) for entries in _shares(manifest)]
         self.full()
 
     @classmethod
@@ -106,15 +116,32 @@ class Shadow:
         return pack(Frame(base, version, step, whole, tuple(rows)))
 
     def _find(self, named: Mapping[str, torch.Tensor], most: int) -> list[tuple[int, Bytes, Bytes]] | None:
-        """Indices and new values of each tensor that changed; None as soon as they are too many."""
+        """Indices and new values of each tensor that changed; None if a frame of them would be too long."""
         self.manifest.check(named)
-        left, found = most - HEAD.size - FOOT.size, []
-        for k, entry in enumerate(self.manifest.entries):
+        most -= HEAD.size + FOOT.size
+        with ThreadPoolExecutor(len(self._shares), "changed values") as pool:
+            # Each share has as much room as all, so that changes may lie in one half of the model.
+            told = pool.map(lambda share: self._find_in(share, named, most), self._shares)
+            found: list[tuple[int, Bytes, Bytes]] = []
+            for part in told:
+                if part is None:
+                    return None
+                found += part
+        if sum(ROW.size + 16 + len(indices) + len(values) for _, indices, values in found) > most:
+            return None
+        return found
+
+    def _find_in(
+        self, share: _Share, named: Mapping[str, torch.Tensor], left: int
+    ) -> list[tuple[int, Bytes, Bytes]] | None:
+        found = []
+        for k in share.entries:
+            entry = self.manifest.entries[k]
             width = width_of(entry)
             if left < ROW.size + 16:
                 return None
             room = (left - ROW.size - 16) // (4 + width)
-            indices, values = self._indices[:room], self._values[: room * width]
+            indices, values = share.indices[:room], share.values[: room * width]
             count = self._changed(named[entry.name], entry, width, indices, values)
             if count < 0:
                 return None
@@ -134,6 +161,15 @@ class Shadow:
         entry = self.manifest.entries[k]
         width = width_of(entry)
         return put(self._views[entry.name].data_ptr(), entry.nbytes // width, width, indices, values)
+
+
+def _shares(manifest: Manifest) -> list[list[int]]:
+    """The places of the tensors, in runs of about the same size: one for each thread that is worth its start."""
+    count = max(1, min(THREADS, os.cpu_count() or 1, manifest.nbytes // WORTH_A_THREAD))
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for k, entry in enumerate(manifest.entries):
+        shares[min(count - 1, entry.offset * count // max(1, manifest.nbytes))].append(k)
+    return shares
 
 
 def width_of(entry: Entry) -> int:

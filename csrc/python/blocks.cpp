@@ -10,6 +10,9 @@
 
 #include <cstdint>
 #include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -53,31 +56,89 @@ inline bool line_differs(const unsigned char* a, const unsigned char* b) {
     return any != 0;
 }
 
-// Indices and new bits of the values that differ; -1 as soon as more than `most` do.
+// Which values of one line differ, one bit each.
 template <typename T>
-int64_t find(const T* before, const T* now, size_t count, uint32_t* index, T* value, size_t most) {
-    constexpr size_t kPerLine = kLine / sizeof(T);
-    size_t n = 0, i = 0;
-    for (; i < count; i += kPerLine) {
-        size_t here = count - i < kPerLine ? count - i : kPerLine;
-        if (here == kPerLine && !line_differs(reinterpret_cast<const unsigned char*>(before + i),
-                                              reinterpret_cast<const unsigned char*>(now + i)))
-            continue;
-        for (size_t j = i; j < i + here; ++j) {
-            if (before[j] == now[j]) continue;
-            if (n == most) return -1;
+inline uint64_t differing(const T* a, const T* b) {
+    uint64_t mask = 0;
+    for (size_t j = 0; j < kLine / sizeof(T); ++j) mask |= uint64_t(a[j] != b[j]) << j;
+    return mask;
+}
+
+// The found values so far, and how many there may be.
+template <typename T>
+struct Found {
+    uint32_t* index;
+    T* value;
+    size_t n, most;
+
+    bool add(size_t start, uint64_t mask, const T* now) {
+        for (; mask != 0; mask &= mask - 1) {
+            size_t j = start + static_cast<size_t>(__builtin_ctzll(mask));
+            if (n == most) return false;
             index[n] = static_cast<uint32_t>(j);
             value[n] = now[j];
             ++n;
         }
+        return true;
     }
-    return static_cast<int64_t>(n);
+};
+
+// Indices and new bits of the values that differ; -1 as soon as there are too many.
+template <typename T>
+int64_t find_anywhere(const T* before, const T* now, size_t count, Found<T> found) {
+    constexpr size_t kPerLine = kLine / sizeof(T);
+    size_t i = 0;
+    for (; i + kPerLine <= count; i += kPerLine) {
+        if (!line_differs(reinterpret_cast<const unsigned char*>(before + i),
+                          reinterpret_cast<const unsigned char*>(now + i)))
+            continue;
+        if (!found.add(i, differing(before + i, now + i), now)) return -1;
+    }
+    for (; i < count; ++i)
+        if (before[i] != now[i] && !found.add(i, 1, now)) return -1;
+    return static_cast<int64_t>(found.n);
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define BUSRL_AVX512 __attribute__((target("avx512f,avx512bw")))
+template <typename T>
+BUSRL_AVX512 inline uint64_t differing_512(const T* a, const T* b) {
+    __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+    if (sizeof(T) == 1) return _mm512_cmpneq_epi8_mask(x, y);
+    if (sizeof(T) == 2) return _mm512_cmpneq_epi16_mask(x, y);
+    if (sizeof(T) == 4) return _mm512_cmpneq_epi32_mask(x, y);
+    return _mm512_cmpneq_epi64_mask(x, y);
+}
+
+template <typename T>
+BUSRL_AVX512 int64_t find_512(const T* before, const T* now, size_t count, Found<T> found) {
+    constexpr size_t kPerLine = kLine / sizeof(T);
+    size_t i = 0;
+    for (; i + kPerLine <= count; i += kPerLine) {
+        uint64_t mask = differing_512(before + i, now + i);
+        if (mask != 0 && !found.add(i, mask, now)) return -1;
+    }
+    for (; i < count; ++i)
+        if (before[i] != now[i] && !found.add(i, 1, now)) return -1;
+    return static_cast<int64_t>(found.n);
+}
+#endif
+
+template <typename T>
+int64_t find(const T* before, const T* now, size_t count, Found<T> found) {
+#ifdef BUSRL_AVX512
+    static const bool wide = __builtin_cpu_supports("avx512bw");
+    if (wide) return find_512(before, now, count, found);
+#endif
+    return find_anywhere(before, now, count, found);
 }
 
 template <typename T>
 uint64_t put_all(T* target, const uint32_t* index, const T* value, size_t n) {
+    constexpr size_t kAhead = 24;
     uint64_t sum = 0;
     for (size_t k = 0; k < n; ++k) {
+        if (k + kAhead < n) __builtin_prefetch(target + index[k + kAhead], 1);
         sum += mix(index[k], value[k]) - mix(index[k], target[index[k]]);
         target[index[k]] = value[k];
     }
@@ -125,8 +186,8 @@ PyObject* changed(PyObject*, PyObject* args) {
     int64_t n = 0;
     auto run = [&](auto zero) {
         using T = decltype(zero);
-        n = find(reinterpret_cast<const T*>(before), reinterpret_cast<const T*>(now), count, index.as<uint32_t>(),
-                 value.as<T>(), most);
+        n = find(reinterpret_cast<const T*>(before), reinterpret_cast<const T*>(now), count,
+                 Found<T>{index.as<uint32_t>(), value.as<T>(), 0, most});
     };
     Py_BEGIN_ALLOW_THREADS;
     if (width == 1) run(uint8_t{});
@@ -206,9 +267,18 @@ PyMethodDef methods[] = {
     {"digest", digest, METH_VARARGS, "A 64-bit digest of bytes."},
     {nullptr, nullptr, 0, nullptr},
 };
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "_blocks", "Work on plain memory for the weights.", -1,     methods,
-                      nullptr,               nullptr,   nullptr,                                 nullptr};
+PyModuleDef module = {PyModuleDef_HEAD_INIT,
+                      "_blocks",
+                      "Work on plain memory for the weights.",
+                      -1,
+                      methods,
+                      nullptr,
+                      nullptr,
+                      nullptr,
+                      nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__blocks() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__blocks() {
+    return PyModule_Create(&module);
+}
