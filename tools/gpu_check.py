@@ -4,7 +4,8 @@
     python tools/gpu_check.py --cpu        the same logic on a CPU, with tiny shapes
 
 Each check is a process with a deadline of its own: one that fails or hangs stops no other. Needs torch and
-transformers; the whole runs need busrl's other packages as well, and say so. Reports go to --out, else to $OUT, else docs/reports.
+transformers; the whole runs need busrl's other packages as well, and say so. Reports go to --out, else to $OUT, else
+to docs/reports.
 
 Ends with 0: all that could be checked on the accelerator is right. 1: something is not. 3: there is no accelerator (or
 torch can not use it) and nothing was checked. 4: with --cpu, all that a CPU allows is right.
@@ -136,10 +137,13 @@ def accelerator() -> str:
 def run_all(options: argparse.Namespace, chosen: list[Check], device: str) -> int:
     began, deadline = time.monotonic(), time.monotonic() + 60 * options.minutes
     notes = [] if options.no_build else build()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for check in chosen:
         left = deadline - time.monotonic()
-        row = left_out(check) if left < 5 else in_a_process(check, device, options.cpu, min(check.seconds, left))
+        if left < 5:
+            row = left_out(check)
+        else:
+            row = in_a_process(check, device, options.cpu, min(check.seconds, left), figures_of(rows, "bandwidth"))
         rows.append(row)
         print(f"{check.name:<22} {row['status']:<8} {row['seconds']:6.1f} s  {row['why']}", flush=True)
     failed = [row["name"] for row in rows if row["status"] == "failed"]
@@ -155,9 +159,13 @@ def run_all(options: argparse.Namespace, chosen: list[Check], device: str) -> in
     return BAD if failed else (GOOD_ON_CPU if options.cpu else GOOD)
 
 
+def figures_of(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """What a check has found already."""
+    return next((dict(row["figures"]) for row in rows if row["name"] == name), {})
+
+
 def device_name(rows: list[dict[str, Any]], device: str) -> str:
-    figures = next((row["figures"] for row in rows if row["name"] == "machine"), {})
-    return str(figures.get("device", device))
+    return str(figures_of(rows, "machine").get("device", device))
 
 
 def tell(options: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -180,12 +188,15 @@ def row_of(check: Check, status: str, why: str, seconds: float, found: dict[str,
     }  # fmt: skip
 
 
-def in_a_process(check: Check, device: str, small: bool, seconds: float) -> dict[str, Any]:
+def in_a_process(
+    check: Check, device: str, small: bool, seconds: float, bandwidth: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Run one check, and end it and all that it started at its deadline; what it had found by then is kept."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpucheck-") as folder:
         file = Path(folder) / "found.json"
-        command = [sys.executable, __file__, "--one", check.name, device, str(int(small)), str(file), str(seconds)]
+        command = [sys.executable, __file__, "--one", check.name, device, str(int(small)), str(file), str(seconds),
+                   json.dumps(bandwidth or {})]  # fmt: skip
         with open(Path(folder) / "words", "w+b") as words:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=words, stderr=words, cwd=ROOT,
                                      start_new_session=True, env=environment(folder))  # fmt: skip
@@ -263,12 +274,12 @@ def importable(name: str) -> bool:
 # ------------------------------------------------------------------------------------------------------- one check
 
 
-def run_one(name: str, device: str, small: str, file: str, seconds: str) -> int:
+def run_one(name: str, device: str, small: str, file: str, seconds: str, bandwidth: str) -> int:
     """The process of one check."""
     from gpucheck.frame import Context, Skipped
 
     check = next(one for one in checks(bool(int(small))) if one.name == name)
-    context = Context(device, bool(int(small)), Path(file), float(seconds))
+    context = Context(device, bool(int(small)), Path(file), float(seconds), json.loads(bandwidth))
     module, _, function = check.function.partition(":")
     try:
         getattr(importlib.import_module(f"gpucheck.{module}"), function)(context, *check.arguments)

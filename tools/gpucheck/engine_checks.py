@@ -16,7 +16,7 @@ from busrl.inference.base import Finished, Request
 from busrl.inference.torch_engine import TorchEngine
 from busrl.weights.shm import ShmReceiver, ShmSender
 from gpucheck import shapes
-from gpucheck.frame import Context, best_of
+from gpucheck.frame import GIGA, Context, Skipped, best_of
 
 NOTHING = np.empty(0, np.int32)
 ROWS = 64
@@ -84,6 +84,9 @@ def _generate(model: Any, ids: np.ndarray, tokens: int) -> None:
 def inflight(context: Context) -> None:
     """New weights between two steps of running sequences: versions are true, and nobody waits longer than the copy."""
     device, size = devices.choose(context.device), "tiny" if context.small else "0.6B"
+    needed = 2 * shapes.nbytes(shapes.checkpoint_shapes(size), torch.float32)
+    if needed > (free := os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize):
+        raise Skipped(f"{size} needs {needed / GIGA:.1f} GB of /dev/shm, which has {free / GIGA:.1f} GB free")
     model = shapes.model(size, device, torch.float32)
     made = _engine(model, size, 8)
     old = {name: tensor.detach().clone() for name, tensor in made.parameters().items()}

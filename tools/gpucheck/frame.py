@@ -28,12 +28,14 @@ class Skipped(Exception):
 
 @dataclass
 class Context:
-    """One check's settings and findings. `small`: shapes that a CPU can do, for trying the tool out."""
+    """One check's settings and findings. `small`: shapes that a CPU can do, for trying the tool out; `bandwidth`: what
+    the check of that name has found."""
 
     device: str
     small: bool
     file: Path
     seconds: float
+    bandwidth: dict[str, float] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=lambda: {"figures": {}, "bars": [], "notes": []})
     began: float = field(default_factory=time.monotonic)
 
