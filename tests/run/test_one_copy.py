@@ -1,4 +1,4 @@
-"""Runs whose learner trains the engine's own weights: on a CPU the memory they share is a file, the code is the same."""
+"""Runs whose learner trains the engine's own weights; on a CPU the memory they share is a file, all else the same."""
 
 from __future__ import annotations
 

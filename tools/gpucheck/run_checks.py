@@ -1,0 +1,73 @@
+"""Whole runs on the device, as a user starts them: the quickstart, with each transport that one device allows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from gpucheck.frame import ROOT, Context, Skipped
+
+NEEDED = ("zmq", "msgspec", "setproctitle", "uvloop")
+SMALL = ("learner.trigger.n_min=4", "validation.samples=16", "generation.max_batch=32", "groups.size=4")
+
+
+def _need_packages() -> None:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Skipped(f"a run needs packages that are not installed here: {', '.join(missing)}")
+    if importlib.util.find_spec("busrl._ring") is None:
+        raise Skipped("the extension modules are not built")
+
+
+def quickstart(context: Context) -> None:
+    """A short run, through shared memory."""
+    _run(context, "shm")
+
+
+def quickstart_one_copy(context: Context) -> None:
+    """The same with the learner training the engine's own weights."""
+    _run(context, "cuda_ipc", "weights.transport=cuda_ipc")
+
+
+def vllm(context: Context) -> None:
+    """The same with vLLM in place of the torch engine."""
+    if importlib.util.find_spec("vllm") is None:
+        raise Skipped("vLLM is not installed")
+    _run(context, "vllm", "process.rollout.engine=vllm")
+
+
+def _run(context: Context, name: str, *settings: str) -> None:
+    _need_packages()
+    steps = 3 if context.small else 20
+    directory = context.file.parent / "run"
+    command = [sys.executable, "-m", "busrl.cli", "launch", "configs/quickstart.toml", "--run-dir", str(directory)]
+    for setting in (f"model.device={context.device}", f"run.max_steps={steps}", *settings,
+                    *(SMALL if context.small else ())):  # fmt: skip
+        command += ["--set", setting]
+    code = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=max(1.0, context.left_s - 5)).returncode
+    context.bar(f"{name}: exit code", code, at_most=0)
+    if code:
+        _tell_errors(context, directory)
+        return
+    audit = subprocess.run([sys.executable, "-m", "busrl.cli", "audit", str(directory)], cwd=ROOT, timeout=60,
+                           stdin=subprocess.DEVNULL, capture_output=True, text=True)  # fmt: skip
+    context.bar(f"{name}: exit code of busrl audit", audit.returncode, at_most=0)
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    context.figure(f"{name}: steps", rows[-1]["step"])
+    fifth = max(1, len(rows) // 5)
+    for what, part in (("first", rows[:fifth]), ("last", rows[-fifth:])):
+        context.figure(f"{name}: mean reward, {what} {fifth} steps", sum(r["reward"] for r in part) / len(part))
+
+
+def _tell_errors(context: Context, directory: Path) -> None:
+    """The end of what the processes said."""
+    errors = directory / "errors.jsonl"
+    lines = errors.read_text().splitlines()[-3:] if errors.exists() else []
+    for line in lines:
+        context.note(json.loads(line).get("text", "")[:300])
+    if not lines:
+        context.note(f"no words of its processes in {os.fspath(errors)}")
