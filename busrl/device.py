@@ -129,7 +129,7 @@ def group_class(backend: str) -> Any:
     if backend == "nccl":
         import torch.distributed
 
-        return torch.distributed.ProcessGroupNCCL  # type: ignore[attr-defined]
+        return torch.distributed.ProcessGroupNCCL
     return importlib.import_module("torch_npu")._C._distributed_c10d.ProcessGroupHCCL
 
 

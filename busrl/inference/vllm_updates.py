@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from busrl.inference.vllm_engine import VllmEngine
-    from busrl.weights.base import Kind, Receiver
+    from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
 log = logging.getLogger("busrl")
