@@ -91,6 +91,11 @@ class Core:
         self._kill()
         return EngineLost(self.lost)
 
+    @property
+    def over(self) -> bool:
+        """Whether it is ending, or dead: what its requests say from here on is no word about them."""
+        return self._closed or bool(self.lost)
+
     def describe(self) -> str:
         """The engine's processes and what the kernel says of them."""
         return ", ".join(f"pid {pid} is {_state(pid)}" for pid in self.pids()) or "it has no process"
