@@ -91,6 +91,11 @@ class Core:
         self._kill()
         return EngineLost(self.lost)
 
+    @property
+    def over(self) -> bool:
+        """Whether it is ending, or dead: what its requests say from here on is no word about them."""
+        return self._closed or bool(self.lost)
+
     def describe(self) -> str:
         """The engine's processes and what the kernel says of them."""
         return ", ".join(f"pid {pid} is {_state(pid)}" for pid in self.pids()) or "it has no process"
@@ -200,6 +205,8 @@ class Core:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(GONE_S)
+        with contextlib.suppress(Exception):
+            self.engine = None  # its destructor needs modules that are gone at the end of the interpreter
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds = {}

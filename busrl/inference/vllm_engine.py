@@ -120,7 +120,7 @@ class VllmEngine:
         if not self._looked:
             self._gather()
         self._looked, self._counted = False, self._arrived
-        if not self._ready and self._running and not self._paused:
+        if not self._ready and self._running:
             self._some.wait(STEP_WAIT_S)
         self.check()
         finished, self._ready = self._ready, []
@@ -297,11 +297,13 @@ class VllmEngine:
             settings = settings_of(running, self._stops, self.own.seeded)
             more = {"lora_request": running.adapter.request} if running.adapter and running.adapter.request else {}
             async for output in core.engine.generate(prompt, settings, running.id, **more):
+                if core.over:  # its requests are handed to its successor
+                    return
                 self._take(running, output)
         except asyncio.CancelledError:
             raise
         except Exception as problem:
-            if not core.lost and not await core.dies(DEATH_S) and core is self.core:
+            if not core.over and not await core.dies(DEATH_S) and not core.over:
                 self._failure = f"vLLM failed request {running.id}: {type(problem).__name__}: {problem}"
                 self._some.set()
 
