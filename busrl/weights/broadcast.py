@@ -210,7 +210,7 @@ class BroadcastSender:
         if why == "left":
             return
         where = "" if self.phase is Phase.WAITING else f" in the {self.phase.value} of epoch {self.epoch}"
-        self._leave_out(member, f"{why}{where}")
+        self._leave_out(member, f"{why}{where}" + (f"; {self._trouble}" if self._trouble else ""))
 
     def _leave_out(self, member: Member, why: str) -> None:
         log.warning("weights: %s (pid %d): %s; going on without it", member.name, member.pid, why)

@@ -125,11 +125,12 @@ BUSRL_AVX512 int64_t find_512(const T* before, const T* now, size_t count, Found
 #endif
 
 template <typename T>
-int64_t find(const T* before, const T* now, size_t count, Found<T> found) {
+int64_t find(const T* before, const T* now, size_t count, Found<T> found, bool may_be_wide) {
 #ifdef BUSRL_AVX512
     static const bool wide = __builtin_cpu_supports("avx512bw");
-    if (wide) return find_512(before, now, count, found);
+    if (wide && may_be_wide) return find_512(before, now, count, found);
 #endif
+    (void)may_be_wide;
     return find_anywhere(before, now, count, found);
 }
 
@@ -170,13 +171,15 @@ bool width_is_known(int width) {
     return false;
 }
 
-// changed(before, now, count, width, indices, values): how many differ, -1 if more than fit.
+// changed(before, now, count, width, indices, values, wide = true): how many differ, -1 if more than fit. `wide` false:
+// without the instructions that not every processor has.
 PyObject* changed(PyObject*, PyObject* args) {
     unsigned long long before, now, count;
-    int width;
+    int width, may_be_wide = 1;
     PyObject *index_object, *value_object;
     View index, value;
-    if (!PyArg_ParseTuple(args, "KKKiOO", &before, &now, &count, &width, &index_object, &value_object) ||
+    if (!PyArg_ParseTuple(args, "KKKiOO|p", &before, &now, &count, &width, &index_object, &value_object,
+                          &may_be_wide) ||
         !width_is_known(width) || !index.take(index_object, PyBUF_WRITABLE) ||
         !value.take(value_object, PyBUF_WRITABLE))
         return nullptr;
@@ -187,7 +190,7 @@ PyObject* changed(PyObject*, PyObject* args) {
     auto run = [&](auto zero) {
         using T = decltype(zero);
         n = find(reinterpret_cast<const T*>(before), reinterpret_cast<const T*>(now), count,
-                 Found<T>{index.as<uint32_t>(), value.as<T>(), 0, most});
+                 Found<T>{index.as<uint32_t>(), value.as<T>(), 0, most}, may_be_wide != 0);
     };
     Py_BEGIN_ALLOW_THREADS;
     if (width == 1) run(uint8_t{});

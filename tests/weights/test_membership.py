@@ -1,0 +1,198 @@
+"""Deaths in every phase of a broadcast, of every role: the others have the next version within the timeout.
+
+Real processes. A trap in the victim's own thread kills (SIGKILL) or stops (SIGSTOP) it exactly in the phase.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from members import BUCKET, PATIENCE_S, Child, engine, learner, tensors
+
+from busrl.weights import GroupChange
+from busrl.weights.broadcast import BroadcastSender, Phase
+from busrl.weights.door import Wire, secret_of
+
+TIMEOUT_S = 6.0
+Start = Callable[..., Child]
+# Where an engine is caught: the point that its receiver passes, and for the how manyeth time. The rolls of the first
+# epochs, the manifest and the connection belong to its joining, the buckets and the commit of version 2 to a group
+# that stands. The learner passes points of the same names but for the manifest, which it sends with the roll call.
+JOINING = [("roll call", 1), ("manifest", 1), ("connect", 1)]
+STANDING = [("bucket 0", 2), ("bucket 5", 2), ("commit", 2)]
+LEARNER = [("roll call", 1), ("connecting", 1), ("sending", 1), ("bucket 5", 1), ("commit", 1)]
+HOW = [signal.SIGKILL, signal.SIGSTOP]
+slow = pytest.mark.slow
+
+
+class Scene:
+    """A learner in this process, and what it says of its members."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.missing: dict[str, str] = {}
+        self.groups: list[GroupChange] = []
+        self.sender = BroadcastSender(
+            file, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET, on_missing=self.missing.__setitem__,
+            on_change=self.groups.append,
+        )  # fmt: skip
+
+    def publish(self, version: int) -> None:
+        self.sender.publish(version, version * 10, tensors(version))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path / "store")
+    yield made
+    made.sender.close()
+
+
+def cases(*points: tuple[str, int]) -> list[object]:
+    """Every point and signal; all but one kill and one stop among the slow tests."""
+    found: list[object] = []
+    for point, nth in points:
+        for how in HOW:
+            name = f"{point.replace(' ', '-')}-{how.name}"
+            quick = (point, how) in (("bucket 5", signal.SIGKILL), ("connect", signal.SIGKILL))
+            found.append(pytest.param(point, nth, how, id=name, marks=[] if quick else slow))
+    return found
+
+
+@pytest.mark.parametrize("victim", ["a", pytest.param("b", marks=slow)])
+@pytest.mark.parametrize(("point", "nth", "how"), cases(*STANDING))
+def test_a_member_that_falls_in_a_transfer_costs_the_others_at_most_the_timeout(
+    scene: Scene, start: Start, victim: str, point: str, nth: int, how: signal.Signals
+) -> None:
+    engines = {
+        name: start(engine, str(scene.file), name, TIMEOUT_S, point if name == victim else "", nth, how)
+        for name in ("a", "b", "c")
+    }
+    scene.publish(1)
+    for one in engines.values():
+        one.until(1)
+    wait_for_group(scene, "a", "b", "c")
+    scene.publish(2)
+    fell = engines[victim].fell(how)
+    others = [one for name, one in engines.items() if name != victim]
+    assert max(one.until(2) for one in others) - fell < TIMEOUT_S
+    scene.publish(3)
+    for one in others:
+        one.until(3)
+    assert scene.sender.flush(PATIENCE_S) and scene.sender.members == [n for n in ("a", "b", "c") if n != victim]
+    assert set(scene.missing) == {victim} and "epoch" in scene.missing[victim]
+    if how is signal.SIGSTOP:  # it comes back by itself
+        engines[victim].go_on()
+        engines[victim].until(3)
+
+
+@pytest.mark.parametrize("victim", ["a", pytest.param("c", marks=slow)])
+@pytest.mark.parametrize(("point", "nth", "how"), cases(*JOINING))
+def test_one_that_falls_while_it_joins_costs_the_others_at_most_the_timeout(
+    scene: Scene, start: Start, victim: str, point: str, nth: int, how: signal.Signals
+) -> None:
+    first = start(engine, str(scene.file), "b", TIMEOUT_S)
+    scene.publish(1)
+    first.until(1)
+    joiner = start(engine, str(scene.file), victim, TIMEOUT_S, point, nth, how)
+    fell = joiner.fell(how)
+    scene.publish(2)
+    assert first.until(2) - fell < TIMEOUT_S
+    assert scene.sender.flush(PATIENCE_S) and scene.sender.members == ["b"]
+    assert set(scene.missing) == {victim}
+    if how is signal.SIGSTOP:
+        joiner.go_on()
+        joiner.until(2)
+    third = start(engine, str(scene.file), "d", TIMEOUT_S)  # the door is still open
+    third.until(2)
+
+
+@pytest.mark.parametrize(("point", "nth", "how"), cases(*LEARNER))
+def test_engines_outlive_a_learner_that_falls_and_follow_the_next_one(
+    tmp_path: Path, start: Start, point: str, nth: int, how: signal.Signals
+) -> None:
+    file = str(tmp_path / "store")
+    engines = [start(engine, file, name, TIMEOUT_S) for name in ("a", "b")]
+    first = start(learner, file, 5, TIMEOUT_S, point, nth, how)
+    first.fell(how)
+    if how is signal.SIGSTOP:
+        # It holds nobody up: one that is asked to end does so, and the other has the version when it goes on.
+        begun = time.monotonic()
+        assert engines.pop().told_to_end(PATIENCE_S) == 0
+        assert time.monotonic() - begun < TIMEOUT_S
+        first.go_on()
+        engines[0].until(5)
+        first.process.kill()
+        first.process.join(PATIENCE_S)
+    start(learner, file, 6, TIMEOUT_S)
+    for one in engines:
+        one.until(6)
+
+
+def test_the_names_of_phase_and_seconds_are_in_what_is_said_of_a_silent_member(scene: Scene, start: Start) -> None:
+    """A member that says hello and then nothing: only the deadline of the roll call finds it."""
+    mute = Wire.to(scene.file.read_text(), TIMEOUT_S)
+    mute.send({"say": "join", "secret": secret_of(scene.file.read_text()), "name": "mute", "pid": 1, "have": -1})
+    other = start(engine, str(scene.file), "b", TIMEOUT_S)
+    scene.publish(1)
+    other.until(1)
+    assert scene.sender.flush(PATIENCE_S)
+    assert scene.missing.keys() == {"mute"}
+    assert f"has not answered the roll call of epoch 1 for {TIMEOUT_S / 3:.1f} s" in scene.missing["mute"]
+    assert [change.members for change in scene.groups][-1] == ("b",)
+    assert any("mute" in change.why and "roll call" in change.why for change in scene.groups)
+    mute.close()
+
+
+def test_joins_and_leaves_are_told_with_the_epoch_and_the_reason(scene: Scene, start: Start) -> None:
+    first = start(engine, str(scene.file), "a", TIMEOUT_S)
+    scene.publish(1)
+    first.until(1)
+    second = start(engine, str(scene.file), "b", TIMEOUT_S)
+    second.until(1)
+    wait_for_group(scene, "a", "b")
+    assert second.told_to_end(PATIENCE_S) == 0
+    scene.publish(2)
+    first.until(2)
+    wait_for_group(scene, "a")
+    assert [change.epoch for change in scene.groups] == sorted({change.epoch for change in scene.groups})
+    text = "; ".join(change.why for change in scene.groups)
+    assert "a joined" in text and "b joined" in text and "b left" in text
+    assert scene.missing == {}
+
+
+def test_a_second_process_of_a_name_takes_the_place_of_the_first(scene: Scene, start: Start) -> None:
+    first = start(engine, str(scene.file), "a", TIMEOUT_S)
+    scene.publish(1)
+    first.until(1)
+    second = start(engine, str(scene.file), "a", TIMEOUT_S)
+    second.until(1)
+    scene.publish(2)
+    second.until(2)
+    assert scene.sender.flush(PATIENCE_S) and scene.sender.members == ["a"]
+    assert not first.pipe.poll(0.2), "the first is out, and does not fight for its name"
+
+
+def test_who_does_not_know_the_secret_is_turned_away(scene: Scene) -> None:
+    wire = Wire.to(scene.file.read_text(), TIMEOUT_S)
+    wire.send({"say": "join", "secret": "0" * 32, "name": "a", "pid": 1, "have": -1})
+    with pytest.raises(ConnectionError):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            wire.read()
+            threading.Event().wait(0.01)
+    assert scene.sender.phase is Phase.WAITING and scene.sender.members == []
+    wire.close()
+
+
+def wait_for_group(scene: Scene, *names: str) -> None:
+    """Until a group of just these stands."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not scene.groups or scene.groups[-1].members != names or scene.sender.members != list(names):
+        assert time.monotonic() < deadline, scene.groups
+        threading.Event().wait(0.01)

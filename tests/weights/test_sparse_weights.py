@@ -1,0 +1,326 @@
+"""Sparse updates: bit-identical to full ones or refused, whatever the order of versions, joins and losses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from busrl import _blocks
+from busrl.errors import WeightsTimeout
+from busrl.weights import segment as layout
+from busrl.weights import sparse
+from busrl.weights.front import Front
+from busrl.weights.manifest import Manifest
+from busrl.weights.outbox import Outbox, Sparse
+from busrl.weights.shm import ShmReceiver, ShmSender
+from busrl.weights.sparse import Refused, Shadow, apply, pack, split, unpack
+
+KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex128]
+SHAPES = [(40, 7), (), (0, 3), (130,), (64,)]
+Named = dict[str, torch.Tensor]
+
+
+def model(kinds: list[torch.dtype] = KINDS) -> Named:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        f"{kind}.{k}": torch.randint(-9, 9, shape, generator=generator).to(kind)
+        for k, (kind, shape) in enumerate(zip(kinds, SHAPES * 2))
+    }
+
+
+def copy_of(named: Named) -> Named:
+    return {name: tensor.clone() for name, tensor in named.items()}
+
+
+def same_bits(one: Named, other: Named) -> bool:
+    """Also where NaNs differ in their payload, or zeros in their sign."""
+    return all(
+        torch.equal(one[name].reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)) for name in one
+    )
+
+
+def raw(tensor: torch.Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    name = Path("/dev/shm") / f"busrl.test.{os.getpid()}.{os.urandom(4).hex()}.weights"
+    yield name
+    name.unlink(missing_ok=True)
+
+
+# -- the frame ----------------------------------------------------------------------------------------------------
+
+edits = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 10**6), st.binary(min_size=16, max_size=16)), max_size=12)
+
+
+def edit(named: Named, changes: list[tuple[int, int, bytes]]) -> None:
+    """Overwrite single values with arbitrary bits: NaNs with payloads, -0.0, subnormals."""
+    names = list(named)
+    for which, place, bits in changes:
+        tensor = named[names[which % len(names)]]
+        if tensor.numel() and tensor.dtype != torch.bool:
+            size, at = tensor.element_size(), place % tensor.numel()
+            raw(tensor)[at * size : (at + 1) * size] = np.frombuffer(bits[:size], np.uint8)
+        elif tensor.numel():
+            tensor.view(-1)[place % tensor.numel()] = bits[0] & 1 == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(edits, min_size=1, max_size=5))
+def test_frames_lead_to_the_very_bits(rounds: list[list[tuple[int, int, bytes]]]) -> None:
+    sent = model()
+    manifest = Manifest.of(sent)
+    block = torch.zeros(manifest.nbytes, dtype=torch.uint8)
+    manifest.gather(sent, block)
+    shadow, here, sums = Shadow(manifest, block, 1.0, checksum=True), copy_of(sent), [0] * len(sent)
+    for version, changes in enumerate(rounds, 1):
+        edit(sent, changes)
+        data = shadow.frame(sent, version - 1, version, version, 1 << 30)
+        assert data is not None
+        frame = unpack(np.frombuffer(data, np.uint8))
+        apply(frame, manifest, here, sums)
+        assert same_bits(here, sent) and same_bits(manifest.views(block), sent)
+        assert manifest.digest(here, version, version) == frame.whole
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 7))
+def test_a_frame_with_any_flipped_bit_is_refused_before_anything_is_written(place: int, bit: int) -> None:
+    sent = model()
+    manifest = Manifest.of(sent)
+    block = torch.zeros(manifest.nbytes, dtype=torch.uint8)
+    manifest.gather(sent, block)
+    shadow, here = Shadow(manifest, block, 1.0), copy_of(sent)
+    edit(sent, [(k, 3, bytes(range(16))) for k in range(7)])
+    data = bytearray(shadow.frame(sent, 1, 2, 20, 1 << 30) or b"")
+    data[place % len(data)] ^= 1 << bit
+    before = copy_of(here)
+    with pytest.raises(Refused):
+        apply(unpack(np.frombuffer(bytes(data), np.uint8)), manifest, here, [0] * len(sent))
+    assert same_bits(here, before)
+
+
+def test_a_frame_on_another_base_is_found_out() -> None:
+    sent = {"w": torch.zeros(100), "v": torch.zeros(4)}
+    manifest = Manifest.of(sent)
+    shadow = Shadow(manifest, torch.zeros(manifest.nbytes, dtype=torch.uint8), 1.0)
+    sent["w"][5] = 1.0
+    data = shadow.frame(sent, 1, 2, 20, 1 << 30)
+    assert data is not None
+    here = {"w": torch.full((100,), 7.0), "v": torch.zeros(4)}
+    with pytest.raises(Refused, match="'w' differs from the learner's"):
+        apply(unpack(np.frombuffer(data, np.uint8)), manifest, here, [0, 0])
+
+
+def test_an_index_beyond_the_tensor_and_a_part_beyond_the_manifest_are_refused() -> None:
+    manifest = Manifest.of({"w": torch.zeros(4)})
+    far = sparse.Part(0, 4, np.array([4], np.uint32).view(np.uint8), np.zeros(4, np.uint8), 0)
+    other = sparse.Part(7, 4, np.array([1], np.uint32).view(np.uint8), np.zeros(4, np.uint8), 0)
+    wide = sparse.Part(0, 8, np.array([1], np.uint32).view(np.uint8), np.zeros(8, np.uint8), 0)
+    for part, said in ((far, "beyond the tensor"), (other, "tensor 7 of 1"), (wide, "values of another size")):
+        data = np.frombuffer(pack(sparse.Frame(1, 2, 2, 0, (part,))), np.uint8)
+        with pytest.raises(Refused, match=said):
+            apply(unpack(data), manifest, {"w": torch.zeros(4)}, [0])
+
+
+def test_more_changes_than_the_threshold_are_sent_in_full_and_the_shadow_stays_as_it_was() -> None:
+    sent = {"w": torch.zeros(1000)}
+    manifest = Manifest.of(sent)
+    shadow = Shadow(manifest, torch.zeros(manifest.nbytes, dtype=torch.uint8), 0.1)
+    sent["w"][:100] = 1.0
+    assert shadow.frame(sent, 1, 2, 2, 1 << 30) is None
+    assert not shadow.block.any() and shadow.sums == [0]
+    sent["w"][30:] = 0.0
+    assert shadow.frame(sent, 1, 2, 2, 1 << 30) is not None
+    assert shadow.frame({"w": torch.ones(1000)}, 2, 3, 3, 64) is None
+
+
+def test_frames_in_a_row_come_apart_again_and_cut_ones_are_refused() -> None:
+    frames = [pack(sparse.Frame(k, k + 1, k, 0, ())) for k in range(3)]
+    data = np.frombuffer(b"".join(frames), np.uint8)
+    assert [unpack(one).version for one in split(data)] == [1, 2, 3]
+    for end in (1, 40, len(data) - 1):
+        with pytest.raises(Refused):
+            [unpack(one) for one in split(data[:end])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_that_are_not_plain_memory_get_the_same_bits_and_the_same_sums(kind: torch.dtype) -> None:
+    sent = {"w": torch.arange(24).reshape(4, 6).to(kind)}
+    manifest = Manifest.of(sent)
+    block = torch.zeros(manifest.nbytes, dtype=torch.uint8)
+    manifest.gather(sent, block)
+    shadow = Shadow(manifest, block, 4.0)
+    turned, elsewhere = {"w": sent["w"].t().contiguous().t()}, copy_of(sent)
+    edit(sent, [(0, place, bytes(range(240, 256))) for place in (1, 7, 22)])
+    frame = unpack(np.frombuffer(shadow.frame(sent, 1, 2, 2, 1 << 30) or b"", np.uint8))
+    apply(frame, manifest, turned, [0])
+    assert same_bits({"w": turned["w"].contiguous()}, sent)
+    if kind not in (torch.bool, torch.complex128):  # as on an accelerator, in torch's own arithmetic
+        (part,) = frame.parts
+        count = sent["w"].nbytes // part.width
+        assert sparse._put_elsewhere(elsewhere["w"], count, part) == part.sum
+        assert same_bits(elsewhere, sent)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_both_ways_of_finding_changes_agree(width: int) -> None:
+    generator = np.random.default_rng(width)
+    before = generator.integers(0, 256, 1000 * width, np.uint8)
+    for changes in (0, 1, 7, 400, 1000):
+        now = before.copy()
+        places = generator.choice(1000, changes, replace=False)
+        now.reshape(1000, width)[places, generator.integers(0, width)] ^= 0x80
+        for wide in (True, False):
+            indices, values = np.zeros(1000, np.uint32), np.zeros(1000 * width, np.uint8)
+            found = _blocks.changed(before.ctypes.data, now.ctypes.data, 1000, width, indices, values, wide)
+            assert found == changes and indices[:found].tolist() == sorted(places.tolist())
+            expected = now.reshape(1000, width)[np.sort(places)].tobytes()
+            assert values[: found * width].tobytes() == expected
+            few = indices[: max(0, changes - 1)]
+            if changes:
+                assert _blocks.changed(before.ctypes.data, now.ctypes.data, 1000, width, few, values, wide) == -1
+
+
+# -- shared memory ------------------------------------------------------------------------------------------------
+
+deeds = st.lists(
+    st.one_of(
+        st.tuples(st.just("publish"), edits),
+        st.tuples(st.just("fetch"), st.integers(0, 2)),
+        st.tuples(st.just("join"), st.integers(0, 2)),
+        st.tuples(st.just("spoil"), st.integers(0, 2)),
+        st.tuples(st.just("restart"), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(deeds, st.integers(1, 5), st.booleans())
+def test_shared_memory_ends_bit_identical_after_any_sequence(
+    path: Path, todo: list[tuple[str, Any]], key_every: int, checksums: bool
+) -> None:
+    """Engines join, skip versions, or have values overwritten by others; the learner restarts."""
+    path.unlink(missing_ok=True)
+    kinds = [torch.float32, torch.bfloat16, torch.int8]
+    sent = model(kinds)
+    sender = ShmSender(path, checksums=checksums, threshold=0.3, key_every=key_every)
+    engines = {k: (ShmReceiver(path), model(kinds)) for k in range(3)}
+    version = 1
+    sender.publish(version, 10, sent)
+    for deed, value in [*todo, ("fetch", 0), ("fetch", 1), ("fetch", 2)]:
+        if deed == "publish":
+            edit(sent, value)
+            version += 1
+            sender.publish(version, version * 10, sent)
+        elif deed == "restart":
+            sender.close()
+            sender = ShmSender(path, checksums=checksums, threshold=0.3, key_every=key_every)
+        elif deed == "join":
+            engines[value][0].close()
+            engines[value] = (ShmReceiver(path), model(kinds))
+        elif deed == "spoil":  # the tensors are other ones now: nothing may be put on top of them
+            engines[value] = (engines[value][0], model(kinds))
+        else:
+            receiver, here = engines[value]
+            got, step = receiver.fetch(here)
+            assert got == version and step == (10 if version == 1 else version * 10)
+            assert same_bits(here, sent)
+    sender.close()
+
+
+def test_frames_are_used_where_they_can_be_and_key_frames_come_every_k_versions(path: Path) -> None:
+    sender, receiver = ShmSender(path, threshold=0.2, key_every=4), ShmReceiver(path)
+    sent, here = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
+    logged = []
+    for version in range(1, 10):
+        sent["w"][version] = version
+        sender.publish(version, version, sent)
+        assert receiver.fetch(here) == (version, version) and torch.equal(here["w"], sent["w"])
+        segment = layout.attach(path)
+        assert segment is not None
+        logged.append(int(segment.buffer[segment.newest() or 0][layout.LOGGED]))
+        segment.close()
+    assert [used > 0 for used in logged] == [False, True, True, True, False, True, True, True, False]
+
+
+def test_a_frame_that_was_damaged_in_shared_memory_is_never_put_in_place(path: Path) -> None:
+    sender, receiver = ShmSender(path, threshold=0.2), ShmReceiver(path, timeout_s=0.1)
+    sent, here = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
+    sender.publish(1, 1, sent)
+    receiver.fetch(here)
+    sent["w"][3] = 1.0
+    sender.publish(2, 2, sent)
+    segment = layout.attach(path, writable=True)
+    assert segment is not None
+    segment.log[segment.newest() or 0][60] ^= 1
+    with pytest.raises(WeightsTimeout, match=r"does not match its digest.*must not be used"):
+        receiver.fetch(here)
+    assert not here["w"].any()
+    sender.publish(3, 3, {"w": torch.ones(1000)})  # all values: past the damage
+    assert receiver.fetch(here) == (3, 3) and bool((here["w"] == 1).all())
+
+
+# -- broadcast ----------------------------------------------------------------------------------------------------
+
+casts = st.lists(
+    st.one_of(
+        st.tuples(st.just("publish"), edits),
+        st.tuples(st.just("send"), st.just(0)),
+        st.tuples(st.just("lose"), st.integers(0, 1)),
+        st.tuples(st.just("fetch"), st.integers(0, 1)),
+        st.tuples(st.just("join"), st.integers(0, 1)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(casts, st.integers(1, 5))
+def test_a_broadcast_ends_bit_identical_or_is_refused(todo: list[tuple[str, Any]], key_every: int) -> None:
+    """Outbox and fronts without the sockets between: every parcel may be lost for one of two engines."""
+    kinds = [torch.float32, torch.bfloat16, torch.int8]
+    sent = model(kinds)
+    box = Outbox(lambda: None, bucket_bytes=512, sparse=Sparse(0.3, key_every), checksum=True)
+    fronts, tensors = [Front(), Front()], [model(kinds), model(kinds)]
+    manifest, version, history = Manifest.of(sent), 1, {1: copy_of(sent)}
+    box.put(version, version, sent)
+
+    def send(skip: int) -> None:
+        haves = {front.stamp[0] if front.usable else -1 for front in fronts}
+        parcel = box.take(haves.pop() if len(haves) == 1 else None)
+        for k, front in enumerate(fronts):
+            if k == skip:
+                continue
+            if parcel.base < 0:
+                front.replace(manifest, parcel.data.clone(), (parcel.version, parcel.step))
+            elif front.usable:
+                front.follow([unpack(one) for one in split(parcel.data.numpy())])
+        box.sent()
+
+    for deed, value in [*todo, ("send", 0), ("fetch", 0), ("fetch", 1)]:
+        if deed == "publish":
+            edit(sent, value)
+            version += 1
+            history[version] = copy_of(sent)
+            box.put(version, version, sent)
+        elif deed in ("send", "lose"):
+            send(value if deed == "lose" else -1)
+        elif deed == "join":
+            fronts[value], tensors[value] = Front(), model(kinds)
+        elif fronts[value].usable:
+            fronts[value].fetch(tensors[value])
+            assert same_bits(tensors[value], history[fronts[value].stamp[0]])
+    assert all(front.stamp[0] == version and front.usable for front in fronts)
+    assert all(same_bits(here, sent) for here in tensors)
