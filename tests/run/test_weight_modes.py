@@ -54,6 +54,7 @@ def test_a_run_ends_in_order_and_engine_and_learner_agree(mode: str, tmp_path: P
     check(run, mode, code)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_swapped_into_an_engine_exactly(tmp_path: Path, quickstart: None) -> None:
     quick = ("validation.at_end=false", "run.validate_before=false")
     run = run_in(tmp_path, "lora_hotswap", "weights.mode=sync", *quick, steps=4)
@@ -108,7 +109,7 @@ def test_a_learner_killed_in_the_middle_of_publications_costs_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rollout_killed_while_it_takes_a_version_costs_nothing(mode: str, tmp_path: Path, quickstart: None) -> None:
-    run = run_in(tmp_path, mode, steps=60)
+    run = run_in(tmp_path, mode, "process.rollout.count=2", steps=60)
     with running(run):
         for version in (5, 25):
             run.until("another version", lambda: newest(run, mode) >= version)  # noqa: B023
