@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ KINDS = ("cpu", "cuda", "npu")
 WANTED = ("auto", *KINDS)
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 BACKEND = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+HCCL_PORTS = {"HCCL_NPU_SOCKET_PORT_RANGE": "auto", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
 REGISTER_PORTABLE = 1  # of cudaHostRegister
 
 
@@ -40,6 +41,15 @@ def visible(kind: str, devices: str) -> dict[str, str]:
         return {}
     names = [VISIBLE[kind]] if kind in VISIBLE else list(VISIBLE.values())  # auto: whichever kind there is
     return dict.fromkeys(names, devices)
+
+
+def environment(kind: str, devices: str, known: Mapping[str, str]) -> dict[str, str]:
+    """What a process of that kind of device is started with, beside what is `known`, which stands where it is given.
+
+    HCCL listens at port 16666 of the NPU unless it is told otherwise, which two processes on one NPU can not share.
+    """
+    ports = HCCL_PORTS if kind == "npu" else {}
+    return {**{name: value for name, value in ports.items() if name not in known}, **visible(kind, devices)}
 
 
 def backend_of(kind: str) -> str:
@@ -117,6 +127,25 @@ def identity(device: torch.device) -> str:
     properties = _module(device).get_device_properties(device)
     unique = getattr(properties, "uuid", None) or f"{os.environ.get(VISIBLE[device.type], '')}:{device.index}"
     return f"{device.type}:{unique}"
+
+
+def device_group(backend: str, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    """An NCCL or HCCL process group of its own over a store; collectives in it raise after `timeout_s`.
+
+    Not verified on hardware with more than one device.
+    """
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    made: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if backend == "hccl":
+        made = importlib.import_module("torch_npu")._C._distributed_c10d.ProcessGroupHCCL
+    if made is None or backend not in ("nccl", "hccl"):
+        raise DeviceMissing(f"this torch has no process groups of {backend}; use gloo")
+    options = made.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return made(store, rank, size, options)
 
 
 def group_backend(device: torch.device) -> str:

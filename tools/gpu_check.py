@@ -63,7 +63,7 @@ def checks(small: bool) -> list[Check]:
         Check("engine", "the torch engine: log-probabilities and speed", "engine_checks:engine", 150),
         Check("inflight", "new weights between two decoding steps", "engine_checks:inflight", 60),
         *weights[:2],
-        Check("quickstart", "a short run", "run_checks:quickstart", 120),
+        Check("quickstart", "a short run", "run_checks:quickstart", 180),
         Check("quickstart-one-copy", "a short run with one copy of the weights", "run_checks:quickstart_one_copy", 90),
         *weights[2:],
         Check("group", "the device's process group", "machine_checks:group", 90),

@@ -5,6 +5,8 @@ Reads a topology; knows nothing of rings or children. `busrl launch --dry-run` p
 
 from __future__ import annotations
 
+import os
+
 from busrl import device
 from busrl.launch.children import command_of
 from busrl.paths import RunPaths
@@ -22,7 +24,8 @@ def plan_lines(topology: Topology, paths: RunPaths) -> list[str]:
     for process in topology.processes():
         spec = process.spec
         engine = f" engine={spec.engine}" if process.role == "rollout" and not spec.command else ""
-        shown = {**spec.env, **device.visible(topology.device_of(process.name), process.devices)}
+        kind = topology.device_of(process.name)
+        shown = {**spec.env, **device.environment(kind, process.devices, {**os.environ, **spec.env})}
         extra = "".join(f" {name}={value}" for name, value in shown.items())
         lines.append(
             f"  {process.name:<14} threads={spec.threads}{engine}{extra}  {' '.join(command_of(process, paths))}"

@@ -135,7 +135,8 @@ class Launch:
         try:
             process, topology = self._processes[child.name], self._run.topology
             crash = crash_environment(topology.faults, child.name, child.restarts + 1)
-            devices = device.visible(topology.device_of(child.name), process.devices)
+            known = {**os.environ, **process.spec.env}
+            devices = device.environment(topology.device_of(child.name), process.devices, known)
             running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash})
         except OSError as error:
             child.started(0, self._clock())

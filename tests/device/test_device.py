@@ -12,8 +12,11 @@ import torch
 
 from busrl import device
 from busrl.errors import DeviceMissing
+from busrl.inference import make_engine
 from busrl.launch.children import environment_of
 from busrl.paths import RunPaths
+from busrl.roles.training_step import TrainingStep
+from busrl.topology import load
 from busrl.topology.schema import Process, ProcessName
 
 ROOT = Path(__file__).resolve().parents[2] / "busrl"
@@ -93,6 +96,20 @@ def test_a_process_sees_the_devices_that_its_entry_deals_to_it(tmp_path: Path) -
     assert found["CUDA_VISIBLE_DEVICES"] == "1,2"
 
 
+def test_hccl_is_given_free_ports_unless_it_was_told_which() -> None:
+    """Its default is one port for all processes of an NPU."""
+    auto = {"HCCL_NPU_SOCKET_PORT_RANGE": "auto", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
+    assert device.environment("npu", "3", {}) == {**auto, "ASCEND_RT_VISIBLE_DEVICES": "3"}
+    told = {"HCCL_NPU_SOCKET_PORT_RANGE": "61000-61015"}
+    assert "HCCL_NPU_SOCKET_PORT_RANGE" not in device.environment("npu", "", told)
+    assert device.environment("cuda", "", {}) == {} == device.environment("cpu", "0", {})
+
+
+def test_a_group_of_a_device_that_torch_was_not_built_for_is_refused() -> None:
+    with pytest.raises(DeviceMissing, match="no process groups of gloo2"):
+        device.device_group("gloo2", None, 0, 1, 1.0)
+
+
 def test_memory_that_can_not_be_pinned_stays_the_same_pageable_bytes() -> None:
     block = np.zeros(4096, np.uint8)
     with device.pinned(block, torch.device("cpu")) as pinned:
@@ -118,3 +135,11 @@ def test_the_host_has_memory_and_waiting_for_it_is_nothing() -> None:
     device.empty_cache(cpu)
     found = device.memory(cpu)
     assert 0 < found.free <= found.total and device.name_of(cpu) == "CPU"
+
+
+@without_cuda
+def test_learner_and_engine_name_the_device_that_is_not_there(tmp_path: Path) -> None:
+    topology = load(ROOT.parent / "configs" / "quickstart.toml", ["model.device=cuda"])
+    for make in (lambda: make_engine(topology, "rollout/0"), lambda: TrainingStep(topology)):
+        with pytest.raises(DeviceMissing, match=r'model\.device = "cuda": this torch'):
+            make()

@@ -45,6 +45,7 @@ class Worker(Rollout):
         self.pace = Pace(Path(tempfile.mkdtemp()), "rollout-0")
         self._last_bell = 1e18  # bells are rung by hand
         self.warned: list[str] = []
+        self.restart, self.refused = None, 0
 
     def warn(self, where: str, text: str, severity: str = "warning", kind: str = "") -> None:
         self.warned.append(text)

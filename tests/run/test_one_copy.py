@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,3 +50,23 @@ def test_an_engine_in_bfloat16_is_given_copies_of_the_learners_weights(tmp_path:
     with running(run):
         check_end(run, run.wait())
     assert "copies its float32 weights into the engine's" in log_of(run, "learner")
+
+
+@pytest.mark.slow
+def test_a_run_with_one_copy_that_is_told_to_stop_ends_in_order_and_goes_on_later(
+    tmp_path: Path, quickstart: None
+) -> None:
+    """The engine waits until the learner has written its last checkpoint from the engine's memory."""
+    run = Run(tmp_path / "run", *ONE_COPY, steps=12)
+    with running(run):
+        run.until_step(4)
+        assert run.child is not None
+        run.child.send_signal(signal.SIGTERM)
+        run.wait(60)
+    assert run.leftovers() == []
+    assert "Traceback" not in log_of(run, "learner") + log_of(run, "rollout/0")
+    stopped_at = run.step()
+    assert [path.name for path in run.paths.checkpoints.iterdir()] == [f"global_step_{stopped_at}"]
+    with running(run):
+        check_end(run, run.wait())
+    assert f"resumed at step {stopped_at} (0 of them trained again" in log_of(run, "learner")

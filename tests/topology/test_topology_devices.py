@@ -52,3 +52,33 @@ def test_items_that_nobody_gets_are_warned_of(loaded: Loaded) -> None:
     assert any("3 items for 2 processes" in text for text in t.derived.warnings)
     t = loaded(TWO + 'devices = ["0"]\n', "model.device=cpu")
     assert any("its model runs on the CPU" in text for text in t.derived.warnings)
+
+
+ONE_COPY = '[weights]\ntransport = "cuda_ipc"\n'
+
+
+@pytest.mark.parametrize(
+    ("extra", "overrides", "said"),
+    [
+        ("", ("process.rollout.count=2",), "owns the weights that the learner trains, and 2 are started"),
+        ("", ("process.rollout.count=0",), "and 0 are started here"),
+        ("", ("process.learner.device=cpu", "model.device=cuda"), "the learner works on cpu, the engine on cuda"),
+        ("", ("model.device=npu",), "memory of an NPU is not shared"),
+        ("", ('process.learner.devices=["0"]', 'process.rollout.devices=["1"]'), "see other devices"),
+        ("", ("learner.publish_every=2",), "none that wait to be published"),
+        ("", ("learner.updates_per_batch=2",), "between two updates of one step"),
+        ("", ("learner.forced_age=1", "weights.mode=sync"), "older ones are nowhere"),
+        ("[lora]\nrank = 8\n", (), "there is nothing to share"),
+    ],
+)
+def test_one_copy_of_the_weights_refuses_what_can_not_work_with_it(
+    refused: Refused, extra: str, overrides: tuple[str, ...], said: str
+) -> None:
+    found = refused(ONE_COPY + extra, *overrides)
+    assert any(said in message and "weights.transport" in message for message in found), found
+
+
+def test_one_copy_on_one_device_is_accepted_and_bfloat16_warned_of(loaded: Loaded) -> None:
+    assert not any("cuda_ipc" in text for text in loaded(ONE_COPY).derived.warnings)
+    t = loaded(ONE_COPY, "model.dtype=bfloat16", "model.device=cuda")
+    assert any("copies them into the engine's bfloat16 ones" in text for text in t.derived.warnings)

@@ -5,6 +5,7 @@ On a CPU the handles are files in shared memory instead of CUDA allocations; all
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import multiprocessing.process
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ import one_copy_engine
 
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
 from busrl.training.checkpoint import apart
-from busrl.weights import bridge
+from busrl.weights import bridge, handles
 from busrl.weights.fence import Fence, State
 from busrl.weights.mark import Mark
 from busrl.weights.one_copy import OneCopyReceiver, OneCopySender
@@ -201,6 +203,9 @@ def test_tokens_of_the_torch_engine_carry_the_version_that_made_them_across_a_st
     answers = engine.read()
     assert len(answers) == 4 and any(1 in versions for _, _, versions in answers)
     _check_logprobs(folders("qwen3"), model, old, answers)
+    for tokens, logprobs, versions in engine.ask(do="generate", prompt=IDS[:5], tokens=16, tell=-1):
+        assert set(versions) == {1}
+        assert logprobs == pytest.approx(plain(model, [*IDS[:5], *tokens])[4:], abs=1e-4)
 
 
 def _check_logprobs(folder: Path, model: Any, old: dict[str, torch.Tensor], answers: list[Any]) -> None:
@@ -217,6 +222,25 @@ def _check_logprobs(folder: Path, model: Any, old: dict[str, torch.Tensor], answ
         if kept < len(tokens):  # the first of version 1 is not what the old weights would have given
             assert abs(logprobs[kept] - wanted[kept]) > 1e-4
     assert plain(model, IDS) != pytest.approx(plain(first, IDS), abs=1e-3)
+
+
+def test_hundreds_of_versions_leak_nothing_and_never_go_back(
+    engines: Callable[..., Engine], folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    engine, model = engines("fused"), load(folders("qwen3"))
+    engine.ask(do="share")
+    sender = sender_at(tmp_path)
+    adopt(model, sender)
+    own = named(model)
+    seen, descriptors = [], []
+    for version in range(1, 301):
+        engine.tell(do="fetch", above=version - 1)
+        sender.begin(version, version)
+        sender.publish(version, version, own)
+        seen.append(engine.read()[0])
+        descriptors.append((len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{engine.pid}/fd"))))
+    assert seen == list(range(1, 301))
+    assert len(set(descriptors)) == 1, set(descriptors)
 
 
 def test_other_parameters_than_the_engines_are_copied_inside_the_fence(
@@ -346,6 +370,25 @@ def test_an_engine_that_ends_waits_for_the_learner_to_let_go(
     answered.join(10)
     assert not answered.is_alive()
     assert not (tmp_path / "weights.bridge").exists() and not (tmp_path / "fence").exists()
+
+
+def test_a_handle_of_cuda_memory_goes_through_the_file_as_torch_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: the calls and values that torch's own sharing between processes uses, in its order."""
+    given = (0, bytes(range(64)), 4096, 512, b"/torch_12_34", 3, bytes(range(64, 128)), True)
+    storage: Any = SimpleNamespace(
+        device=torch.device("cuda", 0), nbytes=lambda: 4096, _share_cuda_=lambda: given
+    )  # fmt: skip
+    handle = json.loads(json.dumps(handles.export(storage)))
+    taken: list[Any] = []
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *values: taken.extend(values))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    handles.map_handle(handle, torch.device("cuda", 0), Mark.mine())
+    assert tuple(taken) == given
+    with pytest.raises(UserError, match="the weights are on a cuda device, this process works on cpu"):
+        handles.map_handle(handle, CPU, Mark.mine())
+    del handle["event"]
+    with pytest.raises(UserError, match="event is missing"):
+        handles.map_handle(handle, torch.device("cuda", 0), Mark.mine())
 
 
 def share_here(path: Path, tensors: dict[str, torch.Tensor]) -> OneCopyReceiver:

@@ -140,7 +140,7 @@ def learner(context: Context) -> None:
 
     samples = [sample(k) for k in range(count)]
     dtype = "float32" if device.type == "cpu" else "bfloat16"
-    trainer = Trainer(model, TrainerSettings(compute_dtype=dtype, micro_batch_tokens=16384))
+    trainer = Trainer(model, TrainerSettings(compute_dtype=dtype, micro_batch_tokens=4096))
     gap = max(
         float(np.abs(_plain(model, one.prompt_ids, one.token_ids, 1.0) - scored).max())
         for one, scored in zip(samples[:4], Trainer(model, TrainerSettings(micro_batch_tokens=4096)).score(samples[:4]))

@@ -37,8 +37,14 @@ def machine(context: Context) -> None:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             context.figure(name, importlib.metadata.version(name))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    context.figure("commit", commit.stdout.strip() or "unknown")
+    context.figure("commit", _commit() or "unknown")
+
+
+def _commit() -> str:
+    with suppress(OSError):
+        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        return asked.stdout.strip()
+    return ""
 
 
 def _host_gb() -> float:

@@ -23,6 +23,7 @@ def markdown(found: dict[str, Any]) -> str:
         f"# gpu_check: {found['device']}, {found['when']}", "",
         f"{found['verdict']} In {found['seconds']:.0f} s of {found['minutes']:g} minutes.",
         "Made by `tools/gpu_check.py`; what the checks are: docs/gpu.md.", "",
+        *(f"{note}\n" for note in found.get("notes", [])),
         "| machine | |", "|---|---|", *machine, "",
         "| check | result | s | why |", "|---|---|---|---|",
         *(f"| {c['name']} | {c['status']} | {c['seconds']:.0f} | {c['why']} |" for c in found["checks"]), "",
