@@ -8,7 +8,8 @@ system is a process of its own, in turn, each round; what it takes to load is no
 
 - `generate` gets batches of 64 in the order of arrival and may stop at the longest of each; it gives no
   log-probabilities, the others do.
-- vLLM gets the quickstart's sizes with wider heads, see below. It runs in one process (VLLM_ENABLE_V1_MULTIPROCESSING=0), eager, without prefix cache: its fastest way here.
+- vLLM gets the quickstart's sizes with wider heads, see below. It runs in one process, eager, without prefix cache:
+  its fastest way here.
 - Figures per CPU second are told beside: on a machine that does other work they say more than those per second.
 """
 
