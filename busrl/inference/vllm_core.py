@@ -206,7 +206,8 @@ class Core:
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(GONE_S)
         with contextlib.suppress(Exception):
-            self.engine = None  # its destructor needs modules that are gone at the end of the interpreter
+            # Its destructor needs modules that are gone at the end of the interpreter.
+            self.engine, self._started = None, Future()
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds = {}

@@ -12,6 +12,7 @@ Knows nothing of slots or of the bus.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from busrl.errors import BusrlError, EngineDisagrees, EngineLost, UserError, WeightsTimeout
+from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsTimeout
+from busrl.inference.vllm_core import is_death
 from busrl.inference.vllm_page import Page
 from busrl.weights.base import NOTHING, StepTable
 
@@ -156,14 +158,14 @@ class Updates:
         if newest[0] == self._engine.version and self.count:
             return newest
         core, comparing = self._engine.core, self._wants_check()
-        self._agree_on(own)
+        agreed = self._agree_on(own)
         was_paused = self._engine.paused and not self._dirty
         self._engine.hold_still()
-        version, step = self._commit(comparing)
+        version, step = self._swap(agreed, comparing)
         self._engine.version, self._dirty = version, ""
         own.steps.add(version, step)
-        self._note(version)
-        self._drop_caches()
+        if version != agreed:  # one copy: the learner went on to a later one before we had paused
+            self._note(version)
         if not was_paused:
             self._engine.resume()
         if comparing:
@@ -172,52 +174,59 @@ class Updates:
             core.rpc("busrl_thaw")
         return version, step
 
-    def _agree_on(self, own: WorkerReceiver) -> None:
-        """Until all workers hold the same version ready; WeightsTimeout after `rpc_s`."""
+    def _agree_on(self, own: WorkerReceiver) -> int:
+        """Wait until all workers hold the same version ready, and tell which; WeightsTimeout after `rpc_s`."""
         core, deadline = self._engine.core, time.monotonic() + self._engine.own.rpc_s
         held: set[tuple[int, ...]] = set()
         pause = threading.Event()
         while time.monotonic() < deadline:
             held = {tuple(stamp) for stamp in core.rpc("busrl_prepare", True)}
             if len(held) == 1 and NOTHING not in held:
-                return
+                return held.pop()[0]
             core.rpc("busrl_thaw")
             own.wait_for(max(stamp[0] for stamp in held), max(0.0, deadline - time.monotonic()))
             pause.wait(LOOK_EVERY_S)
         raise WeightsTimeout(f"{own.name}: vLLM's workers hold {sorted(held)} ready, not one version")
 
-    def _commit(self, hold: bool) -> tuple[int, int]:
-        """Load in every worker. EngineLost if it failed: some of them may have a mixture of two versions."""
-        core = self._engine.core
-        try:
-            stamps = {tuple(stamp) for stamp in core.rpc("busrl_commit", hold)}
-        except EngineLost:
-            raise
-        except Exception as problem:
-            self._dirty = f"loading new weights failed: {problem}"
-            core.rpc("busrl_thaw")
-            log.error("vLLM: %s; it answers nothing until a version was loaded whole", self._dirty)
-            raise UserError(f"vLLM: {self._dirty}") from problem
+    def _swap(self, version: int, hold: bool) -> tuple[int, int]:
+        """Load in every worker, drop what old weights cached, note the version: one round trip, nothing decodes in it.
+
+        Running sequences are computed anew where asked for. Where they keep their cache vLLM can not drop it, and says
+        so; new requests do not find it by their salt. EngineLost if workers have different versions.
+        """
+        core, anew = self._engine.core, self._recompute
+
+        async def together() -> list[Any]:
+            work = [core.engine.collective_rpc("busrl_commit", args=(hold,)), core.engine.reset_prefix_cache(anew)]
+            if core.abilities.weight_version:
+                work.append(core.engine.update_weight_version(str(version)))
+            return await asyncio.gather(*work, return_exceptions=True)
+
+        loaded, dropped, *noted = core.call("busrl_commit", together)
+        if dead := next((one for one in (loaded, dropped, *noted) if is_death(one)), None):
+            raise core.lose(f"vLLM's engine died while it loaded new weights: {dead}")
+        if isinstance(loaded, Exception):
+            raise self._not_loaded(loaded)
+        if (anew and dropped is False) or any(isinstance(one, Exception) for one in (dropped, *noted)):
+            raise core.lose(f"vLLM kept the cache of old weights, or their version: {dropped} {noted}")
+        stamps = {tuple(stamp) for stamp in loaded}
         if len(stamps) != 1:
             raise core.lose(f"vLLM's workers loaded different versions: {sorted(stamps)}")
-        version, step = stamps.pop()
-        return version, step
+        found, step = stamps.pop()
+        return found, step
+
+    def _not_loaded(self, problem: Exception) -> UserError:
+        """The model may hold a mixture: stay paused until a later version was loaded whole."""
+        self._dirty = f"loading new weights failed: {problem}"
+        self._engine.core.rpc("busrl_thaw")
+        log.error("vLLM: %s; it answers nothing until a version was loaded whole", self._dirty)
+        return UserError(f"vLLM: {self._dirty}")
 
     def _note(self, version: int) -> None:
         """vLLM notes for every token which weights made it, where it can."""
         core = self._engine.core
         if core.abilities.weight_version:
             core.call("update_weight_version", lambda: core.engine.update_weight_version(str(version)))
-
-    def _drop_caches(self) -> None:
-        """Nothing that old weights computed is used for new requests; running ones are computed anew where asked for.
-
-        Where they keep their cache vLLM can not drop it, and says so; new requests do not find it by their salt.
-        """
-        core, anew = self._engine.core, self._recompute
-        done = core.call("reset_prefix_cache", lambda: core.engine.reset_prefix_cache(anew))
-        if anew and done is False:
-            raise core.lose("vLLM kept the cache of old weights (reset_prefix_cache gave False)")
 
     def _wants_check(self) -> bool:
         own = self._engine.own

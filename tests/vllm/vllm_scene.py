@@ -69,7 +69,9 @@ def request(key: int, prompt: list[int], tokens: int = 24, **more: Any) -> Reque
 class Scene:
     """The engine, and the model of every version: 0 is the folder's."""
 
-    def __init__(self, folder: Path, tied: bool, lora_rank: int = 0, adapters: int = 0, **own: Any) -> None:
+    def __init__(
+        self, folder: Path, tied: bool, lora_rank: int = 0, adapters: int = 0, tensor_parallel: int = 1, **own: Any
+    ) -> None:
         self.folder, self.tied, self.config = folder, tied, config_of(tied)
         self.models = {0: model_of(self.config, 0)}
         save(folder, self.models[0])
@@ -78,7 +80,7 @@ class Scene:
         limits = {"start_s": START_S, "rpc_s": 60.0, "silent_s": 120.0, **own}
         self.start = Start(
             str(folder), "float32", capacity=8, max_length=LENGTH, kv_cache_mb=16, lora_rank=lora_rank,
-            adapters=adapters, extension="vllm_breakable.Breakable",
+            adapters=adapters, tensor_parallel=tensor_parallel, extension="vllm_breakable.Breakable",
         )  # fmt: skip
         self.engine = VllmEngine(self.start, replace(Vllm(), **limits))
 
