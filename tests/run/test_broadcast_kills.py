@@ -1,4 +1,4 @@
-"""Real runs with weights by broadcast and two rollout processes: a death in each phase, of the learner and an engine."""
+"""Real runs with weights by broadcast and two rollout processes: deaths in each phase, of the learner or an engine."""
 
 from __future__ import annotations
 
