@@ -335,7 +335,7 @@ class BroadcastSender:
     def _letter(self, parcel: Parcel, group: Group) -> Message:
         return {
             "say": "send", "epoch": group.epoch, "version": parcel.version, "step": parcel.step, "base": parcel.base,
-            "nbytes": len(parcel.data), "bucket": self._bucket,
+            "nbytes": len(parcel.data), "bucket": self._bucket, "sums": list(parcel.sums),
         }  # fmt: skip
 
     def _commit(self, parcel: Parcel, digest: int) -> None:

@@ -277,7 +277,7 @@ class BroadcastReceiver:
         if digest and manifest.digest(manifest.views(data.cpu()), *stamp) != digest:
             raise Refused(f"the values of version {stamp[0]} do not match their digest")
         with self._arrived:
-            self._back = self._front.replace(manifest, data, stamp)
+            self._back = self._front.replace(manifest, data, stamp, [int(one) for one in message["sums"]])
             self._arrived.notify_all()
 
     def _complain(self, wire: Wire, phase: str, why: str) -> None:

@@ -43,15 +43,20 @@ class Front:
         """The next version is of another layout: nothing may follow this one."""
         self.usable = False
 
-    def replace(self, manifest: Manifest, block: torch.Tensor, stamp: tuple[int, int]) -> torch.Tensor:
-        """A whole version has come. Returns the block that is not needed any more."""
+    def replace(
+        self, manifest: Manifest, block: torch.Tensor, stamp: tuple[int, int], sums: Sequence[int]
+    ) -> torch.Tensor:
+        """A whole version has come, with the sums of the changes that the sender has counted into it; none: zeros.
+
+        Returns the block that is not needed any more.
+        """
         if stamp[0] < self.stamp[0] or (stamp[0] == self.stamp[0] and self.usable):
             return block  # it is here already, or a newer one is
         before, self._block = self._block, block
         if self.manifest != manifest:
             self._held_version = -1
         self.manifest, self.stamp, self.usable = manifest, stamp, True
-        self._sums, self._frames = [0] * len(manifest.entries), []
+        self._sums, self._frames = list(sums) or [0] * len(manifest.entries), []
         return before if len(before) == len(block) else torch.empty_like(block)
 
     def follow(self, frames: Sequence[Frame]) -> None:

@@ -25,12 +25,14 @@ from busrl.weights.sparse import Shadow
 
 @dataclass(frozen=True)
 class Parcel:
-    """What is to be sent: all values in `data`, or frames from version `base` on."""
+    """What is to be sent: all values in `data`, with the sums that the next frames go on from, or frames from version
+    `base` on."""
 
     version: int
     step: int
     data: torch.Tensor
     base: int = -1  # not sparse
+    sums: tuple[int, ...] = ()
 
 
 @dataclass
@@ -114,7 +116,8 @@ class Outbox:
             if frames is not None and common is not None:
                 return Parcel(*block.stamp, torch.from_numpy(np.frombuffer(bytearray(frames), np.uint8)), common)
             self._sending = block
-            return Parcel(*block.stamp, block.data)
+            sums = () if block.shadow is None or block.ready < len(block.data) else tuple(block.shadow.sums)
+            return Parcel(*block.stamp, block.data, sums=sums)
 
     def wait_for(self, parcel: Parcel, end: int, timeout_s: float) -> None:
         """Until the bytes before `end` are there; RuntimeError if they do not come."""
@@ -170,6 +173,8 @@ class Outbox:
         with self.change:
             block = min((one for one in self._blocks if one is not self._sending), key=lambda one: one.stamp)
             block.stamp, block.ready = (version, step), 0
+            if block.shadow is not None:
+                block.shadow.full()
             self._chain.clear()
         self._bell()
         try:
@@ -190,5 +195,4 @@ class Outbox:
             return
         if block.shadow is None:
             block.shadow = Shadow(self.manifest, block.data, self._sparse.threshold, self._checksum)
-        block.shadow.full()
 

@@ -1,24 +1,22 @@
-"""Real runs with weights by broadcast and two rollout processes: a death in each phase, of learner and engine."""
+"""Real runs with weights by broadcast and two rollout processes: deaths in each phase, of the learner or an engine."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 from checks import check_end
 from harness import ROOT, Run, read_lines, running
 
-COMMAND = json.dumps([sys.executable, str(Path(__file__).with_name("dying_in_a_broadcast.py"))])
+DYING = Path(__file__).with_name("dying")
 BROADCAST = ["weights.transport='broadcast'", "weights.timeout_s=6", "weights.bucket_mb=1", "process.rollout.count=2"]
 
 
 def run_with_a_death(tmp_path: Path, role: str, point: str, *settings: str) -> Run:
     mark = tmp_path / "mark"
     run = Run(
-        tmp_path / "run", *BROADCAST, f"process.{role}.command={COMMAND}",
-        f"process.{role}.env={{DIE_IN='{point}', DIE_MARK='{mark}', PYTHONPATH='{ROOT}'}}", *settings, steps=12,
+        tmp_path / "run", *BROADCAST,
+        f"process.{role}.env={{DIE_IN='{point}', DIE_MARK='{mark}', PYTHONPATH='{DYING}:{ROOT}'}}", *settings, steps=12,
     )  # fmt: skip
     with running(run):
         code = run.wait()

@@ -25,26 +25,30 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 class Trap:
-    """Kills or stops its own process when a point is reached for the n-th time. "" is never reached."""
+    """Kills or stops its own process when a point is reached, once it is armed. "" is never reached."""
 
-    def __init__(self, point: str, nth: int, how: int) -> None:
-        self.point, self.left, self.how = point, nth, how
+    def __init__(self, point: str, armed: bool, how: int) -> None:
+        self.point, self.armed, self.how = point, armed, how
 
     def __call__(self, reached: str) -> None:
-        if self.point and reached.startswith(self.point):
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), self.how)
+        if self.armed and self.point and reached.startswith(self.point):
+            self.armed = False
+            os.kill(os.getpid(), self.how)
 
 
 def engine(
-    pipe: Any, file: str, name: str, timeout_s: float, point: str = "", nth: int = 1, how: int = signal.SIGKILL
+    pipe: Any, file: str, name: str, timeout_s: float, point: str = "", armed: bool = True, how: int = signal.SIGKILL
 ) -> None:
-    """Sends every version that it got, after a check that it is of one piece; ends when anything is said to it."""
+    """Sends every version that it got, after a check that it is of one piece; "arm" sets the trap, None is the end."""
     made = BroadcastReceiver(file, name, timeout_s=timeout_s)
-    made.hook = Trap(point, nth, how)
+    made.hook = trap = Trap(point, armed, how)
     here, newest = tensors(0), 0
-    while not pipe.poll(0):
+    while True:
+        if pipe.poll(0):
+            if pipe.recv() is None:
+                break
+            trap.armed = True
+            pipe.send("armed")
         with suppress(WeightsTimeout):
             made.wait_for(newest + 1, 0.1)
             newest, step = made.fetch(here)
@@ -54,11 +58,11 @@ def engine(
 
 
 def learner(
-    pipe: Any, file: str, version: int, timeout_s: float, point: str = "", nth: int = 1, how: int = signal.SIGKILL
+    pipe: Any, file: str, version: int, timeout_s: float, point: str = "", how: int = signal.SIGKILL
 ) -> None:
     """Publishes a version, and one more each time anything is said to it; ends at None."""
     made = BroadcastSender(file, timeout_s=timeout_s, bucket_bytes=BUCKET)
-    made.hook = Trap(point, nth, how)
+    made.hook = Trap(point, True, how)
     while True:
         made.publish(version, version * 10, tensors(version))
         if not pipe.poll(2 * PATIENCE_S) or pipe.recv() is None:
@@ -119,6 +123,10 @@ class Child:
                 return time.monotonic()
             time.sleep(0.002)
         raise AssertionError("it lives on")
+
+    def arm(self) -> None:
+        self.pipe.send("arm")
+        assert self.pipe.poll(PATIENCE_S) and self.pipe.recv() == "armed"
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

@@ -265,3 +265,24 @@ def test_only_this_host_can_reach_the_store(sender: BroadcastSender, cast: Cast)
     listening = Path("/proc/net/tcp").read_text().splitlines() + Path("/proc/net/tcp6").read_text().splitlines()
     addresses = [line.split()[1] for line in listening if f":{port:04X}" in line and line.split()[3] == "0A"]
     assert addresses == [f"0100007F:{port:04X}"] or os.uname().machine not in ("x86_64", "aarch64")
+
+
+@pytest.mark.parametrize(
+    ("here", "message"),
+    [
+        ({"t0": torch.zeros(300, 7)}, "4 published tensors are not in this model, first 't1'"),
+        ({**tensors(0), "more": torch.zeros(1)}, "not published, first 'more'"),
+        ({**tensors(0), "t3": torch.zeros(7, 300)}, r"'t3' is float32\[300, 7\] where published and float32\[7, 300\]"),
+        ({**tensors(0), "t3": torch.zeros(300, 7, dtype=torch.bfloat16)}, "bfloat16"),
+    ],
+)
+def test_an_engine_of_another_model_is_told_which_tensor_differs(
+    sender: BroadcastSender, cast: Cast, here: dict[str, torch.Tensor], message: str
+) -> None:
+    receiver = BroadcastReceiver(cast.file, "rollout/9", timeout_s=TIMEOUT_S)
+    publish(sender, 1)
+    assert receiver.wait_for(1, PATIENCE_S) == (1, 10)
+    with pytest.raises(UserError, match=message):
+        receiver.fetch(here)
+    assert not any(tensor.any() for tensor in here.values())
+    receiver.close()

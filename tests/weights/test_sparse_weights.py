@@ -304,7 +304,7 @@ def test_a_broadcast_ends_bit_identical_or_is_refused(todo: list[tuple[str, Any]
             if k == skip:
                 continue
             if parcel.base < 0:
-                front.replace(manifest, parcel.data.clone(), (parcel.version, parcel.step))
+                front.replace(manifest, parcel.data.clone(), (parcel.version, parcel.step), parcel.sums)
             elif front.usable:
                 front.follow([unpack(one) for one in split(parcel.data.numpy())])
         box.sent()
