@@ -181,16 +181,19 @@ class Rollout(Actor):
         """Between two decoding steps; where the engine has to start again, with what runs taken out of it."""
         if self.restart is None:
             return self.engine.update_weights(self.receiver)
-        with self.activity("engine restart", self.topology.limits.ready_s):
-            ended = self.restart.empty(self.engine)
-            try:
-                found = self.engine.update_weights(self.receiver)
-            except WeightsRefused:
-                self.restart.go_on(self.engine)
-                raise
-            self.restart.go_on(self.engine)
-        self.ring.add(samples=sum([self._commit(sequence) for sequence in ended]))
+        ended = self.restart.empty(self.engine)
+        try:
+            found = self.engine.update_weights(self.receiver)
+        except WeightsRefused:
+            self._go_on(self.restart, ended)
+            raise
+        self._go_on(self.restart, ended)
         return found
+
+    def _go_on(self, restart: Restart, ended: Sequence[Finished]) -> None:
+        """With what was taken out of the engine, and with those that had ended by themselves."""
+        restart.go_on(self.engine)
+        self.ring.add(samples=sum([self._commit(sequence) for sequence in ended]))
 
     def _wait_for_weights(self, version: int) -> None:
         """Wait for a version in short turns: the learner may be starting too, and the run may be told to end."""
