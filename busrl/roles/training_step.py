@@ -33,7 +33,7 @@ from busrl.training import checkpoint
 from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.memory import keep_freed_memory
-from busrl.training.model import load, named_weights, vocabulary
+from busrl.training.model import copied_weights, load, named_weights, vocabulary
 from busrl.training.noise import NoiseMeter, Norms
 from busrl.training.schedule import Schedule
 from busrl.training.settings import StepStats, TrainerSettings
@@ -203,7 +203,7 @@ class TrainingStep:
             root,
             step,
             model=self.trainer.model,
-            views=self.shared,
+            named=copied_weights(self.trainer.model) if self.shared else None,
             optimizer_state=self.trainer.optimizer_state(),
             meta={**meta, **({"dmmpt_gate": self.gate.state()} if self.gate is not None else {})},
             source=self.source,

@@ -68,21 +68,20 @@ def save(
     model: Any,
     optimizer_state: Mapping[str, Any],
     meta: Mapping[str, Any],
+    named: Mapping[str, Any] | None = None,
     source: Path | None = None,
-    views: bool = False,
     extras: Callable[[Path], None] | None = None,
     keep_last: int = 2,
 ) -> Checkpoint:
     """Writes checkpoint `step` under `root` and removes old ones.
 
-    `views`: parameters are views of larger tensors (an engine's fused ones); each is written by its own name alone.
-
-    `source` is the folder the model came from: its tokenizer goes along. `extras(directory)` writes the caller's own
-    files. DiskFull leaves what was there before as it was.
+    `named` are the weights where they are not the model's own. `source` is the folder the model came from: its
+    tokenizer goes along. `extras(directory)` writes the caller's own files. DiskFull leaves what was there before as it
+    was.
     """
     final = root / f"global_step_{step}"
     with durable.whole_directory(final) as directory:
-        _export(model, directory / MODEL, source, views)
+        export(model, directory / MODEL, source, named)
         buffer = io.BytesIO()
         torch.save(dict(optimizer_state), buffer)
         (directory / OPTIMIZER).write_bytes(buffer.getbuffer())
@@ -96,12 +95,11 @@ def save(
     return Checkpoint(final, step, {**meta, "step": step})
 
 
-def _export(model: Any, folder: Path, source: Path | None, views: bool) -> None:
+def export(model: Any, folder: Path, source: Path | None, named: Mapping[str, Any] | None = None) -> None:
+    """A Hugging Face folder of the model, or of its architecture with the weights `named`; with its tokenizer."""
     try:
-        if views:
-            model.save_pretrained(str(folder), state_dict=apart(model))
-        else:
-            model.save_pretrained(str(folder))
+        more = {} if named is None else {"state_dict": {**_buffers(model), **named}}
+        model.save_pretrained(str(folder), **more)
     except Exception as error:
         # The weights are written by a library whose errors are no OSError but quote the number of one.
         number = OS_ERROR.search(str(error))
@@ -115,10 +113,10 @@ def _export(model: Any, folder: Path, source: Path | None, views: bool) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def apart(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and stored buffers by name, each once (tied ones have one name), each a copy in memory of its own."""
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: own[name].detach().to("cpu", copy=True) for name in model.state_dict() if name in own}
+def _buffers(model: Any) -> dict[str, Any]:
+    """What belongs to a model's state and is no parameter."""
+    kept = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def _listing(directory: Path) -> dict[str, list[int]]:

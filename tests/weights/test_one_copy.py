@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import one_copy_engine
 
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
-from busrl.training.checkpoint import apart
+from busrl.training.model import copied_weights
 from busrl.weights import bridge, handles
 from busrl.weights.fence import Fence, State
 from busrl.weights.mark import Mark
@@ -178,12 +178,12 @@ def test_a_saved_model_has_the_checkpoints_names_and_each_tensor_alone(
     engine.ask(do="share")
     sender = sender_at(tmp_path)
     adopt(model, sender)
-    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, views=True)
+    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, named=copied_weights(model))
     again = load(saved.model)
     assert plain(again, IDS) == pytest.approx(plain(model, IDS), abs=1e-6)
-    assert named(again).keys() == named(load(folders(kind))).keys() == apart(model).keys()
+    assert named(again).keys() == named(load(folders(kind))).keys() == copied_weights(model).keys()
     weights = (saved.model / "model.safetensors").stat().st_size
-    assert weights < 1.1 * sum(tensor.nbytes for tensor in apart(model).values())
+    assert weights < 1.1 * sum(tensor.nbytes for tensor in copied_weights(model).values())
 
 
 def test_tokens_of_the_torch_engine_carry_the_version_that_made_them_across_a_step_in_place(
