@@ -178,7 +178,8 @@ def test_a_saved_model_has_the_checkpoints_names_and_each_tensor_alone(
     engine.ask(do="share")
     sender = sender_at(tmp_path)
     adopt(model, sender)
-    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, named=copied_weights(model))
+    own = copied_weights(model)
+    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, named=own)
     again = load(saved.model)
     assert plain(again, IDS) == pytest.approx(plain(model, IDS), abs=1e-6)
     assert named(again).keys() == named(load(folders(kind))).keys() == copied_weights(model).keys()
@@ -442,6 +443,18 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> N
                       ({"a": a, "b": a}, r"'b' is torch.float32\[2\] in the engine")):  # fmt: skip
         with pytest.raises(UserError, match=said):
             sender_at(tmp_path).connect(own, CPU, 1.0)
+
+
+def test_a_fence_that_is_none_is_refused_and_a_missing_one_waited_for(tmp_path: Path) -> None:
+    _kept = share_here(tmp_path, {"a": torch.ones(4)})
+    (tmp_path / "fence").unlink()
+    with pytest.raises(WeightsTimeout, match=r"rollout-0 is pid \d+, alive after 0.1 s"):
+        sender_at(tmp_path).connect({"a": torch.ones(4)}, CPU, 0.1)
+    (tmp_path / "fence").write_bytes(b"x" * 4096)
+    with pytest.raises(UserError, match="no fence of shared weights, or one of another version"):
+        sender_at(tmp_path).connect({"a": torch.ones(4)}, CPU, 0.1)
+    with pytest.raises(UserError, match="the fence counts to"):
+        _ = State(1 << 31, 0, False).word
 
 
 def test_a_version_is_never_below_one_that_was_published(tmp_path: Path) -> None:
