@@ -39,10 +39,10 @@ def join(publisher: Publisher, training: TrainingStep, step: Callable[[], int]) 
     deadline = time.monotonic() + limit_s
     while True:
         left_s = max(0.0, deadline - time.monotonic())
-        views = sender.connect(training.weights(), training.device, left_s, lambda: actor.stopping)
-        if views is None:
-            return False
         try:
+            views = sender.connect(training.weights(), training.device, left_s, lambda: actor.stopping)
+            if views is None:
+                return False
             if step() or publisher.version:
                 sender.begin(publisher.next_version(), step())
                 sender.write(training.weights())

@@ -36,7 +36,7 @@ from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.lora import Adapter, LoraSettings
 from busrl.training.memory import keep_freed_memory
-from busrl.training.model import load, named_weights, vocabulary
+from busrl.training.model import copied_weights, load, named_weights, vocabulary
 from busrl.training.noise import NoiseMeter, Norms
 from busrl.training.schedule import Schedule
 from busrl.training.settings import StepStats, TrainerSettings
@@ -266,7 +266,7 @@ class TrainingStep:
         """What a checkpoint holds where it is not the model's own tensors as they are."""
         if self.adapter is not None:
             return self.adapter.merged(self.trainer.model)
-        return checkpoint.apart(self.trainer.model) if self.shared else None
+        return copied_weights(self.trainer.model) if self.shared else None
 
 
 def _nothing() -> None:

@@ -113,10 +113,10 @@ def export(model: Any, folder: Path, source: Path | None, named: Mapping[str, An
             shutil.copyfile(path, folder / path.name)
 
 
-def apart(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and stored buffers by name, each once (tied ones have one name), each a copy in memory of its own."""
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: own[name].detach().to("cpu", copy=True) for name in model.state_dict() if name in own}
+def _buffers(model: Any) -> dict[str, Any]:
+    """What belongs to a model's state and is no parameter."""
+    kept = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def _buffers(model: Any) -> dict[str, Any]:

@@ -66,3 +66,8 @@ def takes_logits_to_keep(model: Any) -> bool:
 def named_weights(model: Any) -> dict[str, Tensor]:
     """The parameters by name, each once (tied weights have one name); views, not copies."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def copied_weights(model: Any) -> dict[str, Tensor]:
+    """The same as copies on the host, each in memory of its own: for a model whose parameters are views of others."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(model).items()}

@@ -83,10 +83,12 @@ class Fence:
             os.close(descriptor)
 
     @classmethod
-    def attach(cls, path: Path) -> Fence:
-        """The page of that name; UserError if it is none, or another user's."""
+    def attach(cls, path: Path) -> Fence | None:
+        """The page of that name, None if there is no such file; UserError if it is no page, or another user's."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
         except OSError as problem:
             raise UserError(f"{path}: no fence of shared weights there ({problem.strerror})") from None
         try:

@@ -166,6 +166,8 @@ class OneCopySender:
     def _attach(self, found: bridge.Bridge) -> bool:
         """Whether the fence of that bridge is there; a restarted engine makes its fence before its bridge."""
         fence = Fence.attach(self.fence_file)
+        if fence is None:
+            return False
         if fence.owner != found.owner:
             fence.close()
             return False

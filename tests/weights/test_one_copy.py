@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import one_copy_engine
 
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
-from busrl.training.checkpoint import apart
+from busrl.training.model import copied_weights
 from busrl.weights import bridge, handles
 from busrl.weights.fence import Fence, State
 from busrl.weights.mark import Mark
@@ -178,12 +178,13 @@ def test_a_saved_model_has_the_checkpoints_names_and_each_tensor_alone(
     engine.ask(do="share")
     sender = sender_at(tmp_path)
     adopt(model, sender)
-    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, named=apart(model))
+    own = copied_weights(model)
+    saved = checkpoint.save(tmp_path / "saved", 1, model=model, optimizer_state={}, meta={}, named=own)
     again = load(saved.model)
     assert plain(again, IDS) == pytest.approx(plain(model, IDS), abs=1e-6)
-    assert named(again).keys() == named(load(folders(kind))).keys() == apart(model).keys()
+    assert named(again).keys() == named(load(folders(kind))).keys() == copied_weights(model).keys()
     weights = (saved.model / "model.safetensors").stat().st_size
-    assert weights < 1.1 * sum(tensor.nbytes for tensor in apart(model).values())
+    assert weights < 1.1 * sum(tensor.nbytes for tensor in copied_weights(model).values())
 
 
 def test_tokens_of_the_torch_engine_carry_the_version_that_made_them_across_a_step_in_place(
@@ -442,6 +443,18 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> N
                       ({"a": a, "b": a}, r"'b' is torch.float32\[2\] in the engine")):  # fmt: skip
         with pytest.raises(UserError, match=said):
             sender_at(tmp_path).connect(own, CPU, 1.0)
+
+
+def test_a_fence_that_is_none_is_refused_and_a_missing_one_waited_for(tmp_path: Path) -> None:
+    _kept = share_here(tmp_path, {"a": torch.ones(4)})
+    (tmp_path / "fence").unlink()
+    with pytest.raises(WeightsTimeout, match=r"rollout-0 is pid \d+, alive after 0.1 s"):
+        sender_at(tmp_path).connect({"a": torch.ones(4)}, CPU, 0.1)
+    (tmp_path / "fence").write_bytes(b"x" * 4096)
+    with pytest.raises(UserError, match="no fence of shared weights, or one of another version"):
+        sender_at(tmp_path).connect({"a": torch.ones(4)}, CPU, 0.1)
+    with pytest.raises(UserError, match="the fence counts to"):
+        _ = State(1 << 31, 0, False).word
 
 
 def test_a_version_is_never_below_one_that_was_published(tmp_path: Path) -> None:
