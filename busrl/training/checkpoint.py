@@ -119,12 +119,6 @@ def _buffers(model: Any) -> dict[str, Any]:
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def _buffers(model: Any) -> dict[str, Any]:
-    """What belongs to a model's state and is no parameter."""
-    kept = model.state_dict()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
-
-
 def _listing(directory: Path) -> dict[str, list[int]]:
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES)
     return {str(path.relative_to(directory)): [path.stat().st_size, _crc(path)] for path in files}
