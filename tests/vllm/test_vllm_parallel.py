@@ -34,8 +34,10 @@ def test_both_workers_load_the_same_version_between_two_steps(pair: Scene, trans
             asked = [request(k, [5, 6, k], 120) for k in range(2, 8)]
             engine.submit(asked)
             pair.wait_for_tokens(12)
+            engine.pause("keep")
             sender.publish(version, 10 * version, pair.tensors(version))
             receiver.wait_for(version, 60)
+            engine.resume()
             assert engine.update_weights(receiver) == (version, 10 * version)
             made = pair.finish(len(asked))
             assert {v for one in made.values() for v in one.versions.tolist()} == {version - 1, version}
