@@ -8,6 +8,8 @@ import torch
 class Published:
     """The newest version is this one; `fetch` writes its tensors into those of the same name."""
 
+    kind = "tensors"
+
     def __init__(self, version: int, step: int, tensors: dict[str, torch.Tensor] | None = None) -> None:
         self.version, self.step, self.tensors = version, step, tensors or {}
 
