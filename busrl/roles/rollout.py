@@ -78,6 +78,8 @@ class Task(NamedTuple):
 class Rollout(Actor):
     role = "rollout"
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
+    restart: Restart | None = None  # where new weights make the engine start again
+    refused = 0  # version that could not be used here
 
     def setup(self) -> None:
         self.held: dict[int, Task] = {}  # by slot
@@ -95,8 +97,8 @@ class Rollout(Actor):
         self.receiver: Receiver = own or make_receiver(self.topology, self.paths, self.worker_id)
         share_weights(self.receiver, self.engine)
         finish = self.topology.weights.on_restart == "finish"
-        self.restart = Restart(finish) if self.receiver.kind == "folder" else None
-        self.refused = 0  # version that could not be used here
+        if self.receiver.kind == "folder":
+            self.restart = Restart(finish)
         self._next_request = self._last_bell = 0.0
         self._behind_since = math.inf
         self._update_weights(wait=True)
