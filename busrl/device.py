@@ -153,15 +153,6 @@ def group_backend(device: torch.device) -> str:
     return backend_of(device.type)
 
 
-def group_class(backend: str) -> Any:
-    """The class of process groups of "nccl" or "hccl"."""
-    if backend == "nccl":
-        import torch.distributed
-
-        return torch.distributed.ProcessGroupNCCL
-    return importlib.import_module("torch_npu")._C._distributed_c10d.ProcessGroupHCCL
-
-
 # --------------------------------------------------------------------------------------------- time and memory
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from busrl.device import group_class
+from busrl.device import device_group
 
 log = logging.getLogger("busrl")
 dist: Any = torch.distributed  # its stub exports neither the stores nor the options of the backends
@@ -105,20 +105,12 @@ def connect(place: Place, store: Any = None) -> Group:
     store = store if store is not None else join_store(place.store, place.timeout_s)
     below = dist.PrefixStore(prefix, store)
     if place.backend != "gloo":
-        return Group(_device_group(place, below), store, place)
+        return Group(device_group(place.backend, below, place.rank, place.size, place.timeout_s), store, place)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host.rpartition(":")[0])]
     options._timeout = timedelta(seconds=place.timeout_s)
     options._threads = 1
     return Group(dist.ProcessGroupGloo(below, place.rank, place.size, options), store, place)
-
-
-def _device_group(place: Place, store: Any) -> Any:
-    """NCCL or HCCL. Not verified on hardware with more than one device."""
-    made = group_class(place.backend)
-    options = made.Options()
-    options._timeout = timedelta(seconds=place.timeout_s)
-    return made(store, place.rank, place.size, options)
 
 
 class Forming:
