@@ -16,20 +16,18 @@ import atexit
 import enum
 import logging
 import os
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from busrl.errors import WeightsTimeout
 from busrl.weights.base import NOTHING, Kind, StepTable
-from busrl.weights.door import Bell, Message, Wire, secret_of
+from busrl.weights.door import Bell, Message, Wire, ready, secret_of
 from busrl.weights.front import Front
 from busrl.weights.group import Forming, Group, Limits, Place, first_line, pieces
 from busrl.weights.manifest import Manifest
@@ -160,10 +158,10 @@ class BroadcastReceiver:
     def _next(self, wire: Wire) -> Message | None:
         """The next line, or None after a while or when a group has been formed."""
         if not self._heard:
-            ready = _readable([wire, self._bell], LISTEN_S)
-            if self._bell in ready:
+            heard = ready([wire, self._bell], LISTEN_S)
+            if self._bell in heard:
                 self._bell.still()
-            if wire in ready:
+            if wire in heard:
                 self._heard.extend(wire.read())
         self._look_at_forming(wire)
         return self._heard.popleft() if self._heard else None
@@ -261,7 +259,7 @@ class BroadcastReceiver:
                 if said.get("say") in ("epoch", "replaced"):
                     self._heard.appendleft(said)
                     raise RuntimeError("the learner has given the epoch up")
-            if wire in _readable([wire, self._bell], deadline - time.monotonic()):
+            if wire in ready([wire, self._bell], deadline - time.monotonic()):
                 self._heard.extend(wire.read())
         raise RuntimeError(f"no word from the learner that version {message['version']} is complete")
 
@@ -294,13 +292,9 @@ class BroadcastReceiver:
             self._forming = None
 
     def _pause(self, seconds: float) -> None:
-        if _readable([self._bell], seconds):
+        if ready([self._bell], seconds):
             self._bell.still()
 
     def _call_hook(self, point: str) -> None:
         if self.hook is not None:
             self.hook(point)
-
-
-def _readable(waited: list[Any], seconds: float) -> list[Any]:
-    return select.select(waited, [], [], max(0.0, seconds))[0]

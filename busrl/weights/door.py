@@ -58,8 +58,7 @@ class Wire:
             try:
                 left = left[self.socket.send(left) :]
             except BlockingIOError:
-                ready = select.select([], [self.socket], [], max(0.0, deadline - time.monotonic()))
-                if not ready[1]:
+                if not ready([self.socket], deadline - time.monotonic(), select.POLLOUT):
                     raise TimeoutError(f"it has read nothing for {SEND_PATIENCE_S:g} s") from None
 
     def read(self) -> list[Message]:
@@ -125,9 +124,8 @@ class Door:
     def poll(self, timeout_s: float) -> list[tuple[Wire, Message | None]]:
         """What has been said since, None for a wire that is gone; returns early when there is something."""
         waited: list[Any] = [self._listener, self.bell, *self._wires]
-        ready, _, _ = select.select(waited, [], [], max(0.0, timeout_s))
         heard: list[tuple[Wire, Message | None]] = []
-        for one in ready:
+        for one in ready(waited, timeout_s):
             if one is self._listener:
                 self._let_in()
             elif one is self.bell:
@@ -167,6 +165,14 @@ class Door:
         except (OSError, ValueError):
             self.shut(wire)
             return [(wire, None)]
+
+
+def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> list[Any]:
+    """Those of `waited` that can be read (or written) without blocking, after at most that long."""
+    poller, by_number = select.poll(), {one.fileno(): one for one in waited}  # no bound on a file's number
+    for number in by_number:
+        poller.register(number, event)
+    return [by_number[number] for number, _ in poller.poll(max(0, round(timeout_s * 1000)))]
 
 
 def secret_of(address: str) -> str:

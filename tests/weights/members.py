@@ -139,6 +139,9 @@ class Child:
         return self.process.exitcode  # type: ignore[no-any-return]
 
     def end(self) -> None:
+        """Kill it, and give back the files that lead to it. May be called again."""
+        if self.pipe.closed:
+            return
         self.process.kill()
         self.process.join(PATIENCE_S)
         self.process.close()
