@@ -34,7 +34,7 @@ def test_both_workers_load_the_same_version_between_two_steps(pair: Scene, trans
             asked = [request(k, [5, 6, k], 120) for k in range(2, 8)]
             engine.submit(asked)
             pair.wait_for_tokens(12)
-            engine.pause("keep")
+            pair.pause()
             sender.publish(version, 10 * version, pair.tensors(version))
             receiver.wait_for(version, 60)
             engine.resume()

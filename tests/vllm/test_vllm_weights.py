@@ -27,7 +27,7 @@ def test_tokens_before_across_and_after_an_update_are_those_of_their_version(sce
             asked = [request(k, [5, 6, k], 120) for k in range(2, 8)]
             engine.submit(asked)
             scene.wait_for_tokens(12)
-            engine.pause("keep")  # a loaded machine may take longer to send than the answers are long
+            scene.pause()  # a loaded machine may take longer to send than the answers are long
             sender.publish(version, 10 * version, scene.tensors(version))
             receiver.wait_for(version, 60)
             engine.resume()
@@ -141,7 +141,7 @@ def test_a_learner_that_trains_vllms_own_tensors_changes_them_between_two_steps_
             asked = [request(k, [5, 6, k], 120) for k in range(2, 8)]
             engine.submit(asked)
             scene.wait_for_tokens(12)
-            engine.pause("keep")
+            scene.pause()
             learner = threading.Thread(target=change, args=(version,))
             learner.start()
             receiver.wait_for(version, 60)

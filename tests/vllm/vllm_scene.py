@@ -124,6 +124,11 @@ class Scene:
             worst = max(worst, float(np.abs(expected - made.logprobs)[mine].max()))
         return worst
 
+    def pause(self) -> None:
+        """Hold the running answers; what has ended by then counts as ended while tokens were waited for."""
+        self.early |= {one.key: one for one in self.engine.pause("keep")}
+        assert self.engine.running, "all ended too early to be caught running"
+
     def wait_for_tokens(self, count: int) -> None:
         """Step until every running request has so many; one at least must run by then."""
         end = time.monotonic() + 120
