@@ -86,10 +86,10 @@ def until_idle(engine: ServedEngine) -> dict[int, Finished]:
 
 
 def until(engine: ServedEngine, tokens: int) -> dict[int, Finished]:
-    """Step until so many tokens have come in all."""
+    """Step until so many tokens have come in all, or everything has ended."""
     found: dict[int, Finished] = {}
     deadline = time.monotonic() + WAIT_S
-    while engine.statistics().tokens < tokens:
+    while engine.active and engine.statistics().tokens < tokens:
         assert time.monotonic() < deadline
         found.update({one.key: one for one in engine.step()})
     return found
