@@ -36,7 +36,7 @@ MEANINGS: Final[dict[str, str]] = {
     "metrics": "Every number of the step's line in `metrics.jsonl`, by name.",
     # weights
     "DATA_GENERATED.version": "Version of the weights that made the last token.",
-    "transport": 'how the weights travel: a value of `weights.transport`, such as `"shm"`.',
+    "transport": 'How the weights travel: a value of `weights.transport`, such as `"shm"`.',
     "epoch": "Number of the group, from 1; a restarted learner begins again.",
     "members": "Names of the processes in it, sorted.",
     "why": "Who joined, left or was left out since the group before, and in which phase.",

@@ -44,6 +44,8 @@ def test_tokens_are_recorded_with_the_version_of_their_step() -> None:
     for step in range(4):
         ended = seats.record(everyone, np.asarray([3, 4]), np.asarray([-1, -2], np.float32), version=10 + step // 2)
         assert ended.tolist() == [step == 3] * 2
-    result = seats.leave(int(seats.rows[1]))
+    assert seats.cached(int(everyone[1])).tolist() == [1, 2, 4, 4, 4]  # all that is known but the last
+    result = seats.leave(int(everyone[1]))
+    assert seats.free == [int(everyone[1])]
     assert result.token_ids.tolist() == [4] * 4 and result.versions.tolist() == [10, 10, 11, 11]
     assert result.logprobs.tolist() == [-2.0] * 4 and result.key == 1
