@@ -274,9 +274,9 @@ def checked(got: Finished, prompt: list[int]) -> set[int]:
 def test_at_an_update_running_requests_are_cut_and_go_on_with_the_new_weights(
     start: Start, make: Make, tmp_path: Path, kind: str, server: str
 ) -> None:
-    endpoint = start(token_s=0.003)
+    endpoint = start(token_s=0.02)  # slow enough that an update meets answers under way
     engine = make(endpoint.url, update=server)
-    prompts = [LONG, [9, 9, 9], [4, 4]]
+    prompts = [[k, 7] for k in range(3, 400) if len(answer([k, 7], 60, 0)[0]) == 60][:3]
     engine.submit([request(k, prompt, max_new_tokens=60) for k, prompt in enumerate(prompts)])
     found = until(engine, 15)
     assert engine.update_weights(Folders(tmp_path, kind, 3)) == (3, 30)  # type: ignore[arg-type]
