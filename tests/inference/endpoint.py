@@ -40,7 +40,7 @@ class Server:
         self.token_s, self.script, self.log = token_s, [], []  # type: ignore[var-annotated]
         self.version, self.adapters, self.paused = 0, {}, asyncio.Event()  # type: ignore[var-annotated]
         self.paused.set()
-        self.drawn = 0
+        self.drawn, self.allowed = 0, 1 << 60  # tokens, of all answers together
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -64,7 +64,8 @@ class Server:
 
     async def route(self, path: str, headers: dict[str, str], body: dict[str, Any], writer: Any) -> None:
         if path == "/test/behave":
-            self.script = body["script"]
+            self.script = body.get("script", self.script)
+            self.allowed = body.get("allowed", self.allowed)
             return await self.reply(writer, 200, {})
         if path == "/test/log":
             return await self.reply(writer, 200, {"log": self.log, "drawn": self.drawn})
@@ -145,6 +146,10 @@ class Server:
         for made in range(1, limit + 1):
             await asyncio.sleep(self.token_s)
             await self.paused.wait()
+            while self.drawn >= self.allowed and not writer.transport.is_closing():
+                await asyncio.sleep(0.002)
+            if writer.transport.is_closing():
+                return  # who asked is gone
             token, logprob = next_token(ids, self.adapters.get(body["model"], self.version))
             ids.append(token)
             self.drawn += 1

@@ -34,6 +34,10 @@ class Endpoint:
     def behave(self, *script: str) -> None:
         self._call("/test/behave", {"script": list(script)})
 
+    def allow(self, tokens: int) -> None:
+        """How many tokens it draws in all before it waits; so that a test meets answers under way."""
+        self._call("/test/behave", {"allowed": tokens})
+
     @property
     def log(self) -> list[dict[str, Any]]:
         return list(self._call("/test/log", {})["log"])
@@ -46,6 +50,10 @@ class Endpoint:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(asked, timeout=WAIT_S) as response:
             return dict(json.loads(response.read()))
+
+    @property
+    def drawn(self) -> int:
+        return int(self._call("/test/log", {})["drawn"])
 
     def kill(self) -> None:
         self.process.kill()

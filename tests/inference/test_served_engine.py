@@ -24,6 +24,7 @@ from busrl.inference.served.backoff import Backoff
 from busrl.inference.served.engine import ServedEngine
 from busrl.topology.schema import Openai
 
+ALL = 1 << 60
 LONG = next([k, 5] for k in range(3, 90) if len(answer([k, 5], 40, 0)[0]) == 40)  # a prompt whose answer has no end
 
 
@@ -203,7 +204,8 @@ def test_what_is_wrong_for_all_requests_ends_the_engine_with_the_servers_words(
 
 
 def test_an_endpoint_that_dies_and_comes_back_costs_time_and_no_token(start: Start, make: Make) -> None:
-    endpoint = start(token_s=0.002)
+    endpoint = start()
+    endpoint.allow(20)
     engine = make(endpoint.url)
     prompts = [[3 + k, 5] for k in range(4)]
     engine.submit([request(k, prompt, max_new_tokens=40) for k, prompt in enumerate(prompts)])
@@ -218,7 +220,8 @@ def test_an_endpoint_that_dies_and_comes_back_costs_time_and_no_token(start: Sta
 
 
 def test_an_endpoint_that_stays_away_is_a_named_error_after_the_patience_and_no_hang(start: Start, make: Make) -> None:
-    endpoint = start(token_s=0.01)
+    endpoint = start()
+    endpoint.allow(5)
     engine = make(endpoint.url, patience_s=0.5)
     engine.submit([request(0, LONG, max_new_tokens=40)])
     until(engine, 2)
@@ -234,11 +237,15 @@ def test_an_endpoint_that_stays_away_is_a_named_error_after_the_patience_and_no_
 def test_one_request_that_always_fails_is_given_up_alone(start: Start, make: Make) -> None:
     endpoint = start(token_s=0.002)
     endpoint.behave("ok", *["500"] * 60)
+    endpoint.allow(1)
     engine = make(endpoint.url, retries=3)
     engine.submit([request(0, LONG, max_new_tokens=40)])
-    until(engine, 1)
+    found = until(engine, 1)
     engine.submit([request(1, LONG, max_new_tokens=40)])
-    found = until_idle(engine)
+    while engine.statistics().errors == 0:
+        engine.step()
+    endpoint.allow(ALL)
+    found |= until_idle(engine)
     same(found[0], LONG, 40)
     assert found[1].finish == ABORTED and "failures in a row" in found[1].refused and "500" in found[1].refused
 
@@ -274,16 +281,19 @@ def checked(got: Finished, prompt: list[int]) -> set[int]:
 def test_at_an_update_running_requests_are_cut_and_go_on_with_the_new_weights(
     start: Start, make: Make, tmp_path: Path, kind: str, server: str
 ) -> None:
-    endpoint = start(token_s=0.003)
+    endpoint = start()
+    endpoint.allow(15)
     engine = make(endpoint.url, update=server)
-    prompts = [LONG, [9, 9, 9], [4, 4]]
+    prompts = [[k, 7] for k in range(3, 400) if len(answer([k, 7], 60, 0)[0]) == 60][:3]
     engine.submit([request(k, prompt, max_new_tokens=60) for k, prompt in enumerate(prompts)])
     found = until(engine, 15)
     assert engine.update_weights(Folders(tmp_path, kind, 3)) == (3, 30)  # type: ignore[arg-type]
-    drawn = engine.statistics().tokens
-    found |= until(engine, drawn + 10) if engine.active else {}
+    drawn = endpoint.drawn
+    endpoint.allow(drawn + 30)
+    found |= until(engine, engine.statistics().tokens + 3)
     if engine.active:
         engine.update_weights(Folders(tmp_path, kind, 4))  # type: ignore[arg-type]
+    endpoint.allow(ALL)
     found |= until_idle(engine)
     seen = set().union(*(checked(found[k], prompt) for k, prompt in enumerate(prompts)))
     assert {0, 3} <= seen and engine.statistics().updates >= 1 and engine.statistics().errors == 0
@@ -302,7 +312,8 @@ def test_at_an_update_running_requests_are_cut_and_go_on_with_the_new_weights(
 def test_a_server_that_restarts_gets_its_version_again_before_anything_is_asked_of_it(
     start: Start, make: Make, tmp_path: Path, kind: str
 ) -> None:
-    endpoint = start(token_s=0.004)
+    endpoint = start()
+    endpoint.allow(5)
     engine = make(endpoint.url, update="vllm")
     engine.update_weights(Folders(tmp_path, kind, 5))  # type: ignore[arg-type]
     prompt = next([k, 6] for k in range(3, 90) if len(answer([k, 6], 40, 5)[0]) == 40)
@@ -326,27 +337,27 @@ def test_an_update_that_fails_is_tried_again_and_one_that_can_not_work_says_how_
 
 
 def test_pause_keeps_waits_or_aborts(start: Start, make: Make) -> None:
-    endpoint = start(token_s=0.02)
+    endpoint = start()
+    endpoint.allow(4)
     engine = make(endpoint.url)
     engine.submit([request(0, LONG, max_new_tokens=40)])
     until(engine, 4)
     assert engine.pause("keep") == []
-    engine.step()
-    engine.step()
-    before, drawn = engine.statistics(), endpoint._call("/test/log", {})["drawn"]
-    time.sleep(0.2)  # ten tokens' time: whether anything is drawn while it must not be
-    engine.step()
-    assert engine.statistics().tokens == before.tokens < 40 and before.paused
-    assert endpoint._call("/test/log", {})["drawn"] <= drawn + 1
+    endpoint.allow(10)
+    for _ in range(5):  # each waits for news
+        engine.step()
+    before = engine.statistics()
+    assert before.tokens == 4 and before.paused
     engine.resume()
-    until(engine, before.tokens + 4)
+    until(engine, 6)
     (aborted,) = engine.pause("abort")
-    assert aborted.finish == ABORTED and 8 <= len(aborted.token_ids) < 40 and not engine.active
+    assert aborted.finish == ABORTED and 6 <= len(aborted.token_ids) <= 10 and not engine.active
     assert aborted.token_ids.tolist() == answer(LONG, 40, 0)[0][: len(aborted.token_ids)]
     engine.resume()
+    endpoint.allow(ALL)
     engine.submit([request(1, LONG, max_new_tokens=20)])
-    until(engine, engine.statistics().tokens + 1)
-    ended = engine.pause("wait") + engine.step()
+    ended = list(until(engine, engine.statistics().tokens + 1).values())
+    ended += engine.pause("wait") + engine.step()
     assert [one.key for one in ended] == [1]
     same(ended[0], LONG, 20)
 
@@ -364,12 +375,15 @@ def test_streaming_requests_are_told_of_as_they_grow(start: Start, make: Make) -
 
 
 def test_an_aborted_request_is_gone_with_its_tokens(start: Start, make: Make) -> None:
-    engine = make(start(token_s=0.003).url)
+    endpoint = start()
+    endpoint.allow(6)
+    engine = make(endpoint.url)
     engine.submit([request(0, LONG, max_new_tokens=40), request(1, LONG, max_new_tokens=40)])
     until(engine, 6)
     gone = engine.abort(0)
     assert gone is not None and gone.finish == ABORTED and engine.abort(0) is None and engine.abort(7) is None
     assert gone.token_ids.tolist() == answer(LONG, 40, 0)[0][: len(gone.token_ids)]
+    endpoint.allow(ALL)
     found = until_idle(engine)
     assert sorted(found) == [1]
     same(found[1], LONG, 40)

@@ -42,6 +42,7 @@ CONNECT_S = 10.0
 LINE_BYTES = 1 << 20  # of a stream; a chunk is some hundred bytes
 ERROR_BYTES = 2000  # of the body of an error
 TELL_EVERY_S = 10.0
+CANCEL_AGAIN_S = 0.02
 CALL_S = 30.0  # a call into the loop that does not wait for the server
 STATES_OF_THE_SERVER = (408, 409, 425, 429)  # 4xx that say nothing about the request itself
 T = TypeVar("T")
@@ -337,20 +338,14 @@ class Client:
 
     async def _close_gate(self) -> None:
         self._gate.clear()
-        attempts = [ask.attempt for ask, _ in self._asks.values() if ask.attempt is not None]
-        for attempt in attempts:
-            attempt.cancel()
-        await asyncio.gather(*attempts, return_exceptions=True)
+        await _cancelled([ask.attempt for ask, _ in self._asks.values() if ask.attempt is not None])
 
     async def _forget(self, key: int) -> None:
         found = self._asks.pop(key, None)
         if found is not None:
             ask, task = found
             ask.gone = True
-            if ask.attempt is not None:
-                ask.attempt.cancel()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await _cancelled([task] if ask.attempt is None else [ask.attempt, task])
 
     async def _end(self) -> None:
         for key in list(self._asks):
@@ -392,3 +387,12 @@ class Client:
                 raise PeerTimeout(f"{url}: {phase} failed {failures} times in {spent:.1f} s; the last: {last}")
             log.warning("%s (%s): %s; asking again in %.1f s", url, phase, last, wait_s)
             self.call(asyncio.sleep(wait_s), wait_s + CALL_S, phase)
+
+
+async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel until all have ended: `asyncio.wait_for` loses a cancellation that comes together with its result."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+    await asyncio.gather(*tasks, return_exceptions=True)  # what they raised is of no interest any more
