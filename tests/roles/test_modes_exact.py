@@ -144,7 +144,7 @@ def test_a_refused_version_leaves_the_engine_with_its_own(base: Path, tmp_path: 
     learner.sender.publish(2, 2, tensors)
     with pytest.raises(WeightsRefused, match="qkv"):
         engine.update_weights(receiver)
-    assert engine.version == 1
+    assert engine.statistics().version == 1
     engine.submit([request(0, tokens=6)])
     done: list[Finished] = []
     while engine.active:

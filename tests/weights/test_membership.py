@@ -145,7 +145,9 @@ def test_the_names_of_phase_and_seconds_are_in_what_is_said_of_a_silent_member(s
     other.until(1)
     assert scene.sender.flush(PATIENCE_S)
     assert scene.missing.keys() == {"mute"}
-    assert f"has not answered the roll call of epoch 1 for {TIMEOUT_S / 3:.1f} s" in scene.missing["mute"]
+    # The other engine may have come while the first epoch was being called: then a second one is, with both.
+    assert "has not answered the roll call of epoch " in scene.missing["mute"]
+    assert f" for {TIMEOUT_S / 3:.1f} s" in scene.missing["mute"]
     assert [change.members for change in scene.groups][-1] == ("b",)
     assert any("mute" in change.why and "roll call" in change.why for change in scene.groups)
     mute.close()
