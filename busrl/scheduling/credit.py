@@ -11,6 +11,7 @@ policies or workers.
 - sync: round r is made of the admission indices [r x n_min, (r + 1) x n_min). It begins when nothing is in flight and
   is never refilled.
 - sync in segments: a round begins when the wave before it is over and what it completed is trained and published.
+- With max_staleness = 0 nothing is admitted while trained groups wait for their publication: it would be one step old.
 - Nothing here is remembered from one call to the next but a tightened bound, which only ever lowers B.
 """
 
@@ -82,6 +83,8 @@ class Admission:
         old = self._too_old(view, step)
         if old is not None:
             return Room(0, "staleness", old)
+        if self.limits.max_staleness == 0 and unpublished and not self.limits.sync:
+            return Room(0, "in_flight", blocker)  # the step under way would make it too old before it is trained
         settled = wave_over and not unpublished and not due and not bool(view.resolved.any())
         groups, reason = self._by_count(len(view) + unpublished, next_admission, settled)
         if groups <= 0:

@@ -68,6 +68,15 @@ def test_admission_stops_at_b_counting_what_is_not_published(table: Any) -> None
     assert room(admission, ring, unpublished=4) == Room(0, "in_flight", 0)
 
 
+def test_with_no_staleness_allowed_nothing_is_admitted_while_a_step_is_under_way(table: Any) -> None:
+    ring = table(G, 400)
+    admission = Admission(derive("batch-async", 32, 0, G))
+    assert room(admission, ring).groups == 32
+    assert room(admission, ring, unpublished=4) == Room(0, "in_flight")
+    younger = Admission(derive("batch-async", 32, 1, G))
+    assert room(younger, ring, unpublished=4).groups > 0
+
+
 def test_slots_for_members_still_due_are_not_given_to_a_new_group(table: Any) -> None:
     ring = table(G, 2 * G)
     ring.put(0, 0)
