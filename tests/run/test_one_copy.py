@@ -33,6 +33,7 @@ def survive(tmp_path: Path, kills: Sequence[tuple[int, str]], starts: int, steps
     assert sum(rewards[-5:]) > sum(rewards[:5]), rewards
 
 
+@pytest.mark.slow
 def test_a_run_with_one_copy_learns_and_goes_on_from_its_log_when_the_engine_dies(
     tmp_path: Path, quickstart: None
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from checks import check_end
 from harness import Run, running
 
@@ -21,6 +22,7 @@ def score(record, completion, token_ids):
 '''
 
 
+@pytest.mark.slow
 def test_a_run_with_the_openai_engine_survives_the_death_of_its_endpoint(tmp_path: Path, quickstart: None) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     endpoint = Endpoint(tmp_path, token_s=0.002, kinds=13)
