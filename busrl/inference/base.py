@@ -147,7 +147,7 @@ class Engine(Protocol):
 
     def update_weights(self, receiver: Receiver) -> tuple[int, int]:
         """Take the receiver's newest version between two steps; returns (version, learner's step). Tokens drawn from
-        here on carry it; an error leaves the engine with the version that it had."""
+        here on carry it. WeightsRefused leaves the engine as it was; after any other error it is not to be used."""
         ...
 
     def statistics(self) -> Statistics: ...

@@ -30,7 +30,7 @@ import msgspec
 import numpy.typing as npt
 
 from busrl.bus import Endpoint
-from busrl.errors import BusNotReady, DiskFull, NoSuchRun
+from busrl.errors import BusNotReady, DiskFull, NoSuchRun, SharedMemoryFull
 from busrl.faults import Trouble, trouble_for
 from busrl.ledger.errorlog import record_error
 from busrl.paths import RunPaths
@@ -93,6 +93,7 @@ class Actor:
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     singleton: ClassVar[bool] = False
     tick_s: ClassVar[float] = 0.05
+    _activities: tuple[tuple[str, float], ...] = ()  # declared and not over, outer ones first
 
     def __init__(self, run_dir: str, name: str) -> None:
         self.name = name
@@ -151,12 +152,17 @@ class Actor:
 
     @contextlib.contextmanager
     def activity(self, name: str, deadline_s: float) -> Iterator[None]:
-        """Declare a long piece of work, so that the supervisor knows how long silence is all right (seconds)."""
+        """Declare a long piece of work, so that the supervisor knows how long silence is all right (seconds).
+
+        One inside another takes its place while it lasts; then the outer one's time begins anew.
+        """
+        self._activities = (*self._activities, (name, deadline_s))
         self.ring.activity(name, deadline_s)
         try:
             yield
         finally:
-            self.ring.activity("")
+            self._activities = self._activities[:-1]
+            self.ring.activity(*(self._activities[-1] if self._activities else ("",)))
             self.ring.progress()
 
     def ring_bell(self, bell: Doorbell, to: str = "") -> None:
@@ -176,7 +182,7 @@ class Actor:
         while True:
             try:
                 write()
-            except DiskFull as problem:
+            except (DiskFull, SharedMemoryFull) as problem:
                 if not told:
                     self.warn(self.role, f"{what} pauses: {problem}", "error", kind=f"full disk: {what}")
                 told = True

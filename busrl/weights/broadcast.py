@@ -295,7 +295,7 @@ class BroadcastSender:
         self._tell_all({"say": "connect", "epoch": self.epoch, "store": where, "timeout_s": self._limits.phase_s,
                         "backend": self._backend})  # fmt: skip
         forming = Forming(place, self._door.bell.ring, store)
-        deadline = time.monotonic() + 2 * self._limits.phase_s
+        deadline = time.monotonic() + 1.5 * self._limits.phase_s
         while not forming.ended.is_set() and not self._broken and not self._stopping and time.monotonic() < deadline:
             self._listen(0.25)
         return forming

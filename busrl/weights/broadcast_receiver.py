@@ -259,7 +259,10 @@ class BroadcastReceiver:
                 if said.get("say") in ("epoch", "replaced"):
                     self._heard.appendleft(said)
                     raise RuntimeError("the learner has given the epoch up")
-            if wire in ready([wire, self._bell], deadline - time.monotonic()):
+            heard = ready([wire, self._bell], deadline - time.monotonic())
+            if self._bell in heard:
+                self._bell.still()
+            if wire in heard:
                 self._heard.extend(wire.read())
         raise RuntimeError(f"no word from the learner that version {message['version']} is complete")
 

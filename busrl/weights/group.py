@@ -135,10 +135,11 @@ class Forming:
             group = connect(self.place, self._store)
             if not self._given_up:
                 self.group = group
-        except (RuntimeError, OSError, ValueError) as problem:
+        except Exception as problem:  # of sockets, of torch, of a backend that is not there: all are told
             self.problem = f"{first_line(problem)} (after {time.monotonic() - begun:.1f} s)"
-        self._store = None
-        self.ended.set()
+        finally:
+            self._store = None
+            self.ended.set()
         with contextlib.suppress(OSError):
             self._done()
 

@@ -185,7 +185,11 @@ class ShmReceiver(VersionReceiver):
             segment.manifest.check(params)
             at = self._follow(segment, k, at, params) or self._whole(segment, k, params)
             stamp = segment.stamp(k)
-            if at is None or int(segment.buffer[k][LOGGED]) != at.logged:
+            if at is None:
+                return None
+            if int(segment.buffer[k][LOGGED]) != at.logged:  # the next turn follows from here
+                self._at = at
+                self._held.take(params)
                 return None
         except Refused as problem:
             self._problem = str(problem)
