@@ -69,6 +69,10 @@ ONE_COPY = '[weights]\ntransport = "cuda_ipc"\n'
         ("", ("learner.updates_per_batch=2",), "between two updates of one step"),
         ("", ("learner.forced_age=1", "weights.mode=sync"), "older ones are nowhere"),
         ("[lora]\nrank = 8\n", (), "there is nothing to share"),
+        ("", ("process.rollout.engine=openai", "weights.mode=fully-async", "openai.base_url=http://127.0.0.1:1/v1"),
+         "it has no tensors that a learner could train"),
+        ("", ("process.rollout.engine=mock",), "it has no tensors that a learner could train"),
+        ("[vllm]\ntensor_parallel = 2\n", ("process.rollout.engine=vllm",), "the learner trains whole ones"),
     ],
 )
 def test_one_copy_of_the_weights_refuses_what_can_not_work_with_it(
