@@ -158,6 +158,9 @@ class TorchEngine:
         return finished
 
     def abort(self, key: int) -> Finished | None:
+        for index, one in enumerate(self._done):
+            if one.key == key:
+                return self._done.pop(index)
         for seat in self._filling.seats():
             if self._seats.key[seat] == key:
                 self._filling.forget(seat)

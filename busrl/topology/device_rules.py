@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from busrl.topology.rules import Finding
 from busrl.topology.schema import Process, Topology
+from busrl.topology.weight_rules import ENGINES, rollouts
 
 WITH_MODEL = ("rollout", "learner")
 DEVICES = re.compile(r"(\d+|(GPU|MIG)-[0-9a-f-]+)(,(\d+|(GPU|MIG)-[0-9a-f-]+))*")
@@ -52,6 +53,7 @@ def _one_copy(t: Topology) -> Iterator[Finding]:
     if started != 1 or any(entry.command for _, entry in engines):
         rule = f"one engine on this host owns the weights that the learner trains, and {started} are started here"
         yield Finding((key,), rule, f"one rollout process of busrl's own, {other}", depends=("process",))
+    yield from _one_copy_engine(t, key, other)
     here, there = t.device_of("learner"), t.device_of("rollout/0")
     if here != there:
         rule = f"one copy is on one device: the learner works on {here}, the engine on {there}"
@@ -64,6 +66,18 @@ def _one_copy(t: Topology) -> Iterator[Finding]:
         rule = f"engine and learner see other devices ({' and '.join(sorted(map(repr, shown)))})"
         yield Finding((key,), rule, f"the same devices in both entries, {other}", depends=("process",))
     yield from _one_copy_learner(t, key, other)
+
+
+def _one_copy_engine(t: Topology, key: str, other: str) -> Iterator[Finding]:
+    fit = ENGINES["cuda_ipc"]
+    for index, entry in rollouts(t):
+        at = f"process.{index}.engine"
+        if entry.engine not in fit:
+            rule = f"it has no tensors that a learner could train; those of {' and '.join(fit)} can be shared"
+            yield Finding((at, key), rule, f"engine = one of {', '.join(fit)}, or another transport")
+        elif entry.engine == "vllm" and t.vllm.tensor_parallel > 1:
+            rule = "each device has a part of every tensor, and the learner trains whole ones"
+            yield Finding((key, "vllm.tensor_parallel", at), rule, f"tensor_parallel = 1, {other}")
 
 
 def _one_copy_learner(t: Topology, key: str, other: str) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Iterator
 
 from busrl.topology.rules import Check, Finding
-from busrl.topology.schema import Openai, Process, Topology
+from busrl.topology.schema import RESTARTS, Openai, Process, Topology
 from busrl.topology.weight_rules import FOLDERS, rollouts
 
 
@@ -81,6 +81,10 @@ def _chat(t: Topology, at: str) -> Iterator[Finding]:
     if t.segments.on:
         rule = "by chat an answer is made in one go: there is no way to go on from token ids"
         yield Finding(("openai.endpoint", "segments.length", at), rule, 'endpoint = "completions", or length = 0')
+    if t.openai.update != "none" and t.weights.transport in RESTARTS and t.weights.on_restart != "finish":
+        rule = "by chat an answer has no pieces: what runs when new weights come would be lost, each time"
+        keys = ("weights.on_restart", "openai.endpoint", "weights.transport", at)
+        yield Finding(keys, rule, 'on_restart = "finish", or endpoint = "completions"')
     if t.data.template != "chat":
         rule = "the server makes a user turn of the prompt, and what is trained would be without it"
         yield Finding(("openai.endpoint", "data.template", at), rule, 'template = "chat"')

@@ -73,17 +73,23 @@ class Server:
         if path in ("/v1/completions", "/v1/chat/completions"):
             return await self.complete(path, body, writer)
         if path == "/v1/models":
-            return await self.reply(writer, 200, {"data": [{"id": "letters"}]})
+            return await self.reply(writer, 200, {"data": [{"id": name} for name in ("letters", *self.adapters)]})
         return await self.control(path.partition("?")[0], body, writer)
 
     async def control(self, path: str, body: dict[str, Any], writer: Any) -> None:
         mode = self.script.pop(0) if self.script and self.script[0].startswith("update:") else ""
+        if mode == "update:hang":
+            await asyncio.sleep(3600)
         if mode:
             return await self.reply(writer, int(mode.partition(":")[2]), {"detail": "the update was told to fail"})
         if path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+            if body["lora_name"] in self.adapters:  # in vLLM's words
+                said = f"The lora adapter '{body['lora_name']}' has already been loaded."
+                return await self.reply(writer, 400, {"error": {"message": said, "type": "InvalidUserInput"}})
             self.adapters[body["lora_name"]] = version_in(body["lora_path"])
         elif path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
-            self.adapters.pop(body["lora_name"])
+            if self.adapters.pop(body["lora_name"], None) is None:
+                return await self.reply(writer, 404, {"error": {"message": "no such adapter"}})
         elif path in ("/pause", "/pause_generation"):
             self.paused.clear()
         elif path in ("/resume", "/continue_generation"):

@@ -45,6 +45,11 @@ class Endpoint:
     def calls(self, *paths: str) -> list[str]:
         return [entry["path"].partition("?")[0] for entry in self.log if entry["path"].partition("?")[0] in paths]
 
+    @property
+    def models(self) -> list[str]:
+        """Names that requests may have."""
+        return [str(entry["id"]) for entry in self._call("/v1/models", {})["data"]]
+
     def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode())
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

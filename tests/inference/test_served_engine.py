@@ -17,12 +17,13 @@ from endpoint import answer
 from endpoint_process import WAIT_S, Endpoint
 from requests_ import request
 
-from busrl.errors import PeerTimeout, UserError
+from busrl.errors import PeerTimeout, UserError, WeightsRefused
 from busrl.inference import ABORTED, EOS, LENGTH, Finished
 from busrl.inference.served import client
 from busrl.inference.served.backoff import Backoff
 from busrl.inference.served.engine import ServedEngine
 from busrl.topology.schema import Openai
+from busrl.weights.factory import Settings
 
 ALL = 1 << 60
 LONG = next([k, 5] for k in range(3, 90) if len(answer([k, 5], 40, 0)[0]) == 40)  # a prompt whose answer has no end
@@ -62,12 +63,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(client, "BACKOFF", Backoff(first_s=0.01, most_s=0.1))
     made: list[ServedEngine] = []
 
-    def one(url: str, capacity: int = 8, **settings: Any) -> ServedEngine:
+    def one(url: str, capacity: int = 8, update_s: float = 120.0, **settings: Any) -> ServedEngine:
         given = {"timeout_s": 20.0, "patience_s": 20.0, "retries": 4, **settings}
         made.append(
             ServedEngine(
                 Openai(base_url=url, **given), Letters(), capacity=capacity, max_length=200,  # type: ignore[arg-type]
-                vocabulary=40, eos_ids=frozenset({EOS_ID}),
+                vocabulary=40, eos_ids=frozenset({EOS_ID}), update_s=update_s,
             )
         )  # fmt: skip
         return made[-1]
@@ -250,20 +251,20 @@ def test_one_request_that_always_fails_is_given_up_alone(start: Start, make: Mak
     assert found[1].finish == ABORTED and "failures in a row" in found[1].refused and "500" in found[1].refused
 
 
-def folder(tmp_path: Path, version: int) -> Path:
-    path = tmp_path / f"v{version}"
-    path.mkdir()
-    (path / "version").write_text(str(version))
-    return path
-
-
 class Folders:
-    """A receiver whose newest version is a folder."""
+    """A receiver whose newest version is a folder. That of lora_restart is of kind "folder", and has adapters."""
 
-    def __init__(self, tmp_path: Path, kind: str, version: int) -> None:
-        self.kind, self.version, self.path = kind, version, folder(tmp_path, version)
+    def __init__(self, tmp_path: Path, kind: str, version: int, torn: bool = False) -> None:
+        self.kind, self.version, self.path, self.torn = kind, version, tmp_path / f"v{version}", torn
+        self.path.mkdir(exist_ok=True)
+        (self.path / "version").write_text(str(version))
+        if kind in ("adapter", "lora_restart"):
+            (self.path / "adapter_config.json").write_text("{}")
+            self.kind = "adapter" if kind == "adapter" else "folder"
 
     def take(self) -> tuple[int, int, Path]:
+        if self.torn:
+            raise WeightsRefused(f"{self.path}: torn")
         return self.version, self.version * 10, self.path
 
 
@@ -277,7 +278,7 @@ def checked(got: Finished, prompt: list[int]) -> set[int]:
 
 
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
-@pytest.mark.parametrize("kind", ["folder", "adapter"])
+@pytest.mark.parametrize("kind", ["folder", "adapter", "lora_restart"])
 def test_at_an_update_running_requests_are_cut_and_go_on_with_the_new_weights(
     start: Start, make: Make, tmp_path: Path, kind: str, server: str
 ) -> None:
@@ -305,7 +306,7 @@ def test_at_an_update_running_requests_are_cut_and_go_on_with_the_new_weights(
         assert order == wanted[server] * engine.statistics().updates
     else:
         names = [entry["body"]["lora_name"] for entry in endpoint.log if entry["path"].endswith("/load_lora_adapter")]
-        assert names == ["busrl-v3", "busrl-v4"][: len(names)]
+        assert names == ["busrl-v3", "busrl-v4"][: engine.statistics().updates]
 
 
 @pytest.mark.parametrize("kind", ["folder", "adapter"])
@@ -334,6 +335,128 @@ def test_an_update_that_fails_is_tried_again_and_one_that_can_not_work_says_how_
     endpoint.behave("update:404")
     with pytest.raises(UserError, match=r"version 2.*404.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
         engine.update_weights(Folders(tmp_path, "adapter", 2))  # type: ignore[arg-type]
+
+
+def with_long_answer(version: int) -> list[int]:
+    """A prompt whose answer by that version has no end."""
+    return next([k, 6] for k in range(3, 90) if len(answer([k, 6], 40, version)[0]) == 40)
+
+
+@pytest.mark.parametrize("what", ["torn", "refused by the server"])
+def test_after_an_update_that_failed_requests_go_on_and_the_next_one_is_taken(
+    start: Start, make: Make, tmp_path: Path, what: str
+) -> None:
+    endpoint = start()
+    endpoint.allow(4)
+    engine = make(endpoint.url, update="vllm")
+    engine.submit([request(0, LONG, max_new_tokens=40)])
+    until(engine, 4)
+    if what == "torn":
+        with pytest.raises(WeightsRefused):
+            engine.update_weights(Folders(tmp_path, "adapter", 1, torn=True))  # type: ignore[arg-type]
+    else:
+        endpoint.behave("update:400")
+        with pytest.raises(UserError, match="told to fail"):
+            engine.update_weights(Folders(tmp_path, "adapter", 1))  # type: ignore[arg-type]
+    assert not engine.statistics().paused
+    endpoint.allow(endpoint.drawn + 30)
+    until(engine, engine.statistics().tokens + 3)
+    assert engine.update_weights(Folders(tmp_path, "adapter", 2)) == (2, 20)  # type: ignore[arg-type]
+    assert not engine.statistics().paused
+    endpoint.allow(ALL)
+    assert checked(until_idle(engine)[0], LONG) == {0, 2}
+
+
+def test_a_server_that_lost_its_connection_alone_takes_the_adapter_that_it_has_again(
+    start: Start, make: Make, tmp_path: Path
+) -> None:
+    endpoint = start()
+    engine = make(endpoint.url, update="vllm")
+    engine.update_weights(Folders(tmp_path, "adapter", 5))  # type: ignore[arg-type]
+    endpoint.behave("half", "half")
+    engine.submit([request(0, with_long_answer(5), max_new_tokens=40)])
+    same(until_idle(engine)[0], with_long_answer(5), 40, version=5)
+    engine.update_weights(Folders(tmp_path, "adapter", 6))  # type: ignore[arg-type]
+    assert endpoint.models == ["letters", "busrl-v6"]
+
+
+def test_a_process_that_starts_again_takes_the_place_of_its_adapter_and_leaves_those_of_another_run(
+    start: Start, make: Make, tmp_path: Path
+) -> None:
+    endpoint = start()
+    engines = []
+    for run in ("one", "two", "one"):
+        engines.append(engine := make(endpoint.url, update="vllm"))
+        settings = Settings("lora_hotswap", "", "", folders=str(tmp_path / run))
+        assert engine.receiver(settings, "rollout/0") is None
+        assert engine.update_weights(Folders(tmp_path, "adapter", 5)) == (5, 50)  # type: ignore[arg-type]
+    assert len(endpoint.models) == 3  # the base model and one adapter of each run
+    engines[1].submit([request(0, with_long_answer(5), max_new_tokens=40)])
+    engines[2].submit([request(0, with_long_answer(5), max_new_tokens=40)])
+    for engine in engines[1:]:
+        same(until_idle(engine)[0], with_long_answer(5), 40, version=5)
+
+
+def test_no_version_is_loaded_beside_an_older_one_that_a_server_gets_again(
+    start: Start, make: Make, tmp_path: Path
+) -> None:
+    endpoint = start()
+    engine = make(endpoint.url, update="vllm", update_s=0.5)
+    engine.update_weights(Folders(tmp_path, "folder", 5))  # type: ignore[arg-type]
+    endpoint.behave("half", "update:hang")
+    engine.submit([request(0, with_long_answer(5), max_new_tokens=40)])
+    calls = len(endpoint.calls("/pause"))
+    until_called(endpoint, engine, "/pause", calls + 1)
+    with pytest.raises(PeerTimeout, match=r"127\.0\.0\.1.*: version 5, which it lost, is still being loaded again"):
+        engine.update_weights(Folders(tmp_path, "folder", 6))  # type: ignore[arg-type]
+    assert endpoint.calls("/collective_rpc") == ["/collective_rpc"] and not engine.statistics().paused
+
+
+def test_a_server_that_is_lost_again_as_soon_as_requests_go_on_gets_its_version_again(
+    start: Start, make: Make, tmp_path: Path
+) -> None:
+    endpoint = start()
+    engine = make(endpoint.url, update="vllm")
+    engine.update_weights(Folders(tmp_path, "folder", 5))  # type: ignore[arg-type]
+    opened, go_on = engine._client.open_gate, threading.Event()
+
+    def slow_to_end() -> None:
+        opened()
+        go_on.wait(WAIT_S)
+
+    engine._client.open_gate = slow_to_end  # type: ignore[method-assign]
+    endpoint.behave("half", "half")
+    engine.submit([request(0, with_long_answer(5), max_new_tokens=40)])
+    try:
+        until_called(endpoint, engine, "/collective_rpc", 3)
+    finally:
+        go_on.set()
+    same(until_idle(engine)[0], with_long_answer(5), 40, version=5)
+
+
+def test_a_server_that_has_not_got_its_version_again_is_asked_nothing_after_a_pause(
+    start: Start, make: Make, tmp_path: Path
+) -> None:
+    endpoint = start()
+    endpoint.allow(5)
+    engine = make(endpoint.url, update="vllm")
+    engine.update_weights(Folders(tmp_path, "folder", 5))  # type: ignore[arg-type]
+    engine.submit([request(0, with_long_answer(5), max_new_tokens=40)])
+    until(engine, 5)
+    endpoint.kill()
+    while not engine._restore.on:
+        engine.step()
+    engine.pause("keep")
+    engine.resume()
+    start(token_s=0.0, port=endpoint.port)  # its weights are those of version 0 until it is told of others
+    same(until_idle(engine)[0], with_long_answer(5), 40, version=5)
+
+
+def until_called(endpoint: Endpoint, engine: ServedEngine, path: str, times: int) -> None:
+    deadline = time.monotonic() + 20
+    while len(endpoint.calls(path)) < times:
+        assert time.monotonic() < deadline, endpoint.calls(path)
+        engine.step()
 
 
 def test_pause_keeps_waits_or_aborts(start: Start, make: Make) -> None:
@@ -387,6 +510,13 @@ def test_an_aborted_request_is_gone_with_its_tokens(start: Start, make: Make) ->
     found = until_idle(engine)
     assert sorted(found) == [1]
     same(found[1], LONG, 40)
+
+
+def test_a_request_that_ended_by_itself_is_found_by_abort_too(start: Start, make: Make) -> None:
+    engine = make(start().url)
+    engine.submit([request(0, [5] * 200)])
+    gone = engine.abort(0)
+    assert gone is not None and gone.finish == LENGTH and not engine.active and engine.step() == []
 
 
 def test_by_chat_prompts_go_as_text_with_tools_and_the_servers_prompt_must_be_ours(

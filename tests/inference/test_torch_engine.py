@@ -140,6 +140,13 @@ def test_an_aborted_request_leaves_and_the_others_are_not_touched(model_folder: 
         assert got.token_ids.tolist() == wanted[key].token_ids.tolist()
 
 
+def test_a_request_that_ended_without_a_row_is_found_by_abort_too(model_folder: Folder) -> None:
+    engine = TorchEngine.load(model_folder("gpt2"), capacity=2, max_length=8)
+    engine.submit([request(0, [5] * 8)])
+    gone = engine.abort(0)
+    assert gone and (gone.key, gone.finish, engine.active) == (0, LENGTH, 0) and engine.step() == []
+
+
 def test_pauses_keep_wait_or_abort(model_folder: Folder) -> None:
     engine = TorchEngine.load(model_folder("qwen3"), capacity=5)
     engine._seats._eos[:] = False

@@ -9,7 +9,7 @@ import pytest
 
 from busrl.launch.plan import plan_lines
 from busrl.paths import RunPaths
-from busrl.topology import Topology
+from busrl.topology import Topology, vllm
 from busrl.topology.check import report
 
 Loaded = Callable[..., Topology]
@@ -69,6 +69,9 @@ ONE_COPY = '[weights]\ntransport = "cuda_ipc"\n'
         ("", ("learner.updates_per_batch=2",), "between two updates of one step"),
         ("", ("learner.forced_age=1", "weights.mode=sync"), "older ones are nowhere"),
         ("[lora]\nrank = 8\n", (), "there is nothing to share"),
+        ("", ("process.rollout.engine=openai", "weights.mode=fully-async", "openai.base_url=http://127.0.0.1:1/v1"),
+         "it has no tensors that a learner could train"),
+        ("", ("process.rollout.engine=mock",), "it has no tensors that a learner could train"),
     ],
 )
 def test_one_copy_of_the_weights_refuses_what_can_not_work_with_it(
@@ -76,6 +79,14 @@ def test_one_copy_of_the_weights_refuses_what_can_not_work_with_it(
 ) -> None:
     found = refused(ONE_COPY + extra, *overrides)
     assert any(said in message and "weights.transport" in message for message in found), found
+
+
+def test_one_copy_is_refused_where_vllm_shares_out_its_tensors(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.30.0"))
+    found = refused(ONE_COPY + "[vllm]\ntensor_parallel = 2\n", "process.rollout.engine=vllm")
+    assert any("the learner trains whole ones" in message for message in found), found
 
 
 def test_one_copy_on_one_device_is_accepted_and_bfloat16_warned_of(loaded: Loaded) -> None:

@@ -42,6 +42,15 @@ def test_an_endpoint_that_can_not_work_is_refused_with_the_rule_and_the_remedy(
     assert any(message in line for line in found), found
 
 
+@pytest.mark.parametrize("transport", ["checkpoint_restart", "lora_restart"])
+def test_by_chat_a_restart_lets_answers_end_or_is_refused(refused: Refused, loaded: Loaded, transport: str) -> None:
+    text = f'[openai]\n{URL}endpoint = "chat"\nupdate = "vllm"\n[weights]\ntransport = "{transport}"\n'
+    found = refused(text, *ENGINE, "data.template=chat")
+    assert any("what runs when new weights come would be lost" in line for line in found), found
+    if transport == "checkpoint_restart":
+        loaded(text + 'on_restart = "finish"\n', *ENGINE, "data.template=chat")
+
+
 def test_one_process_gives_a_server_its_weights(refused: Refused) -> None:
     text = f'[openai]\n{URL}update = "vllm"\n[weights]\ntransport = "checkpoint_restart"\n'
     found = refused(text, *ENGINE, "process.rollout.count=2")

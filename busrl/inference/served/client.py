@@ -18,6 +18,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import queue
 import random
 import threading
@@ -362,11 +363,13 @@ class Client:
             text = (await response.read()).decode("utf-8", "replace")
             return response.status, text, response.headers.get("Retry-After", "")
 
-    def send(self, method: str, url: str, body: Body, phase: str) -> str:
-        """The text of a 200, asked for until `patience_s` are over; UserError for a 4xx, PeerTimeout otherwise."""
+    def send(self, method: str, url: str, body: Body, phase: str, deadline: float = math.inf) -> str:
+        """The text of a 200, asked for until `patience_s` are over or the deadline of the monotonic clock is; UserError
+        for a 4xx, PeerTimeout otherwise."""
         begun, failures, last = time.monotonic(), 0, ""
+        deadline = min(deadline, begun + self.endpoint.patience_s)
         while True:
-            left, asked = begun + self.endpoint.patience_s - time.monotonic(), None
+            left, asked = deadline - time.monotonic(), None
             try:
                 status, text, after = self.call(
                     self._send(method, url, body, max(0.1, left)), max(0.1, left) + CALL_S, phase
@@ -382,7 +385,7 @@ class Client:
             failures += 1
             self.errors += 1
             wait_s = BACKOFF.wait_s(failures, asked, self._random.random())
-            if wait_s > begun + self.endpoint.patience_s - time.monotonic():
+            if wait_s > deadline - time.monotonic():
                 spent = time.monotonic() - begun
                 raise PeerTimeout(f"{url}: {phase} failed {failures} times in {spent:.1f} s; the last: {last}")
             log.warning("%s (%s): %s; asking again in %.1f s", url, phase, last, wait_s)

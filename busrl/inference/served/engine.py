@@ -14,12 +14,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -32,8 +34,9 @@ from busrl.inference.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, R
 from busrl.inference.pauses import Pauses
 from busrl.inference.served.client import Ask, Client, Message
 from busrl.inference.served.fixed import FixedReceiver
+from busrl.inference.served.restore import Restore
 from busrl.inference.served.settings import endpoint_of, tools_of
-from busrl.inference.served.updates import Updates
+from busrl.inference.served.updates import NAME, Updates
 from busrl.topology.machine import read_config
 
 if TYPE_CHECKING:
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("busrl")
 MOMENT_S = 0.02  # a step without news waits so long: the role looks for new slots after it
 PROMPTS_KEPT = 65536
+UPDATE_SHARE = 0.8  # of the time that the role declares for new weights: the error that says why comes before its end
+ADAPTER = "adapter_config.json"  # a version with this file is an adapter, whatever kind its receiver has
 
 
 @dataclass
@@ -66,7 +71,8 @@ class _Book:
 
 
 class ServedEngine:
-    """At most `capacity` requests at a time. `tokens` makes ids of prompts and text of ids."""
+    """At most `capacity` requests at a time. `tokens` makes ids of prompts and text of ids; `update_s`: what an update
+    may take, for whoever watches the process."""
 
     def __init__(
         self,
@@ -77,6 +83,7 @@ class ServedEngine:
         max_length: int,
         vocabulary: int = 0,
         eos_ids: frozenset[int] = frozenset(),
+        update_s: float = 120.0,
     ) -> None:
         self._settings, self._tokens, self._eos_ids = settings, tokens, eos_ids
         self._capacity, self._max_length = capacity, max_length
@@ -90,7 +97,10 @@ class ServedEngine:
         self._events: list[Event] = []
         self._pauses = Pauses()
         self._loaded: tuple[int, Path, bool] | None = None  # version, path, adapter: what the server was told last
-        self._restoring: threading.Thread | None = None
+        self._restore = Restore(settings.base_url, self._open, self._not_restored)
+        self._opening = threading.Lock()  # a restore that ends, against a pause that begins
+        self._update_limit_s = UPDATE_SHARE * update_s
+        self._updating = self._lost = False  # lost: the server went away, and has not got its version again
         self._steps = self._drawn = self._prefilled = self._updates = 0
         self._update_s = 0.0
         try:
@@ -153,15 +163,14 @@ class ServedEngine:
         return finished + [ended for message in taken if (ended := self._note(message)) is not None]
 
     def abort(self, key: int) -> Finished | None:
-        if key not in self._books:
-            return None
-        self._client.forget(key)
-        self._settle()
-        found = [one for one in self._done if one.key == key]
-        if found:  # it ended meanwhile
-            self._done.remove(found[0])
-            return found[0]
-        return self._end(self._books[key], ABORTED)
+        if key in self._books:
+            self._client.forget(key)
+            self._settle()
+        ended = next((one for one in self._done if one.key == key), None)  # by itself, before or meanwhile
+        if ended is not None:
+            self._done = [one for one in self._done if one is not ended]
+            return ended
+        return self._end(self._books[key], ABORTED) if key in self._books else None
 
     def events(self) -> list[Event]:
         told, self._events = self._events, []
@@ -171,45 +180,54 @@ class ServedEngine:
         return told
 
     def pause(self, how: Pause) -> list[Finished]:
+        return self._pause(how, self._settings.timeout_s + self._settings.patience_s)
+
+    def _pause(self, how: Pause, limit_s: float) -> list[Finished]:
         ended: list[Finished] = []
+        with self._opening:  # first of all: a restore that ends from now on opens nothing
+            self._pauses.begin()
         if how == "abort":
             self._client.close_gate()
             ended = [one for key in list(self._books) if (one := self.abort(key)) is not None]
         elif how == "wait":
-            self._drain()
+            self._drain(limit_s)
         elif self._chat:
             self._client.hold_gate()
         else:
             self._client.close_gate()
-        self._pauses.begin()
         done, self._done = self._done, []
         return done + ended
 
     def resume(self) -> None:
         self._pauses.end()
-        self._client.open_gate()
+        self._open()
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
         """None where the server can be told of new weights; else one that never has any."""
-        return FixedReceiver() if self._settings.update == "none" else None
+        if self._settings.update == "none":
+            return FixedReceiver()
+        self._updates_of.name_for(settings.folders)
+        return None
 
     def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+        """WeightsRefused for a version that can not be used here: the one before stays. After any error requests go on
+        if they did before."""
         begun = time.monotonic()
-        paused = self._pauses.on
-        self._done += self.pause("wait" if self._chat else "keep")
-        self._settle()
-        folder = cast("FolderReceiver", receiver)  # of kind adapter or folder: the rules of a topology see to that
-        version, step, path = folder.take()
-        adapter = folder.kind == "adapter"
-        if self._restoring is not None:  # what it loads is old by now; its end opens no gate while we are paused
-            self._restoring.join(self._settings.patience_s)
-        self._updates_of.apply(version, path, adapter)
-        self._loaded, self._client.given = (version, path, adapter), True
-        self._client.version = version
+        deadline = begun + self._update_limit_s
+        self._restore.wait(min(self._settings.patience_s, self._update_limit_s))  # it reads files that `take` may end
+        version, step, path = cast("FolderReceiver", receiver).take()  # the rules of a topology see to its kind
+        paused, self._updating = self._pauses.on, True
+        try:
+            self._done += self._pause("wait" if self._chat else "keep", deadline - time.monotonic())
+            self._settle()
+            self._load(version, path, deadline)
+        finally:
+            self._updating = False
+            self._begin_restore()  # only if the server went away meanwhile and the new version is not there
+            if not paused:
+                self.resume()
         self._updates += 1
         self._update_s += time.monotonic() - begun
-        if not paused:
-            self.resume()
         return version, step
 
     def statistics(self) -> Statistics:
@@ -257,7 +275,8 @@ class ServedEngine:
         if message.problem is not None:
             raise message.problem
         if message.lost:
-            self._restore()
+            self._lost = True
+            self._begin_restore()
         book = self._books.get(message.key)
         if book is None:
             return None
@@ -306,17 +325,16 @@ class ServedEngine:
         taken, self._taken = self._taken, []
         self._done += [ended for message in taken if (ended := self._note(message)) is not None]
 
-    def _drain(self) -> None:
+    def _drain(self, limit_s: float) -> None:
         """Nobody new begins, and those under way end; PeerTimeout names those that do not."""
         self._client.hold_gate()
-        limit_s = self._settings.timeout_s + self._settings.patience_s
         deadline = time.monotonic() + limit_s
         while self._client.asking:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise PeerTimeout(
-                    f"{self._settings.base_url}: {len(self._books)} answers under way did not end within {limit_s:g} s "
-                    "of a pause"
+                    f"{self._settings.base_url}: {len(self._books)} answers under way did not end within "
+                    f"{limit_s:.1f} s of a pause"
                 )
             try:
                 self._taken.append(self._client.messages.get(timeout=min(left, MOMENT_S)))
@@ -327,28 +345,37 @@ class ServedEngine:
 
     # -- the server -----------------------------------------------------------------------------------------------
 
-    def _restore(self) -> None:
-        """The server went away: give it its version again, beside the role's own loop, which has to go on."""
-        if self._loaded is None or (self._restoring is not None and self._restoring.is_alive()):
-            return
-        log.warning("%s went away; version %d is loaded again", self._settings.base_url, self._loaded[0])
-        self._restoring = threading.Thread(target=self._load_again, args=self._loaded, name="restore", daemon=True)
-        self._restoring.start()
+    def _load(self, version: int, path: Path, deadline: float = math.inf) -> None:
+        """Have the server load a version; its tokens carry the number from now on."""
+        adapter = (path / ADAPTER).is_file()
+        self._updates_of.apply(version, path, adapter, deadline)
+        self._loaded, self._client.given, self._lost = (version, path, adapter), True, False
+        self._client.version = version
 
-    def _load_again(self, version: int, path: Path, adapter: bool) -> None:
-        try:
-            self._updates_of.apply(version, path, adapter)
-        except Exception as problem:
-            self._client.messages.put(Message(-1, problem=problem))
+    def _begin_restore(self) -> None:
+        """Where the server went away: give it its version again. An update under way does that with a newer one."""
+        if not self._lost or self._loaded is None or self._restore.on or self._updating:
             return
-        if not self._pauses.on:
-            self._client.open_gate()
+        self._lost = False
+        version = self._loaded[0]
+        log.warning("%s went away; version %d is loaded again", self._settings.base_url, version)
+        self._restore.begin(f"version {version}", partial(self._updates_of.apply, *self._loaded))
+
+    def _not_restored(self, problem: Exception) -> None:
+        self._client.messages.put(Message(-1, problem=problem))
+
+    def _open(self) -> None:
+        """Let requests go on, unless there is a pause, or the server has not got its version again."""
+        with self._opening:
+            if not self._pauses.on and not self._restore.on:
+                self._client.open_gate()
 
     def _only_model(self) -> str:
         """The name of the one model that the endpoint has."""
         said = self._client.send("GET", f"{self._client.endpoint.url}/models", None, "asking which models there are")
         try:
-            names = [str(entry["id"]) for entry in json.loads(said)["data"]]
+            found = [str(entry["id"]) for entry in json.loads(said)["data"]]
+            names = [name for name in found if not name.startswith(NAME)]  # adapters that were loaded before
         except (ValueError, KeyError, TypeError):
             names = []
         if len(names) != 1:
@@ -385,4 +412,5 @@ def make(topology: Topology) -> ServedEngine:
         max_length=generation.max_prompt_tokens + generation.max_new_tokens,
         vocabulary=int(config.get("vocab_size") or 0),
         eos_ids=eos_ids,
+        update_s=topology.limits.ready_s,
     )

@@ -8,20 +8,29 @@ Talks HTTP through the client. Knows nothing of requests: the engine has stopped
 | sglang | POST /load_lora_adapter ... /unload_lora_adapter | POST /pause_generation, /update_weights_from_disk, /flush_cache, /continue_generation |
 
 - A server whose load failed stays paused: it never serves half of a version, and the next try loads all of it.
-- Each version is a name of its own: a server that keys its prefix cache by the name can not serve stale keys.
+- Each load is a name of its own: a server that keys its prefix cache by the name can not serve stale keys. It holds
+  the run's id, so that two runs with one server do not take each other's.
+- A server that knows the name already (its answer to the first try was lost, or a process before this one loaded it)
+  drops that one, and gets the version under another name: what is loaded there may be older files.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
+import re
+import secrets
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 from busrl.errors import BusrlError, PeerLost, UserError
 from busrl.inference.served.client import Client
 
-NAME = "busrl-v"
+NAME = "busrl-"
+KNOWN = re.compile(r"already (been loaded|loaded|exists)")
 
 
 class Updates:
@@ -30,10 +39,19 @@ class Updates:
     def __init__(self, client: Client, kind: str, base_model: str) -> None:
         self._client, self._kind, self._base = client, kind, base_model
         self._root = client.endpoint.url.removesuffix("/v1")
+        self._prefix = f"{NAME}v"
         self._adapter = ""
+        self._deadline = math.inf
 
-    def apply(self, version: int, path: Path, adapter: bool) -> None:
-        """Make the server serve `version` from `path`; requests name the right model afterwards."""
+    def name_for(self, folders: str) -> None:
+        """Adapters are named for the run whose versions lie there, on this host."""
+        run = hashlib.blake2b(f"{socket.gethostname()} {folders}".encode(), digest_size=6).hexdigest()
+        self._prefix = f"{NAME}{run}-v"
+
+    def apply(self, version: int, path: Path, adapter: bool, deadline: float = math.inf) -> None:
+        """Make the server serve `version` from `path`; requests name the right model afterwards. PeerTimeout after
+        `patience_s` of one call, or at the deadline of the monotonic clock."""
+        self._deadline = deadline
         try:
             if adapter:
                 self._load_adapter(version, path)
@@ -45,15 +63,31 @@ class Updates:
             raise UserError(f"new weights, version {version}: {problem}{hint}") from problem
 
     def _load_adapter(self, version: int, path: Path) -> None:
-        prefix = "/v1" if self._kind == "vllm" else ""
-        name, phase = f"{NAME}{version}", f"loading adapter version {version}"
+        name, old = f"{self._prefix}{version}", self._adapter
+        try:
+            self._name_adapter(version, path, name)
+        except UserError as problem:
+            if not KNOWN.search(str(problem)):
+                raise
+            fresh = f"{name}.{secrets.token_hex(3)}"
+            self._name_adapter(version, path, fresh)
+            self._drop_adapter(name)
+        if old not in ("", name):
+            self._drop_adapter(old)
+
+    def _name_adapter(self, version: int, path: Path, name: str) -> None:
+        """Load it under that name, which requests have from now on."""
         body = {"lora_name": name, "lora_path": str(path)}
-        self._post(f"{prefix}/load_lora_adapter", body, phase)
-        old, self._adapter = self._adapter, name
-        self._client.model = name
-        if old and old != name:
-            with contextlib.suppress(BusrlError):  # it is only in the way; the server may have dropped it by itself
-                self._post(f"{prefix}/unload_lora_adapter", {"lora_name": old}, f"unloading adapter {old}")
+        self._post(f"{self._routes}/load_lora_adapter", body, f"loading adapter version {version}")
+        self._adapter = self._client.model = name
+
+    def _drop_adapter(self, name: str) -> None:
+        with contextlib.suppress(BusrlError):  # it is only in the way; the server may have dropped it by itself
+            self._post(f"{self._routes}/unload_lora_adapter", {"lora_name": name}, f"unloading adapter {name}")
+
+    @property
+    def _routes(self) -> str:
+        return "/v1" if self._kind == "vllm" else ""
 
     def _load_folder(self, version: int, path: Path) -> None:
         phase = f"loading version {version}"
@@ -81,4 +115,4 @@ class Updates:
             raise PeerLost(f"{self._root} ({phase}): {found.get('message', said)}")
 
     def _post(self, path: str, body: Mapping[str, object] | None, phase: str) -> str:
-        return self._client.send("POST", self._root + path, body, phase)
+        return self._client.send("POST", self._root + path, body, phase, self._deadline)
