@@ -39,6 +39,7 @@ def test_the_quickstart_trains_with_vllm_and_its_audit_is_clean(tmp_path: Path, 
     assert run.restarts("rollout/0") == 0, run.tail()
     log = run.paths.log("rollout/0").read_text()
     assert "log-probabilities differ by at most" in log and "updates=" in log, log
+    assert "workers did not leave" not in log, log
 
 
 def test_a_killed_engine_core_costs_a_restart_and_nothing_else(tmp_path: Path) -> None:
