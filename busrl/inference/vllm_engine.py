@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -74,8 +75,8 @@ class VllmEngine:
             Start.of(topology),
             topology.vllm,
             chat=topology.data.template == "chat",
-            on_update=getattr(topology.generation, "on_update", "auto"),
-            on_restart=getattr(topology.weights, "on_restart", "continue"),
+            on_update=topology.generation.on_update,
+            on_restart=topology.weights.on_restart,
         )
 
     # -- the protocol ---------------------------------------------------------------------------------------------
@@ -241,11 +242,18 @@ class VllmEngine:
 
     def finish_all(self) -> None:
         """Wait until nothing runs; vLLM's own pause would wait without a word of who is silent."""
+        self.wait_until(lambda: not self._running)
+
+    def wait_until(self, done: Callable[[], bool], limit_s: float = math.inf) -> bool:
+        """Take what ends until `done`; False if it is not after the limit. EngineLost from a silent engine."""
+        deadline = time.monotonic() + limit_s
         while True:
             self._gather()
             self.check()
-            if not self._running:
-                return
+            if done():
+                return True
+            if time.monotonic() > deadline:
+                return False
             self._some.wait(STEP_WAIT_S)
 
     def swap_core(self, start: Start) -> None:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from busrl.errors import UserError
 from busrl.topology.vllm import installed, lora_rank, objection
+from busrl.topology.weight_costs import adapter_slots
+from busrl.topology.weight_rules import ADAPTERS
 
 if TYPE_CHECKING:
     from busrl.topology import Topology
 
 CPU_BLOCK = 32  # its kernels take multiples of 32; whole blocks are cached, so the smallest caches most
 CPU_CACHE_MB = 16  # at least; a bare minimum of blocks
-ADAPTERS_UNBOUNDED = 8  # versions of an adapter at a time where nothing bounds their age
 EXTENSION = "busrl.inference.vllm_worker.Extension"
 
 
@@ -47,8 +48,8 @@ class Start:
     def of(cls, topology: Topology) -> Start:
         own, generation = topology.vllm, topology.generation
         longest = generation.max_prompt_tokens + generation.max_new_tokens
-        rank = topology.lora.rank if hasattr(topology, "lora") else 0
-        bound = topology.weights.max_staleness if topology.weights.mode == "batch-async" else ADAPTERS_UNBOUNDED
+        # Any other transport brings the merged weights: a vLLM with places for adapters has wrapped their layers.
+        rank = topology.lora.rank if topology.weights.transport in ADAPTERS else 0
         return cls(
             model=topology.model.path,
             dtype=topology.model.dtype,
@@ -61,7 +62,7 @@ class Start:
             block_size=own.block_size,
             seed=topology.run.seed,
             lora_rank=lora_rank(rank) if rank else 0,
-            adapters=(0 if topology.weights.mode == "sync" else bound) + 2 if rank else 0,
+            adapters=adapter_slots(topology) if rank else 0,
             extra=tuple(sorted(own.extra.items())),
         )
 

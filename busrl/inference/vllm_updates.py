@@ -7,6 +7,7 @@ Knows nothing of slots or of the bus.
 - All workers of an engine load the same version or none: each first says which one it holds ready.
 - A version that does not fit never touches the model. A load that failed half-way leaves the engine paused and dirty:
   it answers nothing until a later version was loaded whole.
+- No adapter that a running answer has is ever given up: those that nobody has are removed before a new one comes.
 - After the first load a short answer is compared with a plain forward pass: a fault there is silent everywhere else.
 """
 
@@ -20,12 +21,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsTimeout
+from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
 from busrl.inference.vllm_core import is_death
 from busrl.inference.vllm_page import Page
+from busrl.topology.weight_rules import FOLDERS, ONE_COPY
 from busrl.weights.base import NOTHING, StepTable
 
 if TYPE_CHECKING:
@@ -36,9 +39,6 @@ if TYPE_CHECKING:
     from busrl.weights.factory import Settings
 
 log = logging.getLogger("busrl")
-ONE_COPY = "cuda_ipc"  # the learner's weights are the worker's own tensors
-IN_WORKERS = ("shm", "broadcast", ONE_COPY)  # transports whose tensors the workers receive themselves
-RESTARTS = ("lora_restart", "checkpoint_restart")
 LOOK_EVERY_S = 0.005
 CHECK_TOKENS = 24
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -109,18 +109,21 @@ class Updates:
         self._engine = engine
         self._recompute = on_update != "keep"
         self._finish_first = on_restart == "finish"
-        self._restarts = False
         self._dirty = ""
         self._checked = False  # whether the weights were compared with a plain forward pass, or can not be
         self._own: WorkerReceiver | None = None
+        self._close_s = engine.own.stop_s
+        self._loaded: dict[int, Any] = {}  # adapters in vLLM, by version
         # What new requests get, where versions are adapters; before the first one that is the bare model.
         self.adapter = Adapter(0, None) if engine.start.lora_rank else None
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
         """Workers receive tensors themselves; folders and adapters are the ordinary receiver's."""
-        self._restarts, self._checked = settings.transport in RESTARTS, settings.transport == ONE_COPY
-        if settings.transport not in IN_WORKERS:
+        if settings.transport in FOLDERS:
             return None
+        self._checked = settings.transport == ONE_COPY
+        if settings.transport == ONE_COPY:  # it goes when the learner has let go of the weights
+            self._close_s += settings.timeout_s
         engine = self._engine
         page = Path(settings.address_file).parent / f"vllm-{name.replace('/', '-')}.page"
         text = {"settings": settings.plain(), "name": name, "model": engine.start.model, "dtype": engine.start.dtype,
@@ -146,8 +149,16 @@ class Updates:
             raise UserError(f"vLLM: {self._dirty}; a later version has to be loaded first")
 
     def close(self) -> None:
-        if self._own is not None:
-            self._own.close()
+        """Tell the workers to receive no more and to leave their transport, if vLLM lives."""
+        if self._own is None:
+            return
+        core = self._engine.core
+        if not core.over:
+            try:
+                core.rpc("busrl_close", timeout_s=self._close_s)
+            except Exception as problem:  # it ends anyway, by force if it must
+                log.warning("vLLM: %s: its workers did not leave: %s", self._own.name, problem)
+        self._own.close()
 
     # -- tensors --------------------------------------------------------------------------------------------------
 
@@ -252,24 +263,68 @@ class Updates:
         engine, kind = self._engine, receiver.kind
         if kind not in ("adapter", "folder"):
             raise UserError(f"vLLM takes no weights of kind {kind!r} from a receiver outside of its workers")
+        restarts = kind == "folder" and (self.adapter is None or self._has_adapter)
+        if not restarts and self.adapter is not None:
+            self._make_room()
         version, step, path = receiver.take()
-        restarts = kind == "folder" or (self._restarts and self._has_adapter)
         if restarts:
-            if self._finish_first:
-                engine.finish_all()
-            engine.swap_core(dataclasses.replace(engine.start, model=str(path)) if kind == "folder" else engine.start)
-        if kind == "adapter":
-            self._add(version, Path(path))
+            self._start_again(version, Path(path))
         else:
-            self._note(version)
-        engine.version = version
-        if restarts:
-            engine.go_on(self.adapter)
+            self._add(version, Path(path))
+            engine.version = version
         return version, step
+
+    def _start_again(self, version: int, path: Path) -> None:
+        """vLLM anew with that folder as its model, or with that adapter. WeightsRefused: it has the adapter before."""
+        engine, before = self._engine, self.adapter
+        if self._finish_first:
+            engine.finish_all()
+        engine.swap_core(engine.start if before is not None else dataclasses.replace(engine.start, model=str(path)))
+        self._loaded.clear()
+        try:
+            if before is None:
+                self._note(version)
+            else:
+                self._add(version, path)
+            engine.version = version
+        except WeightsRefused as problem:
+            self._go_back(problem)
+            engine.go_on(self.adapter)
+            raise
+        engine.go_on(self.adapter)
+
+    def _go_back(self, why: WeightsRefused) -> None:
+        """The adapter before, which the vLLM that was ended had."""
+        if self.adapter is None or not self._has_adapter:
+            return
+        try:
+            self._add(self.adapter.version, Path(self.adapter.request.lora_path))
+        except WeightsRefused as problem:
+            raise self._engine.core.lose(f"{why}; and the one before is gone: {problem}") from problem
 
     @property
     def _has_adapter(self) -> bool:
         return self.adapter is not None and self.adapter.request is not None
+
+    def _used(self) -> set[int]:
+        """Versions of the adapters that running answers have, and of the one that new ones get."""
+        all_of_them = [running.adapter for running in self._engine.running] + [self.adapter]
+        return {adapter.version for adapter in all_of_them if adapter is not None and adapter.request is not None}
+
+    def _make_room(self) -> None:
+        """A place for one more adapter. WeightsRefused if running answers have them all for `rpc_s`.
+
+        What nobody has is removed here: vLLM would choose by itself, perhaps one whose answers wait for their turn.
+        """
+        engine, places = self._engine, self._engine.start.adapters
+        if not engine.wait_until(lambda: len(self._used()) < places, engine.own.rpc_s):
+            used, oldest = sorted(self._used()), min(self._used())
+            ids = (one.id for one in engine.running if one.adapter is not None and one.adapter.version == oldest)
+            text = f"running answers have the adapters of versions {used}, and vLLM has {places} places"
+            raise WeightsRefused(f"{text}; waited {engine.own.rpc_s:g} s, among others for request {next(ids, 'none')}")
+        core = engine.core
+        for version in sorted(self._loaded.keys() - self._used()):
+            core.call("remove_lora", partial(core.engine.remove_lora, self._loaded.pop(version).lora_int_id))
 
     def _add(self, version: int, path: Path) -> None:
         """Load an adapter under an id of its own: running requests keep theirs, with the cache that it made."""
@@ -282,7 +337,8 @@ class Updates:
         except BusrlError:
             raise
         except Exception as problem:
-            raise UserError(f"vLLM: the adapter {path} was refused: {problem}") from problem
+            raise WeightsRefused(f"vLLM: the adapter {path} was refused: {problem}") from problem
+        self._loaded[version] = request
         self.adapter = Adapter(version, request)
 
 

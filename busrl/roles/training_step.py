@@ -30,7 +30,7 @@ from busrl.roles.oldtokens import OldTokens
 from busrl.scheduling.entropy_gate import EntropyGate
 from busrl.topology import Topology
 from busrl.topology.schema import Learner
-from busrl.topology.weight_rules import ADAPTERS
+from busrl.topology.weight_rules import ADAPTERS, ONE_COPY
 from busrl.training import checkpoint
 from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
@@ -43,7 +43,6 @@ from busrl.training.settings import StepStats, TrainerSettings
 from busrl.training.trainer import Trainer
 from busrl.weights.fingerprint import fingerprint
 
-ONE_COPY = "cuda_ipc"
 ADAPTER = "adapter"  # folder of a checkpoint
 Prox = list[npt.NDArray[np.float32]]
 

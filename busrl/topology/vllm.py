@@ -100,9 +100,25 @@ def findings(topology: Topology) -> Iterator[Finding]:
     if own.start_s > topology.limits.ready_s:
         rule = "a process that is not ready after limits.ready_s is killed, however long vLLM may take"
         yield Finding(("vllm.start_s", "limits.ready_s"), rule, f"set limits.ready_s to {own.start_s:g} or more")
+    yield from _weights(topology, at)
     if topology.learner.deterministic:
         rule = "vLLM's sums depend on what is batched with what, so two runs are not equal"
         yield Finding((at, "learner.deterministic"), rule, 'engine = "torch"', warning=True)
+
+
+def _weights(topology: Topology, at: str) -> Iterator[Finding]:
+    """What a transport of weights needs of vLLM."""
+    from busrl.topology.rules import Finding
+    from busrl.topology.weight_rules import ADAPTERS, ONE_COPY
+
+    own, weights = topology.vllm, topology.weights
+    if weights.transport in ADAPTERS and topology.lora.rank > LORA_RANKS[-1]:
+        rule = f"vLLM takes no adapter of a rank above {LORA_RANKS[-1]}"
+        remedy = f'set lora.rank to {LORA_RANKS[-1]} or less, or transport = "shm"'
+        yield Finding(("lora.rank", "weights.transport", at), rule, remedy)
+    if weights.transport == ONE_COPY and own.rpc_s <= weights.timeout_s:
+        rule = "a change of the weights may take weights.timeout_s, and vLLM waits for its end inside one call"
+        yield Finding(("vllm.rpc_s", "weights.timeout_s"), rule, f"set vllm.rpc_s above {weights.timeout_s:g}")
 
 
 def _temperatures(topology: Topology) -> Iterator[tuple[str, float]]:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from busrl.errors import DiskFull
-from busrl.topology import machine
+from busrl.topology import machine, vllm
 from busrl.topology.schema import RESTARTS, Topology
 from busrl.topology.weight_rules import ADAPTERS, FOLDERS, rollouts
 
 Shapes = Mapping[str, tuple[int, ...]]
 ADAPTER_BYTES = 4  # an adapter is float32 whatever the model is
+UNBOUNDED = 8  # versions of an adapter that vLLM may be asked for where nothing bounds their age
 SMALL_FILES = 16 << 10  # configuration and stamp of an adapter
 HEADS = ("lm_head", "embed_out", "output", "score")
 
@@ -44,8 +45,17 @@ def kept_versions(t: Topology) -> int:
     return 2  # the newest, and the one that an engine may be reading
 
 
+def adapter_slots(t: Topology) -> int:
+    """Adapters that one vLLM holds at a time: those that its running answers may be of, and the newest."""
+    if t.weights.mode == "sync" or t.weights.transport in RESTARTS:
+        return 2
+    return (t.weights.max_staleness if t.weights.mode == "batch-async" else UNBOUNDED) + 2
+
+
 def held_versions(t: Topology) -> int:
     """Versions that one engine holds on to: those that its running sequences may be of."""
+    if t.weights.transport in ADAPTERS and vllm.used(t):
+        return adapter_slots(t)  # it reads an adapter from its folder as long as it has a place for it
     return 1 if t.weights.transport in RESTARTS else kept_versions(t)
 
 

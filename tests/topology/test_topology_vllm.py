@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from busrl.errors import TopologyError
+from busrl.inference.vllm_start import Start
 from busrl.topology import load, vllm
+from busrl.topology.weight_costs import held_versions
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 ENGINE = 'process.rollout.engine="vllm"'
@@ -69,6 +71,42 @@ def test_an_engine_elsewhere_needs_no_vllm_here(installed) -> None:
 def test_settings_that_can_not_work_are_refused(installed, setting: str, said: str) -> None:
     with pytest.raises(TopologyError, match=said):
         load(QUICK, [ENGINE, setting])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("weights.transport=lora_hotswap", "lora.rank=600"), "takes no adapter of a rank above 512; set lora.rank"),
+        (("weights.transport=cuda_ipc", "vllm.rpc_s=10"), "set vllm.rpc_s above 10"),
+    ],
+)
+def test_a_transport_that_vllm_can_not_follow_is_refused(installed, settings: tuple[str, ...], said: str) -> None:
+    with pytest.raises(TopologyError, match=said):
+        load(QUICK, [ENGINE, *settings])
+
+
+@pytest.mark.parametrize(
+    ("transport", "mode", "places"),
+    [
+        ("lora_hotswap", "batch-async", 5),
+        ("lora_hotswap", "fully-async", 10),
+        ("lora_hotswap", "sync", 2),
+        ("lora_restart", "batch-async", 2),
+    ],
+)
+def test_vllm_has_a_place_for_every_adapter_whose_folder_its_process_holds(
+    installed, transport: str, mode: str, places: int
+) -> None:
+    weights = [f"weights.transport={transport}", f"weights.mode={mode}", "weights.max_staleness=3", "lora.rank=20"]
+    topology = load(QUICK, [ENGINE, *weights])
+    start = Start.of(topology)
+    assert (start.lora_rank, start.adapters, held_versions(topology)) == (32, places, places)
+
+
+@pytest.mark.parametrize("transport", ["shm", "broadcast", "checkpoint_restart"])
+def test_merged_weights_come_into_a_vllm_without_adapters(installed, transport: str) -> None:
+    start = Start.of(load(QUICK, [ENGINE, f"weights.transport={transport}", "lora.rank=8"]))
+    assert (start.lora_rank, start.adapters) == (0, 0)
 
 
 def test_a_deterministic_run_is_told_that_it_is_not(installed) -> None:

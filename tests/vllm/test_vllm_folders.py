@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from vllm_scene import EXACT, Scene, model_of, request, save
 
-from busrl.errors import UserError
+from busrl.errors import WeightsRefused
+from busrl.weights.folder_settings import folder_receiver, folder_sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 RANK, ALPHA = 4, 8
@@ -31,7 +32,7 @@ class Folders:
 
 def adapter(scene: Scene, folder: Path, version: int, rank: int = RANK) -> Path:
     """An adapter as peft writes it; the scene's model of that version is the base with the adapter merged."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     model, tensors = model_of(scene.config, 0), {}
     torch.manual_seed(1000 + version)
     for name, weight in dict(model.named_parameters()).items():
@@ -77,12 +78,76 @@ def test_answers_end_with_the_adapter_that_they_began_with_and_new_ones_have_the
 def test_an_adapter_that_does_not_fit_is_refused_and_the_one_before_stays(adapters: Scene, tmp_path: Path) -> None:
     engine, source, version = adapters.engine, Folders("adapter"), adapters.engine.version
     source.version, source.path = 900, adapter(adapters, tmp_path / "large", 900, rank=64)
-    with pytest.raises(UserError, match=r"the adapter .*large was refused"):
+    with pytest.raises(WeightsRefused, match=r"the adapter .*large was refused"):
         engine.update_weights(source)
     asked = request(1, [5, 6, 7], 20)
     made = adapters.run(asked)[1]
     assert engine.version == version and set(made.versions.tolist()) == {version}
     assert adapters.off_by(asked, made) < EXACT
+
+
+def test_an_adapter_that_an_answer_has_is_never_given_up_for_a_new_one(
+    adapters: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, source = adapters.engine, Folders("adapter")
+    monkeypatch.setattr(engine, "own", replace(engine.own, rpc_s=0.3))
+
+    def update(version: int) -> None:
+        source.version, source.path = version, adapter(adapters, tmp_path / f"v{version}", version)
+        assert engine.update_weights(source) == (version, 10 * version)
+
+    update(21)
+    asked = {21: request(21, [5, 6, 7], 140)}
+    engine.submit([asked[21]])
+    adapters.wait_for_tokens(3)
+    adapters.pause()
+    for version in (22, 23):  # these wait for their turn: nothing of theirs is decoded while others come
+        update(version)
+        asked[version] = request(version, [8, 9, version], 30)
+        engine.submit([asked[version]])
+    with pytest.raises(WeightsRefused, match=r"versions \[21, 22, 23\], and vLLM has 3 places; .*for request 21\.21\."):
+        update(24)
+    assert engine.version == 23
+    engine.resume()
+    made = adapters.finish(3)
+    for version, one in asked.items():
+        assert set(made[version].versions.tolist()) == {version}
+        assert adapters.off_by(one, made[version]) < EXACT
+    update(24)
+    assert len(engine.core.call("list_loras", engine.core.engine.list_loras)) == 2, "the newest, and the one before"
+
+
+def test_adapters_by_restart_keep_the_model_and_one_that_is_refused_leaves_the_one_before(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "model", tied=False, lora_rank=8, adapters=2)
+    try:
+        engine = scene.engine
+        settings = replace(
+            scene.settings("lora_restart"), folders=str(tmp_path / "published"), base=str(scene.folder), held=2
+        )
+        sends = folder_sender(settings, lambda folder, named: adapter(scene, folder, *named["what"]) and None)
+        assert engine.receiver(settings, "rollout/0") is None
+        takes, first = folder_receiver(settings, "rollout/0"), engine.core.pids()
+        sends.publish(1, 10, {"what": (1,)})
+        assert engine.update_weights(takes) == (1, 10)
+        assert engine.core.pids() == first, "there was no adapter to be rid of"
+        asked = request(1, [5, 6, 7], 140)
+        engine.submit([asked])
+        scene.wait_for_tokens(10)
+        sends.publish(2, 20, {"what": (2,)})
+        assert engine.update_weights(takes) == (2, 20)
+        assert not set(first) & set(engine.core.pids()) and engine.start == scene.start
+        made = scene.finish(1)[1]
+        assert set(made.versions.tolist()) == {1, 2} and scene.off_by(asked, made) < EXACT
+        sends.publish(3, 30, {"what": (3, 64)})
+        with pytest.raises(WeightsRefused, match=r"was refused"):
+            engine.update_weights(takes)
+        asked = request(4, [5, 6, 7], 20)
+        made = scene.run(asked)[4]
+        assert set(made.versions.tolist()) == {2} and scene.off_by(asked, made) < EXACT
+        takes.close()
+        sends.close()
+    finally:
+        scene.close()
 
 
 def test_an_answer_survives_a_restart_with_a_new_checkpoint(tmp_path: Path) -> None:

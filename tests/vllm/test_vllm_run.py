@@ -39,6 +39,18 @@ def test_the_quickstart_trains_with_vllm_and_its_audit_is_clean(tmp_path: Path, 
     assert run.restarts("rollout/0") == 0, run.tail()
     log = run.paths.log("rollout/0").read_text()
     assert "log-probabilities differ by at most" in log and "updates=" in log, log
+    assert "workers did not leave" not in log, log
+
+
+@pytest.mark.parametrize("transport", ["shm", "lora_hotswap", "lora_restart"])
+def test_an_adapter_is_trained_and_every_version_gets_into_vllm(tmp_path: Path, transport: str) -> None:
+    pytest.importorskip("peft")
+    lora = ("lora.rank=8", "learner.lr=2e-3", f'weights.transport="{transport}"')
+    run = Run(tmp_path / "run", *SETTINGS, *lora, steps=3)
+    with running(run):
+        check_end(run, run.wait(LIMIT_S))
+    assert run.restarts("rollout/0") == 0, run.tail()
+    assert "version=3," in run.paths.log("rollout/0").read_text()
 
 
 def test_a_killed_engine_core_costs_a_restart_and_nothing_else(tmp_path: Path) -> None:
