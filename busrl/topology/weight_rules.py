@@ -16,12 +16,8 @@ from busrl.topology.schema import RESTARTS, Process, Topology
 
 ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
 FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
-<<<<<<< HEAD
 ONE_HOST = ("shm", "broadcast", "cuda_ipc", *FOLDERS)  # those that reach the learner's host alone: so far all
-=======
 ONE_COPY = "cuda_ipc"  # the learner's weights are the engine's own tensors
-ONE_HOST = ("shm", ONE_COPY, *FOLDERS)  # those that reach the learner's host alone
->>>>>>> wt-fixvllm
 # The engines that a transport can give weights to. One that is not busrl's own (openai) has rules of its own.
 ENGINES: dict[str, tuple[str, ...]] = {
     "shm": ("torch", "vllm", "mock"),
