@@ -9,6 +9,7 @@ all have the same interpreter and NumPy; busrl itself comes from this checkout a
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,8 @@ def main() -> int:
     log = Log()
     told: dict[str, object] = {"failures": {}}
     with tempfile.TemporaryDirectory() as folder:
-        todo = [p for p in programs(options.rivals_python, core(f"{folder}/core")) if options.only in " ".join(p.argv)]
+        rivals = os.path.abspath(options.rivals_python)  # programs run elsewhere
+        todo = [p for p in programs(rivals, core(f"{folder}/core")) if options.only in " ".join(p.argv)]
         for turn in range(options.rounds):
             print(f"round {turn + 1} of {options.rounds}", flush=True)
             for program in todo[turn % len(todo) :] + todo[: turn % len(todo)]:
