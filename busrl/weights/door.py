@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import os
 import secrets
 import select
 import socket
 import time
 from pathlib import Path
 from typing import Any
+
+from busrl.private import write_private
 
 LONGEST_LINE = 64 << 20  # a manifest of a large model has about a hundred bytes per tensor
 LONGEST_FROM_ENGINE = 64 << 10
@@ -178,16 +179,6 @@ def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> li
 def secret_of(address: str) -> str:
     """The secret in the text of an address file."""
     return address.partition("/")[2]
-
-
-def write_private(file: Path, text: str) -> None:
-    """Put a file in place at once and complete, readable by this user only."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.new")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as out:
-        out.write(text)
-    os.rename(temporary, file)
 
 
 def _parsed(line: bytes) -> Message:
