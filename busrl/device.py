@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,15 @@ WANTED = ("auto", *KINDS)
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 BACKEND = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 HCCL_PORTS = {"HCCL_NPU_SOCKET_PORT_RANGE": "auto", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
+# torch's own defaults end the whole process when a peer is late; read when a group is made. HCCL's names have no prefix
+# in older versions of torch_npu.
+WAITING_RAISES = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_HCCL_BLOCKING_WAIT": "1", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "0",
+    "HCCL_BLOCKING_WAIT": "1", "HCCL_ASYNC_ERROR_HANDLING": "0",
+}  # fmt: skip
+ONE_HOST = {"NCCL_SOCKET_IFNAME": "=lo", "HCCL_SOCKET_IFNAME": "=lo"}  # else they meet on a network's interface
+_environment = threading.Lock()
 REGISTER_PORTABLE = 1  # of cudaHostRegister
 
 
@@ -52,9 +62,9 @@ def environment(kind: str, devices: str, known: Mapping[str, str]) -> dict[str, 
     return {**{name: value for name, value in ports.items() if name not in known}, **visible(kind, devices)}
 
 
-def backend_of(kind: str) -> str:
-    """The process-group backend of a kind of device."""
-    return BACKEND.get(kind, "gloo")
+def kind_of(backend: str) -> str:
+    """The kind of device whose memory a process-group backend sends from."""
+    return next(kind for kind, own in BACKEND.items() if own == backend)
 
 
 # -------------------------------------------------------------------------------------------------- which device
@@ -130,7 +140,7 @@ def identity(device: torch.device) -> str:
 
 
 def device_group(backend: str, store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    """An NCCL or HCCL process group of its own over a store; collectives in it raise after `timeout_s`.
+    """An NCCL or HCCL process group of its own over a store; waiting in it raises after `timeout_s`.
 
     Not verified on hardware with more than one device.
     """
@@ -145,12 +155,24 @@ def device_group(backend: str, store: Any, rank: int, size: int, timeout_s: floa
         raise DeviceMissing(f"this torch has no process groups of {backend}; use gloo")
     options = made.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    return made(store, rank, size, options)
+    for name, value in ONE_HOST.items():  # read at the first connection of the process, so it has to stay
+        os.environ.setdefault(name, value)
+    with _waiting_raises():
+        return made(store, rank, size, options)
 
 
-def group_backend(device: torch.device) -> str:
-    """The process-group backend for tensors on that device: gloo, nccl or hccl."""
-    return backend_of(device.type)
+@contextlib.contextmanager
+def _waiting_raises() -> Iterator[None]:
+    """Groups made inside block the thread that waits and raise there; their watchdog does not end the process."""
+    with _environment:
+        before = {name: os.environ[name] for name in WAITING_RAISES if name in os.environ}
+        os.environ.update(WAITING_RAISES)
+        try:
+            yield
+        finally:
+            for name in WAITING_RAISES:
+                os.environ.pop(name, None)
+            os.environ.update(before)
 
 
 # --------------------------------------------------------------------------------------------- time and memory
@@ -163,6 +185,22 @@ class Memory:
     free: int
     total: int
     used: int
+
+
+def own_stream(device: str) -> None:
+    """What this thread does on the device from now on waits for no other thread's work there, nor they for it."""
+    import torch
+
+    if device != "cpu":
+        torch.accelerator.set_stream(torch.Stream(device=torch.device(device)))
+
+
+def finish_stream(device: str) -> None:
+    """Return when what this thread has queued on the device has been done."""
+    import torch
+
+    if device != "cpu":
+        torch.accelerator.current_stream(torch.device(device)).synchronize()
 
 
 def synchronize(device: torch.device) -> None:

@@ -224,11 +224,12 @@ def launch(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> int:
     from busrl.topology import load
-    from busrl.topology.check import report, require_disk, require_memory
+    from busrl.topology.check import report, require_cores, require_disk, require_memory
 
     topology = load(options.topology, options.overrides)
     print(report(topology), end="", flush=True)
     require_memory(topology)
+    require_cores(topology)
     require_disk(topology, Path("runs"))
     return 0
 

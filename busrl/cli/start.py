@@ -14,7 +14,7 @@ from busrl.errors import UserError
 from busrl.launch import launch
 from busrl.paths import RunPaths
 from busrl.topology import Topology, materialise
-from busrl.topology.check import require_disk, require_memory
+from busrl.topology.check import require_cores, require_disk, require_memory
 
 
 def start(topology: Topology, run_dir: Path | None, resume: str) -> int:
@@ -23,6 +23,7 @@ def start(topology: Topology, run_dir: Path | None, resume: str) -> int:
     topology = materialise(topology)
     if not RunPaths.of(directory).ring_file.exists():  # an adopted ring has its memory already
         require_memory(topology)
+    require_cores(topology)
     require_disk(topology, directory)
     return int(launch(topology, directory, resume=resume != "never"))
 

@@ -16,13 +16,11 @@ import setproctitle
 from busrl.errors import MachineError
 from busrl.launch.closing import audit_run, close_run
 from busrl.launch.display import open_display
-from busrl.launch.plan import plan_lines
 from busrl.launch.run import Launch
 from busrl.launch.rundir import open_run
 from busrl.launch.signals import Signals
 from busrl.launch.status import status
 from busrl.launch.summary import Outcome, build, final_lines, write
-from busrl.paths import RunPaths
 from busrl.topology import Topology, materialise
 
 __all__ = ["launch", "status"]
@@ -32,7 +30,6 @@ def launch(
     topology: Topology,
     run_dir: str | os.PathLike[str],
     *,
-    dry_run: bool = False,
     resume: bool = True,
     stream: TextIO | None = None,
 ) -> int:
@@ -41,9 +38,6 @@ def launch(
     Adopts what an earlier launch left in the directory; `resume=False` refuses a directory that holds a run.
     """
     out = stream or sys.stdout
-    if dry_run:
-        print("\n".join(plan_lines(topology, RunPaths.of(run_dir))), file=out)
-        return 0
     setproctitle.setproctitle("busrl:launch")
     with Signals() as signals:
         topology = materialise(topology)

@@ -115,9 +115,14 @@ def environment_of(process: ProcessName, paths: RunPaths, more: Mapping[str, str
 
 
 def start(
-    process: ProcessName, paths: RunPaths, keep_fds: tuple[int, ...] = (), env: Mapping[str, str] = NOTHING
+    process: ProcessName,
+    paths: RunPaths,
+    keep_fds: tuple[int, ...] = (),
+    env: Mapping[str, str] = NOTHING,
+    cores: frozenset[int] = frozenset(),
 ) -> Running:
-    """Start one child, `env` added to its environment; its output goes to the end of its log file."""
+    """Start one child on these cores (none named: on any), `env` added to its environment; its output goes to the end
+    of its log file."""
     if threading.current_thread() is not threading.main_thread():
         raise BugError(f"{process.name} was to be started from a thread, with whose end the kernel would kill it")
     log = paths.log(process.name)
@@ -131,13 +136,18 @@ def start(
             stderr=output,
             pass_fds=keep_fds,
             start_new_session=True,
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=_prepare(os.getpid(), cores),
         )
     return Running(process.name, popen, os.pidfd_open(popen.pid))
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def _prepare(parent: int, cores: frozenset[int]) -> Callable[[], None]:
+    """Done in the child: it dies with launch, and it is bound before it has any thread."""
+
     def prepare() -> None:
+        if cores:
+            with contextlib.suppress(OSError):  # a core that was there when the topology was checked
+                os.sched_setaffinity(0, cores)
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before the line above: nobody would tell us any more
             os._exit(1)

@@ -40,7 +40,7 @@ from busrl.launch.watch import Watch
 from busrl.ledger.errorlog import record_error
 from busrl.protocol import address, topic
 from busrl.protocol import messages as m
-from busrl.topology import IMPLIED_ROLES, SINGLE_ROLES, ProcessName
+from busrl.topology import IMPLIED_ROLES, SINGLE_ROLES, ProcessName, cores, machine
 
 TICK_S = 0.2
 STOP_EVERY_S = 0.5
@@ -137,7 +137,8 @@ class Launch:
             crash = crash_environment(topology.faults, child.name, child.restarts + 1)
             known = {**os.environ, **process.spec.env}
             devices = device.environment(topology.device_of(child.name), process.devices, known)
-            running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash})
+            bound = cores.of(topology, process.spec, machine.cores())
+            running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, bound)
         except OSError as error:
             child.started(0, self._clock())
             return self._died(child, f"it could not be started: {error}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from busrl import keys, quickstart
 from busrl.errors import SharedMemoryFull
-from busrl.topology import files, machine, weight_costs
+from busrl.topology import cores, files, machine, weight_costs
 from busrl.topology.rules import count
 from busrl.topology.schema import TINY, Faults, ProcessName, Topology
 from busrl.topology.weight_costs import Cost
@@ -47,6 +47,11 @@ def require_memory(topology: Topology) -> None:
             f"{machine.SHM} has {_mib(free)} free, the run needs {text} = {_mib(needed)}: enlarge it (mount -o remount,"
             f"size=... {machine.SHM}; docker run --shm-size), `busrl ring clean` old runs, or lower ring.slots"
         )
+
+
+def require_cores(topology: Topology) -> None:
+    """A UserError if an entry names cores that this machine does not give us."""
+    cores.require(topology, machine.cores())
 
 
 def require_disk(topology: Topology, run_dir: Path) -> None:
@@ -120,7 +125,8 @@ def _processes(t: Topology) -> Iterator[str]:
     for process in t.processes():
         engine = process.spec.engine if process.role == "rollout" else "-"
         where = f"{_device(t, process):<8} {process.spec.threads:>7}"
-        yield f"{process.name:<12} {engine:<8} {where}  {' '.join(command(process))}"
+        bound = f" on core {process.spec.cpus}" if process.spec.cpus else ""
+        yield f"{process.name:<12} {engine:<8} {where}{bound}  {' '.join(command(process))}"
     outside = [entry.role for entry in t.process if entry.count == 0]
     if outside:
         yield f"expected to join from outside, or not at all: {', '.join(outside)}"
@@ -258,8 +264,8 @@ def _warnings(t: Topology) -> Iterator[str]:
     found = list(t.derived.warnings)
     computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != "mock")
     threads = sum(entry.threads * entry.count for entry in computing)
-    if threads > machine.cores():
-        text = f"rollouts and learner have {threads} threads for {machine.cores()} cores; lower threads or count"
+    if threads > (there := len(machine.cores())):
+        text = f"rollouts and learner have {threads} threads for {there} cores; lower threads or count"
         found.append(f"[[process]]: {text}")
     if t.data.train not in ("", t.data.validation) and t.derived.train_prompts < t.learner.trigger.n_min:
         found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")

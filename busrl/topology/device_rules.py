@@ -1,4 +1,5 @@
-"""Rules between the keys that say where models run: `model.device`, and `device` and `devices` of a process.
+"""Rules between the keys that say where models run: `model.device`, and `device` and `devices` of a process, and what
+shares or sends weights between devices: `cuda_ipc`, and a broadcast by NCCL or HCCL.
 
 Used by `resolve`. Pure: what the machine really has is seen when a process starts (`busrl.device`), never here.
 """
@@ -12,6 +13,7 @@ from busrl.topology.rules import Finding
 from busrl.topology.schema import Process, Topology
 from busrl.topology.weight_rules import ENGINES, rollouts
 
+BETWEEN = {"nccl": "cuda", "hccl": "npu"}  # what a backend of a broadcast connects
 WITH_MODEL = ("rollout", "learner")
 DEVICES = re.compile(r"(\d+|(GPU|MIG)-[0-9a-f-]+)(,(\d+|(GPU|MIG)-[0-9a-f-]+))*")
 
@@ -22,6 +24,53 @@ def findings(t: Topology) -> Iterator[Finding]:
         yield from _entry(t, index, entry)
     if t.weights.transport == "cuda_ipc":
         yield from _one_copy(t)
+    if t.weights.backend in BETWEEN:
+        yield from _between_devices(t, t.weights.backend)
+
+
+def _between_devices(t: Topology, backend: str) -> Iterator[Finding]:
+    """weights.backend = "nccl" or "hccl": a broadcast from the learner's device to each engine's."""
+    key, other = "weights.backend", 'or backend = "gloo"'
+    if t.weights.transport != "broadcast":
+        rule = f"{t.weights.transport} forms no groups"
+        yield Finding((key, "weights.transport"), rule, 'transport = "broadcast", or remove it', warning=True)
+        return
+    if t.weights.sparse.enabled:
+        rule = "changes are found and packed in the host's memory"
+        yield Finding((key, "weights.sparse.enabled"), rule, f"enabled = false, {other}")
+    if t.weights.checksum:
+        rule = "a digest is made in the host's memory, which takes longer than a phase may for a large model"
+        yield Finding((key, "weights.checksum"), rule, f"checksum = false, {other}")
+    for index, entry in rollouts(t):
+        if entry.engine == "vllm":
+            rule = "vLLM is given its weights through the host's memory"
+            yield Finding((f"process.{index}.engine", key), rule, f'engine = "torch", {other}')
+    yield from _a_device_each(t, backend, key, other)
+
+
+def _a_device_each(t: Topology, backend: str, key: str, other: str) -> Iterator[Finding]:
+    """Two ranks of such a group can not be on one device."""
+    kind, shown = BETWEEN[backend], dict[str, str]()
+    for process in (p for p in t.processes() if _takes_part(p.spec)):
+        if (device := t.device_of(process.name)) != kind:
+            rule = f"{backend} connects {kind} devices, and {process.name} works on {device}"
+            yield Finding((key, "model.device"), rule, f'device = "{kind}", {other}', depends=("process",))
+        first = process.devices.partition(",")[0]
+        if first.startswith("MIG"):
+            rule = f"{process.name} works on a part of a GPU, and {backend} refuses two parts of one"
+            yield Finding((key,), rule, f"whole devices, {other}", depends=("process",))
+        elif not first:
+            rule = f"{process.name} sees all devices and would work on the first, as others do: each needs its own"
+            yield Finding((key,), rule, f'devices = ["0"] in its entry, {other}', depends=("process",))
+        elif first in shown:
+            rule = f"{shown[first]} and {process.name} work on device {first}: each needs its own"
+            yield Finding((key,), rule, f"other devices, {other}", depends=("process",))
+        shown.setdefault(first, process.name)
+
+
+def _takes_part(entry: Process) -> bool:
+    """Whether processes of this entry are in the group of a broadcast."""
+    return not entry.command and (entry.role == "learner" or (entry.role == "rollout" and entry.engine == "torch"))
 
 
 def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:

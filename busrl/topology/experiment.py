@@ -252,6 +252,8 @@ class Weights:
     timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", low=0, open_low=True)
     checksum: bool = key(False, "engines check the bytes of each version against a digest (one more pass over them)")
     bucket_mb: int = key(16, "broadcast: MiB that are sent at once and have a deadline of their own", low=1, high=4096)
+    backend: str = key("gloo", "broadcast: what carries it; gloo through the host's memory, nccl (CUDA) and hccl (NPU) "
+                       "from device to device", choices=("gloo", "nccl", "hccl"))  # fmt: skip
     sparse: Sparse = field(default_factory=Sparse)
 
 

@@ -49,9 +49,9 @@ def shm_free() -> int:
         return 0
 
 
-def cores() -> int:
+def cores() -> frozenset[int]:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return frozenset(os.sched_getaffinity(0))
 
 
 def model_facts(folder: Path, context: int) -> ModelFacts:

@@ -170,6 +170,8 @@ class Process:
     engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]; "
                       "openai asks an endpoint: see [openai]", choices=("torch", "mock", "vllm", "openai"))  # fmt: skip
     threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
+    cpus: str = key("", 'cores that its processes may use, "0" or "2-5,8"; all others then stay off them. Empty = '
+                    "any that no entry names")  # fmt: skip
     command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
                                        "{run_dir}, {name}, {here} (this file's folder) are filled in")  # fmt: skip
     device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))

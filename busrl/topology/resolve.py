@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from busrl.scheduling import limits
-from busrl.topology import control, device_rules
+from busrl.topology import control, cores, device_rules
 from busrl.topology.files import Looked
 from busrl.topology.rules import Finding, count, wants_rounds
 from busrl.topology.schema import Derived, Topology
@@ -46,7 +46,7 @@ class Resolved:
 
 def resolve(topology: Topology, looked: Looked) -> Resolved:
     """Everything that is computed from more than one key."""
-    found: list[Finding] = [*control.findings(topology), *device_rules.findings(topology)]
+    found: list[Finding] = [*control.findings(topology), *device_rules.findings(topology), *cores.findings(topology)]
     bounds = _limits(topology, found)
     rounds = count(topology, "validator") > 0 and wants_rounds(topology)
     val_samples = topology.validation.samples if rounds else 0

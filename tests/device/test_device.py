@@ -79,8 +79,7 @@ def test_a_machine_with_an_npu_is_recognised_through_torch_npu_alone(
 
 
 def test_every_kind_has_its_own_process_group() -> None:
-    assert [device.backend_of(kind) for kind in device.KINDS] == ["gloo", "nccl", "hccl"]
-    assert device.group_backend(torch.device("cpu")) == "gloo"
+    assert [device.kind_of(name) for name in ("gloo", "nccl", "hccl")] == list(device.KINDS)
 
 
 def test_a_process_sees_the_devices_that_its_entry_deals_to_it(tmp_path: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from busrl.launch.plan import plan_lines
-from busrl.paths import RunPaths
+from busrl import device
 from busrl.topology import Topology, vllm
 from busrl.topology.check import report
 
@@ -25,13 +23,14 @@ def test_a_process_runs_where_its_entry_or_else_the_model_says(loaded: Loaded) -
     assert t.device_of("rollout/outside") == "cuda"
 
 
-def test_the_page_and_the_plan_name_the_device_of_each_process(loaded: Loaded, tmp_path: Path) -> None:
+def test_the_page_names_the_device_of_each_process_which_sees_no_other(loaded: Loaded) -> None:
     t = loaded(TWO + 'devices = ["0", "1"]\n', "model.device=cuda")
     page = report(t)
     assert "rollout/1    torch    cuda:0 " in page and "rollout/2    torch    cuda:1 " in page
     assert "reward/0     -        - " in page
-    lines = "\n".join(plan_lines(t, RunPaths.of(tmp_path)))
-    assert "CUDA_VISIBLE_DEVICES=1  " in lines and "CUDA_VISIBLE_DEVICES=0  " in lines
+    rollouts = [one for one in t.processes() if one.role == "rollout"]
+    shown = [device.environment(t.device_of(one.name), one.devices, {}) for one in rollouts]
+    assert shown == [{}, {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
 
 
 @pytest.mark.parametrize(
@@ -93,3 +92,35 @@ def test_one_copy_on_one_device_is_accepted_and_bfloat16_warned_of(loaded: Loade
     assert not any("cuda_ipc" in text for text in loaded(ONE_COPY).derived.warnings)
     t = loaded(ONE_COPY, "model.dtype=bfloat16", "model.device=cuda")
     assert any("copies them into the engine's bfloat16 ones" in text for text in t.derived.warnings)
+
+
+GROUPS = ('[weights]\ntransport = "broadcast"\nbackend = "nccl"\n',
+          "model.device=cuda", 'process.learner.devices=["0"]')
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("model.device=cpu",), "nccl connects cuda devices, and learner works on cpu"),
+        (('process.rollout.devices=["0"]',), "learner and rollout/0 work on device 0"),
+        (("process.rollout.count=2", 'process.rollout.devices=["1"]'), "rollout/0 and rollout/1 work on device 1"),
+        (("process.rollout.devices=[]",), "rollout/0 sees all devices"),
+        (("weights.sparse.enabled=true",), "found and packed in the host's memory"),
+        (("process.rollout.engine=vllm",), "vLLM is given its weights through the host's memory"),
+    ],
+)
+def test_a_broadcast_between_devices_that_can_not_work_is_refused(
+    refused: Refused, overrides: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "installed", lambda: ("vllm", "0.30.0"))
+    extra, *usual = GROUPS
+    found = refused(extra, *usual, 'process.rollout.devices=["1"]', *overrides)
+    assert any(said in message for message in found), found
+
+
+def test_a_broadcast_between_devices_that_each_have_one_process_is_accepted(loaded: Loaded) -> None:
+    extra, *usual = GROUPS
+    t = loaded(extra, *usual, "process.rollout.count=2", 'process.rollout.devices=["1", "2"]')
+    assert not any("weights.backend" in text for text in t.derived.warnings)
+    other = loaded('[weights]\nbackend = "nccl"\n')
+    assert any("shm forms no groups" in text for text in other.derived.warnings)
