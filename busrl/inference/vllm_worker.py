@@ -260,8 +260,9 @@ def die_with_parent() -> None:
 
 
 def mend_cpu() -> None:
-    """Two things that vLLM's CPU backend needs before a model is made.
+    """Three things that vLLM's CPU backend needs before a model is made.
 
+    - A random stream is set back by its state after a step that took only a part of a prompt (`mend_streams`).
     - Linear layers pack their weight away where new ones do not reach it, for a tied output head silently: not here.
     - Heads smaller than its attention kernels know are padded with zeros, which changes no result.
     """
@@ -271,6 +272,9 @@ def mend_cpu() -> None:
     if not current_platform.is_cpu():
         return
     operations._supports_onednn = False
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    mend_streams(GPUModelRunner)
     from vllm.model_executor.layers.attention import Attention
 
     try:
@@ -280,6 +284,35 @@ def mend_cpu() -> None:
     except (ImportError, AttributeError):  # a version that is built otherwise says itself what it can not do
         return
     pad_heads(Attention, sizes)
+
+
+def mend_streams(runner: Any) -> None:
+    """Make the class, of which a CPU's runner is one, set back the streams of rows whose token is thrown away.
+
+    A row draws a token in every step, also while its prompt, or what it computes anew after an update, is taken in
+    pieces. vLLM then sets the stream back by an offset, which a generator of the CPU does not have, and ends. Versions
+    that keep the rows under another name go on without setting back.
+    """
+    sample, keep_books = runner._sample, runner._bookkeeping_sync
+
+    def _sample(self: Any, *args: Any, **more: Any) -> Any:
+        streams, mask = self.input_batch.generators, getattr(self, "discard_request_mask", None)
+        rows = [] if mask is None else mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        thrown = [streams[row] for row in rows if row in streams]
+        states = [stream.get_state() for stream in thrown]
+        made = sample(self, *args, **more)
+        for stream, state in zip(thrown, states):
+            stream.set_state(state)
+        return made
+
+    def _bookkeeping_sync(self: Any, *args: Any, **more: Any) -> Any:
+        streams, self.input_batch.generators = self.input_batch.generators, {}  # read here for nothing else
+        try:
+            return keep_books(self, *args, **more)
+        finally:
+            self.input_batch.generators = streams
+
+    runner._sample, runner._bookkeeping_sync = _sample, _bookkeeping_sync
 
 
 def pad_heads(attention: Any, sizes: list[int]) -> None:

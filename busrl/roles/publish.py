@@ -13,12 +13,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from busrl.protocol import messages as m
 from busrl.roles import hold
 from busrl.roles.actor import Actor
-from busrl.weights import GroupChange, make_sender
+from busrl.weights import GroupChange, News, make_sender
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,14 +35,17 @@ class Publisher:
     def __init__(self, actor: Actor, forced_age: int, highest: int, write: Write | None = None) -> None:
         """`write` makes the files of a version, where the transport publishes folders."""
         self.actor, self.ring = actor, actor.ring
-        self._groups: deque[GroupChange] = deque(maxlen=GROUPS_KEPT)  # filled by the thread of the sender
-        self.sender = make_sender(actor.topology, actor.paths, self._groups.append, write)
+        # Filled by the thread of the sender.
+        self._groups: deque[GroupChange] = deque(maxlen=GROUPS_KEPT)
+        self._missing: deque[tuple[str, str]] = deque(maxlen=GROUPS_KEPT)
+        news = News(self._groups.append, lambda name, text: self._missing.append((name, text)))
+        self.sender = make_sender(actor.topology, actor.paths, news, write)
         self.version = max(highest, self.ring.header("version"))
         self._late: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=forced_age + 1)
 
     def publish(self, step: int, weights: Mapping[str, Tensor]) -> float:
         """Make `weights` of `step` the next version. Returns the seconds it took, the hold left out."""
-        if not getattr(self.sender, "begun", False):  # behind a fence it was waited for already, and the engine waits
+        if not self.sender.begun:  # behind a fence it was waited for already, and the engine waits
             self._wait_for_hold()
         begun = time.monotonic()
         step, weights = self._delayed(step, weights)
@@ -66,16 +69,17 @@ class Publisher:
     def fence(self, step: int) -> None:
         """Before the engine's own weights are changed to those of `step`: it is paused until they are published."""
         self._wait_for_hold()
-        sender: Any = self.sender
-        sender.begin(self.next_version(), step)
+        self.sender.begin(self.next_version(), step)
 
     def check(self) -> None:
         """WeightsOwnerLost if the weights lie in the memory of a process that is gone; nothing where they are ours."""
-        if (check := getattr(self.sender, "check", None)) is not None:
-            check()
+        self.sender.check()
 
     def announce(self) -> None:
-        """Say on the bus which groups of engines were formed since the last call."""
+        """Say on the bus which engines were left out and which groups were formed since the last call."""
+        while self._missing:
+            name, text = self._missing.popleft()
+            self.actor.warn("weights", f"{text}; going on without it", kind=f"{name} is left out")
         while self._groups:
             change = self._groups.popleft()
             self.actor.bus.send(

@@ -19,13 +19,14 @@ import logging
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from busrl import checksums
 
 from . import durable
 
@@ -121,15 +122,7 @@ def _buffers(model: Any) -> dict[str, Any]:
 
 def _listing(directory: Path) -> dict[str, list[int]]:
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES)
-    return {str(path.relative_to(directory)): [path.stat().st_size, _crc(path)] for path in files}
-
-
-def _crc(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            value = zlib.crc32(chunk, value)
-    return value
+    return checksums.listing(directory, files)
 
 
 def _prune(root: Path, keep_last: int) -> None:
@@ -161,12 +154,8 @@ def fault_of(path: Path) -> str | None:
     """What is wrong with the checkpoint at `path`, or None."""
     try:
         listed: dict[str, list[int]] = json.loads((path / FILES).read_text())
-        for name, (size, crc) in listed.items():
-            file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if file.stat().st_size != size or _crc(file) != crc:
-                return f"{name} is not what was written"
+        if (fault := checksums.fault_in(path, listed)) is not None:
+            return fault
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{FILES} can not be read: {error}"
     return next((f"{name} is not listed" for name in (META, OPTIMIZER, RANDOM) if name not in listed), None)

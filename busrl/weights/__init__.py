@@ -7,11 +7,10 @@ package imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from busrl.weights.base import NOTHING, GroupChange, Receiver, Sender
+from busrl.weights.base import NOTHING, GroupChange, News, Receiver, Sender
 
 if TYPE_CHECKING:
     from busrl.paths import RunPaths
@@ -20,25 +19,25 @@ if TYPE_CHECKING:
     from busrl.weights.folder_sender import Write
 
 __all__ = [
-    "NOTHING", "GroupChange", "Receiver", "Sender", "bridge_file", "make_receiver", "make_sender", "settings_of",
-    "share_weights", "store_file",
+    "NOTHING", "GroupChange", "News", "Receiver", "Sender", "bridge_file", "make_receiver", "make_sender",
+    "settings_of", "share_weights", "store_file",
 ]  # fmt: skip
 
 
 def make_sender(
     topology: Topology,
     paths: RunPaths,
-    on_change: Callable[[GroupChange], None] | None = None,
+    news: News | None = None,
     write: Write | None = None,
 ) -> Sender:
     """The learner's side of the transport that the topology names.
 
-    `on_change` hears, from another thread, of each group of engines that is formed, where there are groups; `write`
-    fills folders, where versions are such.
+    `news` hears, from another thread, of groups of engines, where there are such; `write` fills folders, where versions
+    are such.
     """
     from busrl.weights.factory import Settings, sender
 
-    return sender(Settings.of(topology, paths), on_change, write)
+    return sender(Settings.of(topology, paths), news, write)
 
 
 def make_receiver(topology: Topology, paths: RunPaths, name: str) -> Receiver:

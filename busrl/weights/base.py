@@ -9,6 +9,7 @@ is only a reason to look at `newest`), of models or of optimisers, and imports n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -30,6 +31,15 @@ class GroupChange:
     why: str
 
 
+@dataclass(frozen=True)
+class News:
+    """Who hears what becomes of the groups: `formed(change)`, and `missing(name, text)` of a member that is left out
+    without having said that it leaves; the text names it too. Called by a thread of the sender."""
+
+    formed: Callable[[GroupChange], None]
+    missing: Callable[[str, str], None]
+
+
 class Sender(Protocol):
     """The learner's side."""
 
@@ -41,11 +51,30 @@ class Sender(Protocol):
         """Make the tensors available as `version`. They may be changed again as soon as this returns."""
         ...
 
-    def forget(self, member: str) -> None:
-        """A receiver is known to be dead: do not wait for it any more."""
+    @property
+    def begun(self) -> bool:
+        """Whether engines stand still, because of `begin`, for a version that is not published yet."""
+        ...
+
+    def begin(self, version: int, step: int) -> None:
+        """The weights are about to be changed to this version: where engines share them, wait until they pause."""
+        ...
+
+    def check(self) -> None:
+        """WeightsOwnerLost if the weights lie in the memory of a process that is gone."""
         ...
 
     def close(self) -> None: ...
+
+
+class Copies:
+    """The part of a sender that gives copies away: the learner's weights are its own, so nobody has to stand still."""
+
+    begun = False
+
+    def begin(self, version: int, step: int) -> None: ...
+
+    def check(self) -> None: ...
 
 
 class Receiver(Protocol):

@@ -2,7 +2,7 @@
 
 Used by the learner behind `weights.base`. `publish` copies into the outbox and returns; a thread hears the engines
 through the door (`weights.door`), forms groups (`weights.group`) and sends. Knows nothing of the bus or of models;
-`on_change` hears who is in each group. docs/membership.md has the states and the deadlines.
+`news` hears who is in each group. docs/membership.md has the states and the deadlines.
 
 - A group is used until something in it fails once, or somebody joins or leaves; then the next epoch begins.
 - No phase waits longer than its deadline. Who is late is left out, named with the phase and the seconds; it may come
@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from busrl.weights.base import NOTHING, GroupChange
+from busrl.device import own_stream
+from busrl.weights.base import NOTHING, Copies, GroupChange, News
 from busrl.weights.door import Door, Message, Wire
 from busrl.weights.group import Forming, Group, Limits, Place, first_line, open_store, pieces
 from busrl.weights.outbox import Outbox, Parcel, Sparse
@@ -55,33 +56,29 @@ class Member:
     told: bool = False  # the manifest
 
 
-class BroadcastSender:
-    """Rank 0 of every epoch. `on_missing(name, why)` hears of members that are left out.
-
-    `on_change` hears of each group that is formed. Both are called by the sending thread.
-    """
+class BroadcastSender(Copies):
+    """Rank 0 of every epoch. `backend` other than gloo sends from memory of `device`, to the same kind of device."""
 
     def __init__(
         self,
         file: str | Path,
         *,
         timeout_s: float = 10.0,
-        host: str = "127.0.0.1",
         bucket_bytes: int = 16 << 20,
         checksum: bool = False,
         sparse: Sparse | None = None,
         device: str = "cpu",
         backend: str = "gloo",
-        on_missing: Callable[[str, str], None] | None = None,
-        on_change: Callable[[GroupChange], None] | None = None,
+        news: News | None = None,
     ) -> None:
         self.file = Path(file)
         self.epoch = 0
         self.phase = Phase.WAITING
         self.hook: Callable[[str], None] | None = None  # called with each phase, "bucket <n>" too; for fault tests
-        self._limits, self._bucket, self._backend = Limits(timeout_s), bucket_bytes, backend
-        self._on_missing, self._on_change = on_missing, on_change
-        self._door = Door(self.file, host)
+        self._limits, self._bucket = Limits(timeout_s), bucket_bytes
+        self._backend, self._device = backend, device
+        self._news = news or News(lambda change: None, lambda name, text: None)
+        self._door = Door(self.file)
         self._outbox = Outbox(
             self._door.bell.ring, bucket_bytes=bucket_bytes, sparse=sparse, checksum=checksum, device=device
         )
@@ -89,7 +86,6 @@ class BroadcastSender:
         self._by_wire: dict[Wire, Member] = {}
         self._broken = False  # the group is not what it should be: form it anew
         self._group: Group | None = None
-        self._forgotten: set[str] = set()
         self._whys: list[str] = []
         self._trouble = ""
         self._stopping = False
@@ -99,27 +95,11 @@ class BroadcastSender:
 
     # -- the learner's thread -----------------------------------------------------------------------------------
 
-    @property
-    def members(self) -> list[str]:
-        """Names in the group as it stands."""
-        with self._outbox.change:
-            return sorted(self._members) if self._group is not None else []
-
     def newest(self) -> tuple[int, int]:
         return self._outbox.newest()
 
     def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
         self._outbox.put(version, step, named)
-
-    def forget(self, member: str) -> None:
-        with self._outbox.change:
-            self._forgotten.add(member)
-        self._door.bell.ring()
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until the newest version has arrived at all members; False after the deadline."""
-        with self._outbox.change:
-            return self._outbox.change.wait_for(self._all_have_it, timeout_s)
 
     def close(self) -> None:
         """End the thread; a transfer in progress ends by its own timeout at the latest."""
@@ -133,6 +113,7 @@ class BroadcastSender:
     # -- the sending thread: who is there -----------------------------------------------------------------------
 
     def _serve(self) -> None:
+        own_stream(self._device)
         while not self._stopping:
             try:
                 self._turn()
@@ -169,10 +150,6 @@ class BroadcastSender:
                 self._take_in(wire, message)
             elif wire in self._by_wire:
                 self._hear(self._by_wire[wire], message)
-        with self._outbox.change:
-            forgotten, self._forgotten = self._forgotten, set()
-        for name in forgotten:
-            self._lose(self._members.get(name), "is dead")
 
     def _take_in(self, wire: Wire, message: Message) -> None:
         name = str(message["name"])
@@ -180,10 +157,8 @@ class BroadcastSender:
             self._tell(before, {"say": "replaced"})
             self._remove(before)
         member = Member(name, int(message["pid"]), wire, have=int(message["have"]))
-        with self._outbox.change:
-            self._members[name] = member
-            self._by_wire[wire] = member
-            self._broken = True
+        self._members[name] = self._by_wire[wire] = member
+        self._broken = True
         self._whys.append(f"{name} joined")
 
     def _hear(self, member: Member, message: Message) -> None:
@@ -191,9 +166,7 @@ class BroadcastSender:
         if say == "here":
             member.answered, member.have = int(message["epoch"]), int(message["have"])
         elif say == "got" and epoch == self.epoch:
-            with self._outbox.change:
-                member.have = int(message["version"])
-                self._outbox.change.notify_all()
+            member.have = int(message["version"])
         elif say == "broken" and epoch == self.epoch:
             member.have = int(message["have"])
             self._broken = True
@@ -213,9 +186,8 @@ class BroadcastSender:
         self._leave_out(member, f"{why}{where}" + (f"; {self._trouble}" if self._trouble else ""))
 
     def _leave_out(self, member: Member, why: str) -> None:
-        log.warning("weights: %s (pid %d): %s; going on without it", member.name, member.pid, why)
-        if self._on_missing is not None:
-            self._on_missing(member.name, why)
+        text = f"{member.name} (pid {member.pid}): {why}"
+        self._news.missing(member.name, text)
 
     def _late(self, member: Member, seconds: float) -> None:
         """A member that is alive as far as one knows, but silent."""
@@ -226,11 +198,9 @@ class BroadcastSender:
         self._leave_out(member, why)
 
     def _remove(self, member: Member) -> None:
-        with self._outbox.change:
-            self._members.pop(member.name, None)
-            self._by_wire.pop(member.wire, None)
-            self._broken = True
-            self._outbox.change.notify_all()
+        self._members.pop(member.name, None)
+        self._by_wire.pop(member.wire, None)
+        self._broken = True
         self._door.shut(member.wire)
 
     def _tell(self, member: Member, message: Message) -> None:
@@ -263,8 +233,7 @@ class BroadcastSender:
                 self._trouble = f"epoch {self.epoch} did not connect: {forming.problem}"
                 log.warning("weights: %s", self._trouble)
             return
-        with self._outbox.change:
-            self._group = forming.group
+        self._group = forming.group
         self._announce()
 
     def _call_the_roll(self, members: list[Member]) -> bool:
@@ -291,19 +260,21 @@ class BroadcastSender:
     def _connect(self, size: int) -> Forming:
         """Form the group; ends early when somebody is lost meanwhile."""
         store, where = open_store(self._door.host, self._limits.phase_s)
-        place = Place(self.epoch, 0, size, where, self._limits.phase_s, self._backend)
+        place = Place(self.epoch, 0, size, where, self._limits.phase_s, self._backend, self._device)
         self._tell_all({"say": "connect", "epoch": self.epoch, "store": where, "timeout_s": self._limits.phase_s,
                         "backend": self._backend})  # fmt: skip
         forming = Forming(place, self._door.bell.ring, store)
-        deadline = time.monotonic() + 1.5 * self._limits.phase_s
+        limit_s = self._limits.connecting_s(self._backend)
+        deadline = time.monotonic() + limit_s
         while not forming.ended.is_set() and not self._broken and not self._stopping and time.monotonic() < deadline:
             self._listen(0.25)
+        if not forming.ended.is_set() and time.monotonic() >= deadline:
+            forming.problem = f"still connecting after {limit_s:.1f} s"
         return forming
 
     def _announce(self) -> None:
         why = "; ".join(self._whys[-8:]) or self._trouble
-        if self._on_change is not None:
-            self._on_change(GroupChange(self.epoch, tuple(sorted(self._members)), why))
+        self._news.formed(GroupChange(self.epoch, tuple(sorted(self._members)), why))
         self._whys, self._trouble = [], ""
 
     # -- the sending thread: a version --------------------------------------------------------------------------
@@ -361,8 +332,9 @@ class BroadcastSender:
 
     def _drop_group(self) -> None:
         """Closing our connections makes the other members' broadcasts fail at once instead of at their timeout."""
-        with self._outbox.change:
-            self._group, self._broken = None, True
+        group, self._group, self._broken = self._group, None, True
+        if group is not None:
+            group.abandon()
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from busrl.device import finish_stream, own_stream
 from busrl.errors import WeightsTimeout
 from busrl.weights.base import NOTHING, Kind, StepTable
 from busrl.weights.door import Bell, Message, Wire, ready, secret_of
@@ -53,7 +54,7 @@ class State(enum.Enum):
 
 
 class BroadcastReceiver:
-    """A member called `name`."""
+    """A member called `name`, which takes versions into memory of `device`: a CPU's with gloo, else its own."""
 
     kind: Kind = "tensors"
 
@@ -102,6 +103,7 @@ class BroadcastReceiver:
             if not self._arrived.wait_for(lambda: self._front.usable, self._limits.timeout_s):
                 raise WeightsTimeout(f"{self.name}: no whole version for {self._limits.timeout_s:g} s; {self._where()}")
             self._front.fetch(params)
+            finish_stream(self._device)  # what it was read from may be received into after the next version
             self._steps.add(*self._front.stamp)
             return self._front.stamp
 
@@ -124,6 +126,7 @@ class BroadcastReceiver:
     # -- the receiving thread -----------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        own_stream(self._device)
         while not self._stopping and self.state is not State.REPLACED:
             self.state = State.LOOKING
             try:
@@ -204,7 +207,7 @@ class BroadcastReceiver:
         self._call_hook(f"connect {self._epoch}")
         place = Place(
             self._epoch, self._rank, self._size, str(message["store"]), float(message["timeout_s"]),
-            str(message["backend"]),
+            str(message["backend"]), self._device,
         )  # fmt: skip
         self._forming = Forming(place, self._bell.ring)
 
@@ -289,7 +292,9 @@ class BroadcastReceiver:
         wire.send({"say": "broken", "epoch": self._epoch, "phase": phase, "why": why[:300], "have": self._have()})
 
     def _drop_group(self) -> None:
-        self._group = None
+        if self._group is not None:
+            self._group.abandon()
+            self._group = None
         if self._forming is not None:
             self._forming.give_up()
             self._forming = None

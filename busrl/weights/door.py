@@ -22,6 +22,7 @@ from typing import Any
 
 from busrl.private import write_private
 
+HOST = "127.0.0.1"  # the only one that is served
 LONGEST_LINE = 64 << 20  # a manifest of a large model has about a hundred bytes per tensor
 LONGEST_FROM_ENGINE = 64 << 10
 SEND_PATIENCE_S = 1.0
@@ -112,14 +113,14 @@ class Bell:
 class Door:
     """Where engines come in. One thread uses it; any may `bell.ring()`."""
 
-    def __init__(self, file: Path, host: str) -> None:
-        self.file, self.host = file, host
+    def __init__(self, file: Path) -> None:
+        self.file, self.host = file, HOST
         self.bell = Bell()
-        self._listener = socket.create_server((host, 0), backlog=128)
+        self._listener = socket.create_server((HOST, 0), backlog=128)
         self._listener.setblocking(False)
         self._secret = secrets.token_hex(16)
         self._wires: set[Wire] = set()
-        self.address = f"{host}:{self._listener.getsockname()[1]}/{self._secret}"
+        self.address = f"{HOST}:{self._listener.getsockname()[1]}/{self._secret}"
         write_private(file, self.address)
 
     def poll(self, timeout_s: float) -> list[tuple[Wire, Message | None]]:

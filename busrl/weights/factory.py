@@ -6,14 +6,15 @@ Importing it imports no torch: an engine without tensors of its own needs `Setti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from busrl import device as devices
 from busrl.errors import UserError
 from busrl.weights import bridge_file, store_file
-from busrl.weights.base import GroupChange, Receiver, Sender
+from busrl.weights.base import News, Receiver, Sender
 from busrl.weights.folder_sender import Write
 from busrl.weights.folder_settings import folder_receiver, folder_sender, folder_settings
 
@@ -28,8 +29,8 @@ class Settings:
 
     `segment` is the file in shared memory, `address_file` says where a broadcasting learner is found; both are paths
     on this host. `checksum`: every receiver checks the bytes of each version against a digest that came with it.
-    `bucket_bytes` is the piece of a broadcast with a deadline of its own. `sparse_threshold` is a share of the bytes
-    of all values, `key_every` a number of versions (docs/sparse.md).
+    `bucket_bytes` is the piece of a broadcast with a deadline of its own, `backend` what carries it. `sparse_threshold`
+    is a share of the bytes of all values, `key_every` a number of versions (docs/sparse.md).
     """
 
     transport: str
@@ -38,6 +39,7 @@ class Settings:
     timeout_s: float = 10.0
     checksum: bool = False
     bucket_bytes: int = 16 << 20
+    backend: str = "gloo"
     sparse: bool = False
     sparse_threshold: float = 0.1
     key_every: int = 32
@@ -56,6 +58,7 @@ class Settings:
             timeout_s=weights.timeout_s,
             checksum=weights.checksum,
             bucket_bytes=weights.bucket_mb << 20,
+            backend=weights.backend,
             sparse=weights.sparse.enabled,
             sparse_threshold=weights.sparse.threshold,
             key_every=weights.sparse.key_every,
@@ -76,9 +79,9 @@ class Settings:
 
 
 def sender(
-    settings: Settings, on_change: Callable[[GroupChange], None] | None = None, write: Write | None = None
+    settings: Settings, news: News | None = None, write: Write | None = None
 ) -> Sender:
-    """`write` makes the files of a version, where versions are folders."""
+    """`news` hears of groups of engines, where there are such; `write` fills the folder of a version that is one."""
     if settings.folders:
         return folder_sender(settings, write)
     if settings.transport == "shm":
@@ -100,7 +103,9 @@ def sender(
             bucket_bytes=settings.bucket_bytes,
             checksum=settings.checksum,
             sparse=Sparse(settings.sparse_threshold if settings.sparse else 0.0, settings.key_every),
-            on_change=on_change,
+            backend=settings.backend,
+            device=_memory_of(settings),
+            news=news,
         )
     if settings.transport == "cuda_ipc":
         from busrl.weights.one_copy import OneCopySender
@@ -120,13 +125,19 @@ def receiver(settings: Settings, name: str) -> Receiver:
     if settings.transport == "broadcast":
         from busrl.weights.broadcast_receiver import BroadcastReceiver
 
-        return BroadcastReceiver(settings.address_file, name, timeout_s=settings.timeout_s)
+        where = _memory_of(settings)
+        return BroadcastReceiver(settings.address_file, name, timeout_s=settings.timeout_s, device=where)
     if settings.transport == "cuda_ipc":
         from busrl.weights.one_copy import OneCopyReceiver
 
         at = bridge_file(Path(settings.address_file))
         return OneCopyReceiver(at, settings.segment, name, timeout_s=settings.timeout_s)
     raise _unknown(settings.transport)
+
+
+def _memory_of(settings: Settings) -> str:
+    """Where the blocks of a broadcast are: on the host with gloo, else on the device that this process works on."""
+    return str(devices.choose(devices.kind_of(settings.backend)))
 
 
 def _unknown(transport: str) -> UserError:

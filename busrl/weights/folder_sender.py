@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from busrl.errors import DiskFull, RunInUse, SharedMemoryFull, UserError
 from busrl.weights import folders
-from busrl.weights.base import NOTHING
+from busrl.weights.base import NOTHING, Copies
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ Write = Callable[[Path, "Mapping[str, torch.Tensor]"], None]
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class FolderSender:
+class FolderSender(Copies):
     """Writes versions with `write(folder, named)`. `base` is the fingerprint of the model that they belong to."""
 
     def __init__(self, root: Path, write: Write, *, kind: str, kept: int, base: str = "") -> None:
@@ -71,11 +71,6 @@ class FolderSender:
         self._at("renamed")
         for found in folders.versions(self.root)[: -self._kept]:
             folders.remove(found.path)
-
-    def forget(self, member: str) -> None:
-        """A dead engine's links are of no use to anybody."""
-        for path in (self.root / folders.HELD).glob(f"{member.replace('/', '-')}.*"):
-            shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         if self._lock >= 0:

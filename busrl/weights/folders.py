@@ -19,11 +19,11 @@ import os
 import re
 import shutil
 import stat
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from busrl import checksums
 from busrl.errors import InsecureDirectory, WeightsRefused
 
 STAMP, LOCK, HELD = "busrl.json", "lock", "held"
@@ -69,7 +69,7 @@ def private(root: Path) -> None:
 
 def stamp(folder: Path, kind: str, version: int, step: int, base: str) -> None:
     """Write down what is in the folder. The last file of a version."""
-    listed = {str(path.relative_to(folder)): [path.stat().st_size, crc(path)] for path in files(folder)}
+    listed = checksums.listing(folder, files(folder))
     told = {"layout": LAYOUT, "kind": kind, "version": version, "step": step, "base": base, "files": listed}
     (folder / STAMP).write_text(json.dumps(told, indent=1))
 
@@ -95,13 +95,7 @@ def _fault(found: Found, at: Path, told: dict[str, Any], kind: str, base: str) -
             f"it was made for another base model (fingerprint {told['base'][:12]}, here {base[:12]}); learner and "
             "engines need the same model.path"
         )
-    for name, (size, expected) in told["files"].items():
-        path = at / name
-        if not path.is_file():
-            return f"torn: {name} is missing"
-        if path.stat().st_size != size or crc(path) != expected:
-            return f"{name} does not have the checksum that was published"
-    return None
+    return checksums.fault_in(at, told["files"])
 
 
 def link(source: Path, target: Path) -> None:
@@ -131,14 +125,6 @@ def remove(path: Path) -> None:
 def files(folder: Path, *more: str) -> Iterator[Path]:
     """Every file below, the stamp left out unless it is named."""
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and (path.name != STAMP or STAMP in more))
-
-
-def crc(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            value = zlib.crc32(chunk, value)
-    return value
 
 
 def writer_of(root: Path) -> str:

@@ -52,12 +52,14 @@ class Front:
         """
         if stamp[0] < self.stamp[0] or (stamp[0] == self.stamp[0] and self.usable):
             return block  # it is here already, or a newer one is
-        before, self._block = self._block, block
+        # Before anything changes: the block that is read now must never be handed out as the one to receive into.
+        spare = self._block if len(self._block) == len(block) else torch.empty_like(block)
+        self._block = block
         if self.manifest != manifest:
             self._held_version = -1
         self.manifest, self.stamp, self.usable = manifest, stamp, True
         self._sums, self._frames = list(sums) or [0] * len(manifest.entries), []
-        return before if len(before) == len(block) else torch.empty_like(block)
+        return spare
 
     def follow(self, frames: Sequence[Frame]) -> None:
         """Changes have come. Refused: the block is of no use any more, a whole version has to come."""

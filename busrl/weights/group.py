@@ -25,11 +25,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-from busrl.device import device_group
+from busrl.device import device_group, own_stream
 
 log = logging.getLogger("busrl")
 dist: Any = torch.distributed  # its stub exports neither the stores nor the options of the backends
 IN_FLIGHT = 2
+DEVICE_CONNECT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,15 @@ class Limits:
         """Longest wait in one phase: the roll call, connecting, one bucket, the commit."""
         return self.timeout_s / 3
 
+    def connecting_s(self, backend: str) -> float:
+        """Longest wait for a group to stand. The first one between devices makes their contexts too."""
+        return 1.5 * self.phase_s if backend == "gloo" else max(1.5 * self.phase_s, DEVICE_CONNECT_S)
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process stands in an epoch. `store` is host:port/prefix; `backend` is gloo, nccl or hccl."""
+    """Where one process stands in an epoch. `store` is host:port/prefix; `backend` is gloo, nccl or hccl, and `device`
+    is where its memory is."""
 
     epoch: int
     rank: int
@@ -55,6 +61,7 @@ class Place:
     store: str
     timeout_s: float
     backend: str = "gloo"
+    device: str = "cpu"
 
 
 class Group:
@@ -63,7 +70,7 @@ class Group:
     def __init__(self, process_group: Any, store: Any, place: Place) -> None:
         self.epoch = place.epoch
         self._group, self._store = process_group, store
-        self._timeout = timedelta(seconds=place.timeout_s)
+        self._timeout, self._between_devices = timedelta(seconds=place.timeout_s), place.backend != "gloo"
         self._works: list[Any] = []
 
     def broadcast(self, piece: torch.Tensor) -> None:
@@ -76,6 +83,13 @@ class Group:
         """Wait for all that has begun."""
         while self._works:
             self._works.pop(0).wait(self._timeout)
+
+    def abandon(self) -> None:
+        """Let go of it; call it outside of every lock. Connections of Gloo close at once, which the others notice. NCCL
+        takes its time, and would end the process if its destructor took too long: it is aborted by a thread."""
+        group, self._group, self._works = self._group, None, []
+        if self._between_devices and group is not None:
+            threading.Thread(target=_abort, args=(group,), name="weights abort", daemon=True).start()
 
 
 def open_store(host: str, timeout_s: float) -> tuple[Any, str]:
@@ -105,12 +119,27 @@ def connect(place: Place, store: Any = None) -> Group:
     store = store if store is not None else join_store(place.store, place.timeout_s)
     below = dist.PrefixStore(prefix, store)
     if place.backend != "gloo":
-        return Group(device_group(place.backend, below, place.rank, place.size, place.timeout_s), store, place)
+        return _between_devices(place, below, store)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host.rpartition(":")[0])]
     options._timeout = timedelta(seconds=place.timeout_s)
     options._threads = 1
     return Group(dist.ProcessGroupGloo(below, place.rank, place.size, options), store, place)
+
+
+def _between_devices(place: Place, below: Any, store: Any) -> Group:
+    """A group of NCCL or HCCL. It connects in its first call: here, where a thread may be left to itself."""
+    group = Group(device_group(place.backend, below, place.rank, place.size, place.timeout_s), store, place)
+    group.broadcast(torch.zeros(1, dtype=torch.uint8, device=place.device))
+    group.finish()
+    return group
+
+
+def _abort(group: Any) -> None:
+    try:
+        group.abort()
+    except (RuntimeError, AttributeError) as problem:  # HCCL has none
+        log.debug("weights: a group was left as it is: %s", first_line(problem))
 
 
 class Forming:
@@ -127,14 +156,17 @@ class Forming:
 
     def give_up(self) -> None:
         self._given_up = True
-        self.group = None
+        group, self.group = self.group, None
+        if group is not None:
+            group.abandon()
 
     def _run(self) -> None:
         begun = time.monotonic()
         try:
-            group = connect(self.place, self._store)
-            if not self._given_up:
-                self.group = group
+            own_stream(self.place.device)
+            self.group = connect(self.place, self._store)
+            if self._given_up:
+                self.give_up()
         except Exception as problem:  # of sockets, of torch, of a backend that is not there: all are told
             self.problem = f"{first_line(problem)} (after {time.monotonic() - begun:.1f} s)"
         finally:

@@ -135,7 +135,6 @@ class OneCopySender:
         self._bridge: bridge.Bridge | None = None
         self._views: dict[str, torch.Tensor] = {}
         self._device: torch.device | None = None
-        self._forgotten = False
 
     def newest(self) -> tuple[int, int]:
         state = None if self._fence is None else self._fence.state
@@ -155,7 +154,7 @@ class OneCopySender:
             if found is not None and found.owner.alive and self._attach(found):
                 self._views = bridge.map_parts(found, device)
                 bridge.check(self._views, own, same_dtype=False)
-                self._bridge, self._device, self._forgotten = found, device, False
+                self._bridge, self._device = found, device
                 return self._views
             if time.monotonic() > deadline:
                 who = "no engine has shared its weights" if found is None else f"{found.name} is {found.owner}"
@@ -179,7 +178,7 @@ class OneCopySender:
 
     def check(self) -> None:
         """WeightsOwnerLost if the engine is gone: what the parameters show is nobody's any more."""
-        if self._bridge is not None and (self._forgotten or not self._bridge.owner.alive):
+        if self._bridge is not None and not self._bridge.owner.alive:
             raise WeightsOwnerLost(
                 f"{self._bridge.name} ({self._bridge.owner}) held the weights and is gone, they with it; this learner "
                 "goes on from its checkpoint and log, with the weights of its successor"
@@ -233,10 +232,6 @@ class OneCopySender:
         if self._device is not None:
             devices.synchronize(self._device)
         return copied
-
-    def forget(self, member: str) -> None:
-        """A process is known to be dead; if it is the engine, the next look says so."""
-        self._forgotten = self._forgotten or (self._bridge is not None and member == self._bridge.name)
 
     def close(self) -> None:
         """Let go of the weights: the engine may take them away. The views must not be used any more."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from busrl.device import finish_stream
 from busrl.errors import UserError
 from busrl.weights.base import NOTHING
 from busrl.weights.manifest import Manifest
@@ -179,6 +180,7 @@ class Outbox:
         self._bell()
         try:
             for ready in self.manifest.gather_pieces(named, block.data, self._bucket):
+                finish_stream(self._device)  # the sending thread has a stream of its own
                 with self.change:
                     block.ready = ready
                     self.change.notify_all()

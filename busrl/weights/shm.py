@@ -30,7 +30,7 @@ import torch
 
 from busrl.errors import UserError
 from busrl.weights import segment as layout
-from busrl.weights.base import NOTHING
+from busrl.weights.base import NOTHING, Copies
 from busrl.weights.copies import is_plain
 from busrl.weights.held import Held
 from busrl.weights.manifest import Manifest
@@ -43,7 +43,7 @@ ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 PATIENCE_S = 1.0  # a copy takes a fraction of it; a reader that was stopped in one does it again
 
 
-class ShmSender:
+class ShmSender(Copies):
     """Writes versions. One at a time per path: the learner's lock sees to that. `threshold` 0: no sparse updates."""
 
     def __init__(
@@ -73,9 +73,6 @@ class ShmSender:
         segment = self._for(named, above=newest < version)
         if not self._write_changes(segment, newest, version, step, named):
             self._write_all(segment, version, step, named)
-
-    def forget(self, member: str) -> None:
-        """Nobody is waited for here."""
 
     def close(self) -> None:
         self._shadow = None

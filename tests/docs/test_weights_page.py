@@ -33,7 +33,7 @@ def test_results_become_rows_between_the_marks(tmp_path: Path) -> None:
     command = [sys.executable, str(TABLE), str(result), "--page", str(page)]
     assert subprocess.run([*command, "--check"], check=False).returncode == 1
     subprocess.run(command, check=True)
-    assert "| shm | torch | 100 | 100 | 0.031 | 0.02 |  | 0.051 | 0.0251 | memcpy |" in page.read_text()
-    assert "Some CPU, 2 cores, Linux 6, Python 3.11, commit abc, 2026-01-02; medians." in page.read_text()
+    assert "| shm | torch | 100 | 100 | 31 | 20 |  | 51 | 25.1 | memcpy |" in page.read_text()
+    assert "Some CPU, 2 cores, Linux 6, Python 3.11, 2026-01-02, commits abc; medians." in page.read_text()
     assert subprocess.run([*command, "--check"], check=False).returncode == 0
     assert page.read_text().split("## Not verified")[1] == PAGE.read_text().split("## Not verified")[1]

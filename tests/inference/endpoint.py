@@ -79,7 +79,7 @@ class Server:
     async def control(self, path: str, body: dict[str, Any], writer: Any) -> None:
         mode = self.script.pop(0) if self.script and self.script[0].startswith("update:") else ""
         if mode == "update:hang":
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()  # for ever
         if mode:
             return await self.reply(writer, int(mode.partition(":")[2]), {"detail": "the update was told to fail"})
         if path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
@@ -108,7 +108,7 @@ class Server:
         if how == "die":
             os._exit(1)
         if how == "hang":
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()  # for ever
         status, _, after = how.partition("/")
         if status.isdigit():
             extra = {"Retry-After": after} if after else {}

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +148,13 @@ def test_what_can_not_be_used_is_asked_for_again_from_where_it_stopped(start: St
     same(until_idle(engine)[0], LONG, 40)
     assert engine.statistics().errors >= (1 if how == "silent end" else 2)
     asked = [entry["body"] for entry in endpoint.log if entry["path"] == "/v1/completions"]
-    if how in ("half", "clean half", "abort"):  # three tokens came of each try, and are not drawn again
-        assert [len(body["prompt"]) - len(LONG) for body in asked] == [0, 3, 6]
+    starts = [len(body["prompt"]) - len(LONG) for body in asked]
+    if how in ("clean half", "abort"):  # three tokens came of each try, and are not drawn again
+        assert starts == [0, 3, 6]
+    if how in ("half", "clean half", "abort"):
         assert len({body["seed"] for body in asked}) == 3
+    if how == "half":  # a reset connection may take tokens along that were sent but not read yet
+        assert len(starts) == 3 and all(0 <= later - one <= 3 for one, later in pairwise(starts))
 
 
 def test_ids_may_come_as_named_tokens(start: Start, make: Make) -> None:
@@ -317,7 +322,7 @@ def test_a_server_that_restarts_gets_its_version_again_before_anything_is_asked_
     endpoint.allow(5)
     engine = make(endpoint.url, update="vllm")
     engine.update_weights(Folders(tmp_path, kind, 5))  # type: ignore[arg-type]
-    prompt = next([k, 6] for k in range(3, 90) if len(answer([k, 6], 40, 5)[0]) == 40)
+    prompt = with_long_answer(5)
     engine.submit([request(0, prompt, max_new_tokens=40)])
     until(engine, 5)
     endpoint.kill()

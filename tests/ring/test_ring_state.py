@@ -143,7 +143,9 @@ def test_a_waiter_is_woken_by_a_transition(world):
 def test_a_wait_ends_at_its_time_and_at_ctrl_c(world):
     seen = world.ring.transitions(State.QUEUED)
     assert world.ring.wait(State.QUEUED, seen, 0.02) == seen
+    # A shell starts jobs in the background with SIGINT ignored, which children inherit.
     child = world.child(
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "try:\n    say('waiting')\n    ring.wait(2, 0, 60.0)\nexcept KeyboardInterrupt:\n    say('stopped')"
     )
     assert child.hear() == "waiting"

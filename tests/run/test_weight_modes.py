@@ -172,4 +172,4 @@ def test_a_spoilt_adapter_is_named_and_the_run_goes_on_with_the_next(tmp_path: P
         code = run.wait()
     check_end(run, code)
     assert run.restarts("rollout/0") == 0
-    assert f"version {seen} is not used: adapter_model.safetensors does not have the checksum" in run.tail()
+    assert f"version {seen} is not used: adapter_model.safetensors is not what was written" in run.tail()

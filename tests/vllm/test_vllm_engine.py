@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from vllm_scene import EOS_ID, EXACT, LENGTH, Scene, request
@@ -32,6 +34,19 @@ def test_a_sample_is_a_function_of_seed_uid_and_segment(scene: Scene) -> None:
     other = scene.run(request(1, [5, 6, 7], seed=4))[1]
     assert (crowd[1].token_ids == one.token_ids).all()
     assert other.token_ids.tolist() != one.token_ids.tolist()
+
+
+def test_a_prompt_that_is_taken_in_pieces_gives_the_sample_that_it_gives_whole(scene: Scene, tmp_path: Path) -> None:
+    """Eight prompts of 120 tokens, and 96 tokens in a step: the streams of rows that wait for the rest are set back."""
+    asked = [request(k, [5 + (k + j) % 11 for j in range(120)]) for k in range(2, 10)]
+    whole = scene.run(*asked)
+    narrow = Scene(tmp_path / "narrow", scene.tied, extra=(("max_num_batched_tokens", "96"),))
+    try:
+        pieces = narrow.run(*asked)
+        assert max(narrow.off_by(one, pieces[one.key]) for one in asked) < EXACT
+    finally:
+        narrow.close()
+    assert [pieces[one.key].token_ids.tolist() for one in asked] == [whole[one.key].token_ids.tolist() for one in asked]
 
 
 def test_an_answer_ends_at_its_end_token_or_at_its_limit(scene: Scene) -> None:

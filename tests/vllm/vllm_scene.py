@@ -70,7 +70,8 @@ class Scene:
     """The engine, and the model of every version: 0 is the folder's."""
 
     def __init__(
-        self, folder: Path, tied: bool, lora_rank: int = 0, adapters: int = 0, tensor_parallel: int = 1, **own: Any
+        self, folder: Path, tied: bool, lora_rank: int = 0, adapters: int = 0, tensor_parallel: int = 1,
+        extra: tuple[tuple[str, str], ...] = (), **own: Any,
     ) -> None:
         self.folder, self.tied, self.config = folder, tied, config_of(tied)
         self.models = {0: model_of(self.config, 0)}
@@ -81,6 +82,7 @@ class Scene:
         self.start = Start(
             str(folder), "float32", capacity=8, max_length=LENGTH, kv_cache_mb=16, lora_rank=lora_rank,
             adapters=adapters, tensor_parallel=tensor_parallel, extension="vllm_breakable.Breakable",
+            extra=extra,
         )  # fmt: skip
         self.engine = VllmEngine(self.start, replace(Vllm(), **limits))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -94,6 +95,20 @@ def resident_kb() -> int:
     """Memory of this process alone: pages of shared files come and go with the segment."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+
+
+def settle(sender: BroadcastSender) -> list[str]:
+    """Wait until the newest version has arrived at all members of a group that stands; who they are."""
+    deadline = time.monotonic() + PATIENCE_S
+    while sender._wants_epoch() or sender._wants_sending():
+        assert time.monotonic() < deadline, sender.phase
+        threading.Event().wait(0.01)
+    return members(sender)
+
+
+def members(sender: BroadcastSender) -> list[str]:
+    """Names in the group as it stands."""
+    return sorted(sender._members) if sender._group is not None else []
 
 
 class Child:

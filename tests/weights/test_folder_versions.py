@@ -161,8 +161,8 @@ def spoil_kind(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (spoil_content, "does not have the checksum"),
-        (spoil_missing, "torn: deep/weights is missing"),
+        (spoil_content, "is not what was written"),
+        (spoil_missing, "deep/weights is missing"),
         (spoil_stamp, "busrl.json can not be read"),
         (spoil_version, "it says that it is version 1"),
         (spoil_kind, "wanted is adapter"),
@@ -279,8 +279,6 @@ def test_an_engine_that_dies_while_it_takes_harms_nobody(root: Path, base: Path,
     after = receiver(root, base)
     assert after.take().version == 1
     assert [path.name for path in (root / "held").iterdir()] == [f"rollout-0.{os.getpid()}"]
-    sends.forget("rollout/0")
-    assert not list((root / "held").iterdir())
 
 
 def test_versions_that_go_while_they_are_taken_are_looked_for_again(root: Path, base: Path) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from members import BUCKET, PATIENCE_S, Child, engine, learner, tensors
+from members import BUCKET, PATIENCE_S, Child, engine, learner, members, settle, tensors
 
-from busrl.weights import GroupChange
+from busrl.weights import GroupChange, News
 from busrl.weights.broadcast import BroadcastSender, Phase
 from busrl.weights.door import Wire, secret_of
 
@@ -38,9 +38,8 @@ class Scene:
         self.missing: dict[str, str] = {}
         self.groups: list[GroupChange] = []
         self.sender = BroadcastSender(
-            file, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET, on_missing=self.missing.__setitem__,
-            on_change=self.groups.append,
-        )  # fmt: skip
+            file, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET, news=News(self.groups.append, self.missing.__setitem__)
+        )
 
     def publish(self, version: int) -> None:
         self.sender.publish(version, version * 10, tensors(version))
@@ -77,7 +76,7 @@ def test_a_member_that_falls_in_a_transfer_costs_the_others_at_most_the_timeout(
     for one in engines.values():
         one.until(1)
     wait_for_group(scene, "a", "b", "c")
-    assert scene.sender.flush(PATIENCE_S)  # version 1 in this group too
+    settle(scene.sender)  # version 1 in this group too
     engines[victim].arm()
     scene.publish(2)
     fell = engines[victim].fell(how)
@@ -86,7 +85,7 @@ def test_a_member_that_falls_in_a_transfer_costs_the_others_at_most_the_timeout(
     scene.publish(3)
     for one in others:
         one.until(3)
-    assert scene.sender.flush(PATIENCE_S) and scene.sender.members == [n for n in ("a", "b", "c") if n != victim]
+    assert settle(scene.sender) == [n for n in ("a", "b", "c") if n != victim]
     assert set(scene.missing) == {victim} and "epoch" in scene.missing[victim]
     if how is signal.SIGSTOP:  # it comes back by itself
         engines[victim].go_on()
@@ -105,7 +104,7 @@ def test_one_that_falls_while_it_joins_costs_the_others_at_most_the_timeout(
     fell = joiner.fell(how)
     scene.publish(2)
     assert first.until(2) - fell < TIMEOUT_S
-    assert scene.sender.flush(PATIENCE_S) and scene.sender.members == ["b"]
+    assert settle(scene.sender) == ["b"]
     assert set(scene.missing) == {victim}
     if how is signal.SIGSTOP:
         joiner.go_on()
@@ -143,7 +142,7 @@ def test_the_names_of_phase_and_seconds_are_in_what_is_said_of_a_silent_member(s
     other = start(engine, str(scene.file), "b", TIMEOUT_S)
     scene.publish(1)
     other.until(1)
-    assert scene.sender.flush(PATIENCE_S)
+    settle(scene.sender)
     assert scene.missing.keys() == {"mute"}
     # The other engine may have come while the first epoch was being called: then a second one is, with both.
     assert "has not answered the roll call of epoch " in scene.missing["mute"]
@@ -178,7 +177,7 @@ def test_a_second_process_of_a_name_takes_the_place_of_the_first(scene: Scene, s
     second.until(1)
     scene.publish(2)
     second.until(2)
-    assert scene.sender.flush(PATIENCE_S) and scene.sender.members == ["a"]
+    assert settle(scene.sender) == ["a"]
     assert not first.pipe.poll(0.2), "the first is out, and does not fight for its name"
 
 
@@ -190,13 +189,13 @@ def test_who_does_not_know_the_secret_is_turned_away(scene: Scene) -> None:
         while time.monotonic() < deadline:
             wire.read()
             threading.Event().wait(0.01)
-    assert scene.sender.phase is Phase.WAITING and scene.sender.members == []
+    assert scene.sender.phase is Phase.WAITING and members(scene.sender) == []
     wire.close()
 
 
 def wait_for_group(scene: Scene, *names: str) -> None:
     """Until a group of just these stands."""
     deadline = time.monotonic() + PATIENCE_S
-    while not scene.groups or scene.groups[-1].members != names or scene.sender.members != list(names):
+    while not scene.groups or scene.groups[-1].members != names or members(scene.sender) != list(names):
         assert time.monotonic() < deadline, scene.groups
         threading.Event().wait(0.01)

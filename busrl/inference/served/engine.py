@@ -11,7 +11,6 @@ server can take new weights, `updates`. The tokenizer is that of the model folde
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -20,7 +19,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +30,10 @@ import numpy.typing as npt
 from busrl.errors import PeerTimeout, UserError
 from busrl.inference.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, Request, Statistics
 from busrl.inference.pauses import Pauses
-from busrl.inference.served.client import Ask, Client, Message
+from busrl.inference.served.book import Book, nothing, seed_of
+from busrl.inference.served.client import Client
 from busrl.inference.served.fixed import FixedReceiver
+from busrl.inference.served.messages import Ask, Message
 from busrl.inference.served.restore import Restore
 from busrl.inference.served.settings import endpoint_of, tools_of
 from busrl.inference.served.updates import NAME, Updates
@@ -51,23 +51,6 @@ MOMENT_S = 0.02  # a step without news waits so long: the role looks for new slo
 PROMPTS_KEPT = 65536
 UPDATE_SHARE = 0.8  # of the time that the role declares for new weights: the error that says why comes before its end
 ADAPTER = "adapter_config.json"  # a version with this file is an adapter, whatever kind its receiver has
-
-
-@dataclass
-class _Book:
-    """What came of one request."""
-
-    request: Request
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    told: int = 0  # tokens that events have told of
-
-    def arrays(self, begin: int = 0) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
-        logprobs = np.asarray(self.logprobs[begin:], np.float32)
-        if self.request.temperature <= 0:
-            logprobs[:] = 0.0  # a distribution with one point, as in the other engines
-        return np.asarray(self.ids[begin:], np.int32), logprobs, np.asarray(self.versions[begin:], np.uint32)
 
 
 class ServedEngine:
@@ -90,7 +73,7 @@ class ServedEngine:
         self._chat = settings.endpoint == "chat"
         self._tools = tools_of(settings)
         self._client = Client(endpoint_of(settings, vocabulary, eos_ids))
-        self._books: dict[int, _Book] = {}
+        self._books: dict[int, Book] = {}
         self._texts: OrderedDict[bytes, str] = OrderedDict()  # by chat: the text of a prompt's ids
         self._taken: list[Message] = []  # news that the next step is about
         self._done: list[Finished] = []
@@ -143,9 +126,9 @@ class ServedEngine:
             known = len(request.prompt_ids) + len(request.prefix_ids)
             limit = min(request.max_new_tokens, self._max_length - known)
             if limit <= 0:
-                self._done.append(_nothing(request))
+                self._done.append(nothing(request))
                 continue
-            self._books[request.key] = _Book(request)
+            self._books[request.key] = Book(request)
             self._prefilled += known
             asks.append(self._ask(request, limit))
         self._client.ask(asks)
@@ -176,7 +159,7 @@ class ServedEngine:
         told, self._events = self._events, []
         for book in self._books.values():
             if book.request.stream and book.told < len(book.ids):
-                told.append(self._event(book))
+                told.append(book.event())
         return told
 
     def pause(self, how: Pause) -> list[Finished]:
@@ -268,7 +251,7 @@ class ServedEngine:
         else:
             body["logprobs"] = 1
         prompt = [*request.prompt_ids.tolist(), *request.prefix_ids.tolist()]
-        return Ask(request.key, body, prompt, limit, _seed(request))
+        return Ask(request.key, body, prompt, limit, seed_of(request))
 
     def _note(self, message: Message) -> Finished | None:
         """Write down what came; the finished sequence if that was all."""
@@ -296,17 +279,11 @@ class ServedEngine:
         stopped = part.finish != "length" or (bool(book.ids) and book.ids[-1] in self._eos_ids)
         return self._end(book, EOS if stopped else LENGTH)
 
-    def _end(self, book: _Book, finish: int, refused: str = "") -> Finished:
+    def _end(self, book: Book, finish: int, refused: str = "") -> Finished:
         del self._books[book.request.key]
         if book.request.stream:
-            self._events.append(self._event(book, finish))
-        ids, logprobs, versions = book.arrays()
-        return Finished(book.request.key, ids, logprobs, versions, finish, refused=refused)
-
-    def _event(self, book: _Book, finish: int | None = None) -> Event:
-        ids, logprobs, versions = book.arrays(book.told)
-        book.told = len(book.ids)
-        return Event(book.request.key, ids, logprobs, versions, finish)
+            self._events.append(book.event(finish))
+        return book.ended(finish, refused)
 
     def _same_prompt(self, request: Request, theirs: list[int]) -> None:
         """The tokens that are trained follow the prompt that we know: the server's has to be the same."""
@@ -381,17 +358,6 @@ class ServedEngine:
         if len(names) != 1:
             raise UserError(f"{self._settings.base_url}/models names {names or 'nothing usable'}; set openai.model")
         return names[0]
-
-
-def _seed(request: Request) -> int:
-    """The server's seed: a function of (seed, uid, segment)."""
-    text = f"{request.seed} {request.uid} {request.segment}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def _nothing(request: Request) -> Finished:
-    empty = np.empty(0, np.int32)
-    return Finished(request.key, empty, empty.astype(np.float32), empty.astype(np.uint32), LENGTH)
 
 
 def make(topology: Topology) -> ServedEngine:
