@@ -2,11 +2,13 @@
 
     python docs/experiments/capacity.py
 
-A real learner (the quickstart's model, one thread) with 16 scripted actors whose pace is set from the speed that the
-same learner has with recorded batches in memory. After every run its own batches, from its write-ahead log, are fed to
-the same TrainingStep in a fresh process: trained tokens per second of the run over those from memory is the figure.
-`cpu_ratio` compares CPU seconds per token instead, without waiting: what the learner role costs beside training, also
-on a machine that others use. Busy is forward, backward and optimiser alone.
+A real learner (the quickstart's model, one thread, a core of its own) with 16 scripted actors whose pace is set from
+the speed that the same learner has with recorded batches in memory. After every run its own batches, from its
+write-ahead log, are fed to the same TrainingStep in a fresh process: trained tokens per second of the run over those
+from memory is the figure. `cpu_ratio` compares CPU seconds per token instead, without waiting: what the learner role
+costs beside training, also on a machine that others use. Busy is forward, backward and optimiser alone.
+`ratio_beside` compares with the same batches from memory while processes that do nothing but count use as much CPU as
+the rest of the run did: what busrl costs where cores share caches and memory, which slows down any two processes.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,7 @@ from busrl.topology import Topology
 
 ACTORS = 16
 FIRST = 4  # steps left out: buffers fill
-SHOWN = ("ratio", "cpu_ratio", "busy", "busy_from_memory", "actors_busy", "age_mean")
+SHOWN = ("ratio", "ratio_beside", "cpu_ratio", "busy", "busy_from_memory", "actors_busy", "age_mean")
 BAR = {1.0: 0.90, 1.1: 0.95, 1.3: 0.95}
 
 
@@ -63,6 +67,30 @@ def feed(topology_file: Path, log: Path) -> dict[str, float]:
             busy += stats.forward_s + stats.backward_s + stats.step_s
             tokens += stats.tokens
     return {"tokens_per_s": tokens / seconds, "busy": busy / seconds, "cpu_per_token": cpu / tokens}
+
+
+NEIGHBOUR = """
+import os, sys, time
+share, parent = float(sys.argv[1]), os.getppid()
+while os.getppid() == parent:  # 10 ms turns, as a scripted actor and the light processes have
+    end = time.process_time() + 0.01 * share
+    while time.process_time() < end:
+        pass
+    time.sleep(0.01 * (1 - share))
+"""
+
+
+@contextlib.contextmanager
+def neighbours(share: float) -> Iterator[None]:
+    """Processes that use so many cores together, half a core each at most."""
+    count = math.ceil(share / 0.5)
+    children = [subprocess.Popen([sys.executable, "-c", NEIGHBOUR, str(share / count)]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 def fed(topology_file: Path, log: Path) -> dict[str, float]:
@@ -111,7 +139,7 @@ def settings_of(options: argparse.Namespace, trace: Path, capacity: float) -> di
         "mock.jitter": 0, "scheduler.ahead": 0, "learner.trigger.n_min": options.groups,
         "weights.max_staleness": options.staleness, "run.max_steps": options.steps,
         "learner.checkpoint_every": 0, "learner.micro_batch_min_samples": 64,
-        "learner.micro_batch_tokens": options.micro_batch_tokens,
+        "learner.micro_batch_tokens": options.micro_batch_tokens, "process.learner.cpus": options.learner_cpus,
     }  # fmt: skip
 
 
@@ -131,6 +159,9 @@ def measure(options: argparse.Namespace, folder: Path, trace: Path, capacity: fl
     busy = sum(row["forward_s"] + row["backward_s"] + row["update_s"] for row in rows)
     tokens = sum(row["tokens"] for row in rows)
     memory = fed(kept / "topology.json", kept / "wal")
+    others = sum(part["cpu_share"] for name, part in summary["processes"].items() if name != "learner")
+    with neighbours(others):
+        beside = fed(kept / "topology.json", kept / "wal")
     begin, end, cpu = used.after(FIRST)
     cpu /= sum(row["tokens"] for row in rows if begin < row["step"] <= end)
     waits: dict[str, float] = {}
@@ -141,7 +172,8 @@ def measure(options: argparse.Namespace, folder: Path, trace: Path, capacity: fl
     return {
         "tokens_per_s": round(tokens / seconds), "from_memory": round(memory["tokens_per_s"]),
         "ratio": round(tokens / seconds / memory["tokens_per_s"], 3), "busy": round(busy / seconds, 3),
-        "busy_from_memory": round(memory["busy"], 3),
+        "busy_from_memory": round(memory["busy"], 3), "others_cores": round(others, 3),
+        "beside": round(beside["tokens_per_s"]), "ratio_beside": round(tokens / seconds / beside["tokens_per_s"], 3),
         "cpu_ratio": round(memory["cpu_per_token"] / cpu, 3), "seconds_per_step": round(seconds / len(rows), 3),
         "waits": waits, "age_mean": round(statistics.fmean(row["age_mean"] for row in rows), 2),
         "actors_busy": round(statistics.fmean(actors), 3), "load_before": round(load, 2),
@@ -188,6 +220,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=4, help="sequences that an actor generates at once")
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--learner-cpus", default="0", help="a core of its own; empty = it shares all with the actors")
     parser.add_argument("--name", default="capacity")
     parser.add_argument("--feed", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

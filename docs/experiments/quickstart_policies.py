@@ -1,6 +1,8 @@
-"""What a dispatch policy is worth on the quickstart: seconds, updates and samples to a mean reward of 0.85.
+"""What a dispatch policy, a window or segments are worth on the quickstart: seconds, updates and samples to a goal.
 
-    python docs/experiments/quickstart_policies.py --policies fifo sjf:rules ljf:rules
+    python docs/experiments/quickstart_policies.py --policies fifo sjf:rules ljf:rules fifo,weights.window=160
+
+A policy is its name, a predictor after a colon, and further settings after commas; the goal is a mean reward of 0.85.
 
 Real training, all as in `tools/bench/compare.py` (the clock, the goal, 32 drawn groups per update), policies in turn,
 at least three seeds. On two cores the rollout process is what the learner waits for.
@@ -19,9 +21,10 @@ import live
 import systems  # of tools/bench, which live puts on the path
 
 
-def settings_of(name: str) -> list[str]:
+def settings_of(text: str) -> list[str]:
+    name, *more = text.split(",")
     policy, _, predictor = name.partition(":")
-    return [f"scheduler.policy={policy}", *([f"scheduler.predictor={predictor}"] if predictor else [])]
+    return [f"scheduler.policy={policy}", *([f"scheduler.predictor={predictor}"] if predictor else []), *more]
 
 
 def row_of(policy: str, runs: list[dict[str, Any]], first: str) -> dict[str, Any]:
