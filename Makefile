@@ -79,13 +79,14 @@ bench-core: $(STAMP)/train $(RIVALS)/.installed ## ring and bus against raw memo
 
 # vLLM has an environment of its own: it pins torch and transformers. busrl comes from this tree, as it was built.
 VLLM ?= $(VENV)/vllm
+VLLM_TESTS ?= tests/vllm
 $(VLLM)/.installed: tools/vllm/requirements.txt | $(BIN)/python
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install -q --no-deps -r tools/vllm/requirements.txt
 	@touch $@
 
 vllm-test: $(STAMP)/train $(VLLM)/.installed ## the tests that need vLLM, in an environment that has it (a few minutes)
-	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/vllm --timeout 900
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(VLLM_TESTS) --timeout 900
 
 clean: ## remove what was built; runs/ stays
 	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so

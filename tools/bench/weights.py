@@ -1,6 +1,7 @@
 """How fast weights travel: shm, broadcast and sparse updates against memcpy and raw Gloo, in one run, on CPU.
 
-    python tools/bench/weights.py [--sizes 1,10,100] [--dtype float32] [--peers 2] [--rounds 9] [--json FILE]
+    python tools/bench/weights.py [--sizes 1,10,100] [--dtype float32] [--peers 2] [--rounds 9] [--link-gbit 1]
+                                   [--json FILE]
 
 Real processes: one learner (this process) and --peers engines. All figures are medians over rounds, in seconds:
   memcpy          one block of the same bytes to another, both touched before
@@ -8,7 +9,9 @@ Real processes: one learner (this process) and --peers engines. All figures are 
   broadcast       from publish() until every engine has the version; fetch: from there into the engine's tensors
   raw gloo        one torch.distributed broadcast of the same bytes from this process to the same number of peers
   sparse          the same updates with --changed of the values changed, finding them included
-With --pause: how long a torch engine stands for an update, against one decoding step and the copy.
+With --pause: how long a torch engine stands for an update, against one decoding step and the copy. With --link-gbit
+everything runs in a network of its own whose loopback is that slow (`tc`, `unshare`): a stand-in for a link between two
+hosts. The JSON is what weights_table.py reads.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[2]))
+import report  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -197,8 +200,10 @@ def updates(rig: Rig, share: float, rounds: int) -> dict[str, float]:
 
 
 def one_size(mb: float, args: argparse.Namespace) -> dict[str, Any]:
-    size = nbytes(model(mb, args.dtype))
-    found: dict[str, Any] = {"bytes": size, "memcpy": memcpy(size, args.rounds)}
+    named = model(mb, args.dtype)
+    size = nbytes(named)
+    found: dict[str, Any] = {"bytes": size, "itemsize": next(iter(named.values())).element_size(),
+                             "memcpy": memcpy(size, args.rounds)}  # fmt: skip
     found["raw gloo"] = raw_gloo(size, args.peers, args.rounds)
     for transport in ("shm", "broadcast"):
         for sparse in (False, True):
@@ -304,13 +309,32 @@ def median(rounds: int, todo: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(), "cores": os.cpu_count(), "load": os.getloadavg()[0],
-        "kernel": platform.release(), "python": platform.python_version(), "torch": str(torch.__version__),
-    }  # fmt: skip
+def rows(found: dict[str, Any], changed: float, dtype: str, gbit: float) -> list[dict[str, Any]]:
+    """What weights_table.py puts into its table; a slow link changes nothing for shm."""
+    made = []
+    where = (f", {dtype}" if dtype != "float32" else "") + (f", {gbit:g} Gbit/s" if gbit else "")
+    for mode in ("broadcast", "broadcast sparse") if gbit else ("shm", "shm sparse", "broadcast", "broadcast sparse"):
+        times, alone = found[mode], mode.startswith("shm")
+        share = changed if "sparse" in mode else 1.0
+        limit_s = 2 * found["memcpy"] if alone else found["raw gloo"] + found["memcpy"]
+        name = f"{mode} ({changed:.0%} changed)" if share < 1 else mode
+        made.append({
+            "mode": name + where, "engine": "tensors", "model_mb": found["bytes"] / 1e6,
+            "moved_mb": found["bytes"] / 1e6 * (share if share == 1 else share * (1 + 4 / found["itemsize"])),
+            "publish_s": times["publish"], "take_s": 0.0 if alone else max(0.0, times["arrived"] - times["publish"]),
+            "apply_s": times["fetch"], "limit_s": limit_s,
+            "limit": "two copies of all values" if alone else "raw Gloo and one copy of all values",
+        })  # fmt: skip
+    return made
+
+
+def on_a_slow_link(gbit: float) -> None:
+    """Become this program in a network of its own whose loopback sends no more than that."""
+    if os.environ.get("BUSRL_BENCH_LINK"):
+        return
+    made = f"ip link set lo up && tc qdisc add dev lo root tbf rate {gbit * 1000:g}mbit burst 2mb latency 1s"
+    command = ["unshare", "-rn", "sh", "-c", f'{made} && exec "$@"', "sh", sys.executable, *sys.argv]
+    os.execvpe("unshare", command, {**os.environ, "BUSRL_BENCH_LINK": "1"})
 
 
 def main() -> None:
@@ -326,19 +350,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--changed", type=float, default=0.01)
     parser.add_argument("--pause", action="store_true")
+    parser.add_argument("--link-gbit", type=float, default=0.0, help="0 = the loopback as it is")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.link_gbit:
+        on_a_slow_link(args.link_gbit)
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"machine": machine(), "dtype": args.dtype, "peers": args.peers, "rounds": args.rounds,
-                              "changed": args.changed, "sizes": {}}  # fmt: skip
+    told: dict[str, Any] = {
+        "machine": report.machine(), "commit": report.commit(HERE.parent), "date": time.strftime("%Y-%m-%d"),
+        "torch": str(torch.__version__), "dtype": args.dtype, "peers": args.peers, "rounds": args.rounds,
+        "changed": args.changed, "link_gbit": args.link_gbit, "load": [os.getloadavg()[0]], "sizes": {}, "rows": [],
+    }  # fmt: skip
     for mb in map(float, args.sizes.split(",")):
-        found = report["sizes"][f"{mb:g} MB"] = one_size(mb, args)
+        found = told["sizes"][f"{mb:g} MB"] = one_size(mb, args)
+        told["rows"] += rows(found, args.changed, args.dtype, args.link_gbit)
         if args.pause:
             found["pause"] = pause(mb, args)
         print(json.dumps({f"{mb:g} MB": found}, indent=1), flush=True)
-    report["machine"]["load at the end"] = os.getloadavg()[0]
+    told["load"].append(os.getloadavg()[0])
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
     return None
 
 

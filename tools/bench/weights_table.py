@@ -20,32 +20,32 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "weights.md"
 BEGIN, END = "<!-- measured: tools/bench/weights_table.py -->", "<!-- end of measured -->"
 PHASES = ("publish_s", "take_s", "apply_s")
 HEAD = (
-    "| mode | engine | model MB | moved MB | publish s | take s | into the model s | together s | limit s | limit |",
+    "| mode | engine | model, MB | moved, MB | publish, ms | take | into the model | together | limit | limit is |",
     "|---|---|---|---|---|---|---|---|---|---|",
 )
 
 
 def tables(results: list[dict[str, Any]]) -> list[str]:
-    """The tables, one for each machine, date and commit."""
+    """The tables, one for each machine and date."""
     lines: list[str] = []
-    for told in results:
-        host = told["machine"]
-        lines += [
-            f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, "
-            f"commit {told['commit']}, {told['date']}; medians.",
-            "",
-            *HEAD,
-            *(line(row) for row in sorted(told["rows"], key=lambda row: (row["model_mb"], row["mode"]))),
-            "",
-        ]
+    for place in dict.fromkeys(map(place_of, results)):
+        here = [told for told in results if place_of(told) == place]
+        rows = sorted((row for told in here for row in told["rows"]), key=lambda row: (row["model_mb"], row["mode"]))
+        commits = ", ".join(dict.fromkeys(told["commit"] for told in here))
+        lines += [f"{place}, commits {commits}; medians.", "", *HEAD, *map(line, rows), ""]
     return lines[:-1]
+
+
+def place_of(told: dict[str, Any]) -> str:
+    host = told["machine"]
+    return f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, {told['date']}"
 
 
 def line(row: dict[str, Any]) -> str:
     together = sum(row.get(phase, 0.0) for phase in PHASES)
-    phases = [_seconds(row[phase]) if phase in row else "" for phase in PHASES]
+    phases = [_ms(row[phase]) if row.get(phase) else "" for phase in PHASES]
     cells = [row["mode"], row.get("engine", "torch"), _short(row["model_mb"]), _short(row["moved_mb"]), *phases,
-             _seconds(together), _seconds(row["limit_s"]), row["limit"]]  # fmt: skip
+             _ms(together), _ms(row["limit_s"]), row["limit"]]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
@@ -58,8 +58,8 @@ def filled(page: str, lines: list[str]) -> str:
     return "\n".join([before + begin, *lines, end + after])
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.3g}" if value < 10 else f"{value:.0f}"
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"
 
 
 def _short(value: float) -> str:
