@@ -1,7 +1,8 @@
 """Rules between the keys that say where models run: `model.device`, and `device` and `devices` of a process, and what
 shares or sends weights between devices: `cuda_ipc`, and a broadcast by NCCL or HCCL.
 
-Used by `resolve`. Pure: what the machine really has is seen when a process starts (`busrl.device`), never here.
+Used by `resolve`. Pure: what the machine really has is seen when a process starts, by the other half of `busrl.device`,
+of which only the table of kinds is used here.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from busrl.device import BACKEND
 from busrl.topology.rules import Finding
 from busrl.topology.schema import Process, Topology
 from busrl.topology.weight_rules import ENGINES, rollouts
 
-BETWEEN = {"nccl": "cuda", "hccl": "npu"}  # what a backend of a broadcast connects
+BETWEEN = {backend: kind for kind, backend in BACKEND.items() if kind != "cpu"}  # what a broadcast connects
 WITH_MODEL = ("rollout", "learner")
 DEVICES = re.compile(r"(\d+|(GPU|MIG)-[0-9a-f-]+)(,(\d+|(GPU|MIG)-[0-9a-f-]+))*")
 

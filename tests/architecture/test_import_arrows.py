@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "rewards": {"errors", "data"},
     "ledger": {"errors", "paths"},
     "faults": {"protocol", "ring"},
-    "topology": {"errors", "data", "scheduling", "quickstart", "paths", "keys", "faults"},
+    "topology": {"errors", "data", "scheduling", "quickstart", "paths", "keys", "faults", "device"},
     "quickstart": {"errors", "data"},
     "training": {"errors", "algorithms", "ledger", "device", "checksums"},
     "inference": {"errors", "topology", "data", "quickstart", "weights", "device"},
