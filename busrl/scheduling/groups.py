@@ -190,9 +190,9 @@ class GroupScanner:
 
     def _raise_high(self, look: int) -> None:
         while True:
-            # A copy: other processes store fates while this one looks.
-            ahead = self.fates[self._high * self._width : (self._high + look) * self._width].copy()
-            used = np.flatnonzero(ahead)
+            ahead = self.fates[self._high * self._width : (self._high + look) * self._width]
+            # `any` is many times faster than to look for places. A copy: other processes store fates meanwhile.
+            used = np.flatnonzero(ahead.copy()) if ahead.any() else ahead[:0]
             if not len(used):
                 return
             self._high += int(used[-1]) // self._width + 1
@@ -250,9 +250,10 @@ class _Cells:
         size, low, high = scanner.group_size, scanner._low, scanner._high
         self.own, self.picked = own, picked
         groups, cell = np.divmod(uids - low * 2 * size, 2 * size)
-        window = np.zeros((high - low, 2 * size), np.uint8)
-        known = scanner.fates[low * 2 * size : high * 2 * size]
-        window.reshape(-1)[: len(known)] = known  # a copy: other processes store fates while this one looks
+        known = scanner.fates[low * 2 * size : high * 2 * size].copy()  # other processes store while this one looks
+        if missing := (high - low) * 2 * size - len(known):  # the last group lies partly beyond the fates
+            known = np.pad(known, (0, missing))
+        window = known.reshape(-1, 2 * size)
         # D is stored before a slot leaves RESERVED, and the lines were copied before this.
         self.unrecorded = int(np.count_nonzero(window.reshape(-1)[uids - low * 2 * size] == NONE))
         self.ended = np.concatenate((scanner._ended, np.zeros(high - low - len(scanner._ended), np.bool_)))
@@ -260,8 +261,7 @@ class _Cells:
         wanted_rows = self.touched & ~self.ended
         wanted_rows[groups] = self.touched[groups] = True
         self.rows: Ints = np.flatnonzero(wanted_rows)
-        place = np.cumsum(wanted_rows) - 1
-        self.groups: Ints = place[groups]
+        self.groups: Ints = np.searchsorted(self.rows, groups)
         self.at = self.groups * 2 * size + cell
         self.shape = (len(self.rows), 2, size)
         fates = window[self.rows].reshape(self.shape)

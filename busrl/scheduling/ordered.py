@@ -75,7 +75,7 @@ class Ordered:
             return None
         self._keep_scale()
         entry = self._choose(limit)
-        best = self.pool.best()
+        best = self.pool.best(limit)
         jumped = best is not None and self.way * entry.predicted > self.way * best.predicted
         self.promoted = RECENT * self.promoted + (1 - RECENT) * jumped
         wait = self.pool.take(entry)
@@ -137,7 +137,7 @@ class Ordered:
         return oldest + self.horizon
 
     def _choose(self, limit: int) -> Entry:
-        entry = self.pool.first()
+        entry = self.pool.first(limit)
         assert entry is not None, "within the horizon there is always the oldest draw"
         return entry
 

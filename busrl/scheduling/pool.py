@@ -92,13 +92,13 @@ class Pool:
                 self._push(entry)
         return limit
 
-    def first(self) -> Entry | None:
-        """The entry with the smallest key within the horizon."""
-        return self._peek(self._near)
+    def first(self, limit: int) -> Entry | None:
+        """The entry with the smallest key below the limit that `near` gave."""
+        return self._peek(self._near, limit)
 
-    def best(self) -> Entry | None:
-        """The entry within the horizon that would be taken if nobody had waited."""
-        return self._peek(self._best)
+    def best(self, limit: int) -> Entry | None:
+        """The entry below that limit that would be taken if nobody had waited."""
+        return self._peek(self._best, limit)
 
     def entry(self, draw: int) -> Entry | None:
         """The entry of a draw if it waits."""
@@ -137,20 +137,17 @@ class Pool:
         self.near_count -= 1
         self.near_sum = self.near_sum - entry.predicted if self.near_count else 0.0
 
-    def _peek(self, heap: list[tuple[float, int]]) -> Entry | None:
-        oldest = self.oldest()
-        if oldest is None:
-            return None
-        limit = self._limit(oldest)
+    def _peek(self, heap: list[tuple[float, int]], limit: int) -> Entry | None:
         while heap:
-            entry = self._waiting.get(heap[0][1])
+            draw = heap[0][1]
+            entry = self._waiting.get(draw)
             if entry is not None and entry.since != BEYOND:
-                if entry.candidate.draw < limit:
+                if draw < limit:
                     return entry
                 # An older draw came back, so this one is beyond the horizon again.
                 self._leave(entry)
                 entry.since = BEYOND
-                heapq.heappush(self._beyond, entry.candidate.draw)
+                heapq.heappush(self._beyond, draw)
             heapq.heappop(heap)
         return None
 
@@ -186,11 +183,16 @@ class Present:
         self._count -= 1
 
     def missing(self, draws: Ints) -> list[int]:
+        if not len(draws):
+            return []
         flags = np.frombuffer(self._flags, np.uint8)
         at = draws - self._base
-        inside = (at >= 0) & (at < len(flags))
-        here = np.zeros(len(draws), np.uint8)
-        here[inside] = flags[at[inside]]
+        if at.min() >= 0 and at.max() < len(flags):  # as nearly always: half as long as what follows
+            here = flags.take(at)
+        else:
+            inside = (at >= 0) & (at < len(flags))
+            here = np.zeros(len(draws), np.uint8)
+            here[inside] = flags[at[inside]]
         found: list[int] = draws[here == 0].tolist()
         return found
 

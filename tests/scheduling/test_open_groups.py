@@ -241,8 +241,9 @@ def test_a_pool_takes_the_smallest_key_within_the_horizon_whatever_came_and_went
             model.add(draw)
         elif model:
             near = [d for d in model if d < min(model) + horizon]
-            pool.near()
-            best, first = pool.best(), pool.first()
+            limit = pool.near()
+            assert limit is not None
+            best, first = pool.best(limit), pool.first(limit)
             assert best is not None and first is not None
             assert best.candidate.draw == min(near, key=lambda d: (-lengths[d], d))
             assert first.candidate.draw == min(near, key=lambda d: (lengths[d], d))
