@@ -84,18 +84,18 @@ class Adaptive(Ordered):
         # The order inside a round changes when it ends, not what is learned from it: no aging, always full strength.
         return (-1.0, 0.0) if self.round_groups else super()._scale()
 
-    def _choose(self, limit: int) -> Entry:
+    def _choose(self) -> Entry:
         if self.inflight.tail_rows + self.group_size <= self.tail_share * self.rows:
-            entry = self._oldest_long(limit)
+            entry = self._oldest_long()
             if entry is not None:
                 return entry
-        return super()._choose(limit)
+        return super()._choose()
 
-    def _oldest_long(self, limit: int) -> Entry | None:
+    def _oldest_long(self) -> Entry | None:
         while self._tail:
             entry = self.pool.entry(self._tail[0])
             if entry is not None:
-                return self.pool.waiting(self._tail[0], limit)
+                return self.pool.waiting(self._tail[0])
             heapq.heappop(self._tail)
         return None
 

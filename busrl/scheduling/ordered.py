@@ -70,12 +70,11 @@ class Ordered:
                 self.pool.add(candidate, predicted)
 
     def next(self) -> Candidate | None:
-        limit = self.pool.near()
-        if limit is None:
+        if not self.pool.near():
             return None
         self._keep_scale()
-        entry = self._choose(limit)
-        best = self.pool.best(limit)
+        entry = self._choose()
+        best = self.pool.best()
         jumped = best is not None and self.way * entry.predicted > self.way * best.predicted
         self.promoted = RECENT * self.promoted + (1 - RECENT) * jumped
         wait = self.pool.take(entry)
@@ -136,8 +135,8 @@ class Ordered:
     def _limit(self, oldest: int) -> int:
         return oldest + self.horizon
 
-    def _choose(self, limit: int) -> Entry:
-        entry = self.pool.first(limit)
+    def _choose(self) -> Entry:
+        entry = self.pool.first()
         assert entry is not None, "within the horizon there is always the oldest draw"
         return entry
 

@@ -44,6 +44,7 @@ class Pool:
         self.opened = 0  # groups taken so far
         self.near_sum = 0.0  # of the predictions of the groups within the horizon
         self.near_count = 0
+        self._reached = 0  # the limit at the last `near`
         self._waiting: dict[int, Entry] = {}
         self._present = Present()
         # Heaps with stale entries: one counts only while its draw waits, within the horizon.
@@ -78,35 +79,38 @@ class Pool:
             heapq.heappop(self._draws)
         return self._draws[0] if self._draws else None
 
-    def near(self) -> int | None:
-        """Let every draw below the limit come within the horizon; the limit, or None if nothing waits."""
+    def near(self) -> bool:
+        """Let exactly the draws below the limit be within the horizon. False if nothing waits."""
         oldest = self.oldest()
         if oldest is None:
-            return None
+            return False
         limit = self._limit(oldest)
+        if limit < self._reached:  # an older draw came back
+            self._withdraw(limit)
+        self._reached = limit
         while self._beyond and self._beyond[0] < limit:
             entry = self._waiting.get(heapq.heappop(self._beyond))
             if entry is not None and entry.since == BEYOND:
                 entry.since = self.opened
                 self.near_sum, self.near_count = self.near_sum + entry.predicted, self.near_count + 1
                 self._push(entry)
-        return limit
+        return True
 
-    def first(self, limit: int) -> Entry | None:
-        """The entry with the smallest key below the limit that `near` gave."""
-        return self._peek(self._near, limit)
+    def first(self) -> Entry | None:
+        """The entry with the smallest key within the horizon, as it was at the last `near`."""
+        return self._peek(self._near)
 
-    def best(self, limit: int) -> Entry | None:
-        """The entry below that limit that would be taken if nobody had waited."""
-        return self._peek(self._best, limit)
+    def best(self) -> Entry | None:
+        """The entry within the horizon that would be taken if nobody had waited."""
+        return self._peek(self._best)
 
     def entry(self, draw: int) -> Entry | None:
         """The entry of a draw if it waits."""
         return self._waiting.get(draw)
 
-    def waiting(self, draw: int, limit: int) -> Entry | None:
+    def waiting(self, draw: int) -> Entry | None:
         """The entry of a draw if it waits within the horizon."""
-        entry = self._waiting.get(draw) if draw < limit else None
+        entry = self._waiting.get(draw)
         return entry if entry is not None and entry.since != BEYOND else None
 
     def take(self, entry: Entry) -> int:
@@ -137,17 +141,19 @@ class Pool:
         self.near_count -= 1
         self.near_sum = self.near_sum - entry.predicted if self.near_count else 0.0
 
-    def _peek(self, heap: list[tuple[float, int]], limit: int) -> Entry | None:
-        while heap:
-            draw = heap[0][1]
-            entry = self._waiting.get(draw)
-            if entry is not None and entry.since != BEYOND:
-                if draw < limit:
-                    return entry
-                # An older draw came back, so this one is beyond the horizon again.
+    def _withdraw(self, limit: int) -> None:
+        """What came within the horizon and is not below the limit any more waits beyond it again."""
+        for draw, entry in self._waiting.items():
+            if draw >= limit and entry.since != BEYOND:
                 self._leave(entry)
                 entry.since = BEYOND
                 heapq.heappush(self._beyond, draw)
+
+    def _peek(self, heap: list[tuple[float, int]]) -> Entry | None:
+        while heap:
+            entry = self._waiting.get(heap[0][1])
+            if entry is not None and entry.since != BEYOND:
+                return entry
             heapq.heappop(heap)
         return None
 
