@@ -20,6 +20,15 @@ using nlohmann::json;
 
 constexpr int kProtocol = 1;
 
+// The map of a message of our protocol (without `v`: version 1), or nothing: damaged bytes, another version and what is
+// no map are left out.
+inline std::optional<json> read(const std::string& raw) {
+    const json message = json::from_msgpack(raw, true, false);  // no exception: damaged bytes give a discarded value
+    const bool ours =
+        message.is_object() && message.value("v", json(1)) == kProtocol && message.value("type", json()).is_string();
+    return ours ? std::optional<json>(message) : std::nullopt;
+}
+
 class Bus {
   public:
     Bus(std::string name, const std::string& frontend, const std::string& backend,
@@ -66,12 +75,10 @@ class Bus {
             const std::string raw = frame().value_or("");
             bool long_one = false;
             for (; more(); frame()) long_one = true;
-            json message = json::from_msgpack(raw, true, false);  // no exception: damaged bytes give a discarded value
-            const bool ours = !long_one && message.is_object() && message.value("v", json()) == kProtocol &&
-                              message.value("type", json()).is_string();
-            if (!ours) continue;
-            if (message["type"] != "PING") return message;
-            answer(message);
+            std::optional<json> message = read(raw);
+            if (!message || long_one) continue;
+            if ((*message)["type"] != "PING") return message;
+            answer(*message);
         }
     }
 

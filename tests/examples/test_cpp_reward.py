@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -34,6 +35,18 @@ def topology(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert made.returncode == 0 and "warning" not in made.stderr, made.stderr
     ensure("tiny:sort")
     return folder / "run.toml"
+
+
+def test_the_worker_reads_every_golden_vector_and_leaves_out_what_is_no_message(topology: Path, tmp_path: Path) -> None:
+    source, vectors = Path(__file__).parent / "vectors.cpp", ROOT / "docs" / "vectors"
+    build = ["g++", "-std=c++17", "-I", str(topology.parent), str(source), "-o", str(tmp_path / "vectors"), "-lzmq"]
+    subprocess.run(build, check=True, timeout=170)
+    said = json.loads(subprocess.check_output([tmp_path / "vectors", vectors], timeout=60))
+    assert said["wrong"] == [] and said["messages"] == len(json.loads((vectors / "messages.json").read_text()))
+    # A field that is missing or of another type is for whoever asks for that field.
+    no_message = {"no_bytes", "cut_in_the_middle", "bytes_after_the_map", "an_array", "the_reserved_byte_c1"}
+    no_message |= {"a_length_of_4_gigabytes", "a_newer_protocol", "a_key_that_is_no_text"}
+    assert set(said["left_out"]) == no_message
 
 
 def log_of(run: Run) -> str:
