@@ -14,6 +14,7 @@ segments  answers cut into 1, 2, 4 and 8 segments at most, and where the length 
 trigger   fixed thresholds, bounds on age, a time limit, and the controller's full rules moving the bound (n_min stays:
           the gradient noise is not simulated); with a slow learner: it trains a tenth of what the actors can make
 window    the anchored window against taking whatever is ready first
+capacity  how busy the learner is when generation is 0.8 to 1.3 times as fast as it needs; answers of at most 2,560, S = 4 and 8
 
 A figure is the median over the seeds.
 Writes results/simulated_NAME.md and .json.
@@ -27,6 +28,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ STREAM_PER_ROW = 24  # answers of the open stream for each row
 CONTROLLED = 60  # steps of the trigger's experiment: a controller moves every few only
 SLOTS_PER_ROW, LEARNER_REACH, SLOW_LEARNER, OPEN_LOAD, SYNC_PER_ROW = 1.2, 1.25, 0.1, 1.2, 4
 B_PER_N_MIN = 2.35  # batch-async with max_staleness = 2
+SHORT = 2560  # 6.4 times the median, as in capacity.py
 LENGTH_MEAN = 640.0  # of the trace, for the time limit
 Row = dict[str, Any]
 
@@ -84,8 +87,8 @@ class Case:
             f"generation.max_new_tokens={LIMIT}", "learner.checkpoint_every=0", *more,
         ])  # fmt: skip
 
-    def answers(self, arrivals_per_s: float = 0.0, prompts: int = PROMPTS) -> TraceAnswers:
-        shape = Shape(group_size=GROUP, limit=LIMIT, arrivals_per_s=arrivals_per_s)
+    def answers(self, arrivals_per_s: float = 0.0, prompts: int = PROMPTS, limit: int = LIMIT) -> TraceAnswers:
+        shape = Shape(group_size=GROUP, limit=limit, arrivals_per_s=arrivals_per_s)
         tasks = generate(prompts, shape, self.seed)
         return TraceAnswers(tasks, GROUP, LIMIT, flat_share=0.2, seed=self.seed, endless=not arrivals_per_s)
 
@@ -107,11 +110,8 @@ class Case:
         return world.run()
 
 
-SCHEDULES = (
-    ("fifo", ""),
-    *(("sjf", name) for name in ("rules", "learned", "history", "blend", "oracle")),
-    *((policy, name) for policy in ("ljf", "adaptive") for name in ("rules", "blend", "oracle")),
-)
+PREDICTORS = ("rules", "learned", "history", "blend", "oracle")
+SCHEDULES = (("fifo", ""), *((policy, name) for policy in ("sjf", "ljf", "adaptive") for name in PREDICTORS))
 
 
 def dispatch(case: Case) -> list[Row]:
@@ -200,13 +200,28 @@ def window(case: Case) -> list[Row]:
     return rows
 
 
+def capacity(case: Case) -> list[Row]:
+    """The learner's share of time in training, at several speeds of generation in units of what it needs."""
+    rows = []
+    for bound, over in product((4, 8), (0.8, 1.0, 1.1, 1.3)):
+        who = replace(case, reach=1 / over)
+        made = who.topology(f"weights.max_staleness={bound}", f"learner.trigger.n_min={max(8, who.n_min)}")
+        found = who.play(made, who.answers(limit=SHORT), steps=CONTROLLED if case.actors < 1000 else 20)
+        rows.append({
+            "S": f"{bound}", "generation over need": f"{over:g}", "learner busy": found.learner_busy,
+            "rollout busy": found.actors_busy, "s/step": found.step_s, "age": found.age_mean,
+            "waits for window": found.learner_waited.get("window", 0.0),
+        })  # fmt: skip
+    return rows
+
+
 def _greedy(world: World) -> None:
     plan = world.learner.plan
     plan.window = replace(plan.limits, W=1 << 40)
 
 
 EXPERIMENTS: dict[str, Callable[[Case], list[Row]]] = {
-    "dispatch": dispatch, "segments": segments, "trigger": trigger, "window": window,
+    "dispatch": dispatch, "segments": segments, "trigger": trigger, "window": window, "capacity": capacity,
 }  # fmt: skip
 
 
