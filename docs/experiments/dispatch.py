@@ -1,7 +1,7 @@
 """Dispatch policies and predictors on real processes: an open stream of prompts, and synchronous rounds.
 
-    python docs/experiments/dispatch.py stream --policies fifo sjf:rules sjf:blend sjf:oracle
-    python docs/experiments/dispatch.py round --policies fifo ljf:rules adaptive:blend ljf:oracle
+    python docs/experiments/dispatch.py stream
+    python docs/experiments/dispatch.py round [--policies fifo ljf:rules ...]
 
 16 scripted actors and a real learner (configs/scripted.toml); the same trace for every policy, policies in turn, one
 run per seed. `stream`: prompts arrive at random at `--load` times what the actors can generate; what counts is the time
@@ -107,6 +107,10 @@ def round_run(name: str, seed: int, folder: Path, options: argparse.Namespace) -
     }  # fmt: skip
 
 
+POLICIES = {
+    "stream": ["fifo", "sjf:rules", "sjf:blend", "sjf:oracle"],
+    "round": ["fifo", "ljf:oracle", "adaptive:blend", "adaptive:oracle", "ljf:blend"],
+}
 RUNS = {"stream": (stream_run, "completion_s"), "round": (round_run, "makespan_s")}
 
 
@@ -135,7 +139,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=sorted(RUNS))
-    parser.add_argument("--policies", nargs="+", default=["fifo", "sjf:rules"])
+    parser.add_argument("--policies", nargs="+", help="default: those of the published table")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prompts", type=int, default=1000, help="stream: prompts that are waited for")
     parser.add_argument("--load", type=float, default=1.2, help="stream: arriving over generated tokens")
@@ -145,6 +149,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--name", default="")
     options = parser.parse_args()
+    options.policies = options.policies or POLICIES[options.what]
     told = compare(options)
     live.save(options.name or f"dispatch_{options.what}", told)
     for row in told["table"]:

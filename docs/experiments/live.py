@@ -134,6 +134,7 @@ def save(name: str, told: dict[str, Any]) -> Path:
     path = HERE / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     head = {"date": time.strftime("%Y-%m-%d"), "commit": report.commit(ROOT), "machine": report.machine()}
+    head["command"] = " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
     path.write_text(json.dumps({**head, "load_after": os.getloadavg()[0], **told}, indent=1) + "\n")
     print(f"written to {path}")
     return path

@@ -1,6 +1,6 @@
 """What a dispatch policy, a window or segments are worth on the quickstart: seconds, updates and samples to a goal.
 
-    python docs/experiments/quickstart_policies.py --policies fifo sjf:rules ljf:rules fifo,weights.window=160
+    python docs/experiments/quickstart_policies.py [--policies fifo sjf:rules fifo,weights.max_staleness=3 ...]
 
 A policy is its name, a predictor after a colon, and further settings after commas; the goal is a mean reward of 0.85.
 
@@ -19,6 +19,12 @@ from typing import Any
 
 import live
 import systems  # of tools/bench, which live puts on the path
+
+POLICIES = (
+    "fifo", "sjf:rules", "sjf:blend", "ljf:rules",
+    *(f"fifo,segments.length={64 // most},segments.max_segments={most}" for most in (2, 4, 8)),
+    "fifo,weights.mode=fully-async", "fifo,weights.mode=fully-async,weights.window=127",
+)  # fmt: skip
 
 
 def settings_of(text: str) -> list[str]:
@@ -42,7 +48,7 @@ def row_of(policy: str, runs: list[dict[str, Any]], first: str) -> dict[str, Any
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="+", default=["fifo", "sjf:rules"])
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--goal", type=float, default=0.85)
     parser.add_argument("--max-updates", type=int, default=200)
