@@ -14,7 +14,7 @@ segments  answers cut into 1, 2, 4 and 8 segments at most, and where the length 
 trigger   fixed thresholds, bounds on age, a time limit, and the controller's full rules moving the bound (n_min stays:
           the gradient noise is not simulated); with a slow learner: it trains a tenth of what the actors can make
 window    the anchored window against taking whatever is ready first
-capacity  how busy the learner is when generation is 0.8 to 1.3 times as fast as it needs, with S = 4 and 8; answers of
+capacity  how busy the learner is when generation is 0.8 to 1.3 times as fast as it needs, with S = 4, 8 and 16; answers of
           at most 2,560 tokens
 
 A figure is the median over the seeds.
@@ -204,7 +204,7 @@ def window(case: Case) -> list[Row]:
 def capacity(case: Case) -> list[Row]:
     """The learner's share of time in training, at several speeds of generation in units of what it needs."""
     rows = []
-    for bound, over in product((4, 8), (0.8, 1.0, 1.1, 1.3)):
+    for bound, over in product((4, 8, 16), (0.8, 1.0, 1.1, 1.3)):
         who = replace(case, reach=1 / over)
         made = who.topology(f"weights.max_staleness={bound}", f"learner.trigger.n_min={max(8, who.n_min)}")
         found = who.play(made, who.answers(limit=SHORT), steps=CONTROLLED if case.actors < 1000 else 20)
