@@ -14,8 +14,8 @@ segments  answers cut into 1, 2, 4 and 8 segments at most, and where the length 
 trigger   fixed thresholds, bounds on age, a time limit, and the controller's full rules moving the bound (n_min stays:
           the gradient noise is not simulated); with a slow learner: it trains a tenth of what the actors can make
 window    the anchored window against taking whatever is ready first
-capacity  how busy the learner is when generation is 0.8 to 1.3 times as fast as it needs, with S = 4, 8 and 16; answers of
-          at most 2,560 tokens
+capacity  how busy the learner is when generation is 0.8 to 1.3 times as fast as it needs, with S = 4, 8 and 16;
+          answers of at most 2,560 tokens
 
 A figure is the median over the seeds.
 Writes results/simulated_NAME.md and .json.
