@@ -15,7 +15,7 @@ def lines(picture: Picture, now: float, wall: float) -> list[str]:
     out = [words.headline(picture, wall)]
     if picture.ended and picture.ring is None:
         out.append(f"  ended     {picture.ended}")
-    out += [f"  progress  {words.progress(picture)}", f"  speed     {words.speed(picture)}"]
+    out += [f"  progress  {words.progress(picture, now)}", f"  speed     {words.speed(picture, now)}"]
     steps = picture.steps
     if len(steps):
         out.append(_chart("reward", steps.course(lambda one: one.reward), ".3f"))
@@ -36,10 +36,10 @@ def lines(picture: Picture, now: float, wall: float) -> list[str]:
 def line(picture: Picture, now: float) -> str:
     """The state in one line, for a log that grows."""
     newest = picture.steps.newest
-    parts = [picture.state, words.progress(picture)]
+    parts = [picture.state, words.progress(picture, now)]
     if newest is not None:
         parts.append(f"reward {newest.reward:.3f} · length {newest.length:.1f}")
-    parts += [words.speed(picture), f"{short(picture.traffic.per_s())} messages/s"]
+    parts += [words.speed(picture, now), f"{short(picture.traffic.per_s())} messages/s"]
     if picture.complaints.count:
         parts.append(f"{picture.complaints.count} errors")
     if picture.traffic.missed:

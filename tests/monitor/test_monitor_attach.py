@@ -48,6 +48,17 @@ def test_one_snapshot_tells_what_ring_and_files_hold_without_a_single_message(sc
     assert told["errors"]["count"] == 1 and told["errors"]["newest"][0]["text"] == "sample 7 is poison"
 
 
+def test_the_speed_is_known_at_once_from_the_steps_that_were_written(scene: Scene, started: Start) -> None:
+    told = json.loads(finished(started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "0.1")))
+    passed = time.time() - scene.paths.metrics.stat().st_mtime
+    assert 0 < told["progress"]["since_step_s"] <= passed + 0.001
+    # 20 s of steps of 0.5 s, and the one under way since then
+    slowest = 40 / (20 + passed)
+    assert slowest <= told["throughput"]["steps_per_min"] / 60 <= 2.0
+    assert 32 * slowest <= told["throughput"]["samples_per_s"] + 0.001 <= 64.001
+    assert told["progress"]["left_s"] > 0
+
+
 def test_what_passes_the_bus_is_counted_by_name(scene: Scene, started: Start) -> None:
     publisher = scene.endpoint("scheduler")
     child = started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "1.5")
