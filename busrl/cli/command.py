@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from busrl.cli.arguments import add_simulate_arguments
 from busrl.cli.options import positive
-from busrl.errors import BugError, BusrlError, TopologyError
+from busrl.errors import BugError, BusrlError, MachineError, TopologyError
 
 EPILOG = """\
 A first run:     busrl launch configs/quickstart.toml
@@ -41,8 +41,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `busrl check x | head`: nobody reads any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 141
+    except OSError as error:
+        if not _output_fails():  # another file's: whoever opened it should have named it
+            raise
+        _discard_output()
+        return _tell(MachineError(f"standard output: {error.strerror}; make room where it goes, or send it elsewhere"))
+
+
+def _output_fails() -> bool:
+    """Whether standard output takes nothing: a line more is the test, since what was printed may be given up already."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
+
+
+def _discard_output() -> None:
+    """What is still to be printed goes nowhere, or the interpreter would fail at it again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _tell(error: BusrlError) -> int:

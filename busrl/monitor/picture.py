@@ -21,6 +21,7 @@ from busrl.monitor.traffic import Traffic
 from busrl.protocol import messages as m
 
 RUN_STATES: Final = {0: "running", 1: "finishing", 2: "stopping"}
+OVER: Final = ("ended", "left", "damaged")  # nothing is known to move
 MAX_PRESENT: Final = 256
 MAX_ROUNDS: Final = 64
 ONLY_IN_METRICS: Final = (
@@ -80,6 +81,7 @@ class Picture:
     traffic: Traffic = field(default_factory=Traffic)
     complaints: Complaints = field(default_factory=Complaints)
     ended: str = ""  # how the run ended, in words, once it has
+    damage: str = ""  # why its ring can not be read, with the remedy
     replay: str = ""  # what is replayed and how fast, if it is a replay
     replay_over: bool = False
     pace: float = 1.0  # seconds of the run in one of the listener's; 0: a replay as fast as it goes
@@ -93,9 +95,9 @@ class Picture:
 
     # -- what comes in ------------------------------------------------------------------------------------------
 
-    def look(self, seen: RingSeen | None, now: float) -> None:
-        """A look at the ring, None if there is none (any more)."""
-        self.ring = seen
+    def look(self, seen: RingSeen | None, now: float, damage: str = "") -> None:
+        """A look at the ring, None if there is none (any more), or none that can be read: `damage` says why."""
+        self.ring, self.damage = seen, damage
         if seen is None:
             self._generated = Rate()  # a later ring is another counter
             return
@@ -149,9 +151,11 @@ class Picture:
 
     @property
     def state(self) -> str:
-        """running, finishing, stopping, left (a ring that nobody uses), ended, replay or unknown."""
+        """running, finishing, stopping, left (a ring that nobody uses), damaged, ended, replay or unknown."""
         if self.replay:
             return "replay"
+        if self.damage:
+            return "damaged"
         if self.ring is None:
             return "ended" if self.ended else "unknown"
         if not self.ring.living:
@@ -178,7 +182,7 @@ class Picture:
 
     def speed(self, now: float) -> Speed:
         """How fast the run is: steps and samples as the steps tell, tokens as the ring counts them if there is one."""
-        if self.state in ("ended", "left"):
+        if self.state in OVER:
             return Speed()
         pace = self._pace(now)
         tokens = self._generated.per_s() if len(self._generated.points) > 1 else None
@@ -189,7 +193,7 @@ class Picture:
 
     def left_s(self, now: float) -> float | None:
         """Estimated seconds to the goal; None while there is nothing to estimate from."""
-        pace = self._pace(now) if self.state not in ("ended", "left") else None
+        pace = self._pace(now) if self.state not in OVER else None
         if pace is None or pace.steps <= 0 or not self.facts.max_steps:
             return None
         return max(0.0, self.facts.max_steps - self.at_step) / pace.steps

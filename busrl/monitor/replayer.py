@@ -31,6 +31,7 @@ from busrl.bus.broker import EVERYTHING
 from busrl.bus.core import DEFAULT_HWM, DEFAULT_MAX_BYTES, configure
 from busrl.bus.security import check_endpoint, private_directory, private_umask
 from busrl.errors import BadEndpoint, PeerTimeout, RunInUse
+from busrl.monitor.find import require_ipc
 from busrl.monitor.recording import Drops, Entry, Kind, Recording
 from busrl.monitor.watcher import ReplayMark
 from busrl.paths import SHM, RunPaths
@@ -211,9 +212,7 @@ def own_endpoint() -> Iterator[str]:
 
 def refuse_if_served(endpoint: str) -> None:
     """RunInUse if somebody serves this address, or it belongs to a run: binding would take it away from them."""
-    check_endpoint(endpoint)
-    if not endpoint.startswith("ipc://"):
-        return  # the kernel refuses a second bind of a port
+    check_endpoint(require_ipc(endpoint))
     path = Path(endpoint.removeprefix("ipc://"))
     folder = path.parent.resolve()
     if re.fullmatch(r"[0-9a-f]{12}", folder.name) and list(SHM.glob(f"busrl.*.{folder.name}.ring")):

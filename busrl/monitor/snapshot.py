@@ -29,7 +29,7 @@ def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
         "run": {
             "name": facts.name, "run_id": facts.run_id, "uuid": facts.uuid, "run_dir": facts.run_dir,
             "launch_pid": facts.launch_pid or None, "started": _round(facts.started) or None, "state": picture.state,
-            "ended": picture.ended, "replay": picture.replay,
+            "ended": picture.ended, "replay": picture.replay, "problem": picture.damage,
         },
         "progress": {
             "step": picture.at_step, "max_steps": facts.max_steps or None, "version": picture.version,

@@ -29,7 +29,10 @@ STATE_STYLE: Final = {
     "queued": "bright_black", "generating": "cyan", "generated": "blue", "rewarding": "magenta",
     "rewarded": "bright_green", "training": "yellow", "reserved": "white", "dropped": "red", "free": "grey30",
 }  # fmt: skip
-RUN_STYLE: Final = {"running": "green", "finishing": "green", "stopping": "yellow", "left": "yellow", "ended": "cyan"}
+RUN_STYLE: Final = {
+    "running": "green", "finishing": "green", "stopping": "yellow", "left": "yellow", "damaged": "red",
+    "ended": "cyan",
+}  # fmt: skip
 SEVERITY_STYLE: Final = {"warning": "yellow", "error": "red", "critical": "bold red"}
 LABELS: Final = "grey58"
 
@@ -86,7 +89,7 @@ def _head(picture: Picture, now: float, wall: float, width: int) -> RenderableTy
     title = Text(no_wrap=True, overflow="ellipsis")
     title.append(" busrl ", "bold black on cyan")
     title.append(f" {words.headline(picture, wall)}", f"bold {style}")
-    if picture.ended and picture.ring is None:
+    if picture.ended and picture.ring is None and not picture.damage:
         title.append(f" · {safe(picture.ended)}", style)
     told = f" {words.progress(picture, now)} "
     goal = picture.facts.max_steps
@@ -210,7 +213,12 @@ def _slots(picture: Picture, width: int) -> tuple[Text, Text]:
         bar.append("█" * cells, STATE_STYLE[name])
         legend.append("■ ", STATE_STYLE[name])
         legend.append(f"{name} {count:,}  ")
-    return (bar, legend) if states else (Text("no ring", LABELS), legend)
+    if states:
+        return bar, legend
+    if picture.damage:  # over both lines, as it holds a path and the remedy
+        why = safe(picture.damage)
+        return Text(why[:width], "red"), Text(why[width:], "red")
+    return Text("no ring", LABELS), legend
 
 
 def _errors(picture: Picture, wall: float, height: int) -> RenderableType:

@@ -63,7 +63,7 @@ class Watcher:
         picture = self.picture
         if self._look is not None and self._files is not None:
             had = picture.ring is not None
-            picture.look(self._look.look(), now)
+            picture.look(self._look.look(), now, self._look.damage)
             if picture.ring is None:
                 picture.ended = self._files.ended()
             elif not had:

@@ -22,7 +22,11 @@ def headline(picture: Picture, wall: float) -> str:
     age = (
         f" · {duration(min(max(0.0, wall - facts.started), 1e9))}" if facts.started and picture.ring is not None else ""
     )
-    state = {"left": "nobody runs; the next launch adopts its ring", "unknown": "no ring"}.get(picture.state)
+    said = {
+        "left": "nobody runs; the next launch adopts its ring", "unknown": "no ring",
+        "damaged": "its ring is damaged and can not be read",
+    }  # fmt: skip
+    state = said.get(picture.state)
     return f"{name} · {state or picture.state}{age}"
 
 
