@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _output_fails() -> bool:
-    """Whether standard output takes nothing: a line more is the test, since what was printed may be given up already."""
+    """Whether standard output takes nothing: an empty line is the test, as what was printed may be given up already."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")

@@ -42,8 +42,9 @@ def require_ipc(endpoint: str) -> str:
     """The endpoint, if a watcher or a replay can use it. They have no keys, so they stay on the run's own host."""
     if not endpoint.startswith("ipc://"):
         raise BadEndpoint(
-            f"{endpoint}: monitor, record and replay work over ipc:// alone, on the host of the run, also where its bus is "
-            "reachable over tcp; log in there (`ssh HOST busrl monitor RUN_DIR`), or bring a recording here and replay it"
+            f"{endpoint}: monitor, record and replay work over ipc:// alone, on the host of the run, also where the "
+            "bus is reachable over tcp; log in there (`ssh HOST busrl monitor RUN_DIR`), or bring a recording here "
+            "and replay it"
         )
     return endpoint
 

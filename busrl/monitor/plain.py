@@ -23,7 +23,8 @@ def lines(picture: Picture, now: float, wall: float) -> list[str]:
         out.append(_chart("reward", steps.course(lambda one: one.reward), ".3f"))
         out.append(_chart("length", steps.course(lambda one: one.length), ".1f"))
     states = " · ".join(f"{name} {count:,}" for name, count in words.occupancy(picture))
-    out += [f"  slots     {states or ('not known' if picture.damage else 'no ring')}", f"  trigger   {words.trigger(picture, now)}"]
+    states = states or ("not known" if picture.damage else "no ring")
+    out += [f"  slots     {states}", f"  trigger   {words.trigger(picture, now)}"]
     if control := words.controller(picture):
         out.append(f"  control   {control}")
     out += [f"  staleness {words.staleness(picture)}", f"  bus       {words.bus(picture, now)}"]
