@@ -215,6 +215,10 @@ def _add_replay(verbs: Verbs) -> None:
         "--bind", default="", metavar="ENDPOINT", help="where listeners connect (default: one of its own)"
     )
     made.add_argument("--frontend", default="", metavar="ENDPOINT", help="where an actor under development publishes")
+    made.add_argument(
+        "--run-dir", type=Path, metavar="DIR",
+        help="for actors that take a run directory: make DIR with a run.json that leads here; implies a frontend",
+    )  # fmt: skip
     made.add_argument("--wait", type=positive, default=60.0, metavar="S", help="limit of the wait for a listener (60)")
     made.add_argument("--info", action="store_true", help="say what the file holds, and publish nothing")
 
@@ -304,9 +308,11 @@ def record(options: argparse.Namespace) -> int:
 
 
 def replay(options: argparse.Namespace) -> int:
+    from busrl.cli.replay import Where
     from busrl.cli.replay import replay as publish
 
-    return publish(options.file, options.speed, options.bind, options.frontend, options.wait, options.info)
+    where = Where(options.bind, options.frontend, options.run_dir)
+    return publish(options.file, options.speed, where, options.wait, options.info)
 
 
 def simulate(options: argparse.Namespace) -> int:
