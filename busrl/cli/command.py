@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from busrl.cli.arguments import add_simulate_arguments
 from busrl.cli.options import positive
-from busrl.errors import BugError, BusrlError, TopologyError
+from busrl.errors import BugError, BusrlError, MachineError, TopologyError
 
 EPILOG = """\
 A first run:     busrl launch configs/quickstart.toml
@@ -41,8 +41,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `busrl check x | head`: nobody reads any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 141
+    except OSError as error:
+        if not _output_fails():  # another file's: whoever opened it should have named it
+            raise
+        _discard_output()
+        return _tell(MachineError(f"standard output: {error.strerror}; make room where it goes, or send it elsewhere"))
+
+
+def _output_fails() -> bool:
+    """Whether standard output takes nothing: an empty line is the test, as what was printed may be given up already."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
+
+
+def _discard_output() -> None:
+    """What is still to be printed goes nowhere, or the interpreter would fail at it again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _tell(error: BusrlError) -> int:
@@ -195,6 +215,10 @@ def _add_replay(verbs: Verbs) -> None:
         "--bind", default="", metavar="ENDPOINT", help="where listeners connect (default: one of its own)"
     )
     made.add_argument("--frontend", default="", metavar="ENDPOINT", help="where an actor under development publishes")
+    made.add_argument(
+        "--run-dir", type=Path, metavar="DIR",
+        help="for actors that take a run directory: make DIR with a run.json that leads here; implies a frontend",
+    )  # fmt: skip
     made.add_argument("--wait", type=positive, default=60.0, metavar="S", help="limit of the wait for a listener (60)")
     made.add_argument("--info", action="store_true", help="say what the file holds, and publish nothing")
 
@@ -284,9 +308,11 @@ def record(options: argparse.Namespace) -> int:
 
 
 def replay(options: argparse.Namespace) -> int:
+    from busrl.cli.replay import Where
     from busrl.cli.replay import replay as publish
 
-    return publish(options.file, options.speed, options.bind, options.frontend, options.wait, options.info)
+    where = Where(options.bind, options.frontend, options.run_dir)
+    return publish(options.file, options.speed, where, options.wait, options.info)
 
 
 def simulate(options: argparse.Namespace) -> int:

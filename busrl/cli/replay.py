@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -15,9 +16,19 @@ from busrl.errors import UserError
 from busrl.launch.progress import duration
 from busrl.monitor.recording import Recording, summary
 from busrl.monitor.replayer import Replayer, own_endpoint
+from busrl.monitor.stage import stage
 
 
-def replay(file: Path, speed: str, bind: str, frontend: str, wait_s: float, info: bool) -> int:
+@dataclass(frozen=True)
+class Where:
+    """Endpoints and directory of a replay; empty or None: one of its own, or none."""
+
+    bind: str
+    frontend: str
+    run_dir: Path | None
+
+
+def replay(file: Path, speed: str, where: Where, wait_s: float, info: bool) -> int:
     """Publish the recording once."""
     if info:
         print("\n".join(_described(file)))
@@ -26,18 +37,32 @@ def replay(file: Path, speed: str, bind: str, frontend: str, wait_s: float, info
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     try:
-        with Recording(file) as recording, nullcontext(bind) if bind else own_endpoint() as endpoint:
-            _publish(recording, endpoint, frontend, factor, wait_s)
+        with Recording(file) as recording, own_endpoint() as own:
+            frontend = where.frontend or (own.replace("bus.sock", "pub.sock") if where.run_dir else "")
+            _publish(recording, Where(where.bind or own, frontend, where.run_dir), factor, wait_s)
     except KeyboardInterrupt:
         print("stopped")
     return 0
 
 
-def _publish(recording: Recording, endpoint: str, frontend: str, speed: float, wait_s: float) -> None:
-    with Replayer(recording, endpoint, frontend=frontend, speed=speed) as replayer:
-        print(f"waiting for a listener: busrl monitor {endpoint}", flush=True)
-        count = replayer.run(wait_s, lambda: print("publishing", flush=True))
+def _publish(recording: Recording, where: Where, speed: float, wait_s: float) -> None:
+    directory = where.run_dir
+    with (
+        Replayer(recording, where.bind, frontend=where.frontend, speed=speed) as replayer,
+        stage(directory, recording, where.frontend, where.bind) if directory else nullcontext(),
+    ):
+        if directory:
+            print(f"an actor finds this replay in {directory}, where run.json names its endpoints")
+        if replayer.workers:
+            print(f"it holds work for: {', '.join(replayer.workers)} (BUSRL_NAME)")
+        print(f"waiting for {'an actor' if where.frontend else 'a listener'}: busrl monitor {where.bind}", flush=True)
+        count = replayer.run(wait_s, lambda: say("publishing"), lambda: say("over; ends with its last listener"))
     print(f"published {count:,} messages{f'; {recording.torn}' if recording.torn else ''}")
+
+
+def say(line: str) -> None:
+    """A line at once."""
+    print(line, flush=True)
 
 
 def speed_of(text: str) -> float:

@@ -35,6 +35,8 @@ class Rate:
     def add(self, value: float, now: float) -> None:
         if self.points and value < self.points[-1][1]:
             self.points.clear()  # its owner was started again and counts from 0
+        if self.points and self.points[-1][0] == now:
+            self.points.pop()  # the newest of one instant counts, or what came before would have taken no time
         self.points.append((now, value))
         while len(self.points) > 2 and now - self.points[0][0] > WINDOW_S:
             self.points.popleft()

@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from busrl.errors import NoSuchRun, RingError, UserError
+from busrl.errors import BadEndpoint, NoSuchRun, RingError, UserError
+from busrl.launch.status import read_map
 from busrl.paths import SHM, RunPaths
-from busrl.ring import Process, Ring
+from busrl.ring import OfdLock, Process, Ring
 
 LOCK = "run.lock"  # launch holds it, and every child inherits it
 
@@ -31,11 +32,25 @@ def find(named: str | None) -> Target:
     if named is None:
         return Target(paths=RunPaths.of(only_living_run()))
     if "://" in named:
-        return Target(endpoint=named)
+        return Target(endpoint=require_ipc(named))
     paths = RunPaths.of(named)
+    run = read_map(paths.run_json)
+    if run.get("replay"):  # a directory that leads actors to a replay
+        return Target(endpoint=require_ipc(str(run.get("backend"))))
     if not paths.run_json.is_file():
         raise NoSuchRun(f"{paths.root}: no run.json there; name the directory that `busrl launch` printed")
     return Target(paths=paths)
+
+
+def require_ipc(endpoint: str) -> str:
+    """The endpoint, if a watcher or a replay can use it. They have no keys, so they stay on the run's own host."""
+    if not endpoint.startswith("ipc://"):
+        raise BadEndpoint(
+            f"{endpoint}: monitor, record and replay work over ipc:// alone, on the host of the run, also where the "
+            "bus is reachable over tcp; log in there (`ssh HOST busrl monitor RUN_DIR`), or bring a recording here "
+            "and replay it"
+        )
+    return endpoint
 
 
 def only_living_run() -> Path:
@@ -69,6 +84,15 @@ def run_dir_of(ring_name: str) -> Path | None:
                 if opened.name == LOCK and RunPaths.of(opened.parent).ring_name == ring_name:
                     return opened.parent
     return None
+
+
+def launched(paths: RunPaths) -> bool:
+    """Whether a launch, or what it left running, holds the run directory; looks, and takes nothing."""
+    lock = paths.lock("run")
+    try:
+        return lock.is_file() and OfdLock(str(lock)).holder() is not None
+    except (OSError, RingError):  # of another user, say
+        return False
 
 
 def living(ring_name: str) -> list[Process]:

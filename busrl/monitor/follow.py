@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -107,6 +108,13 @@ class RunFiles:
     def steps(self) -> list[StepSeen]:
         """Steps that were written since the last call."""
         return list(_decoded(self._metrics.new(), StepSeen))
+
+    def step_age_s(self) -> float | None:
+        """Seconds since a step was written; None if none was."""
+        try:
+            return max(0.0, time.time() - self._paths.metrics.stat().st_mtime)
+        except OSError:
+            return None
 
     def rounds(self) -> list[RoundSeen]:
         """Rounds of validation that were finished since the last call."""

@@ -4,6 +4,7 @@ Talks to the ring and the fate table, both opened for reading. Knows nothing of 
 
 - A run that ends takes its ring away and a later start makes another: `look` finds the one that is there now.
 - The mapping is `PROT_READ`, so no bug here can write; whoever kills a monitor leaves nothing behind.
+- A ring that is there and can not be read is not the same as none: `damage` says why.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from busrl.errors import RingError
+from busrl.errors import RingError, RingNotFound
 from busrl.monitor.seen import ProcessSeen, RingSeen
 from busrl.paths import SHM, RunPaths
 from busrl.ring import HEADER_WORDS, Fates, Process, Ring
@@ -28,6 +29,7 @@ class Look:
         self._paths, self._name, self._group_size = paths, ring_name or paths.ring_name, group_size
         self._ring: Ring | None = None
         self._file = (0, 0)
+        self.damage = ""  # why the ring that is there can not be read, with the remedy
         self._fates: Fates | None = None
         self._scanner: GroupScanner | None = None
 
@@ -63,6 +65,7 @@ class Look:
             self._fates, self._scanner = None, None
 
     def _attached(self) -> Ring | None:
+        self.damage = ""
         try:
             info = os.stat(SHM / self._name)
         except OSError:
@@ -72,7 +75,10 @@ class Look:
             self.close()
             try:
                 self._ring = Ring.attach(self._name, read_only=True)
-            except RingError:
+            except RingNotFound:  # it went away just now
+                return None
+            except RingError as error:
+                self.damage = str(error)
                 return None
             self._file = (info.st_dev, info.st_ino)
         return self._ring
@@ -117,6 +123,7 @@ def _seen(ring: Ring, process: Process) -> ProcessSeen:
         tokens=process.tokens,
         samples=process.samples,
         version=process.version,
+        remote=process.remote,
     )
 
 

@@ -16,11 +16,12 @@ from typing import Final
 from busrl.launch.progress import Rate
 from busrl.monitor.complaints import Complaints, address_of
 from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, RoundSeen, StepSeen
-from busrl.monitor.steps import Steps
+from busrl.monitor.steps import Pace, Steps
 from busrl.monitor.traffic import Traffic
 from busrl.protocol import messages as m
 
 RUN_STATES: Final = {0: "running", 1: "finishing", 2: "stopping"}
+OVER: Final = ("ended", "left", "damaged")  # nothing is known to move
 MAX_PRESENT: Final = 256
 MAX_ROUNDS: Final = 64
 ONLY_IN_METRICS: Final = (
@@ -61,13 +62,13 @@ class Present:
     gone: bool = False
 
 
-@dataclass
-class Throughput:
-    """Rates over the last seconds."""
+@dataclass(frozen=True)
+class Speed:
+    """How fast the run is, None where that is not known."""
 
-    samples: Rate = field(default_factory=Rate)
-    tokens: Rate = field(default_factory=Rate)
-    steps: Rate = field(default_factory=Rate)
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    steps_per_min: float | None = None
 
 
 @dataclass
@@ -79,36 +80,36 @@ class Picture:
     steps: Steps = field(default_factory=Steps)
     traffic: Traffic = field(default_factory=Traffic)
     complaints: Complaints = field(default_factory=Complaints)
-    throughput: Throughput = field(default_factory=Throughput)
     ended: str = ""  # how the run ended, in words, once it has
+    damage: str = ""  # why its ring can not be read, with the remedy
     replay: str = ""  # what is replayed and how fast, if it is a replay
     replay_over: bool = False
+    pace: float = 1.0  # seconds of the run in one of the listener's; 0: a replay as fast as it goes
     waiting: str = ""  # for what the scheduler waits
     credit: int = -1
     validations: dict[int, RoundSeen] = field(default_factory=dict)  # by round, the newest last
     _present: dict[str, Present] = field(default_factory=dict)
     _busy: dict[str, tuple[int, int, float, float]] = field(default_factory=dict)  # name: pid, busy_ns, at, share
     _stepped_at: float | None = None
-    _told_samples: int = 0
-    _told_tokens: int = 0
+    _generated: Rate = field(default_factory=Rate)  # tokens, as the ring counts them
 
     # -- what comes in ------------------------------------------------------------------------------------------
 
-    def look(self, seen: RingSeen | None, now: float) -> None:
-        """A look at the ring, None if there is none (any more)."""
-        self.ring = seen
+    def look(self, seen: RingSeen | None, now: float, damage: str = "") -> None:
+        """A look at the ring, None if there is none (any more), or none that can be read: `damage` says why."""
+        self.ring, self.damage = seen, damage
         if seen is None:
+            self._generated = Rate()  # a later ring is another counter
             return
+        if self.pace > 0:
+            self._generated.add(seen.tokens, now * self.pace)
         for process in seen.processes:
             self._load(process, now)
 
-    def step(self, seen: StepSeen, now: float, old: bool = False) -> None:
-        """A finished step; `old`: it was finished before we looked, nobody knows when."""
-        if self.steps.add(seen):
-            self._told_samples += seen.samples
-            self._told_tokens += seen.tokens
-            if not old:
-                self._stepped_at = now
+    def step(self, seen: StepSeen, ended: float | None) -> None:
+        """A finished step and when it ended; None: nobody knows, it was before we looked."""
+        if self.steps.add(seen) and ended is not None:
+            self._stepped_at = ended
 
     def validated(self, seen: RoundSeen) -> None:
         """A round of validation, which the file and the bus both tell of; the last word on a round counts."""
@@ -135,23 +136,26 @@ class Picture:
         elif isinstance(message, (m.Hello, m.Heartbeat, m.Goodbye)):
             self._presence(message, now)
 
+    def replayed(self, what: str, pace: float, over: bool) -> None:
+        """This is a replay of `what`, at so many times the speed of the run; 0: as fast as it goes."""
+        speed = f"at {pace:g}x" if pace else "as fast as it goes"
+        self.replay, self.replay_over = f"{what} {speed}", over
+        if pace != self.pace:
+            self.pace, self._generated = pace, Rate()
+
     def tick(self, now: float) -> None:
-        """What the rates are worked out from. The ring's counters are used where there is a ring."""
+        """Some times a second: what the rates of the bus are worked out from."""
         self.traffic.tick(now)
-        samples, tokens = self._told_samples, self._told_tokens
-        if self.ring is not None:
-            samples, tokens = self.ring.finished, self.ring.tokens
-        self.throughput.samples.add(samples, now)
-        self.throughput.tokens.add(tokens, now)
-        self.throughput.steps.add(self.at_step, now)
 
     # -- what is shown ------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
-        """running, finishing, stopping, left (a ring that nobody uses), ended, replay or unknown."""
+        """running, finishing, stopping, left (a ring that nobody uses), damaged, ended, replay or unknown."""
         if self.replay:
             return "replay"
+        if self.damage:
+            return "damaged"
         if self.ring is None:
             return "ended" if self.ended else "unknown"
         if not self.ring.living:
@@ -176,10 +180,23 @@ class Picture:
         """Seconds since a step ended; None if none did while we watched."""
         return None if self._stepped_at is None else max(0.0, now - self._stepped_at)
 
-    def left_s(self) -> float | None:
+    def speed(self, now: float) -> Speed:
+        """How fast the run is: steps and samples as the steps tell, tokens as the ring counts them if there is one."""
+        if self.state in OVER:
+            return Speed()
+        pace = self._pace(now)
+        tokens = self._generated.per_s() if len(self._generated.points) > 1 else None
+        if pace is None:
+            return Speed(tokens_per_s=tokens)
+        trained = pace.tokens if self.ring is None and not self.replay else None
+        return Speed(pace.samples, trained if tokens is None else tokens, 60 * pace.steps)
+
+    def left_s(self, now: float) -> float | None:
         """Estimated seconds to the goal; None while there is nothing to estimate from."""
-        rate = self.throughput.steps.per_s()
-        return max(0.0, self.facts.max_steps - self.at_step) / rate if rate > 0 and self.facts.max_steps else None
+        pace = self._pace(now) if self.state not in OVER else None
+        if pace is None or pace.steps <= 0 or not self.facts.max_steps:
+            return None
+        return max(0.0, self.facts.max_steps - self.at_step) / pace.steps
 
     def rows(self, now: float) -> list[Row]:
         """The processes, those of the ring first, in the order of their entries."""
@@ -192,6 +209,10 @@ class Picture:
         return rows
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _pace(self, now: float) -> Pace | None:
+        quiet = 0.0 if self.replay_over else (self.since_step_s(now) or 0.0) * self.pace
+        return self.steps.pace(quiet)
 
     def _load(self, process: ProcessSeen, now: float) -> None:
         before = self._busy.get(process.name)

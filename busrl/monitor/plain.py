@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from busrl.launch.progress import short
 from busrl.monitor import words
-from busrl.monitor.draw import chart
+from busrl.monitor.draw import chart, safe
 from busrl.monitor.picture import Picture, Row
 
 CHART_WIDTH = 40
@@ -13,15 +13,18 @@ CHART_WIDTH = 40
 def lines(picture: Picture, now: float, wall: float) -> list[str]:
     """Everything, in some twenty lines without colours."""
     out = [words.headline(picture, wall)]
-    if picture.ended and picture.ring is None:
+    if picture.damage:
+        out.append(f"  damaged   {safe(picture.damage)}")
+    elif picture.ended and picture.ring is None:
         out.append(f"  ended     {picture.ended}")
-    out += [f"  progress  {words.progress(picture)}", f"  speed     {words.speed(picture)}"]
+    out += [f"  progress  {words.progress(picture, now)}", f"  speed     {words.speed(picture, now)}"]
     steps = picture.steps
     if len(steps):
         out.append(_chart("reward", steps.course(lambda one: one.reward), ".3f"))
         out.append(_chart("length", steps.course(lambda one: one.length), ".1f"))
     states = " · ".join(f"{name} {count:,}" for name, count in words.occupancy(picture))
-    out += [f"  slots     {states or 'no ring'}", f"  trigger   {words.trigger(picture, now)}"]
+    states = states or ("not known" if picture.damage else "no ring")
+    out += [f"  slots     {states}", f"  trigger   {words.trigger(picture, now)}"]
     if control := words.controller(picture):
         out.append(f"  control   {control}")
     out += [f"  staleness {words.staleness(picture)}", f"  bus       {words.bus(picture, now)}"]
@@ -36,10 +39,10 @@ def lines(picture: Picture, now: float, wall: float) -> list[str]:
 def line(picture: Picture, now: float) -> str:
     """The state in one line, for a log that grows."""
     newest = picture.steps.newest
-    parts = [picture.state, words.progress(picture)]
+    parts = [picture.state, words.progress(picture, now)]
     if newest is not None:
         parts.append(f"reward {newest.reward:.3f} · length {newest.length:.1f}")
-    parts += [words.speed(picture), f"{short(picture.traffic.per_s())} messages/s"]
+    parts += [words.speed(picture, now), f"{short(picture.traffic.per_s())} messages/s"]
     if picture.complaints.count:
         parts.append(f"{picture.complaints.count} errors")
     if picture.traffic.missed:

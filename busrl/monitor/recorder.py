@@ -24,6 +24,8 @@ import msgspec
 import busrl
 from busrl.bus.tap import Tap
 from busrl.errors import NoSuchRun
+from busrl.launch.status import status
+from busrl.monitor.find import launched
 from busrl.monitor.follow import RunFiles
 from busrl.monitor.look import Look
 from busrl.monitor.recording import Drops, End, Header, Kind, Writer
@@ -50,8 +52,7 @@ class Recorder:
         self._files, self._bounds, self._out = RunFiles(paths), bounds, out
         facts = self._files.facts()
         self._look = Look(paths, group_size=facts.group_size)
-        if self._look.look() is None:
-            raise NoSuchRun(f"{paths.root}: nothing runs there (it has no ring), so there is nothing to record")
+        refuse_if_over(paths, self._look)
         self._writer = Writer(out, Header.now(facts, busrl.__version__))
         self._tap = Tap(self._files.tap())
         self._asked, self._stopped = "", threading.Event()
@@ -126,6 +127,18 @@ class Recorder:
         end = End(why, self.messages, self.bytes, self.missed)
         self._writer.add(Kind.END, b"", msgspec.msgpack.encode(end))
         return end
+
+
+def refuse_if_over(paths: RunPaths, look: Look) -> None:
+    """NoSuchRun if nobody runs there, in the words of `busrl status`; a launch that just starts is somebody."""
+    seen = look.look()
+    if seen is not None and (seen.living or launched(paths)):
+        return
+    look.close()
+    if look.damage:
+        raise NoSuchRun(f"{paths.root}: its ring is damaged, so nothing was recorded: {look.damage}")
+    said = status(paths.root).splitlines()[0]
+    raise NoSuchRun(f"{paths.root}: nothing runs there, so nothing was recorded; `busrl status` says: {said}")
 
 
 def free_bytes(path: Path) -> int:

@@ -4,10 +4,11 @@ Talks to a recording and to the sockets that it binds; it never connects to anyt
 
 - It refuses an address that somebody serves, or that lies in the socket directory of a run.
 - It begins when a listener's subscriptions are complete: one to everything (a monitor), or to a PING topic, which an
-  `Endpoint` subscribes to last. Nothing is lost on the way: it waits for a slow listener, and ends with an error when
-  that has read nothing for long, or when the last listener has left.
+  `Endpoint` subscribes to last, or others, once no more have come for a second. Nothing is lost on the way: it waits
+  for a slow listener, and ends with an error when that has read nothing for long, or when the last listener has left.
 - With a frontend it also passes on what actors publish there, so that an unchanged actor finds a bus: its ping comes
-  back, and what it answers can be seen. Then it begins after the first ping, and serves until the last listener leaves.
+  back, what it answers can be seen, and a worker of the gateway gets the work of its name. Then it does not begin for a
+  monitor alone, and serves until the last listener leaves.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ from busrl.bus.broker import EVERYTHING
 from busrl.bus.core import DEFAULT_HWM, DEFAULT_MAX_BYTES, configure
 from busrl.bus.security import check_endpoint, private_directory, private_umask
 from busrl.errors import BadEndpoint, PeerTimeout, RunInUse
+from busrl.monitor.find import require_ipc
 from busrl.monitor.recording import Drops, Entry, Kind, Recording
+from busrl.monitor.standin import StandIn, addressee
 from busrl.monitor.watcher import ReplayMark
 from busrl.paths import SHM, RunPaths
 
 STALLED_S: Final = 15.0  # longer than a listener that was stopped takes to be cut off by the transport's heartbeats
 LINGER_MS: Final = 15_000
+QUIET_S: Final = 1.0  # between the subscriptions of a listener that shows no sign of having all
+OWED_S: Final = 5.0  # what a worker gets to answer what it was given before it is told to stop
 REPLAY_TOPIC: Final = b"REPLAY/"
-PING: Final = b"PING/"
+PING, STOP = b"PING/", b"STOP/"
 
 
 class Replayer:
@@ -49,7 +54,9 @@ class Replayer:
         self._recording, self._speed = recording, speed
         self._bound = [bind, frontend] if frontend else [bind]
         self._messages = self._missed = 0
-        self._pinged = False
+        self._pinged = self._spoken = self._stopped = False
+        self._subscribed_at = 0.0
+        self._stand_in = StandIn(recording) if frontend else None
         self._heard_by: set[bytes] = set()  # topics that somebody is subscribed to
         for endpoint in self._bound:
             refuse_if_served(endpoint)
@@ -63,19 +70,28 @@ class Replayer:
             if one is not None:
                 self._poller.register(one, zmq.POLLIN)
 
-    def run(self, wait_s: float, begun: Callable[[], None] = lambda: None) -> int:
+    @property
+    def workers(self) -> list[str]:
+        """Names that the recording has work for, if there is a frontend where they could ask for it."""
+        return sorted(self._stand_in.names) if self._stand_in is not None else []
+
+    def run(
+        self, wait_s: float, begun: Callable[[], None] = lambda: None, published: Callable[[], None] = lambda: None
+    ) -> int:
         """Wait so long for a listener, then publish everything; how many messages that were. PeerTimeout by name."""
         self._await_listener(wait_s)
         begun()
         self._mark("running")
-        start, first = time.monotonic(), None
-        for entry in self._recording.entries():
-            first = entry.at_ns if first is None else first
-            if self._speed > 0:
-                self._serve_until(start + (entry.at_ns - first) / 1e9 / self._speed)
-            self._publish(entry)
+        try:
+            self._publish_all()
+        except PeerTimeout:
+            if self._heard_by or not self._stopped:
+                raise
+            return self._messages  # who leaves because the run does has seen all there is for it
         self._mark("over")
-        if self._frontend is not None:
+        if self._stand_in is not None:
+            self._send_all(self._stand_in.over())
+            published()
             with suppress(PeerTimeout):
                 while True:
                     self._serve(1.0)
@@ -121,7 +137,7 @@ class Replayer:
         end = time.monotonic() + wait_s
         while True:
             left = end - time.monotonic()
-            self._received(left)
+            self._received(min(left, QUIET_S / 4))
             if self._complete():
                 return
             if left <= 0:
@@ -131,8 +147,26 @@ class Replayer:
 
     def _complete(self) -> bool:
         """Whether a listener has all its subscriptions; with a frontend an actor's are waited for."""
-        actor = any(one.startswith(PING) for one in self._heard_by)
-        return actor and self._pinged if self._frontend is not None else actor or b"" in self._heard_by
+        if any(one.startswith(PING) for one in self._heard_by):
+            return self._pinged or self._stand_in is None
+        if self._stand_in is None and b"" in self._heard_by:
+            return True
+        # No telling sign: some other program. One that subscribes to everything is an actor if it has spoken.
+        if not (self._heard_by - {b""} or (self._heard_by and self._spoken)):
+            return False
+        asking = {to for name, to in map(addressee, self._heard_by) if name.startswith("GATEWAY_") and to}
+        if self._stand_in is not None and not asking <= self._stand_in.heard:
+            return False  # its work would be lost before it has said which life of its name it is
+        return time.monotonic() - self._subscribed_at >= QUIET_S
+
+    def _publish_all(self) -> None:
+        start, first = time.monotonic(), None
+        for entry in self._recording.entries():
+            first = entry.at_ns if first is None else first
+            if self._speed > 0:
+                self._serve_until(start + (entry.at_ns - first) / 1e9 / self._speed)
+            self._publish(entry)
+        self._await_results()
 
     def _serve_until(self, due: float) -> None:
         """Pass on what actors say until it is time for the next message."""
@@ -156,7 +190,10 @@ class Replayer:
                 for _ in range(1024):
                     frames = self._frontend.recv_multipart(zmq.NOBLOCK)
                     self._pinged = self._pinged or frames[0].startswith(PING)
+                    self._spoken = True
                     self._send(frames)
+                    if self._stand_in is not None:
+                        self._send_all(self._stand_in.asked(frames))
         subscriptions = []
         if self._backend in ready:
             with suppress(zmq.Again):
@@ -165,6 +202,7 @@ class Replayer:
         for frames in subscriptions:
             change = self._heard_by.add if frames[0][:1] == b"\x01" else self._heard_by.discard
             change(frames[0][1:])
+            self._subscribed_at = time.monotonic()
         return subscriptions
 
     def _publish(self, entry: Entry) -> None:
@@ -172,12 +210,25 @@ class Replayer:
             self._messages += 1
             if self._messages % 256 == 0:
                 self._serve(0.0)
-            self._send([entry.topic, entry.body])
+            if entry.topic == STOP:
+                self._await_results()
+            self._send_all([[entry.topic, entry.body]] if self._stand_in is None else self._stand_in.reached(entry))
+            self._stopped = self._stopped or entry.topic == STOP
         elif entry.kind == Kind.LOOK:
             self._send([entry.topic, entry.body])
         elif entry.kind == Kind.DROPS:
             self._missed = msgspec.msgpack.decode(entry.body, type=Drops).missed
             self._mark("running")
+
+    def _await_results(self) -> None:
+        """Let a worker answer what it was given, which is sooner over in a replay that goes fast."""
+        end = time.monotonic() + OWED_S
+        while self._stand_in is not None and self._stand_in.owed and time.monotonic() < end:
+            self._serve(0.1)
+
+    def _send_all(self, messages: list[list[bytes]]) -> None:
+        for frames in messages:
+            self._send(frames)
 
     def _mark(self, phase: str) -> None:
         facts = self._recording.header.facts
@@ -211,9 +262,7 @@ def own_endpoint() -> Iterator[str]:
 
 def refuse_if_served(endpoint: str) -> None:
     """RunInUse if somebody serves this address, or it belongs to a run: binding would take it away from them."""
-    check_endpoint(endpoint)
-    if not endpoint.startswith("ipc://"):
-        return  # the kernel refuses a second bind of a port
+    check_endpoint(require_ipc(endpoint))
     path = Path(endpoint.removeprefix("ipc://"))
     folder = path.parent.resolve()
     if re.fullmatch(r"[0-9a-f]{12}", folder.name) and list(SHM.glob(f"busrl.*.{folder.name}.ring")):

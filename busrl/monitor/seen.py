@@ -45,6 +45,7 @@ class ProcessSeen(msgspec.Struct, frozen=True):
     tokens: int
     samples: int
     version: int
+    remote: bool = False  # it works through the gateway, and stays listed after everything here was killed
 
 
 class RingSeen(msgspec.Struct, frozen=True):
@@ -65,8 +66,8 @@ class RingSeen(msgspec.Struct, frozen=True):
 
     @property
     def living(self) -> int:
-        """How many processes of the table are not dead."""
-        return sum(process.state != "dead" for process in self.processes)
+        """How many processes of this host are not dead."""
+        return sum(process.state != "dead" and not process.remote for process in self.processes)
 
 
 class StepSeen(msgspec.Struct, frozen=True):

@@ -22,18 +22,18 @@ ERRORS: Final = 20
 
 def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
     """One JSON object; `now` on the picture's clock, `wall` seconds since the epoch."""
-    facts = picture.facts
+    facts, speed = picture.facts, picture.speed(now)
     return {
         "schema": SCHEMA,
         "time": wall,
         "run": {
             "name": facts.name, "run_id": facts.run_id, "uuid": facts.uuid, "run_dir": facts.run_dir,
             "launch_pid": facts.launch_pid or None, "started": _round(facts.started) or None, "state": picture.state,
-            "ended": picture.ended, "replay": picture.replay,
+            "ended": picture.ended, "replay": picture.replay, "problem": picture.damage,
         },
         "progress": {
             "step": picture.at_step, "max_steps": facts.max_steps or None, "version": picture.version,
-            "since_step_s": _round(picture.since_step_s(now)), "left_s": _round(picture.left_s()),
+            "since_step_s": _round(picture.since_step_s(now)), "left_s": _round(picture.left_s(now)),
         },
         "processes": [_process(row) for row in picture.rows(now)],
         "ring": _ring(picture),
@@ -51,9 +51,8 @@ def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
             "newest": [_error(error) for error in picture.complaints.newest(ERRORS)],
         },
         "throughput": {
-            "samples_per_s": _round(picture.throughput.samples.per_s()),
-            "tokens_per_s": _round(picture.throughput.tokens.per_s()),
-            "steps_per_min": _round(60 * picture.throughput.steps.per_s()),
+            "samples_per_s": _round(speed.samples_per_s), "tokens_per_s": _round(speed.tokens_per_s),
+            "steps_per_min": _round(speed.steps_per_min),
         },
     }  # fmt: skip
 

@@ -4,16 +4,30 @@ Pure. The learner's file and its bus message tell the same numbers, and either m
 
 - A step is known by its number; the first that told of it is believed.
 - The newest `KEPT` steps are kept, so a run of any length takes the same memory.
+- How fast they follow each other is in what they tell: each knows the seconds since the one before it. So it is known
+  before a second one was watched, and a replay tells the run's own speed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from busrl.monitor.seen import StepSeen
 
 KEPT: Final = 4096
+PACE_S: Final = 20.0  # the speed is that of the newest steps which together took so long
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the newest steps came to per second."""
+
+    steps: float
+    samples: float
+    tokens: float
 
 
 class Steps:
@@ -44,6 +58,23 @@ class Steps:
     def numbers(self) -> list[int]:
         """The step numbers, oldest first."""
         return sorted(self._known)
+
+    def pace(self, quiet_s: float) -> Pace | None:
+        """How fast steps come when the last one is `quiet_s` ago; None if none of them tells how long it took."""
+        told: list[StepSeen] = []
+        span = 0.0
+        for number in reversed(self.numbers()):
+            one = self._known[number]
+            if 0 < one.seconds < math.inf:
+                told.append(one)
+                span += one.seconds
+            if span >= PACE_S:
+                break
+        if not told:
+            return None
+        # A step under way counts against the speed once it takes longer than those before it: a run may stand still.
+        over = span + max(0.0, quiet_s - span / len(told))
+        return Pace(len(told) / over, sum(one.samples for one in told) / over, sum(one.tokens for one in told) / over)
 
     def course(self, of: Callable[[StepSeen], float]) -> list[float]:
         """One number of every step, oldest first."""

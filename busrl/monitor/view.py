@@ -29,7 +29,10 @@ STATE_STYLE: Final = {
     "queued": "bright_black", "generating": "cyan", "generated": "blue", "rewarding": "magenta",
     "rewarded": "bright_green", "training": "yellow", "reserved": "white", "dropped": "red", "free": "grey30",
 }  # fmt: skip
-RUN_STYLE: Final = {"running": "green", "finishing": "green", "stopping": "yellow", "left": "yellow", "ended": "cyan"}
+RUN_STYLE: Final = {
+    "running": "green", "finishing": "green", "stopping": "yellow", "left": "yellow", "damaged": "red",
+    "ended": "cyan",
+}  # fmt: skip
 SEVERITY_STYLE: Final = {"warning": "yellow", "error": "red", "critical": "bold red"}
 LABELS: Final = "grey58"
 
@@ -63,8 +66,8 @@ def view(picture: Picture, now: float, wall: float, width: int, height: int, err
     rows = picture.rows(now)
     sizes = Sizes.of(height, len(rows), picture.complaints.count, FACTS + bool(words.controller(picture)))
     screen = Layout()
-    head = Layout(_head(picture, wall, width), size=2)
-    foot = Layout(_foot(picture, errors_only), size=1)
+    head = Layout(_head(picture, now, wall, width), size=2)
+    foot = Layout(_foot(picture, now, errors_only), size=1)
     if errors_only:
         screen.split_column(head, Layout(_errors(picture, wall, max(1, height - 3))), foot)
         return screen
@@ -81,23 +84,23 @@ def view(picture: Picture, now: float, wall: float, width: int, height: int, err
     return screen
 
 
-def _head(picture: Picture, wall: float, width: int) -> RenderableType:
+def _head(picture: Picture, now: float, wall: float, width: int) -> RenderableType:
     style = RUN_STYLE.get(picture.state, "cyan")
     title = Text(no_wrap=True, overflow="ellipsis")
     title.append(" busrl ", "bold black on cyan")
     title.append(f" {words.headline(picture, wall)}", f"bold {style}")
-    if picture.ended and picture.ring is None:
+    if picture.ended and picture.ring is None and not picture.damage:
         title.append(f" · {safe(picture.ended)}", style)
-    told = f" {words.progress(picture)} "
+    told = f" {words.progress(picture, now)} "
     goal = picture.facts.max_steps
     full, empty = gauge(picture.at_step / goal if goal else 0.0, max(4, width - len(told) - 1))
     return Group(title, Text.assemble(" ", (full, "green"), (empty, "grey30"), (told, "bold"), no_wrap=True))
 
 
-def _foot(picture: Picture, errors_only: bool) -> RenderableType:
+def _foot(picture: Picture, now: float, errors_only: bool) -> RenderableType:
     other = "back" if errors_only else "errors"
     keys = Text.assemble((" q", "bold"), (" quit  ", LABELS), ("e", "bold"), (f" {other}  ", LABELS), no_wrap=True)
-    keys.append(words.speed(picture), LABELS)
+    keys.append(words.speed(picture, now), LABELS)
     return keys
 
 
@@ -210,7 +213,12 @@ def _slots(picture: Picture, width: int) -> tuple[Text, Text]:
         bar.append("█" * cells, STATE_STYLE[name])
         legend.append("■ ", STATE_STYLE[name])
         legend.append(f"{name} {count:,}  ")
-    return (bar, legend) if states else (Text("no ring", LABELS), legend)
+    if states:
+        return bar, legend
+    if picture.damage:  # over both lines, as it holds a path and the remedy
+        why = safe(picture.damage)
+        return Text(why[:width], "red"), Text(why[width:], "red")
+    return Text("no ring", LABELS), legend
 
 
 def _errors(picture: Picture, wall: float, height: int) -> RenderableType:

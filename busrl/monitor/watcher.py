@@ -63,7 +63,7 @@ class Watcher:
         picture = self.picture
         if self._look is not None and self._files is not None:
             had = picture.ring is not None
-            picture.look(self._look.look(), now)
+            picture.look(self._look.look(), now, self._look.damage)
             if picture.ring is None:
                 picture.ended = self._files.ended()
             elif not had:
@@ -98,8 +98,11 @@ class Watcher:
 
     def _read_files(self, now: float) -> None:
         assert self._files is not None
+        # What stands there already ended when the file was last written; a run that is over has no such clock.
+        age = self._files.step_age_s() if self._first and self.picture.ring is not None else None
+        ended = now if not self._first else None if age is None else now - age
         for step in self._files.steps():
-            self.picture.step(step, now, old=self._first)
+            self.picture.step(step, ended)
         for done in self._files.rounds():
             self.picture.validated(done)
         for error in self._files.errors():
@@ -133,9 +136,7 @@ class Watcher:
             return
         self._missed_in_record = mark.missed
         self.picture.facts = mark.facts
-        speed = f"at {mark.speed:g}x" if mark.speed else "as fast as it goes"
-        self.picture.replay = f"{mark.facts.run_id or 'a recording'} {speed}"
-        self.picture.replay_over = mark.phase == "over"
+        self.picture.replayed(mark.facts.run_id or "a recording", mark.speed, mark.phase == "over")
 
 
 def decoded(name: str, body: bytes) -> Message | None:

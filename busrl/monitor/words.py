@@ -22,27 +22,31 @@ def headline(picture: Picture, wall: float) -> str:
     age = (
         f" · {duration(min(max(0.0, wall - facts.started), 1e9))}" if facts.started and picture.ring is not None else ""
     )
-    state = {"left": "nobody runs; the next launch adopts its ring", "unknown": "no ring"}.get(picture.state)
+    said = {
+        "left": "nobody runs; the next launch adopts its ring", "unknown": "no ring",
+        "damaged": "its ring is damaged and can not be read",
+    }  # fmt: skip
+    state = said.get(picture.state)
     return f"{name} · {state or picture.state}{age}"
 
 
-def progress(picture: Picture) -> str:
+def progress(picture: Picture, now: float) -> str:
     """Step, version, the first and the newest validation, and what is left."""
     goal = f"/{picture.facts.max_steps}" if picture.facts.max_steps else ""
-    left = picture.left_s()
+    left = picture.left_s(now)
     rest = f" · about {duration(left)} left" if left is not None and 0 < left < 1e6 else ""
     means = [one.mean for one in picture.validations.values() if one.mean is not None]
     judged = f" · validation {' → '.join(f'{mean:.3f}' for mean in means[:1] + means[1:][-1:])}" if means else ""
     return f"step {picture.at_step}{goal} · version {picture.version}{judged}{rest}"
 
 
-def speed(picture: Picture) -> str:
-    """Samples, tokens and steps per time."""
-    rates = picture.throughput
-    return (
-        f"{rates.samples.per_s():.1f} samples/s · {short(rates.tokens.per_s())} tokens/s · "
-        f"{60 * rates.steps.per_s():.1f} steps/min"
-    )
+def speed(picture: Picture, now: float) -> str:
+    """Samples, tokens and steps per time; "-" where that is not known (yet)."""
+    known = picture.speed(now)
+    samples = "-" if known.samples_per_s is None else f"{known.samples_per_s:.1f}"
+    tokens = "-" if known.tokens_per_s is None else short(known.tokens_per_s)
+    steps = "-" if known.steps_per_min is None else f"{known.steps_per_min:.1f}"
+    return f"{samples} samples/s · {tokens} tokens/s · {steps} steps/min"
 
 
 def occupancy(picture: Picture) -> list[tuple[str, int]]:

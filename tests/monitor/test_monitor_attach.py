@@ -48,6 +48,17 @@ def test_one_snapshot_tells_what_ring_and_files_hold_without_a_single_message(sc
     assert told["errors"]["count"] == 1 and told["errors"]["newest"][0]["text"] == "sample 7 is poison"
 
 
+def test_the_speed_is_known_at_once_from_the_steps_that_were_written(scene: Scene, started: Start) -> None:
+    told = json.loads(finished(started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "0.1")))
+    passed = time.time() - scene.paths.metrics.stat().st_mtime
+    assert 0 < told["progress"]["since_step_s"] <= passed + 0.001
+    # 20 s of steps of 0.5 s, and the one under way since then
+    slowest = 40 / (20 + passed)
+    assert slowest <= told["throughput"]["steps_per_min"] / 60 <= 2.0
+    assert 32 * slowest <= told["throughput"]["samples_per_s"] + 0.001 <= 64.001
+    assert told["progress"]["left_s"] > 0
+
+
 def test_what_passes_the_bus_is_counted_by_name(scene: Scene, started: Start) -> None:
     publisher = scene.endpoint("scheduler")
     child = started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "1.5")
@@ -165,9 +176,33 @@ def test_a_ring_that_a_later_start_made_is_found_and_a_damaged_one_is_none(scene
     assert seen is not None and (seen.slots, seen.living) == (8, 0)
     later.close()
     Ring.unlink(scene.paths.ring_name)
+    assert look.look() is None and look.damage == ""
     scene.paths.ring_file.write_bytes(b"no ring" * 2000)
-    assert look.look() is None
+    assert look.look() is None and "not a busrl ring" in look.damage
     look.close()
+
+
+def test_a_damaged_ring_is_not_shown_as_none_but_with_the_reason_and_the_remedy(scene: Scene, started: Start) -> None:
+    with open(scene.paths.ring_file, "r+b") as file:
+        file.seek(40)
+        file.write(b"\xff" * 8)
+    told = json.loads(finished(started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "0.1")))
+    assert told["run"]["state"] == "damaged" and told["ring"] is None
+    assert "checksum is wrong" in told["run"]["problem"] and "busrl ring clean" in told["run"]["problem"]
+    assert told["throughput"] == {"samples_per_s": None, "tokens_per_s": None, "steps_per_min": None}
+    out = finished(started("monitor", str(scene.paths.root), "--once", "--seconds", "0.1"))
+    assert "its ring is damaged and can not be read" in out and told["run"]["problem"] in out
+
+
+def test_a_full_device_behind_the_output_is_one_line_and_a_failure(scene: Scene, started: Start) -> None:
+    for unbuffered in ("", "1"):
+        for arguments in (("monitor", str(scene.paths.root), "--once"), ("status", str(scene.paths.root))):
+            with open("/dev/full", "w") as full:
+                child = started(*arguments, stdout=full, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+                _, problems = child.communicate(timeout=PATIENCE_S)
+            assert child.returncode == 2
+            assert problems.startswith("busrl: standard output: No space left on device; ")
+            assert problems.count("\n") == 1
 
 
 def test_without_a_name_the_only_living_run_is_found(scene: Scene) -> None:
@@ -205,7 +240,10 @@ def test_a_directory_that_is_no_run_and_an_address_that_is_none_are_named(
     assert main(["monitor", str(tmp_path), "--once"]) == 2
     assert "no run.json there" in capsys.readouterr().err
     assert main(["monitor", "http://x", "--once"]) == 2
-    assert "ipc:// or tcp://" in capsys.readouterr().err
+    assert "over ipc:// alone" in capsys.readouterr().err
+    assert main(["monitor", "tcp://127.0.0.1:5600", "--once"]) == 2
+    told = capsys.readouterr().err
+    assert "on the host of the run" in told and "ssh HOST busrl monitor RUN_DIR" in told and "keys" not in told
 
 
 def test_rounds_of_validation_of_a_run_that_is_over_stand_in_the_picture(scene: Scene, started: Start) -> None:

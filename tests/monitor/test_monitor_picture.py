@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from busrl.monitor import plain
 from busrl.monitor.complaints import Complaints
 from busrl.monitor.draw import chart, gauge, portions, safe
 from busrl.monitor.follow import Follower
-from busrl.monitor.picture import Picture
+from busrl.monitor.picture import Picture, Speed
 from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, RoundSeen, StepSeen
 from busrl.monitor.snapshot import snapshot
 from busrl.monitor.steps import KEPT, Steps
@@ -57,7 +58,7 @@ def test_steps_told_in_any_order_and_any_number_of_times_make_the_same_charts(to
 def test_a_step_that_file_and_bus_both_tell_of_counts_once(filed: set[int], heard: set[int]) -> None:
     picture = Picture()
     for step in filed:
-        picture.step(StepSeen(step, samples=8), 0.0, old=True)
+        picture.step(StepSeen(step, samples=8), None)
     for step in heard:
         picture.hear(update(step), 0.0)
     assert picture.steps.numbers() == sorted(filed | heard)
@@ -112,14 +113,75 @@ def test_a_process_without_a_mapping_is_shown_by_its_presence_on_the_bus_until_i
     assert [one.name for one in picture.rows(3.0)] == ["rollout/0"]
 
 
-def test_rates_come_from_the_rings_counters_and_start_anew_with_a_new_ring() -> None:
+def test_tokens_per_second_are_the_rings_counter_and_start_anew_with_a_new_ring() -> None:
     picture = Picture()
-    for second, finished in enumerate((100, 150, 200, 0, 30)):
-        picture.look(ring(process(), finished=finished), float(second))
-        picture.tick(float(second))
+    for second, tokens in enumerate((100, 150, 200, 0, 30)):
+        picture.look(ring(process(), tokens=tokens), float(second))
         if second == 2:
-            assert picture.throughput.samples.per_s() == 50.0
-    assert picture.throughput.samples.per_s() == 30.0
+            assert picture.speed(2.0).tokens_per_s == 50.0
+    assert picture.speed(4.0).tokens_per_s == 30.0
+
+
+def test_a_counter_that_becomes_known_is_no_speed() -> None:
+    picture = Picture()
+    picture.look(None, 0.0)
+    assert picture.speed(0.0) == Speed()
+    picture.look(ring(process(), tokens=45_000, finished=700, words={"step": 45, "version": 45}), 1.0)
+    assert picture.speed(1.0) == Speed()
+    assert "- samples/s · - tokens/s · - steps/min" in plain.line(picture, 1.0)
+    picture.look(ring(process(), tokens=45_100), 2.0)
+    assert picture.speed(2.0) == Speed(tokens_per_s=100.0)
+    picture.look(None, 3.0)
+    picture.look(ring(process(), tokens=90_000), 4.0)
+    assert picture.speed(4.0) == Speed(), "another ring is another counter"
+
+
+def test_steps_tell_how_fast_they_follow_each_other_before_a_second_one_was_watched() -> None:
+    picture = Picture(facts=Facts(max_steps=20))
+    for number in range(1, 11):
+        picture.step(StepSeen(number, seconds=3.0, samples=6, tokens=300), None)
+    assert picture.speed(50.0) == Speed(2.0, 100.0, 20.0)
+    assert picture.left_s(50.0) == pytest.approx(30.0)
+    picture.hear(update(11), 50.0)  # one that does not tell is passed over
+    assert picture.speed(52.0) == Speed(2.0, 100.0, 20.0)
+
+
+def test_the_newest_steps_count_and_a_run_that_stands_still_gets_slower() -> None:
+    picture = Picture()
+    for number in range(1, 31):
+        picture.step(StepSeen(number, seconds=10.0 if number <= 10 else 1.0, samples=4), 100.0)
+    assert picture.speed(100.5).steps_per_min == 60.0
+    assert picture.speed(121.0).steps_per_min == 30.0
+    assert picture.speed(10_000.0).steps_per_min < 0.2  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("pace", [0.5, 1.0, 4.0, 100.0])
+def test_a_replay_tells_the_speed_of_the_run_whatever_its_own_is(pace: float) -> None:
+    picture = Picture()
+    picture.replayed("a run", pace, False)
+    for second in range(10):
+        now = 7.0 + second / pace
+        picture.look(ring(process(), tokens=45_000 + 50 * second), now)
+        picture.step(StepSeen(45 + second, seconds=1.0, samples=8), now)
+    assert picture.speed(now).tokens_per_s == pytest.approx(50.0)
+    assert picture.speed(now).samples_per_s == 8.0 and picture.speed(now).steps_per_min == 60.0
+    picture.replayed("a run", pace, True)
+    assert picture.speed(now + 1000).steps_per_min == 60.0
+
+
+def test_a_replay_as_fast_as_it_goes_has_no_clock_for_the_rings_counters() -> None:
+    picture = Picture()
+    picture.replayed("a run", 0.0, False)
+    for second in range(10):
+        picture.look(ring(process(), tokens=100 * second), 0.001 * second)
+    assert picture.speed(0.1) == Speed()
+
+
+def test_looks_that_came_in_one_batch_are_one_point() -> None:
+    picture = Picture()
+    for at, tokens in ((0.0, 10), (0.0, 20), (0.0, 30), (1.0, 40), (1.0, 60)):
+        picture.look(ring(process(), tokens=tokens), at)
+    assert picture.speed(1.0).tokens_per_s == 30.0
 
 
 def test_a_listener_that_is_behind_knows_it_and_a_wrong_clock_does_not_look_like_that() -> None:

@@ -279,5 +279,31 @@ def test_nothing_is_recorded_where_nothing_runs(
     scene.paths.ring_file.unlink()
     assert main(["record", str(scene.paths.root), "-o", str(tmp_path / "a.rec")]) == 2
     assert "nothing runs there" in capsys.readouterr().err and not (tmp_path / "a.rec").exists()
+    scene.lock.release()
+    scene.paths.summary.write_text('{"outcome": "finished", "why": "the goal is reached"}')
+    assert main(["record", str(scene.paths.root), "-o", str(tmp_path / "a.rec")]) == 2
+    assert "`busrl status` says: scene-1: finished, the goal is reached" in capsys.readouterr().err
     assert main(["record", "ipc:///tmp/x.sock", "-o", str(tmp_path / "a.rec")]) == 2
     assert "not an endpoint" in capsys.readouterr().err
+
+
+def test_a_ring_that_nobody_uses_is_not_recorded_but_a_launch_that_starts_is(
+    scene: Scene, started: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.rec"
+    scene.ring.enter_remote("reward", "far", life=1)  # it stays listed, whoever is killed here
+    scene.ring.close()
+    finished(started("record", str(scene.paths.root), "-o", str(path), "--seconds", "0.1"))
+    path.unlink()
+    scene.lock.release()
+    assert main(["record", str(scene.paths.root), "-o", str(path)]) == 2
+    assert "`busrl status` says: scene-1: " in capsys.readouterr().err and not path.exists()
+
+
+def test_a_damaged_ring_is_not_recorded_and_called_damaged(
+    scene: Scene, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(scene.paths.ring_file, "r+b") as file:
+        file.write(b"no ring!")
+    assert main(["record", str(scene.paths.root), "-o", str(tmp_path / "a.rec")]) == 2
+    assert "its ring is damaged" in capsys.readouterr().err and not (tmp_path / "a.rec").exists()

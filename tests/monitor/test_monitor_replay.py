@@ -124,6 +124,25 @@ def test_a_torn_recording_is_replayed_up_to_the_tear_and_says_so(
     assert "torn: a record is cut" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("speed", ["1", "20", "max"])
+def test_a_recording_that_starts_in_the_middle_of_a_run_shows_the_speed_of_that_run(
+    short_dir: Path, started: Start, tmp_path: Path, speed: str
+) -> None:
+    metrics = {"seconds": 2.5}
+    update = [
+        m.LearnerStateUpdate(step=step, version=step, samples=20, tokens=600, metrics=metrics, sender="x")
+        for step in range(45, 49)
+    ]
+    messages = [("LEARNER_STATE_UPDATE/", encode(one)) for one in update]
+    path = make(tmp_path / "a.rec", messages, every_ns=100 * MS)
+    bind = f"ipc://{short_dir}/replay.sock"
+    player = started("replay", str(path), "--speed", speed, "--bind", bind)
+    told = json.loads(finished(started("monitor", bind, "--once", "--json")))
+    finished(player)
+    assert told["progress"]["step"] == 48
+    assert told["throughput"]["steps_per_min"] == 24.0 and told["throughput"]["samples_per_s"] == 8.0
+
+
 @pytest.mark.parametrize("speed", [1.0, 4.0])
 def test_the_pace_is_the_recorded_one_times_the_factor(short_dir: Path, tmp_path: Path, speed: float) -> None:
     path, bind = make(tmp_path / "a.rec", stream(40), every_ns=20 * MS), f"ipc://{short_dir}/replay.sock"
@@ -203,7 +222,7 @@ def test_an_address_that_is_served_or_is_a_file_is_refused_and_left_alone(short_
         server.listen(1)
         with pytest.raises(RunInUse, match="endpoint of its own"):
             Replayer(recording, f"ipc://{short_dir}/served")
-        with pytest.raises(BadEndpoint, match="tcp needs keys"):  # and a replay has none
+        with pytest.raises(BadEndpoint, match="over ipc:// alone"):
             Replayer(recording, "tcp://127.0.0.1:5600")
         assert (short_dir / "served").is_socket()
     precious = short_dir / "precious"

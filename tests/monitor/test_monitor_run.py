@@ -68,6 +68,7 @@ def test_a_snapshot_of_a_real_run_tells_who_does_what(run: Run, held: dict[str, 
     assert by_name["DATA_GENERATED"]["count"] > 0 and by_name["HEARTBEAT"]["count"] > 0
     assert told["messages"]["missed"] == told["messages"]["malformed"] == 0
     assert told["throughput"]["samples_per_s"] > 0 and told["throughput"]["tokens_per_s"] > 0
+    assert told["throughput"]["steps_per_min"] > 0 and told["progress"]["since_step_s"] is not None
 
 
 def test_a_real_run_is_found_without_a_name(run: Run) -> None:

@@ -28,7 +28,7 @@ def picture(processes: int = 7, errors: int = 3, steps: int = 120, name: str = "
         made.look(RingSeen(766, occupancy, words, 9, 9, 0, 0, 9, {}, 60, 21, entries), second)
         made.tick(second)
     for step in range(1, steps + 1):
-        made.step(StepSeen(step, step + 1, step / 200, 14.0 - step / 100, age_mean=step % 7 / 7), 0.0, old=True)
+        made.step(StepSeen(step, step + 1, step / 200, 14.0 - step / 100, age_mean=step % 7 / 7), None)
     for number in range(errors):
         made.error(ErrorSeen(1000.0 + number, f"rollout/{number}", "warning", "rollout", f"trouble {number}"), "file")
     for name_ in ("DATA_GENERATED", "REWARD_COMPUTED"):
