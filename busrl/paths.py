@@ -150,6 +150,11 @@ class RunPaths:
         return self.root / "errors.jsonl"
 
     @property
+    def supervisor(self) -> Path:
+        """What launch counted of its children and of errors from outside, for `busrl status`."""
+        return self.root / "supervisor.json"
+
+    @property
     def gateway(self) -> Path:
         """What the keeper's gateway counted, for `busrl status`."""
         return self.root / "gateway.json"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from busrl import quickstart
+from busrl.launch.printable import printable
 from busrl.ledger.audit import audit as look
 from busrl.ledger.audit import render
 from busrl.paths import RunPaths
@@ -14,7 +15,10 @@ from busrl.paths import RunPaths
 def audit(run_dir: Path, as_json: bool) -> int:
     """Print the report; 1 if a promise is broken."""
     report = look(run_dir, prompts=_tiny_prompts(run_dir))
-    print(json.dumps(report.to_json(), indent=2) if as_json else render(report))
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        print("\n".join(map(printable, render(report).split("\n"))))
     return report.exit_code
 
 

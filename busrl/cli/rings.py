@@ -12,10 +12,12 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from busrl.errors import RunInUse, UserError
+from busrl.launch.printable import printable
 from busrl.launch.rundir import unlink_segments
 from busrl.launch.status import newest_run
 from busrl.paths import SHM, RunPaths
@@ -30,17 +32,17 @@ def show_all() -> int:
     if not names:
         print(f"no rings of user {os.getuid()} in {SHM}")
     for name in names:
-        print(f"{name}  {(SHM / name).stat().st_size / (1 << 20):8.1f} MiB  {_describe(name)}")
+        print(printable(f"{name}  {(SHM / name).stat().st_size / (1 << 20):8.1f} MiB  {_describe(name)}"))
     return 0
 
 
 def inspect(target: str, uid: str) -> int:
-    """Slots by state with owners and ages, header words, and processes of one ring; or the history of one sample."""
+    """Slots by state with owners and ages, header words, and processes of one ring; or what is known of one sample."""
     target = target or str(newest_run(Path("runs")))
     if uid:
         from busrl.cli.sample import history
 
-        print(history(Path(target), uid))
+        _show(history(Path(target), uid).split("\n"))
         return 0
     name = ring_name(target)
     ring = Ring.attach(name, read_only=True)
@@ -49,11 +51,16 @@ def inspect(target: str, uid: str) -> int:
         words = ("step", "version", "version_step", "next_admission", "unpublished_groups", "hold", "run_state")
         print("  " + ", ".join(f"{word} {ring.header(word)}" for word in words))
         print("  slots: " + ", ".join(f"{count} {state}" for state, count in states(ring).items()))
-        print("\n".join(render_slots(ring)) or "  no sample in any slot")
-        print("\n".join(render_processes(processes(ring))) or "  no processes")
+        _show(render_slots(ring) or ["  no sample in any slot"])
+        _show(render_processes(processes(ring)) or ["  no processes"])
     finally:
         ring.close()
     return 0
+
+
+def _show(lines: Iterable[str]) -> None:
+    """Names, activities and texts were written by others."""
+    print("\n".join(map(printable, lines)))
 
 
 def clean(target: str, force: bool) -> int:
@@ -68,7 +75,7 @@ def clean(target: str, force: bool) -> int:
     for name in ring_names():
         living = "" if force else users(name)
         if living:
-            print(f"{name}: kept, {living}")
+            print(printable(f"{name}: kept, {living}"))
         else:
             remove(name)
     return 0

@@ -1,15 +1,18 @@
-"""`busrl ring inspect RUN_DIR --uid UID`: the whole history of one sample, from the files of its run and its ring.
+"""`busrl ring inspect RUN_DIR --uid UID`: all that a run keeps of one sample, from its files and its ring.
 
-Reads fates, draws.log, the write-ahead log, checkpoints, train.jsonl, samples.jsonl, validation.log, open.bin and, if
-there is one, the ring; changes nothing, and works while the run goes on, after it, and after it was killed. Knows
-nothing of the processes that wrote them.
+Reads fates, draws.log, errors.jsonl, the write-ahead log, checkpoints, train.jsonl, samples.jsonl, validation.log,
+open.bin and, if there is one, the ring; changes nothing, and works while the run goes on, after it, and after it was
+killed. Knows nothing of the processes that wrote them.
 
 - Every line is what one place says about the uid. Places that say nothing are left out, except where that is the news.
+- Nobody writes down who worked on a sample and when, once it has left its slot without an accident.
 """
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import numpy as np
 
 from busrl.data import JsonlStream
 from busrl.errors import BusrlError, NoSuchRun, RingNotFound, UserError
+from busrl.launch.printable import printable
 from busrl.ledger import fates as codes
 from busrl.ledger.drawslog import read_draws
 from busrl.ledger.openbin import read_open
@@ -177,6 +181,7 @@ class Sample:
             yield from self._checkpoints()
             yield from self._train_log()
             yield from self._excerpt()
+        yield from self._warnings()
         for one in read_open(self.paths.open_bin) or []:
             if one.uid == self.uid:
                 yield f"  open.bin  was {State(one.state).name} in slot {one.slot} when the run ended in order"
@@ -203,11 +208,31 @@ class Sample:
                 yield f"  trained   {path.name} can not be read: {error}"
 
     def _train_log(self) -> Iterator[str]:
-        for line in rows(self.paths.train_log):
-            for uid, attempt, _ in line["samples"]:
-                if uid == self.uid:
-                    version, cause = line["version"], line["cause"]
-                    yield f"  step      {line['step']} (version {version}, {cause}) trained its attempt {attempt}"
+        """Each training of it once: a step that was trained again after a restart stands in the file again."""
+        replayed: Counter[tuple[int, int]] = Counter()
+        told: list[tuple[tuple[int, int], str, bool]] = []
+        for line, stands in standing(list(rows(self.paths.train_log))):
+            for attempt in [attempt for uid, attempt, _ in line["samples"] if uid == self.uid]:
+                key = (line["step"], attempt)
+                replayed[key] += not stands
+                version, cause = line["version"], line["cause"]
+                text = f"  step      {line['step']} (version {version}, {cause}) trained its attempt {attempt}"
+                told.append((key, text, stands))
+        kept = {key for key, _, stands in told if stands}
+        for key, text, stands in told:
+            if stands:
+                yield text + (f"; replayed {replayed[key]}×, counted once" if replayed[key] else "")
+            elif key not in kept:
+                yield f"{text}; taken back: the learner went on from an earlier step"
+
+    def _warnings(self) -> Iterator[str]:
+        """Lines of errors.jsonl about it: those that name it, and texts of programs that give no names."""
+        named = re.compile(rf"\bsample {self.uid}\b")
+        for row in rows(self.paths.errors):
+            uids, text = row.get("uids"), str(row.get("text", ""))
+            if self.uid in uids if isinstance(uids, list) else named.search(text):
+                when = clock(float(row.get("time", 0.0)))
+                yield f"  told      {when}: {row.get('process')} {row.get('severity')}: {short(text)}"
 
     def _excerpt(self) -> Iterator[str]:
         for line in rows(self.paths.samples):
@@ -257,9 +282,19 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     for line in whole.splitlines():
         try:
-            yield msgspec.json.decode(line)
+            yield msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.DecodeError:  # half a line of a writer that was killed, before it was cut
             continue
+
+
+def standing(lines: list[dict[str, Any]]) -> list[tuple[dict[str, Any], bool]]:
+    """Each line of the train log, and whether it stands: a line replaces all earlier ones from its step on."""
+    found, lowest = [], None
+    for line in reversed(lines):
+        stands = lowest is None or line["step"] < lowest
+        found.append((line, stands))
+        lowest = line["step"] if stands else lowest
+    return found[::-1]
 
 
 def clock(seconds: float) -> str:
@@ -267,4 +302,6 @@ def clock(seconds: float) -> str:
 
 
 def short(text: str) -> str:
+    """One line of a text that may be long."""
+    text = printable(text)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."

@@ -13,6 +13,21 @@ from busrl.ring import CRASH_POINTS
 
 MESSAGES: Final = tuple(sorted(BY_NAME))
 POINTS: Final = CRASH_POINTS
+_HOLDERS: Final = ("rollout", "reward", "learner", "validator", "keeper")  # the keeper in the name of remote workers
+_MOVERS: Final = ("scheduler", *_HOLDERS)
+# Which of busrl's own programs pass a point; docs/faults.md has the same table.
+PASSED_BY: Final = {
+    **dict.fromkeys(("register.lock", "register.cas"), ("bus", *_MOVERS)),
+    **{one: ("scheduler", "validator") for one in CRASH_POINTS if one.startswith("dispatch.")},
+    **dict.fromkeys(("move.cas", "move.hinted"), _MOVERS),
+    **dict.fromkeys(("claim.cas", "release.before", "release.after", "drop.cas", "drop.fate"), _HOLDERS),
+    "take.claimed": ("rollout", "reward", "validator", "keeper"),
+    **dict.fromkeys(("put.copied", "put.stored"), ("rollout", "reward", "keeper")),
+    **dict.fromkeys(("commit.before", "commit.after"), ("rollout", "keeper")),
+    **dict.fromkeys(("finish.fate", "finish.free"), ("learner", "validator")),
+    **dict.fromkeys(("remote.described", "remote.entered", "remote.rested", "expire.before"), ("keeper",)),
+    **dict.fromkeys(("reap.before", "reap.cas", "reap.entry"), ("keeper", "scheduler", "validator")),
+}
 # The broker passes bytes on and has no messages of its own but the pings that prove it alive.
 ENDS: Final = ("keeper", "scheduler", "rollout", "reward", "learner", "validator", "launch")
 RECEIVER, SENDER = "receiver", "sender"
@@ -63,7 +78,7 @@ class Faults(Protocol):
 
 def describe(faults: Faults) -> list[str]:
     """One line per fault for a person; empty if there is none."""
-    return [_of_bus(one) for one in faults.bus] + [_of_crash(one) for one in faults.crash]
+    return [_of_bus(one) for one in faults.bus] + [of_crash(one) for one in faults.crash]
 
 
 def _of_bus(fault: BusFault) -> str:
@@ -83,6 +98,7 @@ def _rates(fault: BusFault) -> Iterator[str]:
         yield f"{fault.reorder:.0%} overtaken"
 
 
-def _of_crash(fault: CrashFault) -> str:
+def of_crash(fault: CrashFault) -> str:
+    """A planned death in words."""
     lives = "in every life" if not fault.lives else f"in {fault.lives} {'life' if fault.lives == 1 else 'lives'}"
     return f"{fault.process} is killed when it passes {fault.point} for the {fault.count}. time, {lives}"

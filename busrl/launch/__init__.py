@@ -61,7 +61,7 @@ def launch(
         outcome = Outcome("failed", f"the goal was reached, but {said}", 1)
     summary = build(
         outcome, running.progress, running.children, report, still_open, time.monotonic(), running.usage.summary(),
-        running.stays.summary(),
+        running.stays.summary(), running.crashes.missing(),
     )  # fmt: skip
     try:
         write(opened.paths, summary)

@@ -1,7 +1,7 @@
 """Shows a run while it goes on: a picture that is redrawn in place on a terminal, plain lines everywhere else.
 
 Talks to one output stream; reads a `Progress`. Knows nothing of processes, the ring or the bus. Lines that stay (a
-restart, a validation, an error) are printed above the picture.
+restart, a validation, an error) are printed above the picture. What others wrote reaches the terminal as plain text.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
+from busrl.launch.printable import printable, safe
 from busrl.launch.progress import Progress, Row, duration, short
 
 REDRAW_S = 0.25
@@ -37,7 +38,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        self._write(f"{line}\n")
+        self._write(f"{printable(line)}\n")
 
     def show(self, progress: Progress) -> None:
         """The state now; cheap to call often."""
@@ -66,7 +67,7 @@ class LiveDisplay(Display):
         self._height = 0
 
     def say(self, line: str) -> None:
-        self._write(f"{self._erase()}{line}\n")
+        self._write(f"{self._erase()}{printable(line)}\n")
         self._next = 0.0
 
     def show(self, progress: Progress) -> None:
@@ -126,7 +127,7 @@ def _bar(progress: Progress, width: int) -> str:
 def _numbers(progress: Progress) -> str:
     reward = progress.recent_reward()
     if reward is None:
-        return f"{DIM}waiting for the first step{f' ({progress.waiting})' if progress.waiting else ''}{OFF}"
+        return f"{DIM}waiting for the first step{f' ({safe(progress.waiting)})' if progress.waiting else ''}{OFF}"
     parts = [f"reward {BOLD}{reward:.3f}{OFF} {CYAN}{sparkline(progress.rewards)}{OFF}"]
     if progress.validations:
         parts.append(f"validated {progress.validations[-1][1]:.3f}")
@@ -142,10 +143,10 @@ def _slots(progress: Progress) -> str:
 
 def _row(row: Row) -> str:
     colour = {"ready": GREEN, "gone": DIM}.get(row.phase, YELLOW)
-    doing = row.activity or ("" if row.phase != "ready" else "working" if row.busy > 0.02 else "idle")
+    doing = safe(row.activity) or ("" if row.phase != "ready" else "working" if row.busy > 0.02 else "idle")
     busy = f"{row.busy:4.0%} busy" if row.phase == "ready" else " " * 9
     again = f" {YELLOW}restarted {row.restarts}×{OFF}" if row.restarts else ""
-    return f"  {row.name:<14}{colour}{row.phase:<17}{OFF}{busy}  {DIM}{doing}{OFF}{again}"
+    return f"  {safe(row.name):<14}{colour}{row.phase:<17}{OFF}{busy}  {DIM}{doing}{OFF}{again}"
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

@@ -43,7 +43,7 @@ def problems(path: Path) -> Iterator[str]:
 
 def _kinds(path: Path) -> list[_Kind]:
     found: dict[tuple[str, str], _Kind] = {}
-    for line in _tail(path):
+    for line in tail(path):
         try:
             row = json.loads(line)
             process, severity, text = str(row["process"]), str(row["severity"]), str(row["text"])
@@ -55,7 +55,8 @@ def _kinds(path: Path) -> list[_Kind]:
     return list(found.values())
 
 
-def _tail(path: Path) -> list[bytes]:
+def tail(path: Path) -> list[bytes]:
+    """The last lines of a file that somebody may be writing, the first of them perhaps cut; none if it is not there."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)

@@ -84,9 +84,6 @@ class Progress:
             self.validating = message.round
         elif isinstance(message, m.ValidationDone):
             return [self._validated(message)]
-        elif isinstance(message, m.Error):
-            where = f" ({message.where})" if message.where else ""
-            return [f"{message.severity}: {message.sender}{where}: {first_line(message.text)}"]
         return []
 
     def _stepped(self, update: m.LearnerStateUpdate) -> None:

@@ -17,16 +17,18 @@ import os
 import selectors
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 from busrl import device
 from busrl.bus import Endpoint
 from busrl.errors import FateRefused
-from busrl.faults import crash_environment, describe, trouble_for
+from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.launch.children import Running, last_lines, start
+from busrl.launch.children import describe as describe_end
+from busrl.launch.chronicle import Chronicle
 from busrl.launch.display import Display
 from busrl.launch.fatewatch import FateWatch
+from busrl.launch.printable import printable
 from busrl.launch.progress import Progress, first_line
 from busrl.launch.rundir import OpenRun
 from busrl.launch.shutdown import Ask, Shutdown
@@ -40,11 +42,13 @@ from busrl.launch.watch import Watch
 from busrl.ledger.errorlog import record_error
 from busrl.protocol import address, topic
 from busrl.protocol import messages as m
+from busrl.ring.takeovers import taken_back
 from busrl.topology import IMPLIED_ROLES, SINGLE_ROLES, ProcessName, cores, machine
 
 TICK_S = 0.2
 STOP_EVERY_S = 0.5
 STOP_LOOK_S = 0.05
+SIGKILLED = describe_end(-signal.SIGKILL)
 RUNNING, FINISHED, STOPPING = 0, 1, 2  # header word run_state
 HEARD = (m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.Error, m.Hello)
 
@@ -67,8 +71,10 @@ class Launch:
         self._done: set[str] = set()
         self._watch = Watch(opened.ring)
         self._fates = FateWatch(self._paths.fates, self._paths.validate_fates, opened.ring, opened.topology.groups.size)
+        own = [name for name, one in self._processes.items() if not one.spec.command]
+        self._chronicle = Chronicle(opened.paths, self.children, own)
         self._strangers = Strangers({*IMPLIED_ROLES, *SINGLE_ROLES} & self._processes.keys(), patience)
-        self.usage, self.stays = Usage(), Stays()
+        self.usage, self.stays, self.crashes = Usage(), Stays(), CrashWatch(opened.topology.faults)
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
@@ -99,6 +105,8 @@ class Launch:
             return outcome
         finally:
             self._kill_all()
+            for line in self._chronicle.close(self._clock()):
+                self._say(line)
             self._fates.close()
             self._bus.close()
             self._selector.close()
@@ -171,6 +179,8 @@ class Launch:
             self._forget(running)
             child = next(one for one in self.children if one.name == name)
             self._see_last(child)
+            if how == SIGKILLED and not child.condemned:
+                self.crashes.killed(child.name, child.restarts + 1)
             self._reap()
             yield child, how
 
@@ -188,11 +198,11 @@ class Launch:
         """
         if self._fates.fault():
             return
-        reaped = Counter((one.label, one.pid, one.frm.name, one.to.name) for one in self._run.ring.reap())
+        for text, uids in taken_back(self._run.ring, self._run.ring.reap()):
+            self._note(text)
+            self._chronicle.warn(text, uids=uids)
         with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
             self._run.ring.finish_drops()
-        for (label, pid, before, after), count in reaped.items():
-            self._note(f"{count} slots of {label} (pid {pid}) went back from {before} to {after}")
 
     def _forget(self, running: Running) -> None:
         self._selector.unregister(running)
@@ -202,6 +212,7 @@ class Launch:
     def _died(self, child: Child, how: str) -> Outcome | None:
         death = child.ended(how, self._clock())
         self._say(death.text)
+        self._chronicle.died(child, death.text, gives_up=death.gives_up)
         log = self._paths.log(child.name)
         if not death.gives_up:
             for line in last_lines(log, 1):
@@ -230,7 +241,9 @@ class Launch:
         for message in self._bus.drain():
             if isinstance(message, m.Hello):
                 self._greeted(message)
-                continue
+            if isinstance(message, m.Error):
+                for line in self._chronicle.heard(message, self._clock()):
+                    self._say(line)
             for line in self.progress.hear(message):
                 self._say(line)
 
@@ -244,6 +257,9 @@ class Launch:
         now = self._clock()
         passed = self._fair.passed(now)
         self._watch.look()
+        self._chronicle.met(self._watch.entries.values())
+        for line in self._chronicle.tick(now):
+            self._say(line)
         for child in self.children:
             sight = self._watch.sight(child.pid) if child.pid else None
             if sight is not None and sight.ready and child.became_ready():
@@ -263,6 +279,7 @@ class Launch:
         ours = {running.pid for running in self._running.values()}
         for pid, why in self._strangers.look(self._watch.entries.values(), ours, passed):
             self._say(why)
+            self._chronicle.warn(why)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -314,6 +331,7 @@ class Launch:
             death = child.ended(how, self._clock())
             if how != "exit code 0":
                 self._say(death.text)
+                self._chronicle.died(child, death.text)
 
     def _kill_all(self) -> None:
         """Nobody outlives this; also the way out of an error of our own."""
@@ -333,4 +351,4 @@ class Launch:
     def _note(self, line: str) -> None:
         """For whoever looks at the log afterwards."""
         with contextlib.suppress(OSError):  # a full disk must not end the run from here
-            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(line)}\n")

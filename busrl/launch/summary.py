@@ -36,9 +36,10 @@ def build(
     now: float,
     usage: dict[str, dict[str, Any]],
     stays: dict[str, dict[str, float]],
+    crashes_missing: list[str],
 ) -> dict[str, Any]:
     """The content of summary.json; `usage` as `Usage.summary` gives it, "launch" included; `stays` as
-    `Stays.summary` does."""
+    `Stays.summary` does; `crashes_missing`: planned deaths that never came."""
     reward = progress.recent_reward()
     return {
         "name": progress.name,
@@ -68,6 +69,7 @@ def build(
         },
         "slots": stays,
         "faults": progress.faults,
+        "faults_that_never_came": crashes_missing,
         "open_samples": still_open,
         "audit": report.to_json() if report else None,
     }
@@ -101,6 +103,7 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
     if again:
         lines.append("  restarted: " + ", ".join(f"{name} {count}×" for name, count in again.items()))
     lines += [f"  WITH FAULTS ON PURPOSE: {line}" for line in summary["faults"]]
+    lines += [f"  THIS DEATH NEVER CAME: {line}" for line in summary["faults_that_never_came"]]
     lines.append(f"  {_ledger(summary, report)}")
     lines.append(f"  {paths.root}")
     return lines

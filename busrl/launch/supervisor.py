@@ -87,6 +87,11 @@ class Child:
     _silent_s: float = 0.0
     _killed_for: str = field(default="", repr=False)
 
+    @property
+    def condemned(self) -> bool:
+        """Whether launch has killed this life of it."""
+        return bool(self._killed_for)
+
     def is_due(self, now: float) -> bool:
         """Whether it should be started now."""
         return self.phase is Phase.BACKOFF and now >= self.due

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from busrl.launch.printable import safe as safe
+
 EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 
@@ -70,8 +72,3 @@ def portions(counts: Sequence[int], width: int) -> list[int]:
             at = max(i for i, cell in enumerate(cells) if cell)
         cells[at] += -1 if over else 1
     return cells
-
-
-def safe(text: str, limit: int = 400) -> str:
-    """One line without control characters, which could move the cursor of whoever prints it."""
-    return "".join(c if c.isprintable() else " " for c in text[:limit]).strip()

@@ -110,7 +110,7 @@ MEANINGS: Final[dict[str, str]] = {
     "activity": "What it is doing, in words.",
     "last_seqs": "Topic -> `msg_seq` of the last message that this sender sent on it.",
     "reason": "Why, in words.",
-    "severity": '`"warning"`, `"error"` or `"critical"` (the sender ends).',
+    "severity": '`"warning"`, `"error"` or `"critical"` (the sender ends); anything else counts as `"warning"`.',
     "where": "The part of the program.",
     "text": "What happened, for a person.",
     "traceback": "Where in the code; may be empty.",

@@ -21,7 +21,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,12 +33,12 @@ from busrl.bus import Endpoint
 from busrl.errors import BusNotReady, DiskFull, NoSuchRun, SharedMemoryFull
 from busrl.faults import Trouble, trouble_for
 from busrl.ledger.errorlog import record_error
+from busrl.ledger.throttle import Throttle
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import Fates, OfdLock, Ring
 from busrl.roles.process import configure_process, wait_for_turn
-from busrl.roles.throttle import Throttle
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.topology import Topology
 
@@ -170,11 +170,16 @@ class Actor:
         if message is not None:
             self.bus.send(message, to)
 
-    def warn(self, where: str, text: str, severity: str = "warning", kind: str = "") -> None:
-        """Log, publish and file an event that a person should see; many of one kind become one line with a count."""
+    def warn(
+        self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = ()
+    ) -> None:
+        """Log, publish and file an event that a person should see; many of one kind become one line with a count.
+
+        `uids` are the samples that it is about: the line is part of their history.
+        """
         kind = kind or re.sub(r"[0-9]+", "#", text)
-        if self._throttle.admit(f"{where}/{kind}", (where, text, severity), time.monotonic()):
-            self._tell_warning(where, text, severity)
+        if self._throttle.admit(f"{where}/{kind}", (where, text, severity), time.monotonic(), uids):
+            self._tell_warning(where, text, severity, uids)
 
     def until_written(self, what: str, write: Callable[[], None]) -> bool:
         """Do `write`; a full disk pauses this process, says so, and is waited for. False: it was stopped meanwhile."""
@@ -196,10 +201,10 @@ class Actor:
                 Actor.idle(self, SPACE_LOOK_S)
                 self._heartbeat()
 
-    def _tell_warning(self, where: str, text: str, severity: str) -> None:
+    def _tell_warning(self, where: str, text: str, severity: str, uids: Sequence[int]) -> None:
         log.warning("%s: %s", where, text)
         self.bus.send(m.Error(severity=severity, where=where, text=text))
-        record_error(self.paths, self.name, severity, where, text)
+        record_error(self.paths, self.name, severity, where, text, uids=uids)
 
     def scan(self, scanner: GroupScanner) -> GroupView:
         """The open groups now. The lines are copied before the fates are read, and the fate table may have grown."""
@@ -296,8 +301,8 @@ class Actor:
             self._tell_held_back(now)
 
     def _tell_held_back(self, now: float, everything: bool = False) -> None:
-        for count, (where, text, severity) in self._throttle.due(now, everything):
-            self._tell_warning(where, f"{count} more like this, the latest: {text}", severity)
+        for count, (where, text, severity), uids in self._throttle.due(now, everything):
+            self._tell_warning(where, f"{count} more like this, the latest: {text}", severity, uids)
 
     def _report(self, problem: Exception) -> None:
         text = "".join(traceback.format_exception(problem))

@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ CODES = {
     Fault.WRONG_VERSION: "version",
     Fault.OVERSIZE: "oversize",
 }
-Tell = Callable[[str, str, str, str], None]  # where, text, severity, kind
+Tell = Callable[[str, str, str, str, Sequence[int]], None]  # where, text, severity, kind, samples
 
 
 class Gateway:
@@ -76,7 +76,7 @@ class Gateway:
         self._look_at_version()
         for lease in self.desk.tick(now):
             text = f"sample {lease.held.uid} was taken back from {lease.name}, which did not extend its lease"
-            self.tell("gateway", text, "warning", f"lease of {lease.name}")
+            self.tell("gateway", text, "warning", f"lease of {lease.name}", [lease.held.uid])
         if self.tally.changed and now >= self._next_save:
             self._next_save = now + SAVE_EVERY_S
             self._save()
@@ -103,7 +103,7 @@ class Gateway:
             for answer in answers:
                 if isinstance(answer, g.GatewayAnswer) and answer.code == "done":
                     text = f"task {message.task} was given up by {message.sender}: {message.drop}: {message.text}"
-                    self.tell("gateway", text, "warning", f"{message.drop} {message.sender}")
+                    self.tell("gateway", text, "warning", f"{message.drop} {message.sender}", uids_of(message.task))
 
     def _look_at_version(self) -> None:
         step, version = self.ring.header("version_step"), self.ring.header("version")
@@ -124,7 +124,8 @@ class Gateway:
     def _send(self, to: str, answers: list[m.Message]) -> None:
         for answer in answers:
             if isinstance(answer, g.GatewayAnswer) and answer.code in BAD:
-                self.tell("gateway", f"{to or 'an unnamed sender'}: {answer.text}", "warning", f"{answer.code} {to}")
+                text = f"{to or 'an unnamed sender'}: {answer.text}"
+                self.tell("gateway", text, "warning", f"{answer.code} {to}", ())
             try:
                 address(to)
                 self.bus.send(answer, to)
@@ -161,6 +162,12 @@ def settings_of(topology: Topology) -> Settings:
             template=data.template,
         ),
     )
+
+
+def uids_of(task: str) -> list[int]:
+    """The sample of a claim, from its name `slot.seq.uid`; none if it is no such name."""
+    digits = task.rpartition(".")[2]
+    return [int(digits)] if digits.isascii() and digits.isdigit() else []
 
 
 def read_counts(path: Path) -> dict[str, Any]:

@@ -10,18 +10,17 @@ in their names. Those claims are not its own: they stand in REMOTE entries, whic
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import ClassVar
 
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.ring import FateRefused, Reaped, State
+from busrl.ring import FateRefused, State
+from busrl.ring.takeovers import taken_back
 from busrl.roles import hold
 from busrl.roles.actor import Actor
 from busrl.roles.gateway import Gateway
 
-log = logging.getLogger("busrl")
 POISON_DEATHS = 2
 LOOK_EVERY_S = 0.02  # requests may come by the thousand; the dead are looked for at most so often
 
@@ -55,15 +54,9 @@ class Keeper(Actor):
         self._finish_drops()
         self._clear_hold()
         self._drop_poison()
-        for item in reaped:
-            self._tell(item)
+        for text, uids in taken_back(self.ring, reaped):
+            self.warn("keeper", text, uids=uids)
         return bool(reaped)
-
-    def _tell(self, item: Reaped) -> None:
-        log.warning(
-            "slot %d went back from %s to %s: its owner %s (pid %d) died",
-            item.slot, item.frm.name, item.to.name, item.label, item.pid,
-        )  # fmt: skip
 
     def _finish_drops(self) -> None:
         """A slot whose uid names no sample can not be settled: that costs the slot, not the keeper."""
@@ -78,7 +71,7 @@ class Keeper(Actor):
         for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
             if self.ring.drop(slot, int(lines["word"][slot]), "P"):
                 uid = int(lines["uid"][slot])
-                self.warn("keeper", f"sample {uid} is poison: two workers died on it alone", "error")
+                self.warn("keeper", f"sample {uid} is poison: two workers died on it alone", "error", uids=[uid])
 
     def _clear_hold(self) -> None:
         if hold.clear_stale(self.ring):

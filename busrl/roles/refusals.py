@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from busrl.bus import Refusal
-from busrl.roles.throttle import Throttle
+from busrl.ledger.throttle import Throttle
 
 EVERY_S = 60.0
 log = logging.getLogger("busrl")
@@ -30,7 +30,7 @@ class Refusals:
             self._tell(text)
 
     def tell(self) -> None:
-        for count, (text,) in self._throttle.due(time.monotonic()):
+        for count, (text,), _ in self._throttle.due(time.monotonic()):
             self._tell(f"{count} more like this, the latest: {text}")
 
     def _tell(self, text: str) -> None:

@@ -127,7 +127,7 @@ class Reward(Actor):
     def _drop(self, slot: int, error: str, text: str) -> None:
         word = self.held.pop(slot)
         uid = int(self.ring.line(slot)["uid"])
-        self.warn("reward", f"sample {uid} {text}", kind=error)
+        self.warn("reward", f"sample {uid} {text}", kind=error, uids=[uid])
         self.bell.add(lambda: self._message(slot, word, 0.0))
         self.ring.drop(slot, word, FATE_OF[error])
 

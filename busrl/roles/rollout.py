@@ -383,7 +383,7 @@ class Rollout(Actor):
     def _drop(self, slot: int, word: int, fate: str, why: str) -> None:
         uid = int(self.ring.line(slot)["uid"])
         self.held.pop(slot, None)
-        self.warn("rollout", f"sample {uid} is dropped: {why}", kind=f"dropped {fate}")
+        self.warn("rollout", f"sample {uid} is dropped: {why}", kind=f"dropped {fate}", uids=[uid])
         self.ring.drop(slot, word, fate)
 
     def teardown(self) -> None:

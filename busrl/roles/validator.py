@@ -179,7 +179,8 @@ class Validator(Actor):
             try:
                 result = self._result(slot, word, line)
             except UNREADABLE as problem:
-                self.warn("validator", f"sample {int(line['uid'])} is dropped: {problem}", kind="unreadable")
+                uid = int(line["uid"])
+                self.warn("validator", f"sample {uid} is dropped: {problem}", kind="unreadable", uids=[uid])
                 self.ring.drop(slot, word, "M")
                 continue
             known = result.uid in self.results or result.round != self.round

@@ -345,12 +345,23 @@ def _faults(t: Topology) -> Iterator[Finding]:
     for index, entry in enumerate(t.faults.bus):
         yield from _bus_fault(f"faults.bus.{index}", entry)
     names = [process.name for process in t.processes()]
+    own = {process.name: process.role for process in t.processes() if not process.spec.command}
     for index, crash in enumerate(t.faults.crash):
         at = f"faults.crash.{index}"
         yield from _named(f"{at}.process", (crash.process,), names, "process of this topology")
         yield from _named(f"{at}.point", (crash.point,), plan.POINTS, "crash point")
+        yield from _passes(f"{at}.point", own.get(crash.process, ""), crash.point)
     for line in plan.describe(t.faults):
         yield Finding(("faults",), f"FAULTS ARE ON: {line}", "remove [faults] for real training", True, "[faults]")
+
+
+def _passes(key: str, role: str, point: str) -> Iterator[Finding]:
+    """A program of busrl must come by the point; of another's nobody knows what it does."""
+    passed_by = plan.PASSED_BY.get(point, ())
+    if role and passed_by and role not in passed_by:
+        near = [one for one, roles in plan.PASSED_BY.items() if role in roles]
+        rule = f"a {role} never passes {point!r}, so it would never die there: {', '.join(passed_by)} do"
+        yield Finding((key, key.replace(".point", ".process")), rule, f"for a {role} choose of {', '.join(near)}")
 
 
 def _bus_fault(at: str, entry: BusFault) -> Iterator[Finding]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from busrl.errors import TopologyError
-from busrl.faults import crash_environment
+from busrl.faults import CrashWatch, crash_environment
+from busrl.faults.plan import PASSED_BY
 from busrl.ring import CRASH_POINTS
 from busrl.topology import CrashFault, Faults, Topology, load
 from busrl.topology.check import process_configs, report
@@ -44,6 +45,11 @@ def with_faults(tmp_path: Path, text: str) -> Topology:
         (
             '[[faults.crash]]\nprocess = "rollout"\npoint = "commit.before"',
             "no process of this topology 'rollout'; did you mean rollout/0?",
+        ),
+        (
+            '[[faults.crash]]\nprocess = "rollout/0"\npoint = "finish.fate"',
+            "a rollout never passes 'finish.fate', so it would never die there: learner, validator do; for a rollout "
+            "choose of register.lock",
         ),
     ],
 )
@@ -92,3 +98,20 @@ def test_the_list_of_crash_points_is_that_of_the_source_and_of_the_page() -> Non
         name for row in page.splitlines() if row.startswith("| `") for name in re.findall(r"`([a-z]+\.[a-z]+)`", row)
     }
     assert named == set(CRASH_POINTS)
+
+
+def test_the_page_says_of_each_crash_point_who_passes_it_and_the_rules_say_the_same() -> None:
+    told: dict[str, set[str]] = {}
+    for row in (ROOT / "docs" / "faults.md").read_text().splitlines():
+        if row.startswith("| `") and len(cells := row.split(" | ")) == 3 and "." in cells[0]:
+            roles = {one.strip() for one in cells[1].partition(":")[0].split(",")}
+            told |= dict.fromkeys(re.findall(r"`([a-z]+\.[a-z]+)`", cells[0]), roles)
+    assert told == {point: set(roles) for point, roles in PASSED_BY.items()}
+
+
+def test_a_planned_death_that_never_came_is_named() -> None:
+    faults = Faults(crash=(CrashFault("learner", "finish.fate", 9, 1), CrashFault("rollout/0", "claim.cas", 1, 0)))
+    watch = CrashWatch(faults)
+    watch.killed("rollout/0", 3)
+    watch.killed("learner", 2)
+    assert watch.missing() == ["learner is killed when it passes finish.fate for the 9. time, in 1 life"]

@@ -12,8 +12,9 @@ from busrl.errors import UserError
 from busrl.launch import status
 from busrl.launch.putback import put_back
 from busrl.launch.rundir import unlink_segments
+from busrl.ledger.errorlog import record_error
 from busrl.paths import SHM, RunPaths
-from busrl.ring import Fates, RingMismatch
+from busrl.ring import Fates
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,9 @@ def test_a_run_goes_on_when_the_header_of_its_ring_is_written_over_and_status_na
     scripted.ready("learner")
     with open(scripted.paths.ring_file, "r+b") as file:
         file.write(b"NOTARING")
-    with pytest.raises(RingMismatch, match="not a busrl ring"):
-        status(scripted.root)
+    shown = status(scripted.root)
+    assert "damaged, its ring can not be used: ring" in shown and "not a busrl ring" in shown, shown
+    assert f"launch (pid {scripted.launch.pid}) goes on" in shown and f"`busrl stop {scripted.root}`" in shown, shown
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
     assert scripted.summary()["outcome"] == "finished" and scripted.leftovers() == []
@@ -123,9 +125,12 @@ def test_a_ring_with_a_damaged_header_is_named_by_status_and_by_the_next_start_w
         file.seek(at)
         file.write(data)
     before = scripted.paths.ring_file.read_bytes()
-    with pytest.raises(RingMismatch, match=said) as told:
-        status(scripted.root)
-    assert str(scripted.paths.ring_name) in str(told.value)
+    scripted.paths.metrics.write_text('{"step": 3, "version": 2}\n{"step": 4, "ver')
+    record_error(scripted.paths, "reward/0", "error", "reward", "it was odd")
+    shown = status(scripted.root)
+    assert "damaged, its ring can not be used" in shown and said in shown, shown
+    assert f"`busrl ring clean {scripted.root} --force`" in shown and str(scripted.paths.ring_name) in shown, shown
+    assert "step 3/10 · version 2" in shown and "reward/0 error: it was odd" in shown, shown
     scripted.start(modes)
     assert scripted.wait() != 0
     assert "RingMismatch" in scripted.output and said in scripted.output, scripted.output

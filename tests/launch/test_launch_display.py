@@ -108,10 +108,23 @@ def test_without_any_message_the_ring_alone_shows_how_far_the_run_is():
     assert state.step == 20 and state.left_s() == pytest.approx(90.0)
 
 
-def test_errors_and_validations_are_lines_that_stay():
+HOSTILE = "\x1b[2J\x1b[1;1Hall is well\x1b]0;x\x07\x9b31m\u202e\rover"
+
+
+def test_what_others_wrote_moves_no_cursor_on_a_pipe_or_a_terminal(monkeypatch):
+    stream = io.StringIO()
+    Display(stream, Clock()).say(f"REMOTE_FAIL: {HOSTILE}")
+    assert stream.getvalue().isprintable() is False and stream.getvalue()[:-1].isprintable(), stream.getvalue()
+    assert "all is well" in stream.getvalue() and stream.getvalue().endswith("over\n")
+    state = Progress("sort", 200, 0.0)
+    state.hear(m.SchedulerState(credit=0, waiting=HOSTILE))
+    state.rows = (Row(HOSTILE, "ready", HOSTILE, 0.5),)
+    for line in picture(state, 0.0, 100):
+        assert COLOUR.sub("", fit(line, 100)).isprintable(), line
+
+
+def test_validations_are_lines_that_stay():
     state = progress()
-    (line,) = state.hear(m.Error(sender="reward/0", severity="error", where="judge", text="first\nsecond"))
-    assert line == "error: reward/0 (judge): first"
     (line,) = state.hear(m.ValidationDone(round=1, version=7, samples=512, mean=0.5))
     assert line == "validation 1 of version 7: 0.500 over 512 samples" and state.validations == [(1, 0.5, 512)]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from busrl.ledger.audit import AuditReport, audit
+from busrl.ledger.audit.ring import BOOT_ID, crc32c
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLog
@@ -129,6 +130,8 @@ class FakeRun:
         self.ring[0x18:0x28] = self.uuid
         struct.pack_into("<II", self.ring, 0x40, self.slots, 64)
         struct.pack_into("<Q", self.ring, 0x50, LINE_OFF)
+        self.ring[0x28:0x38] = bytes.fromhex(BOOT_ID.read_text().replace("-", ""))
+        struct.pack_into("<II", self.ring, 0x78, crc32c(bytes(self.ring[:0x78])), 1)
         for slot in range(self.slots):
             struct.pack_into("<QQ", self.ring, LINE_OFF + slot * 128, 0, (1 << 64) - 1)
 

@@ -8,6 +8,7 @@ import struct
 import numpy as np
 import pytest
 
+from busrl.ledger.audit import render
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.ledger.wal import Wal
 
@@ -317,17 +318,23 @@ def test_a_damaged_open_bin_is_found_and_not_believed(trained) -> None:
     assert report.counts.lost == 5
 
 
-@pytest.mark.parametrize("damage", ["magic", "layout", "short"])
+@pytest.mark.parametrize("damage", ["magic", "layout", "checksum", "unfinished", "short"])
 def test_a_ring_that_can_not_be_read_is_found(run, damage: str) -> None:
     run.dispatch(0)
     if damage == "magic":
         run.ring[0] ^= 1
     elif damage == "layout":
         struct.pack_into("<I", run.ring, 8, 9)
+    elif damage == "checksum":
+        run.ring[0x44] ^= 1
+    elif damage == "unfinished":
+        run.ring[0x7C] = 0
     else:
         del run.ring[-64:]
     report = run.audit()
-    assert report.kinds == {"bad_ring", "lost"}
+    assert report.kinds == {"bad_ring", "lost"} and report.state == "damaged"
+    said = render(report)
+    assert "the next start refuses until `busrl ring clean RUN_DIR --force`" in said and "still there" not in said
 
 
 @pytest.mark.parametrize(

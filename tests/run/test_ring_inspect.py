@@ -6,9 +6,13 @@ import contextlib
 import io
 import json
 import os
+import re
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +22,14 @@ from harness import ROOT
 from busrl.cli.command import main
 from busrl.data import JsonlStream
 from busrl.ledger.drawslog import DrawsLog
+from busrl.ledger.errorlog import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLog
 from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
 from busrl.ring import UID_VALIDATE, Fates, Ring, State
+from busrl.ring.takeovers import taken_back
 from busrl.topology import Topology, load
 
 G = 8
@@ -157,6 +163,38 @@ def test_an_accident_and_its_re_roll_name_each_other(made: Made) -> None:
     made.dispatch(3 + G)
     assert "re-roll   uid 11: dispatched" in made.inspect(3)
     assert "try 1, member 3" in made.inspect(11) and "parent    uid 3, which ended as poison" in made.inspect(11)
+
+
+def test_a_replayed_step_is_said_once_and_one_that_was_taken_back_as_such(made: Made) -> None:
+    made.train(20, step=3)
+    made.train(36, step=4)
+    log = TrainLog(made.paths.train_log)
+    log.append_step(3, 3, "count", [SimpleNamespace(uid=20, attempt=1, prompt_crc=0)])
+    log.close()
+    assert made.inspect(20).count("trained its attempt 1") == 1
+    assert "step      3 (version 3, count) trained its attempt 1; replayed 1×, counted once" in made.inspect(20)
+    assert "trained its attempt 1; taken back: the learner went on from an earlier step" in made.inspect(36)
+
+
+def test_warnings_about_a_sample_are_part_of_its_history_and_move_no_cursor(made: Made) -> None:
+    made.dispatch(3)
+    record_error(made.paths, "keeper", "warning", "gateway", "2 more, the latest: sample 9 of js-1", uids=[3, 9])
+    record_error(made.paths, "far", "error", "x", "sample 3 is odd\x1b[2J\nand more")
+    record_error(made.paths, "far", "error", "x", "sample 33 is not it")
+    text = made.inspect(3)
+    assert "keeper warning: 2 more, the latest: sample 9 of js-1" in text and "far error: sample 3 is odd" in text
+    assert "33" not in text and "\x1b" not in text and "and more" in text.split("far error")[1].split("\n")[0]
+
+
+def test_samples_of_a_dead_worker_are_named_with_the_takeover(made: Made) -> None:
+    made.dispatch(5)
+    code = (
+        "import os, sys; from busrl.ring import Ring, State; r = Ring.attach(sys.argv[1]); r.register('rollout', 'x'); "
+        "assert r.take(State.QUEUED, State.GENERATING, cls=0, limit=1); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, made.paths.ring_name], check=False)
+    [(text, uids)] = taken_back(made.ring, made.ring.reap())
+    assert re.fullmatch(r"1 slots of x \(pid \d+\) went back from GENERATING to QUEUED: it died", text) and uids == [5]
 
 
 def test_put_backs_open_slots_and_samples_in_no_slot_are_told(made: Made) -> None:

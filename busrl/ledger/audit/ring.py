@@ -2,6 +2,7 @@
 
 Maps the file read-only; talks to no process. Knows nothing of fates.
 
+- The head is believed only as an adoption believes it: finished, with its own checksum, size and boot.
 - A slot's line is believed only if its control word was the same before, in and after the copy (`stable`).
 - `seen` holds every uid that stood in a slot that was not FREE at any of the looks: a sample that stayed in its slot
   for the whole reading is in it, however often the slot's state changed meanwhile.
@@ -21,6 +22,9 @@ import numpy.typing as npt
 
 MAGIC = b"BUSRLRG1"
 MAJOR = 2
+FIXED_BYTES = 0x78  # of the header, written once, which the checksum covers
+CASTAGNOLI = 0x82F63B78
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 HEADER_BYTES = 0x2000
 LINE_BYTES = 128
 LOOKS = 64
@@ -98,9 +102,36 @@ def _header(data: bytes, size: int, path: Path) -> tuple[bytes, int, int]:
     (major,) = struct.unpack_from("<I", data, 0x08)
     (n_slots,) = struct.unpack_from("<I", data, 0x40)
     (line_off,) = struct.unpack_from("<Q", data, 0x50)
-    if major != MAJOR or line_off + n_slots * LINE_BYTES > size or line_off % 8:
-        raise NotARing(f"{path}: layout {major}, {n_slots} slots at {line_off} in {size} bytes")
+    if major != MAJOR:
+        raise NotARing(f"{path}: layout {major}, this audit reads {MAJOR}")
+    if (damage := _damage(data, size)) or line_off + n_slots * LINE_BYTES > size or line_off % 8:
+        raise NotARing(f"{path}: {damage or f'{n_slots} slots at {line_off} in {size} bytes'}")
     return data[0x18:0x28], n_slots, line_off
+
+
+def _damage(data: bytes, size: int) -> str:
+    """Why no start would adopt a ring with this head; empty if its head is whole."""
+    crc, ready = struct.unpack_from("<II", data, FIXED_BYTES)
+    own, (total,) = crc32c(data[:FIXED_BYTES]), struct.unpack_from("<Q", data, 0x10)
+    if crc != own:
+        return f"its header checksum is wrong: it says {crc:08x}, its bytes give {own:08x}"
+    if ready != 1:
+        return f"it was never finished: ready is {ready}"
+    if total != size:
+        return f"its header says {total} bytes, the file has {size}"
+    if data[0x28:0x38] != bytes.fromhex(BOOT_ID.read_text().replace("-", "")):
+        return "it was made before the last boot of this machine"
+    return ""
+
+
+def crc32c(data: bytes) -> int:
+    """The Castagnoli checksum, bit by bit: it is taken of 120 bytes once."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (CASTAGNOLI if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
 
 
 def _read_slots(segment: mmap.mmap, uuid: bytes, n_slots: int, line_off: int) -> Slots:

@@ -105,6 +105,7 @@ def check_lost(snapshot: Snapshot, where: Dispatched) -> Iterator[Finding]:
         remedy = {
             "gone": "; there is neither a ring nor an open.bin, and the next start generates them again",
             "finished": " and not in open.bin",
+            "damaged": " that can be read: the ring is damaged",
         }.get(snapshot.state, "")
         yield error("lost", where.lost, f"dispatched, without an end, and in no slot{remedy}")
     if snapshot.slots is not None and snapshot.open is not None:

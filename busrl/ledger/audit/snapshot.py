@@ -119,13 +119,13 @@ def _look(run_dir: Path, prompts: Path | None) -> Snapshot:
     log = readers.read_log(run_dir / "wal", found)
     checkpoints = readers.read_checkpoints(run_dir / "checkpoints", found)
     train_log = readers.read_train_log(run_dir / "train.jsonl", found)
-    slots = _slots(run_dir, found)
+    slots, damaged = _slots(run_dir, found)
     open_uids = readers.read_open(run_dir / "open.bin", found)
     last = readers.read_fates(run_dir / "fates.bin")
     validate_last = readers.read_fates(run_dir / "fates.validate.bin")
     return Snapshot(
         terms=terms,
-        state=_state(run_dir, slots, open_uids),
+        state=_state(run_dir, slots, damaged, open_uids),
         first=first,
         last=last,
         validate_first=validate_first,
@@ -149,9 +149,11 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _state(run_dir: Path, slots: Slots | None, open_uids: readers.Uids | None) -> str:
+def _state(run_dir: Path, slots: Slots | None, damaged: bool, open_uids: readers.Uids | None) -> str:
     if readers.is_locked(run_dir / "run.lock"):
         return "running"
+    if damaged:
+        return "damaged"
     if slots is not None:
         return "killed"
     return "finished" if open_uids is not None else "gone"
@@ -176,21 +178,22 @@ def read_terms(run_dir: Path) -> Terms:
         ) from exc
 
 
-def _slots(run_dir: Path, found: readers.Findings) -> Slots | None:
+def _slots(run_dir: Path, found: readers.Findings) -> tuple[Slots | None, bool]:
+    """The slots of the run's own ring, and whether a ring is there that nobody can use."""
     try:
         slots = read_ring(ring_file(run_dir))
     except NotARing as exc:
         found.add(
             error("bad_ring", [], f"the ring can not be read, so dispatched samples are not found in it: {exc}", 1)
         )
-        return None
+        return None, True
     uuid = readers.read_json(run_dir / "run.json").get("uuid")
     if slots is not None and isinstance(uuid, str) and uuid.replace("-", "").lower() not in ("", slots.uuid.hex()):
         found.add(
             note("foreign_ring", [slots.uuid.hex()], f"the ring is not the one of this run ({uuid}); it is left out")
         )
-        return None
-    return slots
+        return None, False
+    return slots, False
 
 
 def _prompts(run_dir: Path, terms: Terms, given: Path | None, found: readers.Findings) -> Prompts | None:

@@ -65,10 +65,11 @@ inline void check_header(const HeaderFixed& h, uint32_t crc, uint32_t ready, uin
     auto refuse = [&](Fault fault, const std::string& why) { throw Error(fault, "ring " + path + ": " + why); };
     if (h.magic != kMagic)
         refuse(Fault::corrupt, "not a busrl ring: its first bytes are " + hex_of(&h.magic, 8) + ", expected " +
-                                   hex_of(&kMagic, 8) + " (BUSRLRG1); give the name that `busrl ring list` shows");
+                                   hex_of(&kMagic, 8) + " (BUSRLRG1); give the name that `busrl ring list` shows, or" +
+                                   (kRemove + 1));
     if (h.layout_major != kLayoutMajor)
         refuse(Fault::layout, "layout version " + std::to_string(h.layout_major) + ", this library reads " +
-                                  std::to_string(kLayoutMajor) + "; use the busrl that made it, or `busrl ring clean`");
+                                  std::to_string(kLayoutMajor) + "; use the busrl that made it, or" + (kRemove + 1));
     const uint32_t sum = crc32c(&h, sizeof(h));
     if (crc != sum)
         refuse(Fault::corrupt, "its header checksum is wrong: the header says " + hex_of(&crc, 4) +
@@ -100,7 +101,7 @@ inline void check_header(const HeaderFixed& h, uint32_t crc, uint32_t ready, uin
                                        std::to_string(rule.expected) + kRemove);
     if (std::memcmp(want.boot_id, h.boot_id, 16) != 0)
         refuse(Fault::stale, "made before the last boot of this machine (boot " + hex_of(h.boot_id, 16) + ", now " +
-                                 hex_of(want.boot_id, 16) + "); remove it with `busrl ring clean`");
+                                 hex_of(want.boot_id, 16) + ")" + kRemove);
 }
 
 // Whoever may write the file may change what we map; whoever made it with holes may kill us with SIGBUS at a touch.

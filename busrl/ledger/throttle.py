@@ -3,13 +3,25 @@
 Pure: time comes from the caller. Knows nothing of logs or the bus.
 
 - Of one kind at most one line is told every `every_s` seconds, and no occurrence is missing from the counts.
+- The samples that the occurrences were about are kept with them, so that a line stands for each of its samples.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 EVERY_S = 5.0
+MOST_UIDS = 1000  # of one line; more samples than that are not told apart any more
+
+
+class Due(NamedTuple):
+    """What was held back of one kind: how many, the latest of them, and the samples of all."""
+
+    times: int
+    line: tuple[str, ...]
+    uids: tuple[int, ...]
 
 
 @dataclass
@@ -19,6 +31,7 @@ class _Kind:
     told: float
     held: int = 0
     latest: tuple[str, ...] = ()
+    uids: list[int] = field(default_factory=list)
 
 
 class Throttle:
@@ -28,23 +41,24 @@ class Throttle:
         self.every_s = every_s
         self._kinds: dict[str, _Kind] = {}
 
-    def admit(self, kind: str, line: tuple[str, ...], now: float) -> bool:
+    def admit(self, kind: str, line: tuple[str, ...], now: float, uids: Sequence[int] = ()) -> bool:
         """Whether to tell this one now; if not, it is counted and comes back from `due`."""
         known = self._kinds.get(kind)
         if known is None:
             self._kinds[kind] = _Kind(now)
             return True
         known.held, known.latest = known.held + 1, line
+        known.uids += uids[: MOST_UIDS - len(known.uids)]
         return False
 
-    def due(self, now: float, everything: bool = False) -> list[tuple[int, tuple[str, ...]]]:
-        """What was held back long enough: how many, and the latest of them. A kind that was quiet is forgotten."""
+    def due(self, now: float, everything: bool = False) -> list[Due]:
+        """What was held back long enough. A kind that was quiet is forgotten."""
         found = []
         for kind, known in list(self._kinds.items()):
             if not everything and now - known.told < self.every_s:
                 continue
             if known.held:
-                found.append((known.held, known.latest))
+                found.append(Due(known.held, known.latest, tuple(known.uids)))
                 self._kinds[kind] = _Kind(now)
             else:
                 del self._kinds[kind]
