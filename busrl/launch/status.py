@@ -71,7 +71,7 @@ def _going_on(paths: RunPaths, info: dict[str, Any], ring: Ring) -> Iterable[str
         f"  samples  {short(stats.dispatched)} dispatched · {short(stats.finished)} finished · {short(stats.dropped)} "
         f"dropped · {short(stats.reaps)} slots taken back from dead processes"
     )
-    restarts = _restarts(paths)
+    restarts = restarts_of(paths)
     yield from (_process(one, restarts.pop(one.label, 0)) for one in processes)
     yield from (f"  {name:<14} not in the ring now{_again(count)}" for name, count in restarts.items() if count)
     yield from _complaints(paths)
@@ -85,7 +85,7 @@ def _complaints(paths: RunPaths) -> Iterable[str]:
     yield f"  {paths.root}"
 
 
-def _restarts(paths: RunPaths) -> dict[str, int]:
+def restarts_of(paths: RunPaths) -> dict[str, int]:
     """How often launch started each of its children again, by name."""
     told = _map(read_map(paths.supervisor).get("processes"))
     return {name: int(_number(_map(one).get("restarts"), 0)) for name, one in told.items()}
@@ -139,7 +139,7 @@ def _ended(paths: RunPaths, info: dict[str, Any]) -> Iterable[str]:
         yield f"  step {summary.get('steps')}/{summary.get('max_steps')} in {took} · version {summary.get('version')}"
         if summary.get("open_samples"):
             yield f"  {summary['open_samples']} samples are open: the next start generates them again"
-    again = [f"{name} {count}×" for name, count in _restarts(paths).items() if count]
+    again = [f"{name} {count}×" for name, count in restarts_of(paths).items() if count]
     if again:
         yield f"  restarted: {', '.join(again)}"
     yield from _complaints(paths)

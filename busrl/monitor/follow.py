@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from busrl.errors import NoSuchRun
-from busrl.launch.status import read_map
+from busrl.launch.status import read_map, restarts_of
 from busrl.monitor.seen import ErrorSeen, Facts, RoundSeen, StepSeen
 from busrl.paths import RunPaths
 
@@ -128,6 +128,10 @@ class RunFiles:
         """How many were filed earlier than what `errors` gave; told once."""
         told, self._skipped_told = self._skipped_told, True
         return 0 if told else self._errors.skipped
+
+    def restarts(self) -> dict[str, int]:
+        """How often launch has started each of its children again."""
+        return restarts_of(self._paths)
 
     def ended(self) -> str:
         """How the run ended, in words; empty if no summary says so."""

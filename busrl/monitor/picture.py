@@ -48,6 +48,7 @@ class Row:
     samples: int
     version: int
     behind: int  # versions behind the newest, 0 where it holds none
+    restarts: int = 0  # by launch, as far as that is known
 
 
 @dataclass
@@ -87,6 +88,7 @@ class Picture:
     pace: float = 1.0  # seconds of the run in one of the listener's; 0: a replay as fast as it goes
     waiting: str = ""  # for what the scheduler waits
     credit: int = -1
+    restarts: dict[str, int] = field(default_factory=dict)  # by launch, of each of its children
     validations: dict[int, RoundSeen] = field(default_factory=dict)  # by round, the newest last
     _present: dict[str, Present] = field(default_factory=dict)
     _busy: dict[str, tuple[int, int, float, float]] = field(default_factory=dict)  # name: pid, busy_ns, at, share
@@ -232,7 +234,7 @@ class Picture:
         return Row(
             process.name, process.role, process.pid, process.state, process.activity, process.progress_age_s,
             process.deadline_s, late, share, process.tokens, process.samples, process.version,
-            max(0, self.version - process.version) if process.version else 0,
+            max(0, self.version - process.version) if process.version else 0, self.restarts.get(process.name, 0),
         )  # fmt: skip
 
     def _presence(self, message: m.Hello | m.Heartbeat | m.Goodbye, now: float) -> None:

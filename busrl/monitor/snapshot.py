@@ -66,7 +66,7 @@ def _process(row: Row) -> dict[str, Any]:
         "name": row.name, "role": row.role, "pid": row.pid or None, "state": row.state, "activity": row.activity,
         "progress_age_s": _round(row.progress_age_s), "deadline_s": row.deadline_s or None, "late": row.late,
         "busy": _round(row.busy), "tokens": row.tokens, "samples": row.samples, "version": row.version or None,
-        "behind": row.behind,
+        "behind": row.behind, "restarts": row.restarts,
     }  # fmt: skip
 
 

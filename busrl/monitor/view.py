@@ -167,7 +167,7 @@ def _cells(row: Row) -> tuple[Text, ...]:
     if row.behind:
         version.append(f" -{row.behind}", "yellow")
     return (
-        Text(safe(row.name, 20)),
+        Text.assemble(safe(row.name, 20), (f" ↻{row.restarts}" if row.restarts else "", "yellow")),
         Text(str(row.pid) if row.pid else "", LABELS),
         Text("LATE: " + doing if row.late else doing, "bold red" if row.late else LABELS if doing == "idle" else style),
         busy,

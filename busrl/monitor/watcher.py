@@ -108,6 +108,7 @@ class Watcher:
         for error in self._files.errors():
             self.picture.error(error, "file")
         self.picture.complaints.before(self._files.errors_before())
+        self.picture.restarts = self._files.restarts()
         self._first = False
 
     def _fold(self, heard: Heard, wall: float, now: float) -> float | None:

@@ -71,6 +71,16 @@ def test_a_snapshot_of_a_real_run_tells_who_does_what(run: Run, held: dict[str, 
     assert told["throughput"]["steps_per_min"] > 0 and told["progress"]["since_step_s"] is not None
 
 
+def test_a_process_that_was_killed_and_started_again_is_shown_as_such(run: Run, started: Start) -> None:
+    def restarts() -> int:
+        told = json.loads(finished(started("monitor", str(run.directory), "--once", "--json", "--seconds", "0.1")))
+        return next((row["restarts"] for row in told["processes"] if row["name"] == "reward/0"), 0)
+
+    assert restarts() == 0
+    os.kill(run.pid("reward/0"), signal.SIGKILL)
+    until("the restart is told", lambda: restarts() == 1)
+
+
 def test_a_real_run_is_found_without_a_name(run: Run) -> None:
     assert run.paths.root in list(living_runs())
 
