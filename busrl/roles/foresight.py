@@ -82,14 +82,14 @@ class Foresight:
     # -- told by it -----------------------------------------------------------------------------------------------
 
     def told(self) -> dict[str, float]:
-        """Numbers about policy and predictor, for SCHEDULER_STATE."""
+        """Numbers about policy and predictor, for SCHEDULER_STATE and `scheduler.jsonl`."""
         if not self.policy.learns:
             return {}
         measures = self.predictor.measures()
         return self.policy.told() | {name: value for name, value in measures.items() if math.isfinite(value)}
 
     def _write(self, records: Sequence[Record], least: int = RECORDS_A_LINE) -> None:
-        """Append ended groups to `scheduler.jsonl`, one list per number and line."""
+        """Append ended groups to `scheduler.jsonl`, one list per number and line, and how good the predictions are."""
         self._records += records
         if len(self._records) < max(1, least):
             return
@@ -99,7 +99,7 @@ class Foresight:
         head = {"time": round(time.time(), 3), "policy": self.policy.name, "predictor": self.predictor.name}
         try:
             with open(self.paths.scheduler_log, "a", encoding="utf-8") as file:
-                file.write(json.dumps(head | line) + "\n")
+                file.write(json.dumps(head | self.told() | line) + "\n")
         except OSError as problem:
             self._warn(f"{len(line['draw'])} groups are missing from {self.paths.scheduler_log.name}: {problem}")
 

@@ -29,6 +29,7 @@ from busrl.roles.actor import Actor
 from busrl.roles.control import Control
 from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back
 from busrl.roles.history import History
+from busrl.roles.intervals import checkpoint_is_due
 from busrl.roles.limits import admission_limits
 from busrl.roles.plan import make_plan
 from busrl.roles.publish import Publisher
@@ -40,8 +41,6 @@ from busrl.roles.worth import Worth
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.plan import Claim, Fire, SetAside, Wait
 from busrl.scheduling.publication import publication_is_due
-from busrl.topology import Topology
-from busrl.topology.control import batch_varies, due
 
 if TYPE_CHECKING:
     from busrl.training.settings import StepStats
@@ -370,14 +369,6 @@ class Learner(Actor):
         self.control.close()
         self.metrics.close()
         self.history.close()
-
-
-def checkpoint_is_due(topology: Topology, step: int, total: int, groups: int) -> bool:
-    """After step `step` of `groups` groups, `total` in all. Where the batch can vary n_min groups count as a step."""
-    every = topology.learner.checkpoint_every
-    if batch_varies(topology):
-        return due(every * topology.learner.trigger.n_min, total - groups, total)
-    return due(every, step - 1, step)
 
 
 def main(run_dir: str, name: str) -> int:

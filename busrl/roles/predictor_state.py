@@ -5,12 +5,15 @@ Talks to files: the run's own state, the copy in each checkpoint, the user's tab
 
 - Losing the state costs order, never a sample: a file that can not be used is warned about and passed over, and a save
   that fails is tried again later.
+- A checkpoint finds a state that is recent: it is saved with the first answers, before each step that may end in a
+  checkpoint, and every few seconds, so seldom that saving takes at most a hundredth of the scheduler's time.
 - A start takes the run's own file, or else that of the newest checkpoint that has one.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +27,8 @@ from busrl.scheduling.predictors import Guard, Keywords, RulesPredictor, make_pr
 from busrl.topology import Topology, keywords
 
 log = logging.getLogger("busrl")
-SAVE_EVERY_S = 30.0
-FIRST_SAVE_S = 3.0  # so that the first checkpoint has a copy
+SAVE_EVERY_S, SAVE_COSTS = 5.0, 100.0  # seconds between two saves, and times that one took: whichever is more
+MOST_COSTS = 2.0  # where every step may end in a checkpoint: no more often than this allows
 Warn = Callable[[str], None]
 
 
@@ -38,7 +41,9 @@ class PredictorState:
         predictor = make_predictor(topology.scheduler.predictor, keywords=words, lengths_of=_lengths(topology, stream))
         self.guard = Guard(predictor, RulesPredictor(words), clock=time.perf_counter, report=warn)
         self._saved_at = 0  # answers that the saved state knows
-        self._next_save = time.monotonic() + FIRST_SAVE_S
+        self._last_save = -math.inf
+        self._cost_s = 0.0
+        self._before = -1  # the step for whose checkpoint was saved last
 
     def restore(self) -> bool:
         """Take over what an earlier scheduler learned; False if there was nothing that could be used."""
@@ -53,11 +58,16 @@ class PredictorState:
                 self._warn(f"{path}: what the predictor learned is not used: {problem}")
         return False
 
-    def keep(self, now: float) -> None:
-        """Save from time to time, if answers came in."""
-        if now >= self._next_save:
-            self._next_save = now + SAVE_EVERY_S
-            self.save()
+    def keep(self, now: float, before: int | None = None) -> None:
+        """Save if answers came in: from time to time, and once for each step `before` which may end in a checkpoint."""
+        due = before is not None and before != self._before
+        wait = MOST_COSTS * self._cost_s if due else max(SAVE_EVERY_S, SAVE_COSTS * self._cost_s)
+        if self.guard.answers == self._saved_at or now < self._last_save + wait:
+            return
+        begun = time.perf_counter()
+        self.save()
+        self._last_save, self._cost_s = now, time.perf_counter() - begun
+        self._before = self._before if before is None else before
 
     def save(self) -> None:
         """Replace the saved state by the present one."""

@@ -27,6 +27,7 @@ from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.foresight import Foresight
+from busrl.roles.intervals import checkpoint_may_follow
 from busrl.roles.limits import admission_limits
 from busrl.roles.predictor_state import PredictorState
 from busrl.roles.trajectory import seq_of
@@ -80,6 +81,7 @@ class Scheduler(Actor):
         self.bell = Doorbell()
         self.room = Room(0, "starting")
         self.held = 0  # groups that wait for their probes
+        self.trained = 0  # groups, as far as the learner said
         self._next_state = self._next_look = 0.0
         self._signs_seen: tuple[int, ...] = ()
         self._reap_predecessor()
@@ -91,7 +93,8 @@ class Scheduler(Actor):
         elif isinstance(message, m.LearnerStateUpdate):
             self.policy.feedback(LearnerState(message.step, message.entropy))
             # A lost message is made up for by the next step's; the sums for max_staleness hold without any.
-            self.admission.tighten(_eta(message))
+            self.admission.tighten(_told(message, "eta"))
+            self.trained = _told(message, "groups_total") or self.trained
 
     def idle(self, timeout_s: float) -> None:
         super().idle(min(timeout_s, PROBING_TICK_S) if self.probes.on else timeout_s)
@@ -235,7 +238,8 @@ class Scheduler(Actor):
         if now >= self._next_state:
             self._next_state = now + STATE_EVERY_S
             self._publish_state(view)
-        self.predictor.keep(now)
+        step = self.ring.header("step")
+        self.predictor.keep(now, step + 1 if checkpoint_may_follow(self.topology, step, self.trained) else None)
 
     def _publish_state(self, view: GroupView) -> None:
         waiting = self.room.reason + (f" (group {self.room.group})" if self.room.group is not None else "")
@@ -314,10 +318,10 @@ def make_arrivals(topology: Topology) -> Arrivals | None:
     return Arrivals([task.arrival_s or 0.0 for task in trace.read(topology.data.train, topology.data.prompt_key)])
 
 
-def _eta(message: m.LearnerStateUpdate) -> int | None:
-    """The admission bound that a controller chose, None if there is none."""
-    eta = message.metrics.get("eta")
-    return int(eta) if eta is not None and math.isfinite(eta) else None
+def _told(message: m.LearnerStateUpdate, name: str) -> int | None:
+    """A count among the learner's numbers, such as the admission bound of its controller; None if there is none."""
+    found = message.metrics.get(name)
+    return int(found) if found is not None and math.isfinite(found) else None
 
 
 def main(run_dir: str, name: str) -> int:

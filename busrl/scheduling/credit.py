@@ -11,6 +11,7 @@ policies or workers.
 - sync: round r is made of the admission indices [r x n_min, (r + 1) x n_min). It begins when nothing is in flight and
   is never refilled.
 - sync in segments: a round begins when the wave before it is over and what it completed is trained and published.
+  Nobody may claim any of it before all of it is admitted (`scheduling.waves`), so nothing holds a part of it back.
 - With max_staleness = 0 nothing is admitted while trained groups wait for their publication: it would be one step old.
 - Nothing here is remembered from one call to the next but a tightened bound, which only ever lowers B.
 """
@@ -27,11 +28,15 @@ from busrl.scheduling.limits import Limits
 
 @dataclass(frozen=True)
 class Room:
-    """Groups that may be opened now. With none, `reason` names the rule and `group` the draw that all wait for."""
+    """Groups that may be opened now. With none, `reason` names the rule and `group` the draw that all wait for.
+
+    `whole`: engines can take none of them before all are opened, so to wait for engines would be to wait for ever.
+    """
 
     groups: int
     reason: str = ""  # slots | in_flight | round | staleness | ahead
     group: int | None = None
+    whole: bool = False
 
 
 def kept_back(reserve: int, in_use: int) -> int:
@@ -45,7 +50,7 @@ def not_ahead(room: Room, ahead: int, waiting: int, group_size: int) -> Room:
     What was dispatched can not be reordered any more. A group that is opened when an engine is nearly free is chosen
     among more, and is younger when it is trained.
     """
-    if not ahead or room.groups <= 0:
+    if not ahead or room.groups <= 0 or room.whole:
         return room
     groups = min(room.groups, -(-(ahead - waiting) // group_size))
     return Room(groups) if groups > 0 else Room(0, "ahead")
@@ -90,7 +95,9 @@ class Admission:
         if groups <= 0:
             return Room(0, reason, blocker)
         by_slots = (free - reserve - due) // self.limits.group_size
-        return Room(min(groups, by_slots)) if by_slots > 0 else Room(0, "slots", blocker)
+        if by_slots <= 0:
+            return Room(0, "slots", blocker)
+        return Room(min(groups, by_slots), whole=self.limits.waves > 0)
 
     def _by_count(self, in_flight: int, next_admission: int, settled: bool) -> tuple[int, str]:
         if not self.limits.sync:

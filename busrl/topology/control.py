@@ -60,6 +60,9 @@ def findings(t: Topology) -> Iterator[Finding]:
         return
     yield from _range(t, c)
     yield from (_entropy if c.rules == "entropy" else _full)(c)
+    if c.rules == "full":
+        yield from _noise(t, c)
+        yield from _eta(t, c)
     if c.mode == "act":
         yield from _act(t, c)
 
@@ -103,7 +106,7 @@ def _full(c: Controller) -> Iterator[Finding]:
 
 
 def _act(t: Topology, c: Controller) -> Iterator[Finding]:
-    low, high = range_of(t)
+    low, _ = range_of(t)
     if t.weights.mode == "sync":
         rule = "a synchronous round is n_min groups, all admitted together: there is nothing to move"
         yield Finding((f"{HERE}.mode", "weights.mode"), rule, 'mode = "advise", or weights.mode = "batch-async"')
@@ -119,15 +122,28 @@ def _act(t: Topology, c: Controller) -> Iterator[Finding]:
     if t.learner.updates_per_batch > low:
         rule = f"mini-batches are whole groups, so a step of n_lo = {low} groups has at most {low} updates"
         yield Finding(("learner.updates_per_batch", f"{HERE}.n_lo"), rule, "lower updates_per_batch, or raise n_lo")
-    yield from _eta(t, c, low, high)
 
 
-def _eta(t: Topology, c: Controller, low: int, high: int) -> Iterator[Finding]:
-    if c.rules != "full" or not low <= t.learner.trigger.n_min <= high:
-        return
-    if t.weights.mode == "fully-async":
-        rule = "without a staleness bound there is none to move: only n_min and the gate are"
-        yield Finding((f"{HERE}.rules", "weights.mode"), rule, 'weights.mode = "batch-async"', warning=True)
+def _noise(t: Topology, c: Controller) -> Iterator[Finding]:
+    """What keeps the noise scale from being measured, and so n_min from following it."""
+    low = range_of(t)[0] if c.mode == "act" else t.learner.trigger.n_min
+    if t.learner.updates_per_batch > 1:
+        rule = "several updates per batch have no one gradient, so there is no noise scale for n_min to follow"
+        keys = (f"{HERE}.rules", "learner.updates_per_batch")
+        yield Finding(keys, rule, 'updates_per_batch = 1, or rules = "entropy"', warning=True)
+    elif c.noise_groups >= low:
+        rule = f"two parts of a step are compared: one of {low} groups that arrive together is a single part"
+        remedy = f"set it to {low // 2} or less" if low > 1 else "steps of 2 groups or more"
+        yield Finding((f"{HERE}.noise_groups", f"{HERE}.n_lo", "learner.trigger.n_min"), rule, remedy, warning=True)
+
+
+def _eta(t: Topology, c: Controller) -> Iterator[Finding]:
+    """The range of the admission bound. Without `act` n_hi is not in the sums, and only max_staleness limits it."""
+    low, high = thresholds(t)
+    if t.weights.mode != "batch-async":
+        if t.weights.mode == "fully-async" or c.eta_min:
+            rule = "without a staleness bound there is none to move: only n_min and the gate are"
+            yield Finding((f"{HERE}.rules", "weights.mode"), rule, 'weights.mode = "batch-async"', warning=True)
         return
     bounds = derive(t.weights.mode, t.learner.trigger.n_min, t.weights.max_staleness, t.groups.size, low, high)
     if c.eta_min > t.weights.max_staleness:

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from busrl.topology.keys import REQUIRED, key
 
+TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
+MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT  # what the table of a slot has room for
+
 
 @dataclass(frozen=True)
 class Run:
@@ -96,7 +99,7 @@ class Segments:
 
     length: int | str = key(0, "tokens of one segment; 0 = answers are made in one go, auto = from the lengths seen",
                             words=("auto",), low=0, high=1 << 20)  # fmt: skip
-    max_segments: int = key(8, "an answer has at most so many segments", low=1, high=254)
+    max_segments: int = key(8, "an answer has at most so many segments", low=1, high=MOST_SEGMENTS)
     global_max_length: int = key(0, "tokens of an answer over all of its segments, the place of "
                                     "generation.max_new_tokens; 0 = that", low=0, high=1 << 20)  # fmt: skip
     loss: str = key("behaviour", "trained: all tokens with their own ratios, all with ratio 1, or the last segment",
@@ -168,7 +171,7 @@ class Controller:
     shrink_at: float = key(0.67, "full: n_min shrinks if wanted / n_min is below it", low=0, high=1, open_high=True)
     grow: float = key(1.25, "full: n_min grows by this factor", low=1, open_low=True, high=100)
     shrink: float = key(0.8, "full: n_min shrinks by this factor", low=0, open_low=True, high=1, open_high=True)
-    noise_groups: int = key(8, "full: groups per part when the noise scale is measured", low=1, high=65536)
+    noise_groups: int = key(8, "full: most groups of a part when the noise scale is measured", low=1, high=65536)
     eta_min: int = key(0, "full: smallest admission bound in steps; 0 = as small as n_hi allows", low=0, high=1024)
     idle_train: float = key(0.1, "full: the bound grows if the learner idles for more than this share", low=0, high=1)
     idle_rollout: float = key(0.2, "full: the bound shrinks if the engines idle for more than this share",

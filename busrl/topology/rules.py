@@ -98,6 +98,9 @@ def _weights(t: Topology) -> Iterator[Finding]:
         yield Finding(("learner.deterministic", "weights.mode"), rule, 'mode = "sync" for equal runs', warning=True)
     if learner.forced_age:
         yield from _forced_age(t)
+    if weights.window and weights.mode == "sync":
+        rule = "a round is trained whole, so its window is the round"
+        yield Finding(("weights.window", "weights.mode"), rule, 'remove it, or mode = "batch-async"', warning=True)
     if weights.over_age == "drop" and weights.mode != "batch-async":
         rule = "there is no staleness bound in this mode, so nothing is ever over age"
         yield Finding(("weights.over_age", "weights.mode"), rule, "remove it", warning=True)
@@ -141,10 +144,6 @@ def _predictor(t: Topology) -> Iterator[Finding]:
         yield Finding(keys, rule, 'policy = "sjf", or remove it', warning=True)
 
 
-TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
-MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT
-
-
 def _segments(t: Topology) -> Iterator[Finding]:
     own = t.segments
     yield from _segment_sums(t) if own.on else _segments_off(t)
@@ -175,12 +174,6 @@ def _segment_sums(t: Topology) -> Iterator[Finding]:
         return
     named = "segments.global_max_length" if own.global_max_length else "generation.max_new_tokens"
     keys = ("segments.length", "segments.max_segments", named)
-    if own.max_segments > MOST_SEGMENTS:
-        rule = (
-            f"a slot's table has {TABLE_TENSORS} tensors: ({TABLE_TENSORS} - {TENSORS_OF_SLOT}) / "
-            f"{TENSORS_OF_SEGMENT} = {MOST_SEGMENTS} segments"
-        )
-        yield Finding(("segments.max_segments",), rule, f"set it to {MOST_SEGMENTS} or less, and segments longer")
     if isinstance(own.length, int) and own.length * own.max_segments < limit:
         rule = f"{own.max_segments} segments of {own.length} tokens can not reach the limit of {limit}"
         yield Finding(keys, rule, f"length >= {-(-limit // own.max_segments)}, or more segments")
@@ -202,9 +195,16 @@ def _waves(t: Topology) -> Iterator[Finding]:
     if t.learner.forced_age:
         rule = "an answer in several waves has tokens of several ages"
         yield Finding(("segments.rounds", "learner.forced_age"), rule, 'forced_age = 0, or rounds = "answers"')
-    if t.learner.publish_every > 1:
+    if t.publish_every > 1:
         rule = "the next wave begins when what this one completed is published"
-        yield Finding(("segments.rounds", "learner.publish_every"), rule, "publish_every = 1")
+        rare = "learner.publish_every" if t.learner.publish_every > 1 else "weights.restart_every"
+        yield Finding(("segments.rounds", rare), rule, f"{rare.partition('.')[2]} = 1", depends=("weights.transport",))
+    if t.scheduler.probe:
+        rule = "siblings would wait for a probe that gets its next segment in the next wave, which waits for them"
+        yield Finding(("segments.rounds", "scheduler.probe"), rule, 'probe = false, or rounds = "answers"')
+    if t.scheduler.ahead:
+        rule = "a wave begins when all of its round is dispatched, so nothing is held back"
+        yield Finding(("scheduler.ahead", "segments.rounds"), rule, "ahead = 0", warning=True)
 
 
 def _pois(t: Topology) -> Iterator[Finding]:

@@ -139,6 +139,27 @@ def test_nothing_is_written_before_there_is_something_new(place: Place) -> None:
     assert place.paths.predictor.stat().st_mtime_ns == before
 
 
+def test_a_state_is_on_disk_as_soon_as_there_is_one_however_late_the_first_answer_comes(place: Place) -> None:
+    state = place.state()
+    for now in (3.0, 30.0, 300.0):
+        state.keep(now)
+        assert not place.paths.predictor.exists()
+    state.guard.observe([(asked(0), 5)])
+    state.keep(300.1)
+    assert place.paths.predictor.exists()
+
+
+def test_later_answers_are_saved_from_time_to_time_and_once_before_a_step_that_may_end_in_a_checkpoint(
+    place: Place,
+) -> None:
+    state, saved = place.state(), []
+    state.save = lambda: saved.append(state.guard.answers)  # type: ignore[method-assign]
+    for now, before in ((0.0, None), (1.0, None), (2.0, 10), (2.1, 10), (3.0, 11), (4.0, None), (60.0, None)):
+        state.guard.observe([(asked(0), 5)])
+        state.keep(now, before)
+    assert saved == [1, 3, 5, 7]
+
+
 def test_a_save_that_fails_is_told_and_tried_again(place: Place) -> None:
     state = place.taught()
     os.mkdir(place.paths.predictor)  # a rename onto a directory fails, for root too

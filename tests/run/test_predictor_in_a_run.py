@@ -1,4 +1,4 @@
-"""A predictor that fails in a real run: rules predict in its place, it is told once, and the run ends in order."""
+"""Predictors in real runs: one that fails costs order, not the run; what one knows is in checkpoints and in the log."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from checks import check_end
 from harness import Run, read_lines, running
+
+from busrl.roles import plaindata
 
 # Read by every Python of the run before anything else; only the scheduler asks a predictor.
 BROKEN = """\
@@ -41,3 +43,22 @@ def test_a_run_whose_predictor_fails_goes_on_with_rules(tmp_path: Path, quicksta
     (last,) = [line for line in log.splitlines() if "predictor blend: tau" in line]
     fallbacks = float(last.split("fallbacks ")[1].split(",")[0])
     assert fallbacks >= 40  # every prompt of the run: 5 steps of 8 groups and more
+
+
+def test_every_checkpoint_holds_what_the_predictor_knew_and_its_measures_are_in_the_schedulers_log(
+    tmp_path: Path, quickstart: None
+) -> None:
+    run = Run(
+        tmp_path / "run", "scheduler.policy=sjf", "scheduler.predictor=blend", "learner.checkpoint_every=8",
+        "learner.keep_last=9", steps=20,
+    )  # fmt: skip
+    with running(run):
+        code = run.wait()
+    check_end(run, code)
+    copies = [run.paths.checkpoints / f"global_step_{step}" / "predictor.npz" for step in (8, 16, 20)]
+    known = [(plaindata.load(path) or {})["inner"]["level"]["answers"] for path in copies]
+    assert 0 < known[0] < known[1] <= known[2]
+    told = read_lines(run.paths.scheduler_log)
+    assert len(told) > 1 and -1 <= told[-1]["predictor_tau"] <= 1 and told[-1]["predictor_pairs"] > 0
+    assert told[-1]["predictor_us_per_prompt"] > 0 and told[-1]["predictor_fallbacks"] == 0
+    assert {"strength", "promoted", "wait_mean", "wait_max", "wait_bound"} <= set(told[-1])

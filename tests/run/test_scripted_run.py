@@ -37,6 +37,17 @@ def test_scripted_actors_feed_a_real_learner_and_load_no_torch(tmp_path: Path, q
     assert {name for name in found if f"`{name}" not in page} == set()
 
 
+def test_rounds_of_segments_go_on_with_the_late_dispatch_of_the_shipped_file(tmp_path: Path, quickstart: None) -> None:
+    waves = ["weights.mode=sync", "segments.length=32", "segments.max_segments=4", "segments.rounds=segments"]
+    run = Run(tmp_path / "run", *SCRIPTED, *waves, config=ROOT / "configs" / "scripted.toml", steps=6)
+    with running(run):
+        code = run.wait()
+    check_end(run, code)
+    assert '"ahead": 16' in run.paths.topology.read_text(), "the setting that once waited for the wave"
+    rows = run.metrics()
+    assert max(row["segments_max"] for row in rows) > 1 and max(row["age_max"] for row in rows) <= 3
+
+
 def admitted(run: Run) -> int:
     """Groups that were opened so far."""
     ring = Ring.attach(run.paths.ring_name, read_only=True)

@@ -29,6 +29,7 @@ from busrl.scheduling import (
     make_policy,
     uid_of,
 )
+from busrl.scheduling.credit import not_ahead
 from busrl.scheduling.finished import FinishedAnswers
 from busrl.scheduling.probes import Probes
 
@@ -85,7 +86,7 @@ class ClosedLoop:
                  over_age: str = "wait", streaming: bool = True, policy: str = "fifo", t_max_s: float = float("inf"),
                  accidents: float = 0.05, flats: float = 0.2, deaths: float = 0.02, lag: float = 0.0,
                  publish_every: int = 1, slots: int = 0, checked: bool = True, probe: bool = False, rows: int = 0,
-                 n_lo: int | None = None, n_hi: int | None = None) -> None:  # fmt: skip
+                 ahead: int = 0, n_lo: int | None = None, n_hi: int | None = None) -> None:  # fmt: skip
         self.random = random.Random(seed)
         self.limits = derive(mode, n_min, staleness, group_size, n_lo, n_hi)
         assert not self.limits.problems()
@@ -97,6 +98,7 @@ class ClosedLoop:
         staleness_rule = Staleness(self.limits.max_staleness if checked else None, over_age)
         self.plan = LearnerPlan(self.limits, self.trigger, staleness_rule, streaming=streaming)
         self.publish_every = publish_every
+        self.ahead = ahead
         self.probes, self.rows = Probes(self.limits.W if probe else 0), rows  # rows 0: any number, taken in any order
         self.next_admission = self.step = self.published = self.unpublished = 0
         self.claimed: list[int] = []
@@ -168,6 +170,7 @@ class ClosedLoop:
     def open_groups(self, view: GroupView) -> int:
         room = self.admission.room(view, unpublished=self.unpublished, next_admission=self.next_admission,
                                    step=self.step, free=view.free_slots)  # fmt: skip
+        room = not_ahead(room, self.ahead, view.queued, self.table.group_size)
         missing = self.policy.missing(view.unopened(self.horizon + room.groups))
         self.policy.offer([prompt_of(draw) for draw in missing])
         sent = 0

@@ -50,3 +50,7 @@ def test_late_dispatch_never_leaves_engines_without_work(groups: int, ahead: int
 def test_without_a_limit_and_without_room_nothing_changes() -> None:
     assert not_ahead(Room(7), 0, 500, 8) == Room(7)
     assert not_ahead(Room(0, "slots", 3), 8, 0, 8) == Room(0, "slots", 3)
+
+
+def test_what_nobody_may_claim_before_it_is_whole_is_not_held_back() -> None:
+    assert not_ahead(Room(16, whole=True), 8, 500, 4) == Room(16, whole=True)

@@ -44,13 +44,13 @@ def test_batch_async_never_blocks_never_trains_twice_and_keeps_the_age_bound(
 @LOOPS
 @given(seed=SEEDS, mode=st.sampled_from(["sync", "batch-async", "fully-async"]), n_min=N_MIN,
        policy=st.sampled_from(POLICIES[1:]), rows=st.integers(1, 12), accidents=st.sampled_from([0.0, 0.05, 0.4]),
-       deaths=st.sampled_from([0.02, 0.5]), spare=st.integers(0, 3))  # fmt: skip
-def test_probes_never_block_whoever_dies_and_however_small_the_ring(
+       deaths=st.sampled_from([0.02, 0.5]), spare=st.integers(0, 3), ahead=st.sampled_from([0, 1, 5]))  # fmt: skip
+def test_probes_never_block_whoever_dies_however_small_the_ring_and_however_late_the_dispatch(
     closed_loop: Any, seed: int, mode: str, n_min: int, policy: str, rows: int, accidents: float, deaths: float,
-    spare: int,
+    spare: int, ahead: int,
 ) -> None:  # fmt: skip
     loop = closed_loop(seed, mode=mode, n_min=n_min, policy=policy, rows=rows, accidents=accidents, deaths=deaths,
-                       probe=True, slots=4 * n_min + spare)  # fmt: skip
+                       probe=True, slots=4 * n_min + spare, ahead=ahead)  # fmt: skip
     run(loop, 6)
     assert max(loop.ages) <= (loop.limits.max_age if loop.limits.max_age is not None else 10**6)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from busrl.roles.learner import checkpoint_is_due
+from busrl.roles.intervals import checkpoint_is_due, checkpoint_may_follow
 from busrl.roles.limits import admission_limits, control_settings
 from busrl.topology import Topology
 from busrl.topology.control import batch_varies
@@ -32,6 +34,7 @@ REFUSED = [
     (f"{ACT}[learner.trigger]\ncount = 'ended'", "not of those that ended", 'count = "usable"'),
     (f"{ACT}rules = 'full'\n[learner]\ndeterministic = true", "idle times, which depend on the machine", "entropy"),
     (f"{ACT}rules = 'full'\neta_min = 5", "eta_min <= max_staleness", "lower eta_min"),
+    ("[learner.controller]\nrules = 'full'\neta_min = 9", "eta_min <= max_staleness", "lower eta_min"),
     (f"{ACT}rules = 'full'\neta_min = 2", "needs an admission bound of 3 steps of 16", "set it to 3 or more"),
     ("[weights]\nwindow = 49", "weights.window = 49 is larger than the buffer", "set window <= 48"),
     ("[weights]\nmode = 'fully-async'\nwindow = 129", "larger than the buffer: B = 128", "set window <= 128"),
@@ -41,6 +44,27 @@ REFUSED = [
 @pytest.mark.parametrize(("text", "rule", "remedy"), REFUSED)
 def test_contradictions_are_refused_with_a_remedy(refused: Refused, text: str, rule: str, remedy: str) -> None:
     (found,) = refused(text + "\n")
+    assert rule in found and remedy in found
+
+
+WARNED = [
+    ("[weights]\nmode = 'sync'\nwindow = 2", "a round is trained whole, so its window is the round", "remove it"),
+    ("[learner.controller]\nrules = 'full'\nnoise_groups = 1000", "noise_groups = 1000", "set it to 16 or less"),
+    (f"{ACT}rules = 'full'\nnoise_groups = 16", "of 16 groups that arrive together", "set it to 8 or less"),
+    (
+        "[learner.controller]\nrules = 'full'\n[learner]\nupdates_per_batch = 2\n[weights]\nmode = 'sync'",
+        "no one gradient", "updates_per_batch = 1",
+    ),
+    (
+        "[learner.controller]\nrules = 'full'\neta_min = 1\n[weights]\nmode = 'sync'",
+        "without a staleness bound there is none to move", 'weights.mode = "batch-async"',
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "rule", "remedy"), WARNED)
+def test_settings_without_an_effect_are_warned_about(loaded: Loaded, text: str, rule: str, remedy: str) -> None:
+    (found,) = loaded(text + "\n").derived.warnings
     assert rule in found and remedy in found
 
 
@@ -57,16 +81,16 @@ def test_only_a_controller_that_acts_is_in_the_sums(loaded: Loaded) -> None:
     assert (acting.derived.B, acting.derived.W, acting.derived.n_lo, acting.derived.n_hi) == (64, 17, 16, 64)
     assert admission_limits(acting).max_age == 4 and batch_varies(acting)
     assert any("move n_min between 16 and 64" in line for line in acting.derived.explain)
-    settings = control_settings(acting)
-    assert settings is not None and (settings.n_lo, settings.n_hi, settings.eta_min, settings.eta_max) == (16, 64, 3, 4)
+    found = control_settings(acting)
+    assert found is not None and (found.n_lo, found.n_hi, found.eta_min, found.eta_max) == (16, 64, 3, 4)
 
 
 def test_the_defaults_are_those_of_the_outline(loaded: Loaded) -> None:
-    settings = control_settings(loaded())
-    assert settings is not None
-    assert (settings.mode, settings.rules, settings.high, settings.low) == ("advise", "entropy", 1.3, 0.6)
-    assert (settings.n_lo, settings.n_min, settings.n_hi) == (16, 32, 64)
-    assert (settings.high_t_max, settings.low_t_max, settings.ema, settings.cooldown) == (250.0, 1000.0, 0.9, 10)
+    found = control_settings(loaded())
+    assert found is not None
+    assert (found.mode, found.rules, found.high, found.low) == ("advise", "entropy", 1.3, 0.6)
+    assert (found.n_lo, found.n_min, found.n_hi) == (16, 32, 64)
+    assert (found.high_t_max, found.low_t_max, found.ema, found.cooldown) == (250.0, 1000.0, 0.9, 10)
 
 
 def test_publishing_rarely_must_leave_room_for_the_largest_step(refused: Refused) -> None:
@@ -87,3 +111,26 @@ def test_checkpoints_count_groups_where_the_batch_varies(loaded: Loaded) -> None
     assert [step for step in range(1, 5) if checkpoint_is_due(varied, step, 48 * step, 48)] == [2, 3, 4]
     never = loaded("[learner]\ncheckpoint_every = 0\n")
     assert not any(checkpoint_is_due(never, step, 32 * step, 32) for step in range(1, 50))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(every=st.integers(0, 5), steps=st.integers(1, 12), most=st.integers(0, 300), acts=st.booleans(), data=st.data())
+def test_every_checkpoint_is_foreseen_a_step_before_it(
+    loaded: Loaded, every: int, steps: int, most: int, acts: bool, data: st.DataObject
+) -> None:
+    told = loaded(ACT if acts else "", f"run.max_steps={steps}", f"run.max_groups={most}",
+                  f"learner.checkpoint_every={every}")  # fmt: skip
+    total = 0
+    for step in range(steps):
+        groups = data.draw(st.integers(1, 64)) if acts else 32
+        last = step + 1 == steps or 0 < most <= total + groups
+        if last or checkpoint_is_due(told, step + 1, total + groups, groups):
+            assert checkpoint_may_follow(told, step, total)
+        total += groups
+        if last:
+            return
+
+
+def test_steps_far_from_a_checkpoint_are_not_taken_for_one(loaded: Loaded) -> None:
+    told = loaded("[learner]\ncheckpoint_every = 4\n[run]\nmax_steps = 10\n")
+    assert [step for step in range(10) if checkpoint_may_follow(told, step, 32 * step)] == [3, 7, 9]

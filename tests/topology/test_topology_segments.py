@@ -8,11 +8,12 @@ import pytest
 
 from busrl.ring import MAX_TENSORS
 from busrl.topology import Topology
+from busrl.topology.experiment import MOST_SEGMENTS, TABLE_TENSORS
 from busrl.topology.resolve import ALIGN
-from busrl.topology.rules import MOST_SEGMENTS, TABLE_TENSORS
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
+WAVES = "rounds = 'segments'\nlength = 16\n"
 
 REFUSED = [
     (
@@ -21,7 +22,7 @@ REFUSED = [
         "not reach the limit of 64; length >= 8, or more segments",
     ),
     ("length = 20\nmax_segments = 2\nglobal_max_length = 50", "2 segments of 20 tokens can not reach the limit of 50"),
-    ("length = 8\nmax_segments = 15", "a slot's table has 48 tensors: (48 - 4) / 3 = 14 segments; set it to 14"),
+    ("length = 8\nmax_segments = 15", "segments.max_segments = 15: expected a whole number >= 1 and <= 14"),
     ("global_max_length = 100", "segments are off, so the limit of an answer is generation.max_new_tokens"),
     ('loss = "pois"', "with ratio 1 nothing corrects for old samples"),
     ('loss = "pois"\n[weights]\nmode = "sync"\n[learner]\nloss = "decoupled"', "ratios that pois sets to 1"),
@@ -30,6 +31,11 @@ REFUSED = [
     ('rounds = "segments"\nlength = 16', "only synchronous steps have rounds"),
     ('rounds = "segments"\nlength = 16\n[weights]\nmode = "sync"\n[learner]\nforced_age = 1', "of several ages"),
     ('rounds = "segments"\nlength = 16\n[weights]\nmode = "sync"\n[learner]\npublish_every = 2', "is published"),
+    (f"{WAVES}[weights]\nmode = 'sync'\n[scheduler]\npolicy = 'sjf'\nprobe = true", "siblings would wait for a probe"),
+    (
+        f"{WAVES}[weights]\nmode = 'sync'\ntransport = 'checkpoint_restart'\nrestart_every = 2\n",
+        "weights.restart_every = 2: the next wave begins when what this one completed is published; restart_every = 1",
+    ),
     ("truncated = 0\ntruncated_penalty = 0.5", "either a fixed number or its reward less a penalty"),
     ('truncated = "half"', 'expected a number "reward"'),
     ('length = "auto"\n[learner]\ndeterministic = true\n[weights]\nmode = "sync"', "depends on who finished first"),
@@ -83,6 +89,8 @@ def test_settings_that_do_nothing_are_warned_about(loaded: Loaded) -> None:
     assert "the last segment is the whole answer" in warned
     (warned,) = loaded("[segments]\nlength = 64\n").derived.warnings
     assert "every answer ends within its first segment" in warned
+    (warned,) = loaded(f"[segments]\n{WAVES}[weights]\nmode = 'sync'\n[scheduler]\nahead = 4\n").derived.warnings
+    assert "a wave begins when all of its round is dispatched, so nothing is held back; ahead = 0" in warned
 
 
 def test_pois_is_allowed_in_synchronous_rounds_and_numbers_stand_for_cut_answers(loaded: Loaded) -> None:
