@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,11 +23,19 @@ from busrl.simulate import Figures, World, report
 from busrl.simulate.fit import Fitted, fit
 from busrl.simulate.picture import svg
 from busrl.simulate.settings import Asked, Setting, make
+from busrl.simulate.sources import notes
 from busrl.simulate.sweep import Axis, Point, axis, points
+from busrl.topology import machine
+
+PATIENCE_S = 10.0
+# Options of --generate with their values when left out, and those that belong to a simulation.
+GENERATING: dict[str, Any] = {"prompts": 2048, "group_size": 8, "median": 400.0, "limit": 8192, "arrivals": 0.0}
+SIMULATING = ("topology", "overrides", "trace", "fit", "sweep", "out", "json")
 
 
 def simulate(options: argparse.Namespace) -> int:
     """The verb."""
+    refuse_strangers(options)
     if options.generate is not None:
         return generate_trace(options)
     if options.topology is None:
@@ -36,31 +46,79 @@ def simulate(options: argparse.Namespace) -> int:
     fitted = fit(options.fit) if options.fit else None
     asked = Asked(options.trace, options.actors, options.steps, options.seed)
     found = points(options.topology, options.overrides, axes)
-    settings = [(point, make(point.topology, asked, fitted)) for point in found]
+    settings = [(point, make(point.topology, asked, fitted, point.written)) for point in found]
     if not axes:
         return _one(*settings[0], fitted, options.json)
-    return _sweep(settings, axes, options)
+    return _sweep(settings, axes, fitted, options)
+
+
+def refuse_strangers(options: argparse.Namespace) -> None:
+    """Options of writing a trace and of simulating do not mix."""
+    given = [name for name in GENERATING if getattr(options, name) is not None]
+    if options.generate is None:
+        if given:
+            raise UserError(f"{_option(given[0])} belongs to --generate FILE, which writes a trace; leave it out")
+        return
+    others = [name for name in SIMULATING if getattr(options, name)]
+    if options.actors is not None or options.steps is not None:
+        others.append("actors" if options.actors is not None else "steps")
+    if others:
+        raise UserError(
+            f"--generate {options.generate} writes a trace and leaves, and {_option(others[0])} belongs to a "
+            "simulation; give one command for each"
+        )
+
+
+def _option(name: str) -> str:
+    return {"topology": "TOPOLOGY", "overrides": "--set"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def generate_trace(options: argparse.Namespace) -> int:
     """Write a long-tailed trace."""
+    for name, value in GENERATING.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    seed = options.seed or 0
     wrong = [
         (f"--prompts {options.prompts}", options.prompts < 1, "must be >= 1"),
         (f"--group-size {options.group_size}", not 1 <= options.group_size <= 1024, "must be 1 to 1024"),
         (f"--median {options.median:g}", not 1 <= options.median <= options.limit, "must be 1 to --limit"),
         (f"--limit {options.limit}", options.limit < 1, "must be >= 1"),
         (f"--arrivals {options.arrivals:g}", not 0 <= options.arrivals < float("inf"), "must be >= 0 per second"),
+        (f"--seed {seed}", seed < 0, "must be >= 0"),
     ]
     for what, broken, rule in wrong:
         if broken:
             raise UserError(f"{what}: {rule}; give another value")
     shape = Shape(options.group_size, options.median, options.limit, arrivals_per_s=options.arrivals)
+    if os.path.lexists(options.generate):
+        raise UserError(f"--generate {options.generate}: is there already; give another name, or remove it first")
     try:
-        write(options.generate, generate(options.prompts, shape, options.seed or 0))
+        write(options.generate, generate(options.prompts, shape, seed))
     except OSError as error:
         raise UserError(f"--generate {options.generate}: can not be written: {error.strerror}") from None
     print(f"{options.generate}: {options.prompts} prompts of {options.group_size} answers, median {options.median:g}")
     return 0
+
+
+class Patience:
+    """A line on stderr every PATIENCE_S of a simulation that takes long; `name`: which one of a sweep."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name, self.begun = name, time.monotonic()
+        self.told = self.begun
+
+    def __call__(self, world: World) -> None:
+        now = time.monotonic()
+        if now < self.told + PATIENCE_S:
+            return
+        self.told = now
+        aside = sum(world.counts.aside.values())
+        print(
+            f"{self.name}step {world.learner.step} of {world.steps} after {now - self.begun:.0f} s here and "
+            f"{world.now:.0f} s of virtual time: {world.counts.ended} answers, {aside} groups set aside",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def _play(point: Point, setting: Setting) -> Figures:
@@ -68,7 +126,7 @@ def _play(point: Point, setting: Setting) -> Figures:
         point.topology, setting.times, setting.answers, actors=setting.actors, steps=setting.steps,
         seed=setting.seed, oracle=point.topology.simulate.oracle,
     )  # fmt: skip
-    return world.run()
+    return world.run(Patience(f"{' '.join(point.values)}: " if point.values else ""))
 
 
 def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -> int:
@@ -79,13 +137,29 @@ def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -
         print(json.dumps(_plain(point, setting, found), indent=2))
         return 0
     limits = admission_limits(point.topology)
-    print(report.page(point.topology, limits, setting, found, took), end="")
-    for note in fitted.notes if fitted else ():
-        print(f"  {note}")
+    print(report.page(point.topology, limits, setting, found, took, len(machine.cores())), end="")
+    if fitted is not None:
+        for note in (*fitted.notes, *_beyond(fitted, [((), found)])):
+            print(f"  {note}")
     return 0
 
 
-def _sweep(settings: Sequence[tuple[Point, Setting]], axes: Sequence[Axis], options: argparse.Namespace) -> int:
+def _beyond(fitted: Fitted | None, rows: Sequence[tuple[tuple[str, ...], Figures]]) -> list[str]:
+    """Which runs are not covered by the fitted one."""
+    if fitted is None:
+        return []
+    found = [(" ".join(values), report.outside(fitted.seen, figures)) for values, figures in rows]
+    return [
+        f"WARNING: {name + ': ' if name else ''}{what}: beyond what the fitted run showed, so its times are a guess "
+        "there; fit a run of that size"
+        for name, what in found
+        if what
+    ]
+
+
+def _sweep(
+    settings: Sequence[tuple[Point, Setting]], axes: Sequence[Axis], fitted: Fitted | None, options: argparse.Namespace
+) -> int:
     keys = [one.key for one in axes]
     done: list[tuple[Point, Setting, Figures]] = []
     for point, setting in settings:
@@ -98,7 +172,9 @@ def _sweep(settings: Sequence[tuple[Point, Setting]], axes: Sequence[Axis], opti
     if options.json:
         print(json.dumps([_plain(*one) for one in done], indent=2))
         return 0
-    print(f"\n{report.markdown(keys, rows)}\n{settings[0][1].answers_note}\n{', '.join(map(str, written))}")
+    told = notes((" ".join(point.values), setting.answers_note) for point, setting in settings)
+    print("\n".join(["", report.markdown(keys, rows), *(f"answers: {note}" for note in told), *_beyond(fitted, rows)]))
+    print(", ".join(map(str, written)))
     return 0
 
 

@@ -6,6 +6,7 @@ torch.
 world    the event queue; drives the rest            answers  lengths and rewards of every draw
 actors   decoding in rows, weight stalls             times    service times, stated or fitted
 ring     slots, lines, fates                         fit      times and answers of a recorded run
+pacing, sources  where times and answers come from   shipped  those of the quickstart
 learner  carries out LearnerPlan                     figures  what is counted
 scheduler, feed  what a look opens, as live      report, sweep, picture: tables for people
 """

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from busrl.scheduling.segments import SegmentPlan
 from busrl.simulate.times import Times
+from busrl.topology import Topology
 
 PACE_S = 0.25  # an actor keeps its pace for so long: the interval over which a fit measures it
 
@@ -42,6 +44,20 @@ class Noise:
             return 1.0
         if not self._drawn:
             self._drawn = np.exp(self._random.normal(self.mean, self.spread, 1024)).tolist()
+        return self._drawn.pop()
+
+
+class Delays:
+    """Uniform between 0 and twice the mean, drawn many at a time: what waiting for the next of regular doorbells is
+    like."""
+
+    def __init__(self, mean_s: float, seed: Sequence[int]) -> None:
+        self.mean_s, self._random = mean_s, np.random.default_rng(list(seed))
+        self._drawn: list[float] = []
+
+    def next(self) -> float:
+        if not self._drawn:
+            self._drawn = self._random.uniform(0.0, 2.0 * self.mean_s, 4096).tolist()
         return self._drawn.pop()
 
 
@@ -202,3 +218,11 @@ class Actors:
         actor.steps += steps
         actor.at += spent
         actor.busy_s += spent
+
+
+def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
+    """The segments of the topology, or of `length` tokens (0: answers in one go) and as many as it takes."""
+    own, limit = topology.segments, topology.generation.max_new_tokens
+    if length is None:
+        return SegmentPlan(own.length, own.max_segments, limit)
+    return SegmentPlan(length, -(-limit // length) if length else 1, limit)

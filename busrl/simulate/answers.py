@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from busrl.data.trace import Task
@@ -43,7 +43,8 @@ class Answers(Protocol):
 
 
 class TraceAnswers:
-    """The lines of a trace in the order in which a run would draw them."""
+    """The lines of a trace in the order in which a run would draw them. `endless`: again and again, each draw at the
+    time that `arrival` gives (None: at once); otherwise once, at the times of the lines."""
 
     def __init__(
         self,
@@ -55,17 +56,23 @@ class TraceAnswers:
         flat_share: float = 0.0,
         seed: int = 0,
         endless: bool = True,
+        arrival: Callable[[int], float | None] | None = None,
         name: str = "trace",
     ) -> None:
         self.tasks, self.size, self.limit, self.name = tasks, group_size, limit, name
         self.order = order or (lambda draw: draw % len(tasks))
+        self.arrival = arrival
         self.flat_share, self.seed, self.endless = flat_share, seed, endless
         self._known: dict[int, Answer] = {}  # task -> its answers, with rewards as if the group were not flat
 
     def prompt(self, draw: int) -> Task | None:
         if not self.endless and draw >= len(self.tasks):
             return None
-        return self.tasks[self.order(draw)]
+        task = self.tasks[self.order(draw)]
+        if self.endless:  # the times of the lines hold for the first epoch at most
+            time = None if self.arrival is None else self.arrival(draw)
+            return task if time == task.arrival_s else replace(task, arrival_s=time)
+        return task
 
     def answer(self, draw: int, step: int) -> Answer:
         index = self.order(draw)

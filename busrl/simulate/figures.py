@@ -43,6 +43,7 @@ class Counts:
     # Seconds of the learner by what it waited for.
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     learner_busy_s: float = 0.0
+    starved_s: float = 0.0  # of the scheduler: it could open groups, and no prompt had arrived
     generated: int = 0
     ended: int = 0  # samples with a reward
     queued: array[float] = field(default_factory=lambda: array("f"))  # dispatch (or arrival) until taken
@@ -70,6 +71,8 @@ class Figures:
     actors_busy_least: float
     actors_busy_most: float
     actors_stalled: float
+    rows_running: float  # sequences that an actor runs while it is busy
+    starved: float  # share of the time in which more prompts could be taken than had arrived
     ages: dict[int, float]  # shares of the trained groups
     age_mean: float
     age_max: int
@@ -101,9 +104,10 @@ class Figures:
 
 
 def figures(
-    counts: Counts, seconds: float, busy: Sequence[float], stalled: Sequence[float], told: Mapping[str, float]
-) -> Figures:
-    """Put together after `seconds`; `busy` and `stalled`: seconds of each actor."""
+    counts: Counts, seconds: float, busy: Sequence[float], stalled: Sequence[float], decoded: int,
+    told: Mapping[str, float],
+) -> Figures:  # fmt: skip
+    """Put together after `seconds`; `busy` and `stalled`: seconds of each actor, `decoded`: decoding steps of all."""
     rows, span = counts.rows, max(seconds, 1e-12)
     samples, tokens = sum(row.samples for row in rows), sum(row.tokens for row in rows)
     shares = np.asarray(busy) / span
@@ -124,6 +128,8 @@ def figures(
         actors_busy_least=float(shares.min()),
         actors_busy_most=float(shares.max()),
         actors_stalled=float(np.mean(stalled)) / span,
+        rows_running=counts.generated / max(1, decoded),
+        starved=counts.starved_s / span,
         ages={int(age): counts.ages[age] / len(ages) for age in sorted(counts.ages)},
         age_mean=float(ages.mean()),
         age_max=int(ages.max()),

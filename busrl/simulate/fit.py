@@ -5,7 +5,8 @@ Knows nothing of how a simulation goes.
 
 actors    wall time without waits, over intervals of a quarter second ~ step_s x steps + row_s x tokens + sequence_s x
           joined: least squares without negative numbers
-learner   seconds of a step without waits ~ learner_step_s + learner_token_s x tokens + learner_group_s x set aside
+learner   learner_token_s: seconds in forward and backward over the tokens trained; what is left of a step without its
+          waits ~ learner_step_s + learner_group_s x groups set aside. Steps of one size tell no slope by themselves
 rewards   Little's law: mean slots in GENERATED and REWARDING over the samples that passed through per second
 answers   lengths and rewards of every group that ended, by prompt and by the step of the weights they began with
 
@@ -38,15 +39,31 @@ from busrl.topology.schema import TINY
 Floats = npt.NDArray[np.float64]
 LEAST_INTERVALS = 8  # of a rollout process, with at least one decoding step each
 LEAST_STEPS = 5  # of the learner
+PACE_KEYS = ("wall_s", "step_s", "weights_s", "idle_s", "steps", "tokens", "joined", "updates")
+STEP_KEYS = (
+    "step", "seconds", "wait_s", "publish_s", "checkpoint_s", "tokens", "forward_s", "backward_s", "groups",
+    "groups_ended",
+)  # fmt: skip
+GROUP_KEYS = ("draws", "born", "lengths", "rewards")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A least-squares fit: the numbers, and by how much single observations are off (mean over mean)."""
+    """A least-squares fit: the numbers, what they give for each observation, and by how much single observations are
+    off (mean over mean)."""
 
     values: tuple[float, ...]
+    expected: Floats
     error: float
     count: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Ranges of what the run showed: tokens of a step, and running sequences of a rollout process."""
+
+    tokens: tuple[float, float]
+    rows: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -58,6 +75,7 @@ class Fitted:
     times: Times
     groups: tuple[Recorded, ...]
     notes: tuple[str, ...]
+    seen: Seen
 
     def answers(self, topology: Topology, seed: int) -> RecordedAnswers:
         """The recorded groups, for the draws of `topology`."""
@@ -80,16 +98,17 @@ def fit(run_dir: str | Path) -> Fitted:
     paths = RunPaths.of(run_dir)
     if not paths.topology.is_file():
         raise NoSuchRun(f"{run_dir}: not a run directory (no topology.json); give the --run-dir of a finished run")
-    topology = Topology.from_json(paths.topology.read_text())
+    topology = _topology(paths)
     values: dict[str, float] = {}
     notes: list[str] = []
-    for part in (_actors(paths), _learner(paths), _rewards(paths)):
+    floor = topology.mock.learner_s_per_token
+    for part in (_actors(paths), _learner(paths, floor), _rewards(paths)):
         values.update(part[0])
         notes.append(part[1])
     groups = _groups(paths, topology)
     notes.append(f"answers: {len(groups)} groups of {sum(len(g.lengths) for g in groups)} samples by prompt and step")
     times = Times().with_source(dict.fromkeys(values, f"fitted, {paths.root.name}"), **values)
-    return Fitted(paths.root, topology, times, groups, tuple(notes))
+    return Fitted(paths.root, topology, times, groups, tuple(notes), _seen(paths))
 
 
 def task_of(stream: JsonlStream, draw: int) -> Task:
@@ -101,8 +120,33 @@ def task_of(stream: JsonlStream, draw: int) -> Task:
 # ------------------------------------------------------------------------------------------------------- the parts
 
 
+def _topology(paths: RunPaths) -> Topology:
+    try:
+        return Topology.from_json(paths.topology.read_text())
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{paths.topology}: damaged ({error}); fit another run") from None
+
+
+def _intervals(paths: RunPaths) -> dict[str, list[dict[str, Any]]]:
+    """What each rollout process wrote of its pace."""
+    files = sorted(paths.pace.glob("*.jsonl")) if paths.pace.is_dir() else []
+    return {path.stem: _rows(path, PACE_KEYS) for path in files}
+
+
+def _steps(paths: RunPaths) -> list[dict[str, Any]]:
+    """The steps of the learner that tell something: the first one and those of a log say nothing of its times."""
+    rows = _rows(paths.metrics, STEP_KEYS)
+    return [row for row in rows if not row.get("replayed") and row["step"] > 1]
+
+
+def _seen(paths: RunPaths) -> Seen:
+    tokens = [float(row["tokens"]) for row in _steps(paths)]
+    rows = [row["tokens"] / row["steps"] for some in _intervals(paths).values() for row in some if row["steps"]]
+    return Seen((min(tokens), max(tokens)), (min(rows), max(rows)))
+
+
 def _actors(paths: RunPaths) -> tuple[dict[str, float], str]:
-    found = {path.stem: _rows(path) for path in sorted(paths.pace.glob("*.jsonl"))} if paths.pace.is_dir() else {}
+    found = _intervals(paths)
     rows = [(name, row) for name, some in found.items() for row in some if row["steps"]]
     if len(rows) < LEAST_INTERVALS:
         raise _missing(paths.pace, f"{len(rows)} intervals with decoding steps, at least {LEAST_INTERVALS} are needed")
@@ -118,6 +162,7 @@ def _actors(paths: RunPaths) -> tuple[dict[str, float], str]:
         "weights_s": sum(row["weights_s"] for some in found.values() for row in some) / max(1, updates),
         "busy_share": float(min(1.0, sum(row["step_s"] for _, row in rows) / at_work.sum())),
         "speed_spread": _spread(line, sums, at_work, [name for name, _ in rows]),
+        "step_spread": 0.0,
     }
     text = (
         f"actors: a step takes {1e3 * values['step_s']:.3g} ms + {1e6 * values['row_s']:.3g} us per row, a sequence "
@@ -135,26 +180,34 @@ def _spread(line: Line, sums: Floats, seconds: Floats, names: Sequence[str]) -> 
     return float(np.std(np.log(factors)))
 
 
-def _learner(paths: RunPaths) -> tuple[dict[str, float], str]:
-    rows = [row for row in _rows(paths.metrics) if not row.get("replayed") and row["step"] > 1]
+def _learner(paths: RunPaths, floor_s: float) -> tuple[dict[str, float], str]:
+    """`floor_s`: what [mock] makes a token take at least."""
+    rows = _steps(paths)
     if len(rows) < LEAST_STEPS:
         raise _missing(paths.metrics, f"{len(rows)} steps after the first, at least {LEAST_STEPS} are needed")
     publish = float(np.mean([row["publish_s"] for row in rows]))
     checkpoints = [row["checkpoint_s"] for row in rows if row["checkpoint_s"] > 0]
-    busy = [row["seconds"] - sum(row["wait_s"].values()) - row["publish_s"] - row["checkpoint_s"] for row in rows]
-    sums = [[1.0, row["tokens"], row["groups_ended"] - row["groups"]] for row in rows]
-    line = nonnegative(np.array(sums, np.float64), np.array(busy))
+    tokens = np.array([row["tokens"] for row in rows], np.float64)
+    passes = np.array([row["forward_s"] + row["backward_s"] for row in rows])
+    token_s = max(float(passes.sum() / max(1.0, tokens.sum())), floor_s)
+    busy = np.array(
+        [row["seconds"] - sum(row["wait_s"].values()) - row["publish_s"] - row["checkpoint_s"] for row in rows]
+    )
+    rest = np.maximum(0.0, busy - np.maximum(passes, floor_s * tokens))
+    line = nonnegative(np.array([[1.0, row["groups_ended"] - row["groups"]] for row in rows], np.float64), rest)
     values = {
         "learner_step_s": line.values[0],
-        "learner_token_s": line.values[1],
-        "learner_group_s": line.values[2],
+        "learner_token_s": token_s,
+        "learner_group_s": line.values[1],
+        "learner_spread": 0.0,
         "publish_s": publish,
         "checkpoint_s": float(np.mean(checkpoints)) if checkpoints else 0.0,
     }
+    error = float(np.abs(line.expected + token_s * tokens - busy).mean() / max(1e-12, busy.mean()))
     text = (
-        f"learner: a step takes {1e3 * line.values[0]:.3g} ms + {1e6 * line.values[1]:.3g} us per token + "
-        f"{1e6 * line.values[2]:.3g} us per group set aside ({line.count} steps, error {line.error:.0%}); "
-        f"publishing {1e3 * publish:.3g} ms"
+        f"learner: a step takes {1e3 * line.values[0]:.3g} ms + {1e6 * token_s:.3g} us per token + "
+        f"{1e6 * line.values[1]:.3g} us per group set aside ({len(rows)} steps of {tokens.min():.0f} to "
+        f"{tokens.max():.0f} tokens, error {error:.0%}); publishing {1e3 * publish:.3g} ms"
     )
     return values, text
 
@@ -162,15 +215,18 @@ def _learner(paths: RunPaths) -> tuple[dict[str, float], str]:
 def _rewards(paths: RunPaths) -> tuple[dict[str, float], str]:
     if not paths.summary.is_file():
         raise _missing(paths.summary, "there is no such file: it is written when a run ends in order")
-    slots = json.loads(paths.summary.read_bytes()).get("slots") or {}
-    if not {"generated", "rewarding"} <= set(slots):
-        raise _missing(paths.summary, "no `slots` in it: the run was too short, or made by an older busrl")
-    seconds = float(slots["generated"]["stay_s"] + slots["rewarding"]["stay_s"])
+    try:
+        slots = json.loads(paths.summary.read_bytes()).get("slots") or {}
+        seconds = float(slots["generated"]["stay_s"] + slots["rewarding"]["stay_s"])
+    except KeyError:
+        raise _missing(paths.summary, "no `slots` in it: the run was too short, or made by an older busrl") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{paths.summary}: damaged ({error}); was it edited? Fit another run") from None
     return {"reward_s": seconds}, f"rewards: {1e3 * seconds:.3g} ms after the answer (mean slots over throughput)"
 
 
 def _groups(paths: RunPaths, topology: Topology) -> tuple[Recorded, ...]:
-    rows = _rows(paths.groups)
+    rows = _rows(paths.groups, GROUP_KEYS)
     if not rows:
         raise _missing(paths.groups, "no line in it: no step was made, or the run was made by an older busrl")
     data = topology.data
@@ -209,18 +265,28 @@ def nonnegative(sums: Floats, seconds: Floats) -> Line:
     found = tuple(factor * value for value in best[1])
     expected = sums @ np.array(found)
     error = float(np.abs(expected - seconds).mean() / max(1e-12, seconds.mean()))
-    return Line(found, error, len(seconds))
+    return Line(found, expected, error, len(seconds))
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that grew; none if there is no file."""
+def _rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The whole lines of a file that grew, each with these keys; none if there is no file."""
     if not path.is_file():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
+    return [_row(line, f"{path}:{number}", keys) for number, line in enumerate(whole.splitlines(), 1) if line]
+
+
+def _row(line: bytes, place: str, keys: Sequence[str]) -> dict[str, Any]:
     try:
-        return [msgspec.json.decode(line) for line in whole.splitlines() if line]
+        row = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
-        raise UserError(f"{path}: a line is not JSON ({error}); was it edited? Fit another run") from None
+        raise UserError(f"{place}: a line is not JSON ({error}); was it edited? Fit another run") from None
+    missing = [key for key in keys if not isinstance(row, dict) or key not in row]
+    if missing:
+        raise UserError(
+            f"{place}: no {', '.join(missing)} in this line: it was edited, or made by another busrl; fit another run"
+        )
+    return dict(row)
 
 
 def _missing(path: Path, what: str) -> UserError:

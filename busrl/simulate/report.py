@@ -11,23 +11,27 @@ from collections.abc import Sequence
 
 from busrl.scheduling.limits import Limits
 from busrl.simulate.figures import Figures
+from busrl.simulate.fit import Seen
 from busrl.simulate.settings import Setting
+from busrl.simulate.standstill import FATES
+from busrl.simulate.times import STATED
 from busrl.topology import Topology
 
-FATES = {"f": "flat", "o": "too old", "i": "incomplete"}
 BUSY, IDLE = 0.9, 0.8  # busy shares above which something is the bottleneck, and below which it is not
 STALLED = 0.05
 SKEWED = 0.9
+STARVED = 0.5  # share of the time without a prompt to open, from which on that is what limits a run
+FLAT = 0.5
 COLUMNS = (
     "samples/s", "tokens/s", "s/step", "learner busy", "rollout busy", "stalled", "age mean", "age max",
     "taken p99 s", "answered s", "group p99 s", "skew",
 )  # fmt: skip
 
 
-def page(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float) -> str:
-    """Everything about one run."""
+def page(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float, cores: int) -> str:
+    """Everything about one run. `cores`: those of this machine."""
     lines = [*_head(topology, limits, setting, found, took_s), "", *_body(found), ""]
-    lines += [f"  {line}" for line in advice(topology, limits, setting, found)]
+    lines += [f"  {line}" for line in advice(topology, limits, setting, found, cores)]
     lines += ["", *_origin(topology, setting)]
     return "\n".join(lines) + "\n"
 
@@ -75,32 +79,60 @@ def _told(found: Figures) -> list[str]:
     return [f"{head:<12}{', '.join(said)}" for head, said in parts.items() if said]
 
 
-def advice(topology: Topology, limits: Limits, setting: Setting, found: Figures) -> list[str]:
+def advice(topology: Topology, limits: Limits, setting: Setting, found: Figures, cores: int) -> list[str]:
     """What limits the run, and which keys move it."""
-    said = []
-    rows, slots = setting.actors * topology.generation.max_batch, limits.B * limits.group_size
-    if found.learner_busy >= BUSY:
-        said.append("The learner is the bottleneck: more rollout processes would only wait.")
-    elif found.actors_busy >= BUSY:
-        more = max(setting.actors + 1, round(setting.actors * 0.95 / max(found.learner_busy, 0.05)))
-        said.append(f"Generation is the bottleneck; try --actors {more}.")
-    elif limits.sync:
-        said.append("Rounds: learner and rollout wait for each other; weights.mode = batch-async lets them overlap.")
-    elif found.actors_busy < IDLE and rows > slots:
+    said = _bottleneck(topology, limits, setting, found, cores)
+    flat, ended = found.set_aside.get("f", 0), sum(found.set_aside.values()) + sum(row.groups for row in found.rows)
+    if flat > FLAT * ended:
         said.append(
-            f"{rows} rows share {slots} slots, so some stay empty: raise learner.trigger.n_min or "
-            "weights.max_staleness, or use fewer rollout processes."
-        )
-    elif found.learner_waited.get("window", 0.0) + found.learner_waited.get("staleness", 0.0) > 1 - BUSY:
-        said.append(
-            "Late groups hold up the window: a higher weights.max_staleness widens it; segments, or a policy that "
-            "begins long answers first, shorten the wait."
+            f"Most groups are flat ({flat / ended:.0%}): all their rewards are equal, so they cost generation and "
+            "train nothing; prompts that succeed sometimes, not always or never, train more per token."
         )
     if found.actors_stalled > STALLED:
         said.append("New weights stop rollout processes often: raise learner.publish_every or learner.trigger.n_min.")
     if found.skew < SKEWED:
         said.append("Short answers are favoured: what is trained is shorter than what was drawn.")
-    return said or ["Nothing stands out: learner and rollout are balanced."]
+    if said:
+        return said
+    if max(found.learner_busy, found.actors_busy) >= IDLE:
+        return ["Nothing stands out: learner and rollout are balanced."]
+    waits = max(found.learner_waited, key=lambda reason: found.learner_waited[reason], default="groups")
+    return [f"Neither learner nor rollout is busy, and no single key stands out; the learner waits most for: {waits}."]
+
+
+def _bottleneck(topology: Topology, limits: Limits, setting: Setting, found: Figures, cores: int) -> list[str]:
+    rows, slots = setting.actors * topology.generation.max_batch, limits.B * limits.group_size
+    if found.learner_busy >= BUSY:
+        return ["The learner is the bottleneck: more rollout processes would only wait."]
+    if found.actors_busy >= BUSY:
+        return [_more_actors(topology, setting, found, cores)]
+    if found.starved >= STARVED:
+        return [
+            f"Too few prompts arrive: {found.starved:.0%} of the time there was room for more than had come; fewer "
+            "rollout processes would do, or a denser stream (arrival_s)."
+        ]
+    if limits.sync:
+        return ["Rounds: learner and rollout wait for each other; weights.mode = batch-async lets them overlap."]
+    if found.actors_busy < IDLE and rows > slots:
+        return [
+            f"{rows} rows share {slots} slots, so some stay empty: raise learner.trigger.n_min or "
+            "weights.max_staleness, or use fewer rollout processes."
+        ]
+    if found.learner_waited.get("window", 0.0) + found.learner_waited.get("staleness", 0.0) > 1 - BUSY:
+        return [
+            "Late groups hold up the window: a higher weights.max_staleness widens it; segments, or a policy that "
+            "begins long answers first, shorten the wait."
+        ]
+    return []
+
+
+def _more_actors(topology: Topology, setting: Setting, found: Figures, cores: int) -> str:
+    """So many actors that the learner would be busy; scripted ones hardly need a core."""
+    more = max(setting.actors + 1, round(setting.actors * 0.95 / max(found.learner_busy, 0.05)))
+    text = f"Generation is the bottleneck; try --actors {more}."
+    if topology.scripted or more < cores:
+        return text
+    return f"{text} This machine has {cores} cores, and the learner needs one: so that takes a larger one, or more."
 
 
 def _origin(topology: Topology, setting: Setting) -> list[str]:
@@ -112,12 +144,24 @@ def _origin(topology: Topology, setting: Setting) -> list[str]:
             by.setdefault(source, []).append(f"{name} {value:.3g}")
     for source, numbers in by.items():
         lines.append(f"{source}: {', '.join(numbers)}")
-    if any(source.startswith("assumed") for source in by):
+    if STATED in by:
         lines.append(
             "Assumed times are those of a tiny model on two cores. Make a short run and give it with --fit RUN_DIR, or "
             "set simulate.* (configs/reference.toml)."
         )
     return lines
+
+
+def outside(seen: Seen, found: Figures) -> str:
+    """In what a simulated run leaves what the fitted one showed; empty where it stays within."""
+    tokens = found.tokens_trained / max(1, found.steps)
+    said = []
+    for what, value, (least, most) in (
+        ("tokens per step", tokens, seen.tokens), ("running sequences", found.rows_running, seen.rows)
+    ):  # fmt: skip
+        if found.steps and not least <= value <= most:
+            said.append(f"{_short(value)} {what} (the fitted run: {_short(least)} to {_short(most)})")
+    return ", ".join(said)
 
 
 # ----------------------------------------------------------------------------------------------------------- sweeps

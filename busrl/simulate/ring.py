@@ -41,13 +41,16 @@ class SimRing:
         self.uid, self.admission, self.step = self.lines["uid"], self.lines["admission"], self.lines["step"]
         self.free = list(range(slots - 1, -1, -1))
         self.queue: list[tuple[int, int, int]] = []  # (less its priority, when it came, slot)
+        self.held: list[tuple[int, int, int]] = []  # those that are QUEUED and may not be taken yet
         self.priority = [0] * slots
         self.changes = 0
         self._order = 0
 
-    def dispatch(self, draw: int, member: int, members: int, admission: int, step: int, priority: int) -> list[int]:
+    def dispatch(
+        self, draw: int, member: int, members: int, admission: int, step: int, priority: int, hold: bool = False
+    ) -> list[int]:
         """`members` of a group, `member` the first of them, go to QUEUED; their slots. The largest priority is taken
-        first."""
+        first. `hold`: none is taken before it is allowed."""
         first = uid_of(draw, 0, member, self.size)
         self._reserve(first + 2 * self.size)
         slots = [self.free.pop() for _ in range(members)]
@@ -57,7 +60,7 @@ class SimRing:
         self.segs[slots], self.reward[slots], self.state[slots] = 0, 0.0, QUEUED
         for slot in slots:
             self.priority[slot] = priority
-            self._wait(slot, 0)
+            self._wait(slot, 0, hold)
         self.changes += 1
         return slots
 
@@ -75,13 +78,18 @@ class SimRing:
             self.changes += 1
         return taken
 
-    def release(self, slot: int, into: list[tuple[int, int, int]] | None = None) -> None:
-        """The end of a segment that was not the last: back to QUEUED, before all that have none. `into`: another heap
-        than the queue, for slots that may not be taken yet."""
+    def release(self, slot: int, hold: bool = False) -> None:
+        """The end of a segment that was not the last: back to QUEUED, before all that have none."""
         self.state[slot] = QUEUED
         self.segs[slot] = min(255, int(self.segs[slot]) + 1)
-        self._wait(slot, UNFINISHED, into)
+        self._wait(slot, UNFINISHED, hold)
         self.changes += 1
+
+    def allow(self, slots: npt.NDArray[np.bool_]) -> None:
+        """Those of the slots (a mask of all) that are held may be taken from now on."""
+        self.queue += [one for one in self.held if slots[one[2]]]
+        self.held = [one for one in self.held if not slots[one[2]]]
+        heapq.heapify(self.queue)
 
     def generated(self, slot: int) -> None:
         self.state[slot] = GENERATED
@@ -104,9 +112,9 @@ class SimRing:
         self.free.extend(slots)
         self.changes += 1
 
-    def _wait(self, slot: int, ahead: int, into: list[tuple[int, int, int]] | None = None) -> None:
+    def _wait(self, slot: int, ahead: int, hold: bool) -> None:
         self._order += 1
-        heapq.heappush(self.queue if into is None else into, (-self.priority[slot] - ahead, self._order, slot))
+        heapq.heappush(self.held if hold else self.queue, (-self.priority[slot] - ahead, self._order, slot))
 
     def _reserve(self, upto: int) -> None:
         if upto > len(self.fates):

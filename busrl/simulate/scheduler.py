@@ -57,11 +57,13 @@ class Scheduler:
         self, topology: Topology, answers: Answers, ring: SimRing, counts: Counts, rows: int, *, oracle: bool
     ) -> None:
         self.limits, self.answers, self.ring, self.counts = admission_limits(topology), answers, ring, counts
-        self.size, self.rows, self.ahead = topology.groups.size, rows, topology.scheduler.ahead
+        self.size, self.rows = topology.groups.size, rows
         self.admission = Admission(self.limits, topology.weights.over_age)
         self.feed = Feed(topology, answers, oracle)
         self.probes = Probes(topology.derived.W if topology.scheduler.probe else 0)
         self.waves = waves_of(self.limits)
+        # A wave begins when its round is whole: whoever waited for an engine before that would wait for ever.
+        self.ahead = topology.scheduler.ahead if self.waves is None else 0
         self.groups: dict[int, Group] = {}
         self.lengths: dict[int, tuple[int, ...]] = {}
         slots = topology.derived.train_slots
@@ -70,11 +72,12 @@ class Scheduler:
         self.next_admission = self.version_step = 0
         self.end: float = math.inf  # the first draw that does not exist
         self.arrival: float = math.inf  # of the next prompt of a stream, if it was looked for in vain
+        self.starved = False  # the last look could have opened more groups than prompts had arrived
         self._reserve = topology.derived.val_reserve
 
     def look(self, view: GroupView, learned: Learned, now: float) -> int:
         """Dispatch all that may be dispatched now; the number of samples."""
-        self.arrival = math.inf
+        self.arrival, self.starved = math.inf, False
         self.feed.look(view, self.rows)
         if not self.probes.on:
             return self._open_new(view, learned, now)
@@ -105,6 +108,7 @@ class Scheduler:
         for _ in range(room.groups):
             candidate = self.feed.policy.next()
             if candidate is None:
+                self.starved = self.arrival < math.inf
                 break
             sent += self._open(candidate, learned.step, now)
         return sent
@@ -147,7 +151,8 @@ class Scheduler:
 
     def _put(self, draw: int, first: int, members: int, index: int, priority: int) -> int:
         lengths = self.lengths[draw]
-        slots = self.ring.dispatch(draw, first, members, index, self.version_step, priority)
+        hold = self.waves is not None
+        slots = self.ring.dispatch(draw, first, members, index, self.version_step, priority, hold)
         for member, slot in enumerate(slots, first):
             self.of[slot] = (draw, member)
             self.to_make[slot] = lengths[member]

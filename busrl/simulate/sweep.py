@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from busrl.errors import TopologyError, UserError
-from busrl.topology import Topology, load
+from busrl.topology import Topology, sketch
 
 MAX_POINTS = 1000
 
@@ -31,6 +31,7 @@ class Point:
 
     values: tuple[str, ...]
     topology: Topology
+    written: frozenset[str]  # the keys that topology file, --set and --sweep give
 
 
 def axis(text: str) -> Axis:
@@ -50,13 +51,14 @@ def points(file: Path, overrides: Sequence[str], axes: Sequence[Axis]) -> list[P
     combinations = list(itertools.product(*(one.values for one in axes)))
     if len(combinations) > MAX_POINTS:
         raise UserError(f"--sweep: {len(combinations)} combinations, at most {MAX_POINTS}; give fewer values")
-    return [Point(values, _load(file, overrides, axes, values)) for values in combinations]
+    return [_load(file, overrides, axes, values) for values in combinations]
 
 
-def _load(file: Path, overrides: Sequence[str], axes: Sequence[Axis], values: Sequence[str]) -> Topology:
+def _load(file: Path, overrides: Sequence[str], axes: Sequence[Axis], values: tuple[str, ...]) -> Point:
     chosen = [f"{one.key}={value}" for one, value in zip(axes, values)]
     try:
-        return load(file, [*overrides, *chosen])
+        found = sketch(file, [*overrides, *chosen])
+        return Point(values, found.topology, found.written)
     except TopologyError as error:
         if not axes:
             raise

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,14 +23,14 @@ from busrl.errors import UserError
 from busrl.roles.limits import admission_limits
 from busrl.roles.plan import make_plan
 from busrl.scheduling.groups import GroupScanner, GroupView
-from busrl.scheduling.segments import SegmentPlan
-from busrl.simulate.actors import Actors, Noise
+from busrl.simulate.actors import Actors, Delays, Noise, cuts_of
 from busrl.simulate.answers import Answers
 from busrl.simulate.control import Control
 from busrl.simulate.figures import Counts, Figures, figures
 from busrl.simulate.learner import Learner, Look
 from busrl.simulate.ring import SimRing
 from busrl.simulate.scheduler import Learned, Scheduler
+from busrl.simulate.standstill import InVain, all_flat, nothing_under_way
 from busrl.simulate.times import Times
 from busrl.topology import Topology
 from busrl.topology.control import batch_varies, due
@@ -38,6 +39,7 @@ TICK_S = 0.03  # the scheduler sees slots that came free without a message at it
 PROBING_TICK_S = 0.01  # and the end of a probe after this
 SMALL_RING = 2048  # slots; above, rewards are delivered on a grid
 LOOKS_PER_ANSWER = 25  # grid points in the time of a mean answer
+EVENTS_WATCHED = 4096  # between two calls of who watches
 ENTROPY = 1.0  # the simulated learner's; a constant, since nothing is learned
 
 
@@ -80,15 +82,14 @@ class World:
         self.cuts = cuts_of(topology, segment_length)
         self._trained = 0  # groups
         self._running = 0  # sequences of all actors
-        self._held: list[tuple[int, int, int]] = []  # unfinished answers, until the next wave
+        self._in_vain = InVain(self.limits.n_min)
         self.now = 0.0
         self._heap: list[tuple[float, int, int, int, int]] = []
         self._sequence = 0
         self._of, self._to_make = self.scheduler.of, self.scheduler.to_make
         self._segment: list[int] = [0] * derived.train_slots  # slot -> tokens of the segment under way
         self._due: dict[float, list[int]] = {}  # reward time -> slots
-        self._rewards = np.random.default_rng([seed, 2])
-        self._latencies: list[float] = []
+        self._delays = Delays(times.reward_s, [seed, 2])
         self._grid = self._default_grid() if grid_s is None else grid_s
         self._view: GroupView | None = None
         self._view_of = -1
@@ -97,32 +98,35 @@ class World:
         self._looked_for = ("start", 0.0)
         self._deadline = math.inf
         self._next_look = math.inf
+        self._looked_at = 0.0  # by the scheduler
 
     # -- the clock ----------------------------------------------------------------------------------------------
 
-    def run(self) -> Figures:
-        """Play to the end; the figures of the whole run."""
+    def run(self, watch: Callable[[World], None] | None = None) -> Figures:
+        """Play to the end; the figures of the whole run. `watch` is called every EVENTS_WATCHED events."""
         self.learner.plan.trigger.step_ended(0.0)
         self._schedule_look(0.0)
         self._learner_looks()
         while self._heap and not self._done:
-            time, kind, _, one, stamp = heapq.heappop(self._heap)
-            self.now = time if time > self.now else self.now
-            self._handle(kind, time, one, stamp)
+            for _ in range(EVENTS_WATCHED):
+                time, kind, _, one, stamp = heapq.heappop(self._heap)
+                self.now = time if time > self.now else self.now
+                self._handle(kind, time, one, stamp)
+                if self._done or not self._heap:
+                    break
+            if watch is not None:
+                watch(self)
         if not self._done and not self._draining():
             raise UserError(self._stuck())
         self.actors.settle(self.now)
         every = self.actors.all
         told = self.feed.told() | self.control.told()
-        return figures(self.counts, self.now, [a.busy_s for a in every], [a.stalled_s for a in every], told)
+        steps = sum(actor.steps for actor in every)
+        return figures(self.counts, self.now, [a.busy_s for a in every], [a.stalled_s for a in every], steps, told)
 
     def _stuck(self) -> str:
         reason, _ = self._looked_for
-        return (
-            f"the simulated run stands still at step {self.learner.step} after {self.now:.1f} s: the learner waits for "
-            f"{reason}, {len(self.groups)} groups are open, and nothing is under way; are all groups flat "
-            "(simulate.flat_share, rewards of the trace), or is learner.trigger.n_min above what can be admitted?"
-        )
+        return nothing_under_way(reason, self.learner.step, self.now, len(self.groups), self.counts.aside)
 
     def _handle(self, kind: int, time: float, one: int, stamp: int) -> None:
         if kind == ACTOR:
@@ -161,6 +165,8 @@ class World:
     def _dispatch(self) -> None:
         """One look of the scheduler, and what follows from it."""
         scheduler = self.scheduler
+        self.counts.starved_s += self.now - self._looked_at if scheduler.starved else 0.0
+        self._looked_at = self.now
         sent = scheduler.look(self.view(), Learned(self.learner.step, self.learner.unpublished), self.now)
         if scheduler.arrival < math.inf:
             self._schedule_look(scheduler.arrival)
@@ -171,11 +177,9 @@ class World:
     # -- rounds of segments -------------------------------------------------------------------------------------
 
     def _begin_wave(self) -> None:
-        """With a whole round admitted, every unfinished answer may have one more segment."""
-        if self.scheduler.waves is not None and self.scheduler.next_admission % self.limits.n_min == 0:
-            self.ring.queue += self._held
-            heapq.heapify(self.ring.queue)
-            self._held = []
+        """What this wave gives a segment may be taken: once its round is whole, and not before."""
+        if (waves := self.scheduler.waves) is not None:
+            self.ring.allow(waves.claimable(self.ring.lines, self.scheduler.next_admission))
 
     def _end_wave(self) -> None:
         """The last segment of a wave has ended: everybody looks."""
@@ -243,11 +247,11 @@ class World:
         self._to_make[slot] -= made
         self.counts.generated += made
         if self._to_make[slot]:
-            self.ring.release(slot, None if self.scheduler.waves is None else self._held)
+            self.ring.release(slot, hold=self.scheduler.waves is not None)
             return
         self.ring.generated(slot)
         self._whole(*self._of[slot])
-        due = self.now + self._latency()
+        due = self.now + self._delays.next()
         due = math.ceil(due / self._grid) * self._grid if self._grid else due
         if due in self._due:
             self._due[due].append(slot)
@@ -268,12 +272,6 @@ class World:
 
     # -- rewards ------------------------------------------------------------------------------------------------
 
-    def _latency(self) -> float:
-        """Uniform between 0 and twice the mean: what waiting for the next of regular doorbells is like."""
-        if not self._latencies:
-            self._latencies = self._rewards.uniform(0.0, 2.0 * self.times.reward_s, 4096).tolist()
-        return self._latencies.pop()
-
     def _reward(self, time: float) -> None:
         slots = self._due.pop(time)
         rewards = []
@@ -286,11 +284,17 @@ class World:
             if not group.left:
                 self._resolved = True
                 self.counts.grouped.append(self.now - group.since)
+                if self._in_vain.ended(group.rewards) and not self._draining():
+                    raise UserError(self._all_flat())
         self.counts.ended += len(slots)
         self.ring.rewarded(slots, rewards)
         if self._resolved and not self._busy:
             self._learner_looks()
         self._end_wave()
+
+    def _all_flat(self) -> str:
+        share = self.topology.simulate.flat_share
+        return all_flat(self._in_vain.groups, self.learner.step, self.now, self.answers.name, share)
 
     # -- learner ------------------------------------------------------------------------------------------------
 
@@ -389,11 +393,3 @@ class World:
 
     def _has(self, draw: int) -> bool:
         return self.answers.prompt(draw) is not None
-
-
-def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
-    """The segments of the topology, or of `length` tokens (0: answers in one go) and as many as it takes."""
-    own, limit = topology.segments, topology.generation.max_new_tokens
-    if length is None:
-        return SegmentPlan(own.length, own.max_segments, limit)
-    return SegmentPlan(length, -(-limit // length) if length else 1, limit)

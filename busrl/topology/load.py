@@ -1,7 +1,8 @@
 """`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
 
 Reads (`source`), types (`reader`), looks at files (`files`), computes (`resolve`) and compares keys (`rules`).
-Nothing is created or changed. Used by `busrl launch` and `busrl check`.
+Nothing is created or changed. Used by `busrl launch` and `busrl check`; `busrl simulate` uses `sketch`, which asks for
+nothing that a simulation does without: no model, no engine, no reward, no prompts, no devices.
 
 - All problems of a file come in one TopologyError, in the order of the file.
 - A key with a wrong value is reported once, for that; rules that depend on it are not looked at.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +30,61 @@ UNRESOLVED = Derived(
 )  # fmt: skip
 
 
+# What belongs to a machine, a model or a program: a simulation neither looks at these nor obeys rules about them.
+REAL_FILES = frozenset(
+    {"model.path", "data.train", "data.validation", "reward.function", "bus.endpoint", "lora.rank", "process"}
+)
+REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
+REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend", "data.validation"})
+PLAYED_OF_PROCESS = ("role", "count")
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A topology that is only to be simulated. `written`: the dotted keys that the file or an override gives."""
+
+    topology: Topology
+    written: frozenset[str]
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
     """The checked topology; a TopologyError with every problem otherwise."""
+    return _load(read(Path(path), overrides), overrides)
+
+
+def sketch(path: str | Path, overrides: Sequence[str] = ()) -> Sketch:
+    """The same without the rules about machine, model and engines, and without a look at the files of a real run."""
     source = read(Path(path), overrides)
+    topology = _load(source, overrides, sketched=True)
+    written = (".".join(map(str, key)) for key in (*source.lines, *source.overridden))
+    return Sketch(topology, frozenset(written))
+
+
+def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -> Topology:
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
     problems, bad = reader.problems, reader.bad
-    looked, broken = files.look(draft, bad)
+    looked, broken = files.look(draft, bad | REAL_FILES if sketched else bad)
     problems.extend(_placed(source, draft, item) for item in broken)
     bad |= {item.key for item in broken}
     resolved = resolve(draft, looked)
     ruled = [finding for part in (rules, weight_rules, engine_rules, vllm) for finding in part.findings(draft)]
-    told = (*ruled, *resolved.findings)
+    told = [one for one in (*ruled, *resolved.findings) if not (sketched and any(map(_real, one.keys)))]
     found = [f for f in told if not _depends((*f.keys, *f.depends), bad)]
     problems.extend(_problem(source, draft, finding) for finding in found if not finding.warning)
-    problems.extend(_too_long(draft, resolved.findings))
+    problems.extend([] if sketched else _too_long(draft, resolved.findings))
     if problems:
         raise TopologyError(sorted(problems, key=source.order))
     warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
     return dataclasses.replace(draft, derived=dataclasses.replace(resolved.derived, warnings=warnings))
+
+
+def _real(key: str) -> bool:
+    """Whether a key means something in a real run only."""
+    section, _, rest = key.partition(".")
+    if section == "process" and rest:
+        return rest.rpartition(".")[2] not in PLAYED_OF_PROCESS
+    return section in REAL_SECTIONS or key in REAL_KEYS
 
 
 def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology:

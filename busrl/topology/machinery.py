@@ -68,7 +68,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Simulate:
-    """[simulate]: what `busrl simulate` assumes, times in seconds; a run never reads it, --fit takes its place."""
+    """[simulate]: what `busrl simulate` assumes, times in seconds; set here, they go before --fit and [mock]."""
 
     actors: int = key(0, "rollout processes; 0 = as many as the topology starts", low=0, high=1 << 20)
     step_s: float = key(0.004, "a decoding step of a rollout process ...", low=0, high=1e6)

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from busrl.cli import main
 from busrl.data.trace import Task, write
 from busrl.errors import NoSuchRun, UserError
 from busrl.simulate import World
 from busrl.simulate.fit import fit, nonnegative
 from busrl.simulate.settings import Asked, make
-from busrl.topology import load
+from busrl.topology import load, sketch
+from busrl.topology.schema import Simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +51,8 @@ def recorded(tmp_path: Path) -> Path:
         tokens, aside = int(random.integers(500, 900)), int(random.integers(0, 9))
         steps.append({
             "step": step, "tokens": tokens, "groups": 8, "groups_ended": 8 + aside, "publish_s": 0.004,
-            "checkpoint_s": 0.0, "seconds": 0.03 + tokens * 0.0002 + aside * 0.001 + 0.004 + 0.5,
+            "checkpoint_s": 0.0, "forward_s": tokens * 0.00008, "backward_s": tokens * 0.00012,
+            "seconds": 0.03 + tokens * 0.0002 + aside * 0.001 + 0.004 + 0.5,
             "wait_s": {"groups": 0.3, "window": 0.2},
         })  # fmt: skip
     write_rows(run / "metrics.jsonl", steps)
@@ -128,8 +131,59 @@ def test_a_run_without_what_is_needed_is_refused_by_the_name_of_the_file(
 def test_a_line_that_is_not_json_is_named(recorded: Path) -> None:
     with open(recorded / "metrics.jsonl", "a") as file:
         file.write("{oops\n")
-    with pytest.raises(UserError, match=r"metrics.jsonl: a line is not JSON"):
+    with pytest.raises(UserError, match=r"metrics.jsonl:41: a line is not JSON"):
         fit(recorded)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("pace/rollout-0.jsonl", '{"wall_s": 1.0}\n', r"rollout-0.jsonl:1: no step_s, weights_s"),
+        ("metrics.jsonl", '{"step": 3, "seconds": 1.0}\n', r"metrics.jsonl:1: no wait_s"),
+        ("groups.jsonl", "[1]\n", r"groups.jsonl:1: no draws"),
+        ("summary.json", '{"slots": ', r"summary.json: damaged"),
+        ("summary.json", "{}", r"summary.json: no `slots`"),
+        ("topology.json", "{", r"topology.json: damaged"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_its_name_and_line(recorded: Path, file: str, text: str, message: str) -> None:
+    (recorded / file).write_text(text)
+    with pytest.raises(UserError, match=message):
+        fit(recorded)
+
+
+def test_steps_of_one_size_still_tell_what_a_token_costs(recorded: Path) -> None:
+    rows = [json.loads(line) for line in (recorded / "metrics.jsonl").read_text().splitlines()]
+    random = np.random.default_rng(1)
+    for row in rows:  # noise that a slope over the steps would take for the whole cost
+        row |= {"tokens": 700, "forward_s": 0.02, "backward_s": 0.05, "seconds": 0.604 + random.uniform(0, 0.03)}
+    write_rows(recorded / "metrics.jsonl", rows)
+    fitted = fit(recorded)
+    assert fitted.times.learner_token_s == pytest.approx(0.0001)
+    assert 0.025 < fitted.times.learner_step_s + 4 * fitted.times.learner_group_s < 0.05
+    assert fitted.seen.tokens == (700, 700)
+
+
+def test_keys_that_are_set_override_the_fit_and_no_others(recorded: Path) -> None:
+    fitted = fit(recorded)
+    default = str(Simulate().row_s)
+    found = sketch(
+        ROOT / "configs" / "quickstart.toml", ["simulate.step_spread=0.3", f"simulate.row_s={default}", "groups.size=4"]
+    )
+    times = make(found.topology, Asked(steps=1), fitted, found.written).times
+    assert (times.step_spread, times.row_s, times.step_s) == (0.3, float(default), fitted.times.step_s)
+    assert times.source["row_s"] == times.source["step_spread"] == "set in [simulate]"
+    assert times.source["step_s"] == "fitted, run"
+
+
+def test_a_sweep_that_leaves_what_the_run_showed_says_so(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--fit", str(recorded), "--steps", "6", "--set", "groups.size=4", "--out", str(tmp_path / "out")]
+    sweep = ["--sweep", "learner.trigger.n_min=2,8"]
+    assert main(["simulate", str(ROOT / "configs" / "quickstart.toml"), *given, *sweep]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert any(line.startswith("WARNING: 2: ") and "tokens per step (the fitted run: 5" in line for line in warnings)
 
 
 def test_least_squares_give_no_negative_number_and_the_best_of_those_that_are_not() -> None:

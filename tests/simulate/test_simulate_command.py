@@ -9,17 +9,106 @@ from pathlib import Path
 import pytest
 
 from busrl.cli import main
+from busrl.cli import simulate as command
 from busrl.data import trace
+from busrl.data.trace import Task, write
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
+SCRIPTED = str(ROOT / "configs" / "scripted.toml")
 
 
-def test_the_quickstart_gives_a_useful_answer_and_names_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", QUICKSTART, "--steps", "10"]) == 0
+def test_the_quickstart_is_near_its_real_run_and_assumes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    # The first 60 steps of the quickstart, measured on a quiet machine of two cores (simulator_accuracy.json in
+    # docs/experiments/results): 1,640 samples/s, 37k tokens/s, learner busy for 65 %.
+    assert main(["simulate", QUICKSTART, "--steps", "60", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["figures"]["samples_per_s"] == pytest.approx(1640, rel=0.15)
+    assert found["figures"]["generated_tokens_per_s"] == pytest.approx(37e3, rel=0.15)
+    assert found["figures"]["learner_busy"] == pytest.approx(0.65, abs=0.1)
+    assert {time["source"] for time in found["times"].values()} == {"measured, quickstart on two cores"}
+
+
+def test_a_model_that_is_not_here_is_simulated_and_what_was_assumed_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (ROOT / "README.md").read_text()
+    example = readme[readme.index("```toml") + 7 :]
+    path = tmp_path / "my.toml"
+    path.write_text(example[: example.index("```")])
+    for engine in ("torch", "vllm"):
+        assert main(["simulate", str(path), "--steps", "3", "--set", f"process.rollout.engine={engine}"]) == 0
+        text = capsys.readouterr().out
+        for word in ("samples/s", "busy", "age", "waiting", "skew", "assumed", "--fit RUN_DIR", "is not there"):
+            assert word in text
+    # What decides in a simulation is checked as ever.
+    assert main(["simulate", str(path), "--set", "segments.rounds=segments"]) == 2
+    assert "segments are off" in capsys.readouterr().err
+
+
+def test_scripted_engines_have_the_pace_that_is_written_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--set", "simulate.row_s=0.001", "--set", "mock.learner_s_per_token=0.0005"]
+    assert main(["simulate", SCRIPTED, "--steps", "4", "--json", *own]) == 0
+    times = json.loads(capsys.readouterr().out)["times"]
+    assert times["step_s"] == {"value": 0.008, "source": "stated in [mock]"}
+    assert times["prefill_token_s"] == {"value": 0.0002, "source": "stated in [mock]"}
+    assert times["row_s"] == {"value": 0.001, "source": "set in [simulate]"}
+    assert times["learner_token_s"] == {"value": 0.0005, "source": "stated in [mock]"}
+
+
+def test_a_trace_that_is_cut_or_repeated_is_named_for_each_point(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.jsonl"
+    write(path, [Task("a", (30, 70)), Task("b", (50,) * 8)])
+    given = ["--trace", str(path), "--steps", "2", "--out", str(tmp_path / "out")]
+    assert main(["simulate", QUICKSTART, *given, "--sweep", "generation.max_new_tokens=64,128"]) == 0
     text = capsys.readouterr().out
-    for word in ("samples/s", "busy", "age", "waiting", "skew", "bottleneck", "assumed", "--fit RUN_DIR"):
-        assert word in text
+    assert "answers: 64: trace" in text and "4 of 16 answers cut by generation.max_new_tokens = 64" in text
+    assert "1 of 2 groups have fewer lengths than groups.size = 8: they repeat" in text
+    assert "cut by generation.max_new_tokens = 128" not in text
+
+
+def test_a_trace_of_flat_groups_ends_with_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "flat.jsonl"
+    write(path, [Task("a", (5,), "1", rewards=(1.0,))])
+    assert main(["simulate", QUICKSTART, "--trace", str(path), "--steps", "1"]) == 2
+    assert "groups in a row ended with equal rewards" in capsys.readouterr().err
+
+
+def test_a_long_simulation_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "PATIENCE_S", 0.0)
+    assert main(["simulate", QUICKSTART, "--steps", "12", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) and "of 12 after" in err and "of virtual time" in err
+
+
+@pytest.mark.parametrize("arrivals", [False, True])
+def test_prompts_arrive_as_in_a_live_run(tmp_path: Path, arrivals: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    # 8 lines over 7 s; 3 steps of 4 groups take the stream into its second epoch.
+    path = tmp_path / "stream.jsonl"
+    write(path, [Task(f"p{i}", (10, 20, 30, 40), "1", rewards=(0, 1, 0, 1), arrival_s=float(i)) for i in range(8)])
+    own = [f"data.train={path}", f"data.arrivals={str(arrivals).lower()}", "learner.trigger.n_min=4"]
+    given = [part for one in own for part in ("--set", one)]
+    assert main(["simulate", SCRIPTED, "--steps", "3", "--json", *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert ("arrivals obeyed" in found["answers"]) == arrivals
+    assert (found["figures"]["seconds"] > 11.0) == arrivals
+    assert main(["simulate", SCRIPTED, "--steps", "3", *given]) == 0
+    assert ("Too few prompts arrive" in capsys.readouterr().out) == arrivals
+
+
+def test_arrivals_that_are_missing_or_out_of_order_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "stream.jsonl"
+    given = ["--set", f"data.train={path}", "--set", "data.arrivals=true"]
+    for times, message in (((2.0, 1.0), ":2: arrival_s = 1.0, after 2.0"), ((None, None), "no line has arrival_s")):
+        write(path, [Task("p", (5,), arrival_s=time) for time in times])
+        assert main(["simulate", SCRIPTED, *given]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_json_holds_every_figure_and_where_each_time_came_from(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +116,7 @@ def test_json_holds_every_figure_and_where_each_time_came_from(capsys: pytest.Ca
     found = json.loads(capsys.readouterr().out)
     assert found["actors"] == 2 and found["seed"] == 7 and found["figures"]["steps"] == 5
     assert sum(found["figures"]["ages"].values()) == pytest.approx(1.0)
-    assert found["times"]["step_s"]["source"].startswith("assumed")
+    assert found["times"]["step_s"]["source"].startswith("measured")
 
 
 def test_a_sweep_writes_a_table_a_page_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,9 +159,9 @@ def test_a_generated_trace_can_be_simulated_and_is_the_same_for_the_same_seed(tm
         (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--set", "simulate.step_s=0", "--set", "simulate.row_s=0"], "a decoding step must take some time"),
         (["--set", "simulate.step_s=-1"], "simulate.step_s"),
-        (["--generate", "/nowhere/trace.jsonl"], "can not be written"),
-        (["--generate", "x", "--prompts", "0"], "--prompts 0: must be >= 1"),
-        (["--generate", "x", "--median", "900", "--limit", "100"], "--median 900: must be 1 to --limit"),
+        (["--generate", "x"], "TOPOLOGY belongs to a simulation"),
+        (["--median", "9"], "--median belongs to --generate"),
+        (["--group-size", "8"], "--group-size belongs to --generate"),
     ],
 )
 def test_what_can_not_be_simulated_is_refused_in_one_line(
@@ -81,6 +170,28 @@ def test_what_can_not_be_simulated_is_refused_in_one_line(
     assert main(["simulate", QUICKSTART, *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere/trace.jsonl"], "can not be written"),
+        (["x", "--prompts", "0"], "--prompts 0: must be >= 1"),
+        (["x", "--median", "900", "--limit", "100"], "--median 900: must be 1 to --limit"),
+        (["x", "--seed", "-4"], "--seed -4: must be >= 0"),
+        (["x", "--trace", "y"], "--trace belongs to a simulation"),
+        (["x", "--actors", "0"], "--actors belongs to a simulation"),
+        ([__file__], "is there already"),
+    ],
+)
+def test_what_can_not_be_generated_is_refused_in_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", "--generate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_trace_with_a_negative_length_is_refused_with_its_line(

@@ -181,6 +181,23 @@ def test_rounds_of_segments_train_what_is_whole_and_carry_the_rest_over(checked:
     assert found.age_max == 2 and found.age_max <= world.limits.max_age
 
 
+def test_a_round_of_segments_is_admitted_whole_whatever_late_dispatch_says_and_begun_when_it_is(checked: Make) -> None:
+    given = ("groups.size=4", "learner.trigger.n_min=8", "weights.mode=sync", "generation.max_batch=8",
+             "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
+             "segments.max_segments=3", "segments.rounds=segments")  # fmt: skip
+    lengths = answers([(30,) * 4, (10,) * 4])
+    world = checked(topology(*given, "scheduler.ahead=32"), FREE_TIMES, lengths, steps=6)
+    takes = world._take
+
+    def watched(index: int) -> None:
+        allowed = world.scheduler.waves.claimable(world.ring.lines, world.scheduler.next_admission)
+        assert all(allowed[slot] for _, _, slot in world.ring.queue)
+        takes(index)
+
+    world._take = watched
+    assert world.run().rows == checked(topology(*given), FREE_TIMES, lengths, steps=6).run().rows
+
+
 def test_rounds_of_segments_go_on_when_a_wave_completes_nothing(checked: Make) -> None:
     made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=64",
                     "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",

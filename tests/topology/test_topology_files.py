@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.topology import Topology
+from busrl.errors import TopologyError
+from busrl.topology import Topology, sketch
 from busrl.topology.check import report
 from busrl.topology.machine import model_facts, read_config
 
@@ -150,3 +151,18 @@ def test_check_counts_the_prompts_that_will_be_set_aside(here: Path, loaded: Loa
     (here / "train.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": ""}) + "\n" for p in prompts))
     text = report(loaded("[generation]\nmax_prompt_tokens = 6\n"))
     assert "2 prompts have more than generation.max_prompt_tokens = 6" in text and "train.jsonl:2 with 9" in text
+
+
+def test_a_sketch_asks_for_no_file_and_tells_which_keys_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(
+        '[model]\npath = "nowhere"\n[data]\ntrain = "none.jsonl"\n[reward]\nkind = "python"\nfunction = "no.py:f"\n'
+        '[[process]]\nrole = "rollout"\nengine = "vllm"\ncount = 100\n[[process]]\nrole = "reward"\n'
+        '[[process]]\nrole = "learner"\n'
+    )
+    found = sketch(path, ["simulate.row_s=0.1"])
+    assert found.topology.process[0].count == 100
+    assert {"model.path", "simulate.row_s"} <= found.written and "simulate.step_s" not in found.written
+    with pytest.raises(TopologyError) as refused:
+        sketch(path, ["segments.rounds=segments", "learner.trigger.n_min=none"])
+    assert len(refused.value.problems) == 3  # length is off and the mode is not sync; and what is no number
