@@ -18,7 +18,7 @@ def add_simulate_arguments(made: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE", help="prompts with the lengths of their answers (JSONL)")
     add("--fit", type=Path, metavar="RUN_DIR", help="times, lengths and rewards of a finished run")
     add("--sweep", action="append", default=[], metavar="KEY=A,B,C", help="simulate with each value; may be repeated")
-    add("--steps", type=int, metavar="S", help="optimiser steps (default: run.max_steps)")
+    add("--steps", type=int, metavar="S", help="optimiser steps (default: the first 60 of run.max_steps)")
     add("--seed", type=int, metavar="N", help="of all that happens by chance (default: run.seed)")
     add("--out", type=Path, metavar="DIR", help="where a sweep writes its table and picture (default: simulated/NAME)")
     add("--json", action="store_true", help="print JSON")

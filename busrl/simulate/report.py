@@ -38,10 +38,11 @@ def page(topology: Topology, limits: Limits, setting: Setting, found: Figures, t
 
 def _head(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float) -> list[str]:
     rows = topology.generation.max_batch
+    of = f"of {topology.run.max_steps} " if found.steps < topology.run.max_steps else ""
     return [
         f"{topology.run.name}, simulated: {setting.actors} rollout x {rows} rows, {limits.mode}, "
         f"B = {limits.B} groups of {limits.group_size}, n_min = {limits.n_min}, policy {topology.scheduler.policy}",
-        f"{found.steps} steps and {found.tasks} samples in {_seconds(found.seconds)} of virtual time "
+        f"{found.steps} {of}steps and {found.tasks} samples in {_seconds(found.seconds)} of virtual time "
         f"({took_s:.1f} s here, seed {setting.seed})",
     ]
 

@@ -19,6 +19,7 @@ from busrl.simulate.times import Times
 from busrl.topology import Topology
 
 MAX_ACTORS = 1 << 20
+STEPS = 60  # of a run are played unless more are asked for: enough to be past its beginning, and done in seconds
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ def make(
     seed = topology.run.seed if asked.seed is None else asked.seed
     if seed < 0:
         raise UserError(f"--seed {seed}: must be >= 0; give another")
-    steps = topology.run.max_steps if asked.steps is None else asked.steps
+    steps = min(STEPS, topology.run.max_steps) if asked.steps is None else asked.steps
     if steps < 1:
-        raise UserError(f"--steps {steps}: must be >= 1; leave it out for run.max_steps = {topology.run.max_steps}")
+        raise UserError(f"--steps {steps}: must be >= 1; leave it out for the first {STEPS}")
     known = shipped.find(topology)
     times = pacing.times_of(topology, written, None if fitted is None else fitted.times, known)
     answers, note = sources.answers_of(topology, asked.trace, fitted, known, seed)

@@ -80,7 +80,7 @@ def measured(folder: Path) -> dict[str, float]:
 
 def foretold(fitted: Fitted, topology: Topology, seed: int) -> dict[str, float]:
     """The same of a simulated run."""
-    setting = make(topology, Asked(seed=seed), fitted)
+    setting = make(topology, Asked(steps=topology.run.max_steps, seed=seed), fitted)
     found = World(
         topology, setting.times, setting.answers, actors=setting.actors, steps=setting.steps, seed=seed
     ).run()
