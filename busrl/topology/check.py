@@ -9,6 +9,7 @@ folder, and what deserves a warning. Uses `load` for everything that can be wron
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,8 @@ def _warnings(t: Topology) -> Iterator[str]:
     if threads > (there := len(machine.cores())):
         text = f"rollouts and learner have {threads} threads for {there} cores; lower threads or count"
         found.append(f"[[process]]: {text}")
+    if text := _missing_key(t):
+        found.append(text)
     if t.data.train not in ("", t.data.validation) and t.derived.train_prompts < t.learner.trigger.n_min:
         found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
     if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):
@@ -281,6 +284,15 @@ def _warnings(t: Topology) -> Iterator[str]:
         yield "warnings"
         for text in found:
             yield f"  {text}"
+
+
+def _missing_key(t: Topology) -> str:
+    """The key of an endpoint that this environment has not; that of `launch` may be another."""
+    name = t.openai.api_key_env
+    asking = [entry for entry in t.process if entry.role == "rollout" and entry.engine == "openai"]
+    if not name or all(entry.env.get(name) or os.environ.get(name) for entry in asking):
+        return ""
+    return f"openai.api_key_env: ${name} is not set in this environment; the run ends at once where it is not set"
 
 
 def _mib(size: int) -> str:
