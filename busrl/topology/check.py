@@ -168,7 +168,21 @@ def _sizes(t: Topology) -> Iterator[str]:
         yield f"  {name}: {_mib(size)}"
     if len(shared_memory(t)) == 1 and t.weights.transport == "shm":
         yield "  weights: twice the size of the model, known when it is loaded"
+    yield from _blocks(t)
     yield from _versions(t)
+
+
+def _blocks(t: Topology) -> Iterator[str]:
+    """What both ends of a broadcast hold besides the models."""
+    if t.weights.transport != "broadcast":
+        return
+    yield f"broadcast (memory of the {'host' if t.weights.backend == 'gloo' else 'devices'}, besides the models)"
+    size = _facts(t).parameters * machine.BYTES_OF[t.model.dtype]
+    if not size:
+        yield "  size unknown until the model is there"
+        return
+    for who, copies in weight_costs.broadcast_copies(t):
+        yield f"  {who}: {copies:g} x {_mib(size)} = {_mib(int(copies * size))}"
 
 
 def _versions(t: Topology) -> Iterator[str]:

@@ -134,6 +134,15 @@ def test_publications_are_rare_only_where_engines_restart(with_layers: Path, loa
     assert loaded().publish_every == 1
 
 
+def test_a_broadcast_costs_blocks_at_both_ends(with_layers: Path, loaded: Loaded) -> None:
+    page = report(loaded('\n[weights]\ntransport = "broadcast"\n'))
+    assert "broadcast (memory of the host, besides the models)" in page
+    assert "learner, two blocks: 2 x " in page and "each engine, front and back: 2 x " in page
+    page = report(loaded('\n[weights]\ntransport = "broadcast"\nsparse.enabled = true\n'))
+    assert "learner, two blocks and frames of changes: 2.5 x " in page
+    assert "broadcast (" not in report(loaded())
+
+
 def test_an_adapter_costs_its_matrices_and_as_many_versions_as_may_live(with_layers: Path, loaded: Loaded) -> None:
     swap = loaded('\n[lora]\nrank = 4\n[weights]\ntransport = "lora_hotswap"\nmax_staleness = 3\n')
     found = weight_costs.cost(swap, with_layers)
