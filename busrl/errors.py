@@ -272,3 +272,17 @@ class MessageTooLarge(ProtocolError):
 
 class BusClosed(BugError):
     """A bus endpoint was used after it was closed, or in a child of the process that opened it."""
+
+
+# ------------------------------------------------------------------------------------------------------ exit codes
+
+AGAIN, NO_USE, ENDS_RUN = 1, 2, 3
+
+
+def process_code(problem: BusrlError) -> int:
+    """What a process of a run ends with: AGAIN if it may go better another time; NO_USE if somebody has to mend
+    something first, for a process that never was ready; ENDS_RUN if nothing more may be trained as it is."""
+    if isinstance(problem, EngineDisagrees):
+        return ENDS_RUN
+    passing = (RunInUse, WeightsRefused)  # a predecessor that is about to end, a version that another one follows
+    return NO_USE if isinstance(problem, UserError) and not isinstance(problem, passing) else AGAIN

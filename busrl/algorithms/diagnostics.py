@@ -32,7 +32,7 @@ class Diagnostics:
     dual_clip: float  # share with A < 0 and r > dual_clip
     entropy: float  # nats, full softmax at the sampling temperature
     loss: float  # weighted sum of the loss, before the division
-    mismatch: float  # mean |log ratio| of the tokens sampled with exactly these weights; 0 if there are none
+    mismatch: float | None  # mean |log ratio| of the tokens sampled with exactly these weights; None without any
 
 
 def sums(
@@ -58,7 +58,7 @@ def sums(
 
 
 def finish(total: Tensor) -> Diagnostics:
-    """The means from the sum of all rows; reads the device once. All 0 if there was no token."""
+    """The means from the sum of all rows; reads the device once. All 0 if there was no token, but for `mismatch`."""
     value = dict(zip(FIELDS, total.tolist(), strict=True))
     count = max(value["tokens"], 1.0)
     weights = value["weight_squared"] * count
@@ -66,4 +66,4 @@ def finish(total: Tensor) -> Diagnostics:
         log_ratio_mean=value["log_ratio"] / count, k3=value["k3"] / count,
         ess=value["weight"] ** 2 / weights if weights else 0.0, clip_low=value["clip_low"] / count,
         clip_high=value["clip_high"] / count, dual_clip=value["dual"] / count, entropy=value["entropy"] / count,
-        loss=value["loss"], mismatch=value["current_abs"] / max(value["current"], 1.0))  # fmt: skip
+        loss=value["loss"], mismatch=value["current_abs"] / value["current"] if value["current"] else None)  # fmt: skip

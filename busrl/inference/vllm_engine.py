@@ -49,8 +49,9 @@ class VllmEngine:
     """`start` says what vLLM is given, `own` is the [vllm] section; `of` makes both from a topology."""
 
     def __init__(self, start: Start, own: Vllm, *, chat: bool = False, on_update: str = "recompute",
-                 on_restart: str = "continue") -> None:  # fmt: skip
-        self.start, self.own = start, own
+                 on_restart: str = "continue", temperature: float = 1.0) -> None:  # fmt: skip
+        """`temperature`: that of the samples that are trained, at which new weights are checked."""
+        self.start, self.own, self.temperature = start, own, temperature
         self.version = 0
         self._text, self._stops, self._vocabulary = _tokenizer(start.model, chat)
         self._lock = threading.Lock()
@@ -77,6 +78,7 @@ class VllmEngine:
             chat=topology.data.template == "chat",
             on_update=topology.generation.on_update,
             on_restart=topology.weights.on_restart,
+            temperature=topology.generation.temperature,
         )
 
     # -- the protocol ---------------------------------------------------------------------------------------------
@@ -277,7 +279,8 @@ class VllmEngine:
         """A short answer to a made-up prompt: all ids, log-probabilities of the drawn ones, length of the prompt."""
         known = max(1, min(8, self.max_length - count))
         prompt = np.arange(1, known + 1, dtype=np.int32) % self._vocabulary
-        request = Request(-1, 0, 0, prompt, prompt[:0], min(count, self.max_length - known), 1.0, 1.0, 0)
+        request = Request(-1, 0, 0, prompt, prompt[:0], min(count, self.max_length - known), self.temperature,
+                          1.0, 0)  # fmt: skip
         running = Running(request, request.max_new_tokens)
         settings = settings_of(running, [], True)
         salted = {"prompt_token_ids": running.known, "cache_salt": "check"}

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from busrl.errors import UserError
-from busrl.topology.vllm import installed, lora_rank, objection
+from busrl.topology.vllm import CPU_BLOCK, installed, lora_rank, objection
 from busrl.topology.weight_costs import adapter_slots
 from busrl.topology.weight_rules import ADAPTERS
 
 if TYPE_CHECKING:
     from busrl.topology import Topology
 
-CPU_BLOCK = 32  # its kernels take multiples of 32; whole blocks are cached, so the smallest caches most
 CPU_CACHE_MB = 16  # at least; a bare minimum of blocks
 EXTENSION = "busrl.inference.vllm_worker.Extension"
 
@@ -165,7 +164,7 @@ def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
     if start.kv_cache_mb or cpu:
         given["kv_cache_memory_bytes"] = (start.kv_cache_mb or _cpu_cache_mb(start)) << 20
     if start.block_size or cpu:
-        given["block_size"] = start.block_size or CPU_BLOCK
+        given["block_size"] = start.block_size or CPU_BLOCK  # whole blocks are cached, so the smallest caches most
     if start.lora_rank:
         given |= {"enable_lora": True, "max_lora_rank": start.lora_rank, "max_loras": start.adapters}
         given["max_cpu_loras"] = start.adapters

@@ -247,7 +247,8 @@ class Updates:
         """EngineDisagrees if vLLM's log-probabilities of a short answer are not those of a plain forward pass."""
         engine, core = self._engine, self._engine.core
         ids, found, known = core.call("the check of new weights", lambda: engine.sample_for_check(core, CHECK_TOKENS))
-        expected = next(values for values in core.rpc("busrl_reference", engine.start.model, ids, 1.0) if values)
+        plain = core.rpc("busrl_reference", engine.start.model, ids, engine.temperature)
+        expected = next(values for values in plain if values)
         worst = max(abs(one - other) for one, other in zip(found, expected[known - 1 :]))
         limit = engine.own.check_tolerance or TOLERANCE[engine.start.dtype]
         log.info("vLLM: version %d checked: log-probabilities differ by at most %.1e", version, worst)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 from busrl import device
 from busrl.bus import Endpoint
-from busrl.errors import FateRefused
+from busrl.errors import ENDS_RUN, NO_USE, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.launch.children import Running, last_lines, start
 from busrl.launch.children import describe as describe_end
@@ -210,7 +210,8 @@ class Launch:
         del self._running[running.name]
 
     def _died(self, child: Child, how: str) -> Outcome | None:
-        death = child.ended(how, self._clock())
+        hopeless = self._is_hopeless(child, how)
+        death = child.ended(how, self._clock(), hopeless)
         self._say(death.text)
         self._chronicle.died(child, death.text, gives_up=death.gives_up)
         log = self._paths.log(child.name)
@@ -221,7 +222,14 @@ class Launch:
         self._say(f"last lines of {log}:")
         for line in last_lines(log):
             self._say(f"  | {line}")
-        return Outcome("failed", f"{child.name} died {child.early_deaths} times before it was ready: {how}", 1)
+        what = "can not do what was asked" if hopeless else f"died {child.early_deaths} times before it was ready"
+        return Outcome("failed", f"{child.name} {what}: {how}", 1)
+
+    def _is_hopeless(self, child: Child, how: str) -> bool:
+        """A process of busrl's own says so by its exit code; one that was ready before may only have met a moment."""
+        if self._processes[child.name].spec.command:
+            return False
+        return how == f"exit code {ENDS_RUN}" or (how == f"exit code {NO_USE}" and not child.was_ready)
 
     def _signalled(self) -> Outcome | None:
         if not self._signals.count:

@@ -5,6 +5,7 @@ be tested without starting one.
 
 - A child that had become ready is started again at once; a growing pause comes only after deaths before ready, and
   only those, in a row, count towards giving up.
+- Who says that trying again is of no use (`hopeless`) is not started again.
 - Nobody is killed for silence on the bus. What counts is the progress counter in the ring, timed on the caller's own
   clock from the last change that it saw, without the time for which the caller itself was late.
 - The limit is that of the declared activity if it declares one, else the usual one; what is declared to be endless
@@ -81,6 +82,7 @@ class Child:
     restarts: int = 0
     kills: int = 0
     early_deaths: int = 0
+    was_ready: bool = False  # in any of its lives
     due: float = 0.0
     sight: Sight | None = None
     _since: float = 0.0
@@ -109,7 +111,7 @@ class Child:
         """Ready, as the ring or (for a process that does not map it) a HELLO says; True the first time."""
         if self.phase is not Phase.STARTING:
             return False
-        self.phase, self.early_deaths, self._silent_s = Phase.READY, 0, 0.0
+        self.phase, self.early_deaths, self._silent_s, self.was_ready = Phase.READY, 0, 0.0, True
         return True
 
     def looked(self, sight: Sight | None, passed_s: float) -> Kill | None:
@@ -142,8 +144,8 @@ class Child:
         self.kills += 1
         return Kill(f"killing {self.name} (pid {self.pid}), state {self.phase.value}: {self._killed_for}")
 
-    def ended(self, how: str, now: float) -> Death:
-        """It died; `how` is its exit code or signal in words."""
+    def ended(self, how: str, now: float, hopeless: bool = False) -> Death:
+        """It died; `how` is its exit code or signal in words. `hopeless`: it would end the same in its next life."""
         text = f"{self.name} (pid {self.pid}) ended while {self.phase.value}, after {now - self._since:.1f} s: {how}"
         if self._killed_for:
             text += f", killed for {self._killed_for}"
@@ -151,6 +153,9 @@ class Child:
         if before is Phase.STOPPING:
             self.phase = Phase.GONE
             return Death(text, gives_up=False)
+        if hopeless:
+            self.phase = Phase.GONE
+            return Death(f"{text}; giving up: to start it again would change nothing", gives_up=True)
         self.phase = Phase.BACKOFF
         if before is Phase.READY:
             self.restarts, self.due = self.restarts + 1, now

@@ -11,7 +11,7 @@ import importlib
 import signal
 import sys
 
-from busrl.errors import BusrlError
+from busrl.errors import BusrlError, process_code
 from busrl.paths import RunPaths
 
 ROLES = ("bus", "keeper", "scheduler", "rollout", "reward", "learner", "validator")
@@ -33,7 +33,7 @@ def main() -> int:
         code: int = module.main(options.run_dir, options.name)
     except BusrlError as problem:
         print(f"{options.name}: {problem}", file=sys.stderr, flush=True)
-        return 2
+        return process_code(problem)
     finally:
         # Python puts the default handlers back while it ends, which takes a while with torch: a SIGTERM that comes
         # then would turn an orderly end into a death by signal. What is ignored stays ignored.

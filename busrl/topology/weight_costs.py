@@ -74,6 +74,18 @@ def cost(t: Topology, model: Path | None) -> Cost | None:
     return Cost(size, kept, kept + 1 + engines * held_versions(t))
 
 
+def broadcast_copies(t: Topology) -> list[tuple[str, float]]:
+    """Who holds how many times the size of all values in a broadcast: the learner the version that it sends and the
+    one that comes next (and frames of changes), an engine the version that it has and the one that arrives."""
+    sparse = t.weights.sparse.enabled
+    found = [("learner, two blocks" + (" and frames of changes" if sparse else ""), 2.5 if sparse else 2.0)]
+    if any(entry.engine != "vllm" for _, entry in rollouts(t)):
+        found.append(("each engine, front and back", 2.0))
+    if vllm.used(t):
+        found.append(("each worker of vLLM, front, back and staging", 3.0))
+    return found
+
+
 def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, int]]:
     """Shapes of the weights that get an adapter, as far as names and shapes tell."""
     found = []

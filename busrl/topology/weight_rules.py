@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from busrl.topology.rules import Check, Finding
-from busrl.topology.schema import RESTARTS, Process, Topology
+from busrl.topology.schema import RESTARTS, Process, Topology, Weights
 
 ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
 FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
 ONE_HOST = ("shm", "broadcast", "cuda_ipc", *FOLDERS)  # those that reach the learner's host alone: so far all
+SPARSE = ("shm", "broadcast")  # transports of values, which can send the changed ones alone, and a digest with them
 ONE_COPY = "cuda_ipc"  # the learner's weights are the engine's own tensors
 # The engines that a transport can give weights to. One that is not busrl's own (openai) has rules of its own.
 ENGINES: dict[str, tuple[str, ...]] = {
@@ -92,6 +93,33 @@ def _restarts(t: Topology) -> Iterator[Finding]:
         yield Finding(("weights.on_restart", "weights.transport"), rule, "remove it", warning=True)
 
 
+def _ignored(t: Topology) -> Iterator[Finding]:
+    """Keys that this transport does not read: what they promise does not happen."""
+    weights, defaults, key = t.weights, Weights(), "weights.transport"
+    if weights.sparse.enabled and weights.transport not in SPARSE:
+        rule = f"{weights.transport} sends {_sent(weights.transport)}: nothing is left out of it"
+        remedy = f"remove it, or transport = one of {', '.join(SPARSE)}"
+        yield Finding(("weights.sparse.enabled", key), rule, remedy, warning=True)
+    for name in ("threshold", "key_every"):
+        if not weights.sparse.enabled and getattr(weights.sparse, name) != getattr(defaults.sparse, name):
+            keys = (f"weights.sparse.{name}", "weights.sparse.enabled")
+            yield Finding(keys, "sparse updates are off", "enabled = true, or remove it", warning=True)
+    if weights.checksum and weights.transport in FOLDERS:
+        rule = f"every file of a version has its CRC-32 with {weights.transport}, and is always checked"
+        yield Finding(("weights.checksum", key), rule, "remove it", warning=True)
+    elif weights.checksum and weights.transport not in SPARSE:
+        rule = f"{weights.transport} sends {_sent(weights.transport)}: there are no bytes to check"
+        yield Finding(("weights.checksum", key), rule, "remove it", warning=True)
+    if weights.bucket_mb != defaults.bucket_mb and weights.transport != "broadcast":
+        rule = f"{weights.transport} sends nothing in pieces"
+        yield Finding(("weights.bucket_mb", key), rule, 'transport = "broadcast", or remove it', warning=True)
+
+
+def _sent(transport: str) -> str:
+    """What goes from the learner to an engine, in words."""
+    return "nothing" if transport == ONE_COPY else "an adapter" if transport in ADAPTERS else "a whole folder"
+
+
 def _hosts(t: Topology) -> Iterator[Finding]:
     """Rollouts that may join from another host, over a transport that ends at this one."""
     if t.weights.transport not in ONE_HOST or t.bus.endpoint == "ipc":
@@ -102,4 +130,4 @@ def _hosts(t: Topology) -> Iterator[Finding]:
         yield Finding(("weights.transport", "bus.endpoint"), rule, remedy, warning=True, depends=("process",))
 
 
-CHECKS: tuple[Check, ...] = (_engines, _adapters, _lora, _restarts, _hosts)
+CHECKS: tuple[Check, ...] = (_engines, _adapters, _lora, _restarts, _ignored, _hosts)

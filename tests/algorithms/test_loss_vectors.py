@@ -171,3 +171,10 @@ def test_the_printed_sign_of_the_entropy_would_leave_out_tokens_of_every_better_
     entropy = array(inputs["token_entropy"])
     assert int(found_mastered(tokens, -entropy, 0.7, 0.45).sum()) >= 3
     assert int(found_mastered(tokens, entropy, 0.7, 0.45).sum()) == 0
+
+
+def test_where_no_token_is_of_these_weights_there_is_no_mismatch_to_tell() -> None:
+    logp = torch.tensor([-0.5, -1.25])
+    tokens = losses.Tokens(logp, logp - 1, logp, torch.tensor([1.0, -1.0]))
+    for current in (None, torch.tensor([False, False])):
+        assert diagnostics.finish(diagnostics.sums(tokens, logp, logp, current, losses.LossSettings())).mismatch is None

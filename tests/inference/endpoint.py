@@ -128,6 +128,10 @@ class Server:
         text = body["messages"][0]["content"]
         prompt = [*(ord(letter) - 94 for letter in text), *([2] if body.get("tools") else [])]
         ids, logprobs = answer(prompt, body["max_tokens"], version)
+        prompt_ids = prompt if how != "other prompt" else [7]
+        if body.get("stream") and how != "whole":
+            await self.chat_stream(ids, logprobs, prompt_ids, writer, how)
+            return
         for _ in ids:
             await asyncio.sleep(self.token_s)
         self.drawn += len(ids)
@@ -136,8 +140,36 @@ class Server:
             "index": 0, "message": {"role": "assistant", "content": "x"}, "token_ids": ids,
             "finish_reason": "stop" if ids[-1] == EOS else "length", "logprobs": {"content": content},
         }  # fmt: skip
-        data = json.dumps({"choices": [choice], "prompt_token_ids": prompt if how != "other prompt" else [7]}).encode()
+        data = json.dumps({"choices": [choice], "prompt_token_ids": prompt_ids}).encode()
         await self.raw(writer, 200, "application/json", data, cut=len(data) // 2 if how == "half" else 0)
+
+    async def chat_stream(
+        self, ids: list[int], logprobs: list[float], prompt_ids: list[int], writer: Any, how: str
+    ) -> None:
+        """As vLLM streams a chat: a first chunk with the role and the prompt's ids, tokens, then the usage."""
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        await self.event(writer, {"choices": [first], "prompt_token_ids": prompt_ids})
+        for made, (token, value) in enumerate(zip(ids, logprobs), 1):
+            await asyncio.sleep(self.token_s)
+            if writer.transport.is_closing():
+                return
+            self.drawn += 1
+            finish = None if made < len(ids) else "stop" if token == EOS else "length"
+            choice = {"index": 0, "delta": {"content": "x"}, "token_ids": [token], "finish_reason": finish,
+                      "logprobs": {"content": [{"token": "x", "logprob": value}]}}  # fmt: skip
+            if how == "kept back" and made == 2:
+                continue
+            await self.event(writer, {"choices": [choice]})
+            if how == "half" and made == 3:
+                writer.transport.abort()
+                return
+        await self.event(writer, {"choices": [], "usage": {"completion_tokens": len(ids)}})
+        await self.chunk(writer, b"data: [DONE]\n\n")
+        await self.chunk(writer, b"")
+
+    async def event(self, writer: Any, data: dict[str, Any]) -> None:
+        await self.chunk(writer, b"data: " + json.dumps(data).encode() + b"\n\n")
 
     async def stream(self, body: dict[str, Any], version: int, writer: Any, how: str) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")

@@ -545,6 +545,34 @@ def test_by_chat_prompts_go_as_text_with_tools_and_the_servers_prompt_must_be_ou
         until_idle(engine)
 
 
+def test_by_chat_an_answer_may_take_longer_than_a_try_without_a_token(start: Start, make: Make) -> None:
+    endpoint = start(token_s=0.05)
+    engine = make(endpoint.url, endpoint="chat", timeout_s=0.5, retries=0)
+    prompt = engine.encode("cab")
+    long = next(k for k in range(90) if len(answer([*prompt, k], 40, 0)[0]) == 40)
+    engine._tokens.encode = lambda text: [*prompt, long]  # type: ignore[method-assign]
+    engine.submit([request(0, engine.encode("cab" + chr(94 + long)), max_new_tokens=40)])
+    found = until_idle(engine)[0]
+    same(found, [*prompt, long], 40)
+    assert engine.statistics().errors == 0
+
+
+def test_by_chat_an_answer_in_one_piece_is_taken_and_tokens_that_are_kept_back_are_found_out(
+    start: Start, make: Make
+) -> None:
+    endpoint = start()
+    engine = make(endpoint.url, endpoint="chat")
+    prompt = engine.encode("cab")
+    endpoint.behave("whole")
+    engine.submit([request(0, prompt, max_new_tokens=12)])
+    same(until_idle(engine)[0], prompt, 12)
+    assert engine.statistics().errors == 0
+    endpoint.behave("kept back", "ok")
+    engine.submit([request(1, prompt, max_new_tokens=12)])
+    same(until_idle(engine)[1], prompt, 12)
+    assert engine.statistics().errors == 1
+
+
 def test_by_chat_an_update_waits_for_the_answers_under_way(start: Start, make: Make, tmp_path: Path) -> None:
     endpoint = start(token_s=0.003)
     engine = make(endpoint.url, endpoint="chat", update="vllm")
@@ -570,6 +598,22 @@ def test_the_key_comes_from_the_environment_and_is_asked_for_by_name(
     assert endpoint.log[-1]["key"] == "Bearer secret"
     with pytest.raises(UserError, match=r"\$NO_SUCH_KEY, which is not set"):
         make(endpoint.url, api_key_env="NO_SUCH_KEY")
+
+
+def test_an_engine_that_closes_has_its_adapter_unloaded_and_a_dead_server_does_not_stop_it(
+    start: Start, make: Make, tmp_path: Path
+) -> None:
+    endpoint, before = start(), threading.active_count()
+    engine = make(endpoint.url, update="vllm")
+    engine.update_weights(Folders(tmp_path, "adapter", 2))  # type: ignore[arg-type]
+    assert len(endpoint.models) == 2
+    engine.close()
+    assert endpoint.models == ["letters"]
+    other = make(endpoint.url, update="vllm")
+    other.update_weights(Folders(tmp_path, "adapter", 3))  # type: ignore[arg-type]
+    endpoint.kill()
+    other.close()
+    assert threading.active_count() == before
 
 
 def test_nothing_is_left_of_an_engine_that_was_closed(start: Start, make: Make) -> None:

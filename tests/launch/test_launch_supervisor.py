@@ -46,6 +46,24 @@ def test_a_death_after_ready_restarts_at_once_and_never_gives_up():
         child.started(4711, 100.0)
 
 
+def test_a_child_for_which_another_life_is_of_no_use_is_given_up_at_once_but_not_while_it_stops():
+    child = started()
+    death = child.ended("exit code 2", 100.0, hopeless=True)
+    assert death.gives_up and "to start it again would change nothing" in death.text and child.phase is Phase.GONE
+    stopping = started(ready=True)
+    stopping.stop()
+    assert not stopping.ended("exit code 2", 100.0, hopeless=True).gives_up
+
+
+def test_a_child_remembers_that_it_was_ready_in_an_earlier_life():
+    child = started()
+    assert not child.was_ready
+    child.became_ready()
+    child.ended("signal SIGKILL", 100.0)
+    child.started(4711, 100.0)
+    assert child.was_ready
+
+
 def test_pauses_grow_up_to_a_limit_and_the_last_attempt_gives_up():
     child, pauses = Child("rollout/0", Patience(60.0, 30.0, 10)), []
     for _ in range(9):

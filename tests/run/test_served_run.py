@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checks import check_end
-from harness import Run, running
+from harness import Run, read_lines, running
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
 from endpoint_process import Endpoint
@@ -22,16 +23,72 @@ def score(record, completion, token_ids):
 '''
 
 
-@pytest.mark.slow
-def test_a_run_with_the_openai_engine_survives_the_death_of_its_endpoint(tmp_path: Path, quickstart: None) -> None:
+def served(tmp_path: Path, endpoint: Endpoint, *settings: str, steps: int = 8) -> Run:
+    """A run whose answers come from that endpoint, and are worth something by chance."""
     (tmp_path / "reward.py").write_text(REWARD)
-    endpoint = Endpoint(tmp_path, token_s=0.002, kinds=13)
-    run = Run(
+    return Run(
         tmp_path / "run",
         "process.rollout.engine=openai", f"openai.base_url={endpoint.url}", "weights.mode=fully-async",
         "reward.kind=python", f"reward.function={tmp_path / 'reward.py'}:score", "reward.extract=",
-        "generation.max_new_tokens=24", "validation.samples=8", steps=8,
+        "generation.max_new_tokens=24", "validation.samples=8", *settings, steps=steps,
     )  # fmt: skip
+
+
+def errors(run: Run) -> list[dict[str, Any]]:
+    return read_lines(run.paths.errors)
+
+
+def test_an_endpoint_that_serves_another_model_ends_the_run_before_anything_is_trained(
+    tmp_path: Path, quickstart: None
+) -> None:
+    endpoint = Endpoint(tmp_path, token_s=0.0, kinds=13)
+    run = served(tmp_path, endpoint)
+    try:
+        with running(run):
+            assert run.wait() == 1
+    finally:
+        endpoint.kill()
+    assert run.metrics() == [] and run.audit().counts.trained == 0
+    (told,) = [one for one in errors(run) if one["severity"] == "critical"]
+    assert told["process"] == "learner" and "engine openai, version 0" in told["text"]
+    assert "more than learner.mismatch_limit = 1, which no arithmetic explains" in told["text"]
+    assert f"does {endpoint.url} serve it" in told["text"]
+    assert run.restarts("learner") == 0 and "giving up: to start it again would change nothing" in run.text()
+
+
+def test_with_the_limit_off_it_is_a_warning_and_steps_without_a_comparison_say_so(
+    tmp_path: Path, quickstart: None
+) -> None:
+    endpoint = Endpoint(tmp_path, token_s=0.0, kinds=13)
+    run = served(tmp_path, endpoint, "learner.mismatch_limit=0", steps=3)
+    try:
+        with running(run):
+            assert run.wait() == 0, run.tail()
+    finally:
+        endpoint.kill()
+    first, *later = run.metrics()
+    assert first["mismatch"] > 1 and [row["mismatch"] for row in later] == [None, None]
+    (told,) = [one for one in errors(run) if "mismatch" in one["text"]]
+    assert told["severity"] == "warning" and told["text"].startswith("step 1: the log-probabilities of engine openai")
+    assert f"differ from the learner's by {first['mismatch']:.3g} on average" in told["text"]
+
+
+def test_what_was_asked_for_wrongly_is_not_tried_again(tmp_path: Path, quickstart: None) -> None:
+    endpoint = Endpoint(tmp_path, token_s=0.0, kinds=13)
+    run = served(tmp_path, endpoint, "openai.api_key_env=BUSRL_NO_SUCH_KEY")
+    try:
+        with running(run):
+            assert run.wait() == 1
+    finally:
+        endpoint.kill()
+    assert run.text().count("openai.api_key_env names $BUSRL_NO_SUCH_KEY, which is not set in this environment") >= 1
+    assert run.restarts("rollout/0") == 0 and "rollout/0 can not do what was asked: exit code 2" in run.text()
+
+
+@pytest.mark.slow
+def test_a_run_with_the_openai_engine_survives_the_death_of_its_endpoint(tmp_path: Path, quickstart: None) -> None:
+    endpoint = Endpoint(tmp_path, token_s=0.002, kinds=13)
+    run = served(tmp_path, endpoint, "learner.mismatch_limit=0")
     try:
         with running(run):
             run.until_step(2)

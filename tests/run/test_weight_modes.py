@@ -37,7 +37,7 @@ def check(run: Run, mode: str, code: int) -> None:
     assert versions == sorted(versions) and versions[-1] >= run.steps
     assert max(row["age_max"] for row in run.metrics()) <= 2
     if mode != "lora_hotswap" or "weights.mode=sync" in run.settings:  # else keys and values of older weights are kept
-        assert 0 < max(row["mismatch"] for row in run.metrics()) < 1e-4, "engine and learner have other weights"
+        assert 0 < max(row["mismatch"] or 0.0 for row in run.metrics()) < 1e-4, "engine and learner have other weights"
     newest = max(run.paths.checkpoints.glob("global_step_*"), key=lambda path: int(path.name.split("_")[-1]))
     if mode != "checkpoint_restart":
         config = json.loads((newest / "adapter" / "adapter_config.json").read_text())

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from busrl.topology import Topology
+from busrl.errors import TopologyError
+from busrl.topology import Topology, load
+from busrl.topology.check import report
 
+QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
 
@@ -66,3 +70,29 @@ def test_what_can_work_is_loaded_and_warned_of_where_the_server_has_to_be_set_up
     assert any("ever further from what generates" in line for line in fixed.derived.warnings)
     unused = loaded(f"[openai]\n{URL}")
     assert any('no [[process]] has engine = "openai"' in line for line in unused.derived.warnings)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(None, "can not be read: [Errno 2]"), ("{", "can not be read: Expecting"), ('{"a": 1}', "not a list of objects")],
+)
+def test_the_file_of_tools_is_looked_at(here: Path, refused: Refused, text: str | None, why: str) -> None:
+    if text is not None:
+        (here / "tools.json").write_text(text)
+    chat = f'[openai]\n{URL}endpoint = "chat"\ntools = "tools.json"\n{FREE}'
+    found = refused(chat, *ENGINE, "data.template=chat")
+    assert any("openai.tools" in line and why in line for line in found), found
+
+
+def test_a_key_that_is_not_in_this_environment_is_a_warning(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = loaded(f'[openai]\n{URL}api_key_env = "SOME_KEY"\n{FREE}', *ENGINE)
+    monkeypatch.delenv("SOME_KEY", raising=False)
+    assert "openai.api_key_env: $SOME_KEY is not set in this environment" in report(topology)
+    monkeypatch.setenv("SOME_KEY", "secret")
+    assert "SOME_KEY" not in report(topology)
+
+
+def test_layers_of_a_tiny_model_are_known_before_it_is_made() -> None:
+    with pytest.raises(TopologyError, match=r"no layer 'nope' that an adapter could be put on; it has down_"):
+        load(QUICK, ["lora.rank=8", 'lora.targets=["nope"]'])
+    load(QUICK, ["lora.rank=8", 'lora.targets=["q_proj", "up_proj"]'])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from busrl.errors import TopologyError
-from busrl.inference.vllm_start import Start
+from busrl.inference.vllm_start import Start, _arguments
 from busrl.topology import load, vllm
 from busrl.topology.weight_costs import held_versions
 
@@ -66,6 +67,9 @@ def test_an_engine_elsewhere_needs_no_vllm_here(installed) -> None:
         ("vllm.max_model_len=60", "prompt and completion have 80 tokens"),
         ("vllm.start_s=300", "set limits.ready_s to 300 or more"),
         ("vllm.enforce_eager=maybe", 'one of "auto", "on", "off"'),
+        ('vllm.extra={ model = "x" }', "model is set by busrl, which relies on it; set model.path"),
+        ('vllm.extra={ logprobs_mode = "raw_logprobs" }', "logprobs_mode is set by busrl, which relies on it; remove"),
+        ("vllm.block_size=48", "vLLM's kernels for CPUs take multiples of 32 positions; set it to 0, or a multiple"),
     ],
 )
 def test_settings_that_can_not_work_are_refused(installed, setting: str, said: str) -> None:
@@ -112,3 +116,28 @@ def test_merged_weights_come_into_a_vllm_without_adapters(installed, transport: 
 def test_a_deterministic_run_is_told_that_it_is_not(installed) -> None:
     topology = load(QUICK, [ENGINE, "learner.deterministic=true", "weights.mode=sync"])
     assert any("two runs are not equal" in text for text in topology.derived.warnings)
+
+
+def test_an_engine_shares_out_its_model_over_devices_that_it_sees(installed) -> None:
+    installed("vllm", "0.32.0")
+    given = [ENGINE, "model.device=cuda", 'process.rollout.devices=["0,1"]']
+    with pytest.raises(TopologyError, match="over 4 devices, and '0,1' names 2; items of 4 devices each, or tensor_p"):
+        load(QUICK, [*given, "vllm.tensor_parallel=4"])
+    load(QUICK, [*given, "vllm.tensor_parallel=2", "vllm.block_size=48"])
+
+
+def test_other_arguments_of_vllms_engine_are_passed_on(installed) -> None:
+    topology = load(QUICK, [ENGINE, 'vllm.extra={ max_num_batched_tokens = "96" }'])
+    given = _arguments(Start.of(topology), cpu=False)
+    assert given["max_num_batched_tokens"] == 96
+
+
+def test_every_argument_that_is_set_is_one_that_nobody_else_may_set(installed) -> None:
+    adapters = ["weights.transport=lora_hotswap", "lora.rank=8"]
+    start = replace(Start.of(load(QUICK, [ENGINE, *adapters])), kv_cache_mb=1, block_size=32)
+    assert _arguments(start, cpu=True).keys() | _arguments(start, cpu=False).keys() == vllm.OURS.keys()
+
+
+def test_on_an_npu_vllm_needs_its_plugin(installed) -> None:
+    with pytest.raises(TopologyError, match=r"works on an NPU with the package vllm-ascend alone.*busrl\[ascend\]"):
+        load(QUICK, [ENGINE, "model.device=npu"])

@@ -45,6 +45,18 @@ WARNED = [
     ("[lora]\nrank = 4\ndropout = 0.1", "even the ratio of a fresh sample is not 1"),
     ("[weights]\nrestart_every = 2", "shm restarts no engine; use learner.publish_every"),
     ('[weights]\non_restart = "finish"', "shm restarts no engine"),
+    ("[weights]\nbucket_mb = 4", "shm sends nothing in pieces"),
+    ("[weights.sparse]\nthreshold = 0.2", "weights.sparse.threshold = 0.2, weights.sparse.enabled = false: sparse"),
+    ("[weights.sparse]\nkey_every = 2", "sparse updates are off; enabled = true, or remove it"),
+    ("[vllm]\nrpc_s = 5.0", 'vllm.rpc_s = 5.0: no [[process]] has engine = "vllm"; remove [vllm]'),
+]
+IGNORED = [
+    ("cuda_ipc", "checksum = true", "cuda_ipc sends nothing: there are no bytes to check"),
+    ("cuda_ipc", "sparse.enabled = true", "cuda_ipc sends nothing: nothing is left out of it"),
+    ("lora_hotswap", "checksum = true", "every file of a version has its CRC-32 with lora_hotswap"),
+    ("lora_hotswap", "sparse.enabled = true", "lora_hotswap sends an adapter: nothing is left out of it"),
+    ("checkpoint_restart", "sparse.enabled = true", "checkpoint_restart sends a whole folder"),
+    ("checkpoint_restart", "bucket_mb = 4", "checkpoint_restart sends nothing in pieces"),
 ]
 
 
@@ -73,6 +85,22 @@ def test_what_does_nothing_or_costs_something_is_a_warning(
     with_layers: Path, loaded: Loaded, extra: str, why: str
 ) -> None:
     assert any(why in line for line in loaded(f"\n{extra}\n").derived.warnings)
+
+
+@pytest.mark.parametrize(("transport", "setting", "why"), IGNORED)
+def test_keys_that_a_transport_does_not_read_are_warned_of(
+    with_layers: Path, loaded: Loaded, transport: str, setting: str, why: str
+) -> None:
+    rank = "[lora]\nrank = 4\n" if transport.startswith("lora") else ""
+    topology = loaded(f'\n{rank}[weights]\ntransport = "{transport}"\n{setting}\n')
+    assert any(why in line for line in topology.derived.warnings), topology.derived.warnings
+
+
+def test_what_a_transport_reads_is_not_warned_of(with_layers: Path, loaded: Loaded) -> None:
+    for transport in ("shm", "broadcast"):
+        sparse = "sparse = { enabled = true, threshold = 0.2 }"
+        text = f'\n[weights]\ntransport = "{transport}"\nchecksum = true\n{sparse}\n'
+        assert not [line for line in loaded(text).derived.warnings if "weights." in line]
 
 
 def test_an_engine_that_can_not_take_it_is_refused_with_what_it_can(loaded: Loaded) -> None:
@@ -104,6 +132,15 @@ def test_publications_are_rare_only_where_engines_restart(with_layers: Path, loa
     weights = '\n[weights]\nrestart_every = 2\ntransport = "checkpoint_restart"\n'
     assert loaded(weights).publish_every == 2
     assert loaded().publish_every == 1
+
+
+def test_a_broadcast_costs_blocks_at_both_ends(with_layers: Path, loaded: Loaded) -> None:
+    page = report(loaded('\n[weights]\ntransport = "broadcast"\n'))
+    assert "broadcast (memory of the host, besides the models)" in page
+    assert "learner, two blocks: 2 x " in page and "each engine, front and back: 2 x " in page
+    page = report(loaded('\n[weights]\ntransport = "broadcast"\nsparse.enabled = true\n'))
+    assert "learner, two blocks and frames of changes: 2.5 x " in page
+    assert "broadcast (" not in report(loaded())
 
 
 def test_an_adapter_costs_its_matrices_and_as_many_versions_as_may_live(with_layers: Path, loaded: Loaded) -> None:

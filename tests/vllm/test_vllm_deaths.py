@@ -131,6 +131,25 @@ def test_an_engine_in_which_new_weights_come_out_wrong_is_refused_with_both_numb
         scene.close()
 
 
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_new_weights_are_checked_at_the_temperature_of_the_samples(tmp_path: Path, mode: str) -> None:
+    scene = Scene(tmp_path, tied=False, temperature=0.5, extra=(("logprobs_mode", mode),))
+    settings = scene.settings("shm")
+    sender, receiver = factory.sender(settings), scene.engine.receiver(settings, "rollout-0")
+    try:
+        assert receiver is not None
+        sender.publish(1, 10, scene.tensors(1))
+        receiver.wait_for(1, 60)
+        if mode == "raw_logprobs":  # of the distribution before temperature: right at 1.0 alone
+            with pytest.raises(EngineDisagrees, match=r"version 1 differ by \d.* plain forward pass, more than 0.001"):
+                scene.engine.update_weights(receiver)
+        else:
+            assert scene.engine.update_weights(receiver) == (1, 10)
+    finally:
+        sender.close()
+        scene.close()
+
+
 def test_closing_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     scene = Scene(tmp_path, tied=True)

@@ -71,7 +71,7 @@ class Scene:
 
     def __init__(
         self, folder: Path, tied: bool, lora_rank: int = 0, adapters: int = 0, tensor_parallel: int = 1,
-        extra: tuple[tuple[str, str], ...] = (), **own: Any,
+        extra: tuple[tuple[str, str], ...] = (), temperature: float = 1.0, **own: Any,
     ) -> None:
         self.folder, self.tied, self.config = folder, tied, config_of(tied)
         self.models = {0: model_of(self.config, 0)}
@@ -84,7 +84,7 @@ class Scene:
             adapters=adapters, tensor_parallel=tensor_parallel, extension="vllm_breakable.Breakable",
             extra=extra,
         )  # fmt: skip
-        self.engine = VllmEngine(self.start, replace(Vllm(), **limits))
+        self.engine = VllmEngine(self.start, replace(Vllm(), **limits), temperature=temperature)
 
     def close(self) -> None:
         self.engine.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 SHOWN = 200  # characters of an answer in a message
@@ -35,6 +35,38 @@ class Part:
     logprobs: list[float]
     finish: str | None = None
     prompt_ids: list[int] | None = None
+
+
+@dataclass
+class Whole:
+    """The chunks of an answer by chat, in one piece when all have come: it can not be continued, so no chunk counts
+    alone. A server that keeps tokens back (a parser of tool calls or of reasoning does) is found out by its own count.
+    """
+
+    limit: int
+    vocabulary: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+    prompt_ids: list[int] | None = None
+    counted: int | None = None
+
+    def add(self, data: dict[str, Any]) -> None:
+        part = read(data, self.vocabulary)
+        self.ids += part.ids
+        self.logprobs += part.logprobs
+        self.finish, self.prompt_ids = part.finish or self.finish, part.prompt_ids or self.prompt_ids
+        usage = data.get("usage")
+        self.counted = usage.get("completion_tokens") if isinstance(usage, dict) else self.counted
+        if len(self.ids) > self.limit:
+            raise Garbage(f"more than the {self.limit} tokens that were asked for")
+
+    def part(self) -> Part:
+        if self.finish is None:
+            raise Garbage("the stream ends before the answer does")
+        if self.counted is not None and self.counted != len(self.ids):
+            raise Garbage(f"{len(self.ids)} tokens came of an answer of {self.counted}, by the server's own count")
+        return Part(self.ids, self.logprobs, self.finish, self.prompt_ids)
 
 
 def load(data: bytes | str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from busrl.errors import PeerTimeout, UserError
-from busrl.inference.served.answers import Garbage, Part, load, read
+from busrl.inference.served.answers import Garbage, Part, Whole, load, read
 from busrl.inference.served.backoff import Backoff, retry_after_s
 from busrl.inference.served.messages import Ask, Message
 from busrl.inference.served.settings import Endpoint
@@ -189,11 +189,14 @@ class Client:
         try:
             async with self._session.post(self.endpoint.url + self.endpoint.path, json=self._body(ask)) as response:
                 await self._usable(response)
-                if self.endpoint.chat or "text/event-stream" not in response.headers.get("Content-Type", ""):
+                if "text/event-stream" not in response.headers.get("Content-Type", ""):
                     part = read(load(await response.read()), self.endpoint.vocabulary)
                     if part.finish is None:
                         raise Garbage("an answer without finish_reason")
                     self._take(ask, part)
+                    return
+                if self.endpoint.chat:
+                    self._take(ask, await self._gathered(ask, response))
                     return
                 async for data in self._events(response):
                     part = read(load(data), self.endpoint.vocabulary)
@@ -207,6 +210,15 @@ class Client:
             raise Failed(f"nothing for {self.endpoint.timeout_s:g} s") from problem
         except (aiohttp.ClientError, OSError) as problem:
             raise Lost(f"{type(problem).__name__}: {problem}") from problem
+
+    async def _gathered(self, ask: Ask, response: aiohttp.ClientResponse) -> Part:
+        """A streamed answer by chat, whole. That chunks come shows that the server lives; the request has nothing yet.
+        """
+        whole = Whole(ask.limit, self.endpoint.vocabulary)
+        async for data in self._events(response):
+            whole.add(load(data))
+            self._alive()
+        return whole.part()
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         body = {**ask.body, "model": self.model}
@@ -270,6 +282,9 @@ class Client:
 
     def _succeed(self, ask: Ask) -> None:
         ask.failures = 0
+        self._alive()
+
+    def _alive(self) -> None:
         self._succeeded = time.monotonic()
         if self._quiet_since is not None:
             log.info("%s answers again", self.endpoint.url)
@@ -333,9 +348,11 @@ class Client:
             text = (await response.read()).decode("utf-8", "replace")
             return response.status, text, response.headers.get("Retry-After", "")
 
-    def send(self, method: str, url: str, body: Body, phase: str, deadline: float = math.inf) -> str:
-        """The text of a 200, asked for until `patience_s` are over or the deadline of the monotonic clock is; UserError
-        for a 4xx, PeerTimeout otherwise."""
+    def send(
+        self, method: str, url: str, body: Body, phase: str, deadline: float = math.inf, once: bool = False
+    ) -> str:
+        """The text of a 200, asked for until `patience_s` are over or the deadline of the monotonic clock is, or
+        `once`; UserError for a 4xx, PeerTimeout otherwise."""
         begun, failures, last = time.monotonic(), 0, ""
         deadline = min(deadline, begun + self.endpoint.patience_s)
         while True:
@@ -355,7 +372,7 @@ class Client:
             failures += 1
             self.errors += 1
             wait_s = BACKOFF.wait_s(failures, asked, self._random.random())
-            if wait_s > deadline - time.monotonic():
+            if once or wait_s > deadline - time.monotonic():
                 spent = time.monotonic() - begun
                 raise PeerTimeout(f"{url}: {phase} failed {failures} times in {spent:.1f} s; the last: {last}")
             log.warning("%s (%s): %s; asking again in %.1f s", url, phase, last, wait_s)

@@ -11,6 +11,7 @@ server can take new weights, `updates`. The tokenizer is that of the model folde
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -233,6 +234,11 @@ class ServedEngine:
         return self._tokens.decode(ids, ended)
 
     def close(self) -> None:
+        for key in list(self._books):
+            with contextlib.suppress(PeerTimeout):
+                self._client.forget(key)
+        self._books.clear()
+        self._updates_of.close()
         self._client.close()
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -240,13 +246,14 @@ class ServedEngine:
     def _ask(self, request: Request, limit: int) -> Ask:
         body: dict[str, Any] = {
             "n": 1, "temperature": request.temperature, "top_p": request.top_p, "return_token_ids": True,
-            "stream": not self._chat,
+            "stream": True,
         }  # fmt: skip
         if self._chat:
             text = self._texts.get(request.prompt_ids.astype(np.int32).tobytes())
             if text is None or len(request.prefix_ids):
                 raise ValueError(f"request {request.key}: by chat a prompt is text, and an answer is made in one go")
             body |= {"messages": [{"role": "user", "content": text}], "logprobs": True}
+            body["stream_options"] = {"include_usage": True}
             body |= {"tools": self._tools} if self._tools else {}
         else:
             body["logprobs"] = 1

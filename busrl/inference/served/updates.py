@@ -23,6 +23,7 @@ import math
 import re
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from busrl.errors import BusrlError, PeerLost, UserError
 from busrl.inference.served.client import Client
 
 NAME = "busrl-"
+CLOSE_S = 3.0
 KNOWN = re.compile(r"already (been loaded|loaded|exists)")
 
 
@@ -84,6 +86,14 @@ class Updates:
     def _drop_adapter(self, name: str) -> None:
         with contextlib.suppress(BusrlError):  # it is only in the way; the server may have dropped it by itself
             self._post(f"{self._routes}/unload_lora_adapter", {"lora_name": name}, f"unloading adapter {name}")
+
+    def close(self) -> None:
+        """The server is somebody else's: nothing of the run stays in it, if it can be told so within `CLOSE_S`."""
+        if self._adapter:
+            body, url = {"lora_name": self._adapter}, f"{self._root}{self._routes}/unload_lora_adapter"
+            with contextlib.suppress(BusrlError):
+                self._client.send("POST", url, body, "closing", time.monotonic() + CLOSE_S, once=True)
+            self._adapter, self._client.model = "", self._base
 
     @property
     def _routes(self) -> str:
