@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from members import PATIENCE_S, Child, open_files, resident_kb, soldier
+from members import PATIENCE_S, Child, descendants, open_files, resident_kb, soldier, write_folder
 
 from busrl.weights.factory import Settings, sender
 from busrl.weights.manifest import Manifest
 
 SIZES = {f"w{k}": (64, 1 + 30 * k) for k in range(20)}  # 1.5 MB in all
 ENGINES = 4
+FOLDERS = "checkpoint_restart"
 Start = Callable[..., Child]
 
 
@@ -32,7 +33,7 @@ class Crowd:
         self.truth: dict[int, int] = {}  # digest of each version
         self.files: dict[int, list[int]] = {}
         self.memory: dict[int, list[int]] = {}
-        self.grown = (0, 0)
+        self.grown = (0, 0, 0)
         self.seen = self.deaths = self.leaves = 0
         for _ in range(ENGINES):
             self.join()
@@ -82,14 +83,25 @@ class Crowd:
             self.check()
 
 
-def soak(tmp_path: Path, start: Start, transport: str, sparse: bool, updates: int, seed: int = 5) -> Crowd:
+def settings_of(tmp_path: Path, transport: str, sparse: bool) -> Settings:
     segment = f"/dev/shm/busrl.test.{os.getpid()}.{os.urandom(4).hex()}.weights"
-    settings = Settings(transport, segment, str(tmp_path / "store"), 6.0, sparse=sparse, key_every=8, checksum=sparse)
-    sends = sender(settings)
+    folders = str(tmp_path / "published") if transport == FOLDERS else ""
+    return Settings(transport, segment, str(tmp_path / "store"), 6.0, sparse=sparse, key_every=8, checksum=sparse,
+                    folders=folders)  # fmt: skip
+
+
+def held() -> tuple[int, int, int]:
+    """Open files and private memory (kB) of this process, and processes that it has."""
+    return open_files(), resident_kb(), len(descendants())
+
+
+def soak(tmp_path: Path, start: Start, transport: str, sparse: bool, updates: int, seed: int = 5) -> Crowd:
+    settings = settings_of(tmp_path, transport, sparse)
+    sends = sender(settings, write=write_folder if transport == FOLDERS else None)
     named = {name: torch.zeros(shape) for name, shape in SIZES.items()}
     manifest, generator = Manifest.of(named), torch.Generator().manual_seed(seed)
     crowd = Crowd(start, settings, seed)
-    before: tuple[int, int] = (0, 0)
+    before = (0, 0, 0)
     for version in range(1, updates + 1):
         for tensor in named.values():
             flat = tensor.view(-1)
@@ -102,15 +114,19 @@ def soak(tmp_path: Path, start: Start, transport: str, sparse: bool, updates: in
         if version % 20 == 0:
             crowd.settle(version)
         if version == max(20, updates // 5) // 20 * 20:
-            before = (open_files(), resident_kb())
+            before = held()
     crowd.settle(updates)
     # As many engines are alive as there were then.
-    grown = open_files() - before[0], resident_kb() - before[1]
-    assert grown[0] <= 8, f"{grown[0]} more open files than after a fifth of the updates"
-    assert grown[1] <= 20_000, f"{grown[1]} kB more than after a fifth of the updates"
-    crowd.grown = grown
+    files, memory, processes = (now - then for now, then in zip(held(), before))
+    assert files <= 8, f"{files} more open files than after a fifth of the updates"
+    assert memory <= 20_000, f"{memory} kB more than after a fifth of the updates"
+    assert processes == 0, f"{processes} more processes than after a fifth of the updates"
+    crowd.grown = files, memory, processes
+    if transport == FOLDERS:  # of each engine that is gone its own folder at most waits to be cleared
+        left = list((tmp_path / "published").rglob("model.safetensors"))
+        assert len(left) <= settings.kept + 2 * ENGINES, left
     sends.close()
-    Path(segment).unlink(missing_ok=True)
+    Path(settings.segment).unlink(missing_ok=True)
     return crowd
 
 
@@ -124,9 +140,14 @@ def nothing_leaks(crowd: Crowd) -> None:
         assert len(memory) < 40 or min(late) <= max(early) + 15_000, memory
 
 
+WAYS = pytest.mark.parametrize(
+    ("transport", "sparse"),
+    [("shm", False), ("shm", True), ("broadcast", False), ("broadcast", True), (FOLDERS, False)],
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+@WAYS
 def test_sixty_updates_with_four_engines_that_come_and_go(
     tmp_path: Path, start: Start, transport: str, sparse: bool
 ) -> None:
@@ -134,12 +155,12 @@ def test_sixty_updates_with_four_engines_that_come_and_go(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("transport", "sparse"), [("broadcast", False), ("broadcast", True), ("shm", True)])
+@WAYS
 def test_a_thousand_updates_with_four_engines_that_come_and_go(
     tmp_path: Path, start: Start, transport: str, sparse: bool
 ) -> None:
     crowd = soak(tmp_path, start, transport, sparse, 1000)
     nothing_leaks(crowd)
     print(f"{crowd.seen} versions arrived, {crowd.deaths} engines killed, {crowd.leaves} left")
-    print(f"files and kB more than after a fifth of it: {crowd.grown}")
+    print(f"files, kB and processes more than after a fifth of it: {crowd.grown}")
     assert crowd.deaths > 5 and crowd.leaves > 5
