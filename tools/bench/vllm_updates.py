@@ -121,6 +121,8 @@ def measure(engine: VllmEngine, model: Any, folder: Path, transport: str, update
         times["update_s"], _ = timed(lambda: engine.update_weights(receiver))
         paused = engine.statistics().pause_s - before
         times["apply_s"] = times["update_s"] if transport in RESTARTS else paused
+        if transport == "lora_hotswap":  # loaded beside the answers that run
+            times["take_s"] += times["update_s"] - paused
         if transport == ONE_COPY:
             learner.join()
             times["take_s"] = 0.0  # that is the wait for the learner's thread
