@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.busrl
 RUN_DIR ?= runs/demo
+SOURCES := $(shell find csrc -name '*.hpp' -o -name '*.cpp' -o -name '*.h' 2>/dev/null)
 # Waiting threads must not spin: on two cores that costs a busy neighbour a factor of 3 to 4.
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench bench-core soak cpp model storm sanitize aarch64 fuzz install clean vllm-test
+.PHONY: help demo test test-all lint format bench bench-core soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -77,16 +78,24 @@ bench-core: $(STAMP)/train $(RIVALS)/.installed ## ring and bus against raw memo
 	-$(BIN)/python tools/bench/bus/run.py --python $(RIVALS)/bin/python
 	$(BIN)/python tools/bench/operations.py
 
-# vLLM has an environment of its own: it pins torch and transformers. busrl comes from this tree, as it was built.
+# vLLM has an environment of its own: it pins torch and transformers. busrl is in it from this tree, built in place.
+# torch for CPUs is on an index of its own, asked only where pip does not find that build where it looks anyway.
 VLLM ?= $(VENV)/vllm
 VLLM_TESTS ?= tests/vllm
-$(VLLM)/.installed: tools/vllm/requirements.txt | $(BIN)/python
-	$(PYTHON) -m venv $(VLLM)
+VLLM_TORCH := $(shell grep '^torch==' tools/vllm/requirements.txt)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+$(VLLM)/.installed: tools/vllm/requirements.txt pyproject.toml setup.py $(SOURCES) | $(STAMP)/system
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install -q --no-deps $(VLLM_TORCH) 2>/dev/null || \
+		$(VLLM)/bin/pip install -q --no-deps --extra-index-url $(TORCH_INDEX) $(VLLM_TORCH)
 	$(VLLM)/bin/pip install -q --no-deps -r tools/vllm/requirements.txt
+	$(VLLM)/bin/pip install -q --no-deps -e .
 	@touch $@
 
-vllm-test: $(STAMP)/train $(VLLM)/.installed ## the tests that need vLLM, in an environment that has it (a few minutes)
-	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(VLLM_TESTS) --timeout 900
+vllm: $(VLLM)/.installed ## an environment with vLLM for CPUs and busrl: .venv/vllm/bin/busrl
+
+vllm-test: $(VLLM)/.installed ## the tests that need vLLM, in an environment that has it (a few minutes)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(VLLM_TESTS) --timeout 900
 
 clean: ## remove what was built; runs/ stays
 	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so
@@ -102,7 +111,7 @@ $(BIN)/python: | $(STAMP)/system
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and pinned: a plain `torch` would bring gigabytes of CUDA.
-$(STAMP)/train: constraints.txt pyproject.toml setup.py $(shell find csrc -name '*.hpp' -o -name '*.cpp' -o -name '*.h' 2>/dev/null) | $(BIN)/python
+$(STAMP)/train: constraints.txt pyproject.toml setup.py $(SOURCES) | $(BIN)/python
 	@start=$$(date +%s); \
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0 && \
 	$(BIN)/pip install -q -c constraints.txt -e '.[train]' && \

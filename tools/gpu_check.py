@@ -5,10 +5,11 @@
 
 Each check is a process with a deadline of its own: one that fails or hangs stops no other. Needs torch and
 transformers; the whole runs need busrl's other packages as well, and say so. Reports go to --out, else to $OUT, else
-to docs/reports.
+to docs/reports; they are written anew after each check, so what is stopped has told what it found until then.
 
-Ends with 0: all that could be checked on the accelerator is right. 1: something is not. 3: there is no accelerator (or
-torch can not use it) and nothing was checked. 4: with --cpu, all that a CPU allows is right.
+Ends with 0: all that could be checked on the accelerator is right. 1: something is not. 2: the arguments are wrong, or
+no report can be written. 3: there is no accelerator (or torch can not use it) and nothing was checked. 4: with --cpu,
+all that a CPU allows is right. 5: every check was skipped. 129, 130, 143: stopped by SIGHUP, SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
-GOOD, BAD, NO_DEVICE, GOOD_ON_CPU = 0, 1, 3, 4
+from gpucheck.report import Report  # noqa: E402
+from gpucheck.stop import Stop, become, held  # noqa: E402
+
+GOOD, BAD, USAGE, NO_DEVICE, GOOD_ON_CPU, NOTHING = range(6)
 BUILD_S = 180.0
 BRIEF = 240
 
@@ -75,6 +79,9 @@ def checks(small: bool) -> list[Check]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["--held"]:
+        become(int(arguments[1]), list(arguments[2:]))
+        return BAD
     if arguments[:1] == ["--peer"]:
         from gpucheck import peers
 
@@ -96,13 +103,19 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=__doc__.rpartition("\n\n")[2],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything; what does not fit is left out")
+    parser.add_argument("--minutes", type=minutes, default=9.0, help="for everything; what does not fit is left out")
     parser.add_argument("--out", type=Path, default=None, help="folder of the reports")
     parser.add_argument("--only", default="", help="names of checks, with commas between")
     parser.add_argument("--list", action="store_true", help="tell the checks and end")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, with tiny shapes: tries the tool")
     parser.add_argument("--no-build", action="store_true", help="do not build the extension modules where they miss")
     return parser.parse_args(arguments)
+
+
+def minutes(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time to work in; give minutes above 0")
+    return value
 
 
 def select(known: list[Check], only: str) -> list[Check]:
@@ -134,51 +147,93 @@ def accelerator() -> str:
 # ------------------------------------------------------------------------------------------------------ all checks
 
 
+@dataclass
+class Findings:
+    """What is known so far, and the report that says it."""
+
+    options: argparse.Namespace
+    device: str
+    chosen: list[Check]
+    report: Report
+    notes: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        return 60.0 * float(self.options.minutes) - (time.monotonic() - self.began)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A disk that fills up costs the report, not what is still to be checked: the line is printed in any case."""
+        self.rows.append(row)
+        print(f"{row['name']:<22} {row['status']:<8} {row['seconds']:6.1f} s  {row['why']}", flush=True)
+        with contextlib.suppress(OSError):
+            self.write()
+
+    def of(self, name: str) -> dict[str, Any]:
+        """The figures of a check that is done."""
+        return next((dict(row["figures"]) for row in self.rows if row["name"] == name), {})
+
+    def names(self, status: str) -> list[str]:
+        return [row["name"] for row in self.rows if row["status"] == status]
+
+    def verdict(self) -> str:
+        done = {row["name"] for row in self.rows}
+        others = {word: self.names(word) for word in ("failed", "stopped", "skipped")}
+        others["still to come"] = [check.name for check in self.chosen if check.name not in done]
+        told = "".join(f", {len(names)} {word} ({', '.join(names)})" for word, names in others.items() if names)
+        return f"{len(self.names('passed'))} checks passed{told}."
+
+    def write(self) -> None:
+        self.report.write({
+            "when": time.strftime("%Y-%m-%d %H:%M:%S"), "device": str(self.of("machine").get("device", self.device)),
+            "verdict": self.verdict(), "seconds": time.monotonic() - self.began, "minutes": self.options.minutes,
+            "cpu": self.options.cpu, "notes": self.notes, "checks": self.rows,
+        })  # fmt: skip
+
+    def code(self, stop: Stop) -> int:
+        if stop.number:
+            return 128 + stop.number
+        if self.names("failed"):
+            return BAD
+        if not self.names("passed"):
+            return NOTHING
+        return GOOD_ON_CPU if self.options.cpu else GOOD
+
+
 def run_all(options: argparse.Namespace, chosen: list[Check], device: str) -> int:
-    began, deadline = time.monotonic(), time.monotonic() + 60 * options.minutes
-    notes = [] if options.no_build else build()
-    rows: list[dict[str, Any]] = []
-    for check in chosen:
-        left = deadline - time.monotonic()
-        if left < 5:
-            row = left_out(check)
-        else:
-            row = in_a_process(check, device, options.cpu, min(check.seconds, left), figures_of(rows, "bandwidth"))
-        rows.append(row)
-        print(f"{check.name:<22} {row['status']:<8} {row['seconds']:6.1f} s  {row['why']}", flush=True)
-    failed = [row["name"] for row in rows if row["status"] == "failed"]
-    skipped = [row["name"] for row in rows if row["status"] == "skipped"]
-    verdict = f"{len(rows) - len(failed) - len(skipped)} checks passed"
-    verdict += "".join(f", {len(n)} {w} ({', '.join(n)})" for n, w in ((failed, "failed"), (skipped, "skipped")) if n)
-    found: dict[str, Any] = {
-        "when": time.strftime("%Y-%m-%d %H:%M:%S"), "device": device_name(rows, device), "verdict": verdict + ".",
-        "seconds": time.monotonic() - began, "minutes": options.minutes, "cpu": options.cpu, "notes": notes,
-        "checks": rows,
-    }  # fmt: skip
-    tell(options, found)
-    return BAD if failed else (GOOD_ON_CPU if options.cpu else GOOD)
-
-
-def figures_of(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """What a check has found already."""
-    return next((dict(row["figures"]) for row in rows if row["name"] == name), {})
-
-
-def device_name(rows: list[dict[str, Any]], device: str) -> str:
-    return str(figures_of(rows, "machine").get("device", device))
-
-
-def tell(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    from gpucheck import report
-
     folder = options.out or Path(os.environ.get("OUT") or ROOT / "docs" / "reports")
-    kind = "".join(c if c.isalnum() else "-" for c in found["device"].lower())
-    data, page = report.write(folder, f"gpu-{kind}-{time.strftime('%Y%m%d-%H%M%S')}", found)
-    print(f"{found['verdict']} {page} and {data.name}")
+    findings, stop = Findings(options, device, chosen, Report(folder)), Stop()
+    if not written(findings, folder):  # before minutes are spent on what could not be told
+        return USAGE
+    stop.listen()
+    findings.notes += [] if options.no_build else build(stop)
+    for check in chosen:
+        findings.add(one_row(check, findings, stop))
+    if not written(findings, folder):
+        return USAGE
+    print(f"{findings.verdict()} {findings.report.page} and {findings.report.data.name}")
+    return findings.code(stop)
 
 
-def left_out(check: Check) -> dict[str, Any]:
-    return row_of(check, "skipped", "no time is left; see --minutes", 0.0, {})
+def written(findings: Findings, folder: Path) -> bool:
+    try:
+        findings.write()
+    except OSError as problem:
+        print(f"gpu_check: no report can be written to {folder}: {problem}; name another folder with --out",
+              file=sys.stderr)  # fmt: skip
+        return False
+    return True
+
+
+def one_row(check: Check, findings: Findings, stop: Stop) -> dict[str, Any]:
+    left = findings.left_s
+    if stop.number:
+        return row_of(check, "skipped", f"not begun: {stop.name}", 0.0, {})
+    if left < 5:
+        return row_of(check, "skipped", "no time is left; see --minutes", 0.0, {})
+    options, bandwidth = findings.options, findings.of("bandwidth")
+    return in_a_process(check, findings.device, options.cpu, min(check.seconds, left), bandwidth, stop)
 
 
 def row_of(check: Check, status: str, why: str, seconds: float, found: dict[str, Any]) -> dict[str, Any]:
@@ -189,26 +244,30 @@ def row_of(check: Check, status: str, why: str, seconds: float, found: dict[str,
 
 
 def in_a_process(
-    check: Check, device: str, small: bool, seconds: float, bandwidth: dict[str, Any] | None = None
-) -> dict[str, Any]:
+    check: Check, device: str, small: bool, seconds: float, bandwidth: dict[str, Any] | None = None,
+    stop: Stop | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Run one check, and end it and all that it started at its deadline; what it had found by then is kept."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gpucheck-") as folder:
+    began, stop = time.monotonic(), stop or Stop()
+    with tempfile.TemporaryDirectory(prefix="gpucheck-", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "found.json"
-        command = [sys.executable, __file__, "--one", check.name, device, str(int(small)), str(file), str(seconds),
-                   json.dumps(bandwidth or {})]  # fmt: skip
+        command = held(sys.executable, __file__, "--one", check.name, device, str(int(small)), str(file), str(seconds),
+                       json.dumps(bandwidth or {}))  # fmt: skip
         with open(Path(folder) / "words", "w+b") as words:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=words, stderr=words, cwd=ROOT,
                                      start_new_session=True, env=environment(folder))  # fmt: skip
-            code = wait(child, seconds)
+            code = wait(child, seconds, stop)
             words.seek(0)
             said = words.read().decode(errors="replace")
         found = json.loads(file.read_text()) if file.exists() else {}
         clear(child.pid, Path(folder))
+    took = time.monotonic() - began
+    if stop.number:
+        return row_of(check, "stopped", f"{stop.name} after {took:.0f} s", took, found)
     status, why = judge(code, found, said, seconds)
     if status == "failed" and said.strip():
         found.setdefault("notes", []).append("its last words: " + " / ".join(said.strip().splitlines()[-4:])[-1500:])
-    return row_of(check, status, why, time.monotonic() - began, found)
+    return row_of(check, status, why, took, found)
 
 
 def clear(pid: int, folder: Path) -> None:
@@ -229,9 +288,10 @@ def environment(folder: str) -> dict[str, str]:
             "HF_HUB_OFFLINE": "1", "TMPDIR": folder}  # fmt: skip
 
 
-def wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
+def wait(child: subprocess.Popen[bytes], seconds: float, stop: Stop) -> int | None:
     """Its exit code, None if it had to be ended. Runs that it started have sessions of their own and die with it."""
     code: int | None
+    stop.runs(child.pid)
     try:
         code = child.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -239,6 +299,7 @@ def wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+    stop.runs(0)
     return code
 
 
@@ -254,16 +315,20 @@ def judge(code: int | None, found: dict[str, Any], said: str, seconds: float) ->
     return ("failed", f"missed: {missed[0]}") if missed else ("passed", "")
 
 
-def build() -> list[str]:
+def build(stop: Stop) -> list[str]:
     """Build the extension modules where they are missing; what went wrong, if anything."""
     if all(list((ROOT / "busrl").glob(f"{name}.*.so")) for name in ("_ring", "_wire")) and importable("busrl._ring"):
         return []
-    try:
-        done = subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT, capture_output=True,
-                              text=True, timeout=BUILD_S, stdin=subprocess.DEVNULL)  # fmt: skip
-    except subprocess.TimeoutExpired:
+    command = held(sys.executable, "setup.py", "build_ext", "--inplace")
+    with tempfile.TemporaryFile() as words:
+        child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words,
+                                 start_new_session=True)  # fmt: skip
+        code = wait(child, BUILD_S, stop)
+        words.seek(0)
+        said = words.read().decode(errors="replace").strip()[-400:]
+    if code is None:
         return [f"the extension modules were not built within {BUILD_S:g} s"]
-    return [] if done.returncode == 0 else [f"the extension modules were not built: {done.stderr.strip()[-400:]}"]
+    return [] if code == 0 else [f"the extension modules were not built: {said or 'ended by a signal'}"]
 
 
 def importable(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 Talks to one file of the run, `pace/NAME.jsonl`, a line per interval. Knows nothing of the ring or of engines.
 
+- A line ends with what the engine tells of itself by then, so its errors can be seen while the run lives.
 - Within an interval wall = steps + weights + idle + what the loop itself takes.
 - A disk that is full costs lines, never the process.
 """
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,7 +24,8 @@ EVERY_S = 0.25
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """One interval. `tokens`: running sequences summed over the steps, so their mean is tokens / steps."""
+    """One interval. `tokens`: running sequences summed over the steps, so their mean is tokens / steps. `engine`: its
+    statistics since it was made."""
 
     wall_s: float
     step_s: float
@@ -31,12 +35,14 @@ class Row(msgspec.Struct, kw_only=True):
     tokens: int
     joined: int
     updates: int
+    engine: Any
 
 
 class Pace:
-    """Counts of the interval under way. `joined` is added to from outside."""
+    """Counts of the interval under way. `joined` is added to from outside; `engine` is asked at its end."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, engine: Callable[[], Any] = lambda: None) -> None:
+        self._engine = engine
         directory.mkdir(exist_ok=True)
         self._file = LineFile(directory / f"{name}.jsonl")
         self._clear()
@@ -70,7 +76,7 @@ class Pace:
         row = Row(
             wall_s=round(wall / 1e9, 6), step_s=round(self._step / 1e9, 6), weights_s=round(self._weights / 1e9, 6),
             idle_s=round(self._idle / 1e9, 6), steps=self._steps, tokens=self._tokens, joined=self.joined,
-            updates=self._updates,
+            updates=self._updates, engine=self._engine(),
         )  # fmt: skip
         with contextlib.suppress(MachineError, OSError):
             self._file.append(msgspec.json.encode(row))

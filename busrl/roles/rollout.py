@@ -102,7 +102,7 @@ class Rollout(Actor):
         self._next_request = self._last_bell = 0.0
         self._behind_since = math.inf
         self._update_weights(wait=True)
-        self.pace = Pace(self.paths.pace, self.worker_id)
+        self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics)
 
     def step(self) -> bool:
         self._update_weights()

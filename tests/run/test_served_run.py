@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,5 +99,8 @@ def test_a_run_with_the_openai_engine_survives_the_death_of_its_endpoint(tmp_pat
         check_end(run, code)
         assert run.restarts("rollout/0") == 0
         assert {row["version"] for row in run.metrics()} == set(range(1, 9))
+        paces = (run.directory / "pace" / "rollout-0.jsonl").read_text().splitlines()
+        errors = [json.loads(line)["engine"]["errors"] for line in paces]
+        assert errors[0] == 0 < errors[-1], "an operator sees them while the run lives"
     finally:
         endpoint.kill()

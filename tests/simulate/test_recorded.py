@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from harness import Run, running
 
+from busrl.inference.base import Statistics
 from busrl.launch.stays import Stays
 from busrl.quickstart import ensure
 from busrl.roles import pace
@@ -45,10 +46,25 @@ def test_pace_writes_intervals_whose_parts_do_not_exceed_the_wall_time(
     assert (two["steps"], two["tokens"], two["joined"]) == (0, 0, 0)
 
 
+def test_each_line_of_the_pace_ends_with_what_the_engine_tells_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "EVERY_S", 0.0)
+    told = iter([Statistics(4, 0, False, 0), Statistics(4, 1, False, 7, errors=2)])
+    counted = pace.Pace(tmp_path / "pace", "rollout-0", lambda: next(told))
+    counted.stepped(4, 4, 1)
+    counted.idled(0)
+    counted.close()
+    one, two = (json.loads(line)["engine"] for line in (tmp_path / "pace" / "rollout-0.jsonl").read_text().splitlines())
+    assert (one["errors"], two["errors"], two["waiting"], two["version"]) == (0, 2, 1, 7)
+
+
 def test_a_real_run_can_be_fitted_and_simulated(tmp_path: Path) -> None:
     ensure("tiny:sort")
     with running(Run(tmp_path / "run", "process.validator.count=0", steps=60)) as run:
         assert run.wait() == 0, run.tail()
+    last = json.loads((run.directory / "pace" / "rollout-0.jsonl").read_text().splitlines()[-1])
+    assert last["engine"]["tokens"] > 0 and last["engine"]["updates"] > 0 and last["engine"]["errors"] == 0
     fitted = fit(run.directory)
     rows = run.metrics()
     trained = sum(len(group.lengths) for group in fitted.groups)

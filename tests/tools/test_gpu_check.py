@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from busrl import device
+from busrl.topology import vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "gpu_check.py"
@@ -84,10 +88,117 @@ def test_a_check_that_fails_or_hangs_stops_no_other(monkeypatch: pytest.MonkeyPa
     assert "ValueError" in rows[0]["notes"][-1]
 
 
-def test_what_does_not_fit_into_the_minutes_is_left_out_and_told(tmp_path: Path) -> None:
+def test_what_does_not_fit_into_the_minutes_is_left_out_and_no_check_at_all_is_no_success(tmp_path: Path) -> None:
     done = run("--cpu", "--minutes", "0.01", "--out", str(tmp_path), "--no-build")
-    assert done.returncode == 4 and "0 checks passed, 13 skipped" in done.stdout
+    assert done.returncode == gpu_check.NOTHING == 5 and "0 checks passed, 13 skipped" in done.stdout
     assert "no time is left; see --minutes" in next(tmp_path.glob("*.md")).read_text()
+
+
+@pytest.mark.skipif(bool(vllm.installed()[0]), reason="this Python has vLLM")
+def test_without_vllm_its_check_is_skipped_though_a_folder_of_that_name_can_be_imported(tmp_path: Path) -> None:
+    done = run("--cpu", "--only", "vllm", "--out", str(tmp_path), "--no-build")
+    assert "0 checks passed, 1 skipped (vllm)." in done.stdout and done.returncode == gpu_check.NOTHING
+    assert "this Python has no vLLM" in done.stdout
+
+
+def test_a_folder_that_takes_no_report_is_told_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("--cpu", "--only", "machine", "--out", str(tmp_path / "file"), "--no-build")
+    assert done.returncode == gpu_check.USAGE == 2 and done.stdout == ""
+    assert f"no report can be written to {tmp_path / 'file'}" in done.stderr and "--out" in done.stderr
+    assert "give minutes above 0" in run("--cpu", "--minutes", "0").stderr
+
+
+def test_two_runs_of_one_second_have_two_reports_and_a_device_that_is_known_later_names_them(tmp_path: Path) -> None:
+    found = {"device": "cuda", "when": "now", "verdict": "", "seconds": 1.0, "minutes": 9.0, "checks": []}
+    first, second = report.Report(tmp_path), report.Report(tmp_path)
+    first._stamp = second._stamp = "20260101-000000"
+    for one in (first, second):
+        one.write(found)
+    assert first.data.name == "gpu-cuda-20260101-000000.json" and second.page.name == "gpu-cuda-20260101-000000-2.md"
+    for one in (first, second):
+        one.write(found | {"device": "Some H100"})
+    stem = "gpu-some-h100-20260101-000000"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        f"{stem}{more}" for more in ("-2.json", "-2.md", ".json", ".md")
+    )
+
+
+SLEEPER = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = [{tools!r}]
+import gpu_check
+from gpucheck import machine_checks
+def quick(context):
+    context.figure("device", "none")
+def sleeps(context):
+    from gpucheck.stop import held
+    import subprocess
+    child = subprocess.Popen(held("sh", "-c", "sleep 600"))
+    os.write(int(os.environ["TOLD"]), f"{{os.getpid()}} {{child.pid}}\\n".encode())
+    child.wait()
+machine_checks.quick, machine_checks.sleeps = quick, sleeps
+named = lambda name, function: gpu_check.Check(name, name, f"machine_checks:{{function}}", 60.0)
+gpu_check.checks = lambda small: [named("machine", "quick"), named("long", "sleeps"), named("later", "quick")]
+gpu_check.__file__ = __file__
+popen = gpu_check.subprocess.Popen
+gpu_check.subprocess.Popen = lambda *a, **k: popen(*a, **k, pass_fds=(int(os.environ["TOLD"]),))
+sys.exit(gpu_check.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """The tool in the middle of a check that sleeps, and the pids of that check and of what it has started."""
+    (tmp_path / "tool.py").write_text(SLEEPER.format(tools=str(TOOL.parent)))
+    (tmp_path / "tmp").mkdir()
+    read, write = os.pipe()
+    command = [sys.executable, str(tmp_path / "tool.py"), "--cpu", "--no-build", "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "TOLD": str(write), "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
+    tool = subprocess.Popen(command, env=environment, pass_fds=(write,))
+    os.close(write)
+    with os.fdopen(read) as told:
+        yield tool, [int(word) for word in told.readline().split()]
+        tool.kill()
+        tool.wait()
+
+
+def gone(pid: int) -> bool:
+    """Wait until that process, which is not ours, is dead."""
+    for _ in range(600):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except OSError:
+            return True
+        threading.Event().wait(0.1)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_tool_ends_its_check_and_reports_what_was_done(
+    sleeper: tuple[subprocess.Popen[bytes], list[int]], tmp_path: Path, number: signal.Signals
+) -> None:
+    tool, pids = sleeper
+    tool.send_signal(number)
+    assert tool.wait(60) == 128 + number
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)
+    assert not list((tmp_path / "tmp").glob("gpucheck-*"))
+    found = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
+    assert found["verdict"] == "1 checks passed, 1 stopped (long), 1 skipped (later)."
+    assert found["checks"][1]["why"].startswith(number.name)
+    assert found["checks"][2]["why"] == f"not begun: {number.name}"
+
+
+def test_a_killed_tool_takes_its_check_with_it_and_leaves_a_report_of_what_was_done(
+    sleeper: tuple[subprocess.Popen[bytes], list[int]], tmp_path: Path
+) -> None:
+    tool, pids = sleeper
+    tool.kill()
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)
+    found = json.loads(next((tmp_path / "out").glob("gpu-none-*.json")).read_text())
+    assert found["verdict"] == "1 checks passed, 2 still to come (long, later)."
 
 
 def test_an_unknown_check_is_refused_with_the_names() -> None:

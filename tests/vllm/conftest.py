@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if installed()[0]:
         return
-    skip = pytest.mark.skip(reason="this Python has no vLLM; make vllm-test makes one that has")
+    skip = pytest.mark.skip(reason="this Python has no vLLM; make vllm makes one that has")
     for item in items:
         if item.get_closest_marker("vllm"):
             item.add_marker(skip)

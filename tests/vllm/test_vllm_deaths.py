@@ -7,13 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from vllm_scene import HERE, ROOT, START_S, Scene, request
 
 from busrl.errors import EngineDisagrees, EngineLost
 from busrl.weights import factory
+from busrl.weights.base import News
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 LATE_S = 20.0  # for the kernel and a loaded machine
@@ -146,6 +150,45 @@ def test_new_weights_are_checked_at_the_temperature_of_the_samples(tmp_path: Pat
         else:
             assert scene.engine.update_weights(receiver) == (1, 10)
     finally:
+        sender.close()
+        scene.close()
+
+
+def test_a_vllm_killed_in_the_middle_of_a_broadcast_is_left_out_by_name_and_the_others_have_the_version(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, tied=True)
+    pids = scene.engine.core.pids()
+    settings = replace(scene.settings("broadcast"), bucket_bytes=4096)
+    told: list[str] = []
+    news = News(lambda change: told.append(str(change)), lambda name, text: told.append(text))
+    sender: Any = factory.sender(settings, news=news)
+    receiver, other = scene.engine.receiver(settings, "rollout-0"), factory.receiver(settings, "rollout-1")
+    assert receiver is not None
+
+    def kill(point: str) -> None:
+        if point == "bucket 2" and sender.newest()[0] == 2 and _runs(pids[0]):
+            os.kill(pids[0], signal.SIGKILL)
+
+    try:
+        sender.publish(1, 10, scene.tensors(1))
+        for one in (receiver, other):
+            one.wait_for(1, 60)
+        scene.engine.submit([request(1, [5, 6, 7], 150, temperature=0.0)])
+        sender.hook = kill
+        sender.publish(2, 20, scene.tensors(2))
+        assert other.wait_for(2, 60) == (2, 20)
+        here = {name: tensor.clone() for name, tensor in scene.tensors(1).items()}
+        assert other.fetch(here) == (2, 20)
+        assert all(torch.equal(here[name], tensor) for name, tensor in scene.tensors(2).items())
+        assert "rollout-0" in told[-1], told
+        end = time.monotonic() + LATE_S
+        with pytest.raises(EngineLost, match=f"died: pid {pids[0]} ended"):
+            while time.monotonic() < end:
+                scene.engine.step()
+        assert gone(pids, LATE_S)
+    finally:
+        other.close()
         sender.close()
         scene.close()
 

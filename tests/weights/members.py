@@ -6,9 +6,12 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
 from busrl.errors import WeightsTimeout
@@ -76,15 +79,41 @@ def soldier(pipe: Any, plain: dict[str, Any], name: str, sizes: dict[str, tuple[
     """Of the soak: follows versions and sends (version, digest of the values, open files, resident kB) for each."""
     from busrl.weights.manifest import Manifest
 
-    made = receiver(Settings.from_plain(plain), name)
+    made: Any = receiver(Settings.from_plain(plain), name)
+    fetch = made.fetch if made.kind == "tensors" else lambda into: load_folder(made, into)
     here = {key: torch.zeros(shape, dtype=torch.float32) for key, shape in sizes.items()}
     manifest, newest = Manifest.of(here), 0
     while not pipe.poll(0):
         with suppress(WeightsTimeout):
             made.wait_for(newest + 1, 0.05)
-            newest, _ = made.fetch(here)
+            newest, _ = fetch(here)
             pipe.send((newest, manifest.digest(here, newest, 0), open_files(), resident_kb()))
     made.close()
+
+
+def write_folder(folder: Path, named: Mapping[str, torch.Tensor]) -> None:
+    """A version as a folder, as a checkpoint's."""
+    safetensors.torch.save_file(dict(named), folder / "model.safetensors")
+
+
+def load_folder(receiver: Any, into: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """What an engine does with such a version."""
+    version, step, folder = receiver.take()
+    for name, tensor in safetensors.torch.load_file(folder / "model.safetensors").items():
+        into[name].copy_(tensor)
+    return int(version), int(step)
+
+
+def descendants() -> set[int]:
+    """Processes that this one has started, and those that these have; zombies count."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found, last = {os.getpid()}, set[int]()
+    while found != last:
+        last, found = found, found | {pid for pid, parent in parents.items() if parent in found}
+    return found - {os.getpid()}
 
 
 def open_files() -> int:

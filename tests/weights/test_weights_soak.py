@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from members import PATIENCE_S, Child, open_files, resident_kb, soldier
+from members import PATIENCE_S, Child, descendants, open_files, resident_kb, soldier, write_folder
 
 from busrl.weights.factory import Settings, sender
 from busrl.weights.manifest import Manifest
 
 SIZES = {f"w{k}": (64, 1 + 30 * k) for k in range(20)}  # 1.5 MB in all
 ENGINES = 4
+FOLDERS = "checkpoint_restart"
 Start = Callable[..., Child]
 
 
@@ -29,25 +30,28 @@ class Crowd:
         self._chance = random.Random(seed)
         self._living: list[Child] = []
         self._born = 0
+        self._names: dict[Child, str] = {}
         self.truth: dict[int, int] = {}  # digest of each version
         self.files: dict[int, list[int]] = {}
         self.memory: dict[int, list[int]] = {}
-        self.grown = (0, 0)
+        self.grown = (0, 0, 0)
         self.seen = self.deaths = self.leaves = 0
         for _ in range(ENGINES):
             self.join()
 
-    def join(self) -> None:
+    def join(self, name: str = "") -> None:
+        """A new engine. What is left of a killed one's folders its successor of the same name clears, as in a run."""
         self._born += 1
-        name = f"engine/{self._born}"
+        name = name or f"engine/{self._born}"
         self._living.append(self._start(soldier, self._settings.plain(), name, SIZES))
+        self._names[self._living[-1]] = name
 
     def come_or_go(self) -> None:
         """One in twenty updates: a leave, a death or a stop of some other's; then another engine joins."""
         if self._chance.random() > 0.05:
             return
         child = self._living.pop(self._chance.randrange(len(self._living)))
-        how = self._chance.choice(["leave", "kill", "stop"])
+        how, name = self._chance.choice(["leave", "kill", "stop"]), ""
         if how == "leave":
             assert child.told_to_end(PATIENCE_S) == 0
             child.end()
@@ -55,13 +59,14 @@ class Crowd:
         elif how == "kill":
             child.end()
             self.deaths += 1
+            name = self._names[child] if self._settings.folders else ""
         else:  # for a moment, as when its machine is busy
             os.kill(child.process.pid, signal.SIGSTOP)
             time.sleep(0.05)
             child.go_on()
             self._living.append(child)
             return
-        self.join()
+        self.join(name)
 
     def check(self) -> None:
         for child in self._living:
@@ -82,14 +87,25 @@ class Crowd:
             self.check()
 
 
-def soak(tmp_path: Path, start: Start, transport: str, sparse: bool, updates: int, seed: int = 5) -> Crowd:
+def settings_of(tmp_path: Path, transport: str, sparse: bool) -> Settings:
     segment = f"/dev/shm/busrl.test.{os.getpid()}.{os.urandom(4).hex()}.weights"
-    settings = Settings(transport, segment, str(tmp_path / "store"), 6.0, sparse=sparse, key_every=8, checksum=sparse)
-    sends = sender(settings)
+    folders = str(tmp_path / "published") if transport == FOLDERS else ""
+    return Settings(transport, segment, str(tmp_path / "store"), 6.0, sparse=sparse, key_every=8, checksum=sparse,
+                    folders=folders)  # fmt: skip
+
+
+def held() -> tuple[int, int, int]:
+    """Open files and private memory (kB) of this process, and processes that it has."""
+    return open_files(), resident_kb(), len(descendants())
+
+
+def soak(tmp_path: Path, start: Start, transport: str, sparse: bool, updates: int, seed: int = 5) -> Crowd:
+    settings = settings_of(tmp_path, transport, sparse)
+    sends = sender(settings, write=write_folder if transport == FOLDERS else None)
     named = {name: torch.zeros(shape) for name, shape in SIZES.items()}
     manifest, generator = Manifest.of(named), torch.Generator().manual_seed(seed)
     crowd = Crowd(start, settings, seed)
-    before: tuple[int, int] = (0, 0)
+    before = (0, 0, 0)
     for version in range(1, updates + 1):
         for tensor in named.values():
             flat = tensor.view(-1)
@@ -102,15 +118,19 @@ def soak(tmp_path: Path, start: Start, transport: str, sparse: bool, updates: in
         if version % 20 == 0:
             crowd.settle(version)
         if version == max(20, updates // 5) // 20 * 20:
-            before = (open_files(), resident_kb())
+            before = held()
     crowd.settle(updates)
     # As many engines are alive as there were then.
-    grown = open_files() - before[0], resident_kb() - before[1]
-    assert grown[0] <= 8, f"{grown[0]} more open files than after a fifth of the updates"
-    assert grown[1] <= 20_000, f"{grown[1]} kB more than after a fifth of the updates"
-    crowd.grown = grown
+    files, memory, processes = (now - then for now, then in zip(held(), before))
+    assert files <= 8, f"{files} more open files than after a fifth of the updates"
+    assert memory <= 20_000, f"{memory} kB more than after a fifth of the updates"
+    assert processes == 0, f"{processes} more processes than after a fifth of the updates"
+    crowd.grown = files, memory, processes
+    if transport == FOLDERS:
+        left = list((tmp_path / "published").rglob("model.safetensors"))
+        assert len(left) <= settings.kept + ENGINES, left
     sends.close()
-    Path(segment).unlink(missing_ok=True)
+    Path(settings.segment).unlink(missing_ok=True)
     return crowd
 
 
@@ -124,9 +144,14 @@ def nothing_leaks(crowd: Crowd) -> None:
         assert len(memory) < 40 or min(late) <= max(early) + 15_000, memory
 
 
+WAYS = pytest.mark.parametrize(
+    ("transport", "sparse"),
+    [("shm", False), ("shm", True), ("broadcast", False), ("broadcast", True), (FOLDERS, False)],
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+@WAYS
 def test_sixty_updates_with_four_engines_that_come_and_go(
     tmp_path: Path, start: Start, transport: str, sparse: bool
 ) -> None:
@@ -134,12 +159,12 @@ def test_sixty_updates_with_four_engines_that_come_and_go(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("transport", "sparse"), [("broadcast", False), ("broadcast", True), ("shm", True)])
+@WAYS
 def test_a_thousand_updates_with_four_engines_that_come_and_go(
     tmp_path: Path, start: Start, transport: str, sparse: bool
 ) -> None:
     crowd = soak(tmp_path, start, transport, sparse, 1000)
     nothing_leaks(crowd)
     print(f"{crowd.seen} versions arrived, {crowd.deaths} engines killed, {crowd.leaves} left")
-    print(f"files and kB more than after a fifth of it: {crowd.grown}")
+    print(f"files, kB and processes more than after a fifth of it: {crowd.grown}")
     assert crowd.deaths > 5 and crowd.leaves > 5

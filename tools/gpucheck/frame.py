@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "gpu_check.py"
+from gpucheck.stop import TOOL, held
+
+ROOT = TOOL.parents[1]
 GIGA = 1e9
 
 
@@ -95,7 +96,7 @@ class Peer:
     def __init__(self, name: str, **settings: Any) -> None:
         self.name = name
         self.process = subprocess.Popen(
-            [sys.executable, str(TOOL), "--peer", name, json.dumps(settings)],
+            held(sys.executable, str(TOOL), "--peer", name, json.dumps(settings)),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
 

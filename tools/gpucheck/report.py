@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
-def write(folder: Path, name: str, found: dict[str, Any]) -> tuple[Path, Path]:
-    """Both files; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data, page = folder / f"{name}.json", folder / f"{name}.md"
-    data.write_text(json.dumps(found, indent=1) + "\n")
-    page.write_text(markdown(found))
-    return data, page
+class Report:
+    """The two files of one run of the tool, under a name that no other run has. May be written any number of times;
+    whoever reads or kills finds each file whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stamp = time.strftime("%Y%m%d-%H%M%S")
+        self._wanted = ""
+        self.data = self.page = folder
+
+    def write(self, found: dict[str, Any]) -> None:
+        """OSError if the folder can not be written to."""
+        device = "".join(c if c.isalnum() else "-" for c in found["device"].lower())
+        wanted, before = f"gpu-{device}-{self._stamp}", (self.data, self.page)
+        renamed = wanted != self._wanted
+        if renamed:  # the device's name is known only after the first check
+            self._reserve(wanted)
+        _write_whole(self.data, json.dumps(found, indent=1) + "\n")
+        _write_whole(self.page, markdown(found))
+        if renamed and self._wanted:
+            for path in before:
+                path.unlink(missing_ok=True)
+        self._wanted = wanted
+
+    def _reserve(self, wanted: str) -> None:
+        """An empty file of that name, or of that name with a number."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for count in itertools.count(1):
+            data = self._folder / f"{wanted}{f'-{count}' if count > 1 else ''}.json"
+            with suppress(FileExistsError):
+                os.close(os.open(data, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+                self.data, self.page = data, data.with_suffix(".md")
+                return
+
+
+def _write_whole(path: Path, text: str) -> None:
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(text)
+    os.replace(draft, path)
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from gpucheck.frame import ROOT, Context, Skipped
+from gpucheck.stop import held
 
 NEEDED = ("zmq", "msgspec", "setproctitle", "uvloop")
 SMALL = ("learner.trigger.n_min=4", "validation.samples=16", "generation.max_batch=32", "groups.size=4")
@@ -35,8 +36,12 @@ def quickstart_one_copy(context: Context) -> None:
 
 def vllm(context: Context) -> None:
     """The same with vLLM in place of the torch engine."""
-    if importlib.util.find_spec("vllm") is None:
-        raise Skipped("vLLM is not installed")
+    _need_packages()
+    from busrl.topology.vllm import installed, objection  # an import would find the folder tools/vllm
+
+    why, remedy = objection(*installed())
+    if why:
+        raise Skipped(f"{why}; {remedy}")
     _run(context, "vllm", "process.rollout.engine=vllm")
 
 
@@ -48,7 +53,8 @@ def _run(context: Context, name: str, *settings: str) -> None:
     for setting in (f"model.device={context.device}", f"run.max_steps={steps}", *settings,
                     *(SMALL if context.small else ())):  # fmt: skip
         command += ["--set", setting]
-    code = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=max(1.0, context.left_s - 5)).returncode
+    limit_s = max(1.0, context.left_s - 5)
+    code = subprocess.run(held(*command), cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit_s).returncode
     context.bar(f"{name}: exit code", code, at_most=0)
     if code:
         _tell_errors(context, directory)
