@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench bench-core soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test
+.PHONY: help demo test test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -77,6 +77,11 @@ bench-core: $(STAMP)/train $(RIVALS)/.installed ## ring and bus against raw memo
 	-$(BIN)/python tools/bench/ring/run.py --rivals-python $(RIVALS)/bin/python
 	-$(BIN)/python tools/bench/bus/run.py --python $(RIVALS)/bin/python
 	$(BIN)/python tools/bench/operations.py
+
+bench-faults: $(STAMP)/train ## how long a death is felt, what lost messages and a monitor cost (half an hour; a quiet machine)
+	$(BIN)/python tools/bench/recovery.py
+	$(BIN)/python tools/bench/faults.py
+	$(BIN)/python tools/bench/monitor.py
 
 # vLLM has an environment of its own: it pins torch and transformers. busrl is in it from this tree, built in place.
 # torch for CPUs is on an index of its own, asked only where pip does not find that build where it looks anyway.
