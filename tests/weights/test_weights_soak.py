@@ -126,9 +126,9 @@ def soak(tmp_path: Path, start: Start, transport: str, sparse: bool, updates: in
     assert memory <= 20_000, f"{memory} kB more than after a fifth of the updates"
     assert processes == 0, f"{processes} more processes than after a fifth of the updates"
     crowd.grown = files, memory, processes
-    if transport == FOLDERS:
+    if transport == FOLDERS:  # an engine may be changing one for the next; a successor that took none cleared none
         left = list((tmp_path / "published").rglob("model.safetensors"))
-        assert len(left) <= settings.kept + ENGINES, left
+        assert len(left) <= settings.kept + 2 * ENGINES, left
     sends.close()
     Path(settings.segment).unlink(missing_ok=True)
     return crowd
