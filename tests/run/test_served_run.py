@@ -50,7 +50,8 @@ def test_an_endpoint_that_serves_another_model_ends_the_run_before_anything_is_t
     finally:
         endpoint.kill()
     assert run.metrics() == [] and run.audit().counts.trained == 0
-    (told,) = [one for one in errors(run) if one["severity"] == "critical"]
+    told, end = [one for one in errors(run) if one["severity"] == "critical"]
+    assert end["process"] == "launch" and "learner" in end["text"]
     assert told["process"] == "learner" and "engine openai, version 0" in told["text"]
     assert "more than learner.mismatch_limit = 1, which no arithmetic explains" in told["text"]
     assert f"does {endpoint.url} serve it" in told["text"]
