@@ -29,6 +29,7 @@ test: lint cpp $(STAMP)/test ## lint, types, C++ tests and the Python tests (und
 test-all: test model storm sanitize aarch64 vllm-test ## the slower tests, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
 	$(BIN)/pytest -m "slow and not vllm"
+	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -m "not slow and not soak and not vllm" $$(grep -rl "from hypothesis" tests)
 
 soak: $(STAMP)/test ## many kills of every role; takes a long time
 	$(BIN)/pytest -m soak --timeout 7200

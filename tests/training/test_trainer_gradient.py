@@ -86,7 +86,10 @@ def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(
     assert apart(pieces, whole) < 1e-6
     for name in ("loss", "tokens", "sequences"):
         assert getattr(cut_stats, name) == pytest.approx(getattr(stats, name), rel=1e-6)
-    assert vars(cut_stats.diagnostics) == pytest.approx(vars(stats.diagnostics), rel=1e-6, abs=1e-9)
+    found, expected = vars(cut_stats.diagnostics), vars(stats.diagnostics)
+    known = [name for name, value in expected.items() if value is not None]
+    assert known == [name for name, value in found.items() if value is not None] and len(known) > 5
+    assert [found[name] for name in known] == pytest.approx([expected[name] for name in known], rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
