@@ -10,9 +10,6 @@ told, and decides nothing.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -22,6 +19,7 @@ from busrl.launch.progress import first_line
 from busrl.launch.strangers import is_titled
 from busrl.launch.supervisor import Child
 from busrl.ledger.errorlog import record_error
+from busrl.ledger.files import show_whole
 from busrl.ledger.throttle import Throttle
 from busrl.paths import RunPaths
 from busrl.protocol import address
@@ -82,7 +80,7 @@ class Chronicle:
             told.append(self._file((sender, severity, where, f"{count} more from it, the latest: {text}", trace)))
         if self._changed and (everything or now >= self._next_save):
             self._changed, self._next_save = False, now + SAVE_EVERY_S
-            self._save()
+            show_whole(self._paths.supervisor, self.plain())
         return told
 
     def close(self, now: float) -> list[str]:
@@ -97,14 +95,6 @@ class Chronicle:
         sender, severity, where, text, trace = line
         record_error(self._paths, sender, severity, where, text, trace)
         return shown(sender, severity, where, text)
-
-    def _save(self) -> None:
-        """For people only: a full disk costs these counts their freshness."""
-        path = self._paths.supervisor
-        temporary = path.with_name(f".{path.name}.new")
-        with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(self.plain(), indent=1) + "\n")
-            os.replace(temporary, path)
 
     def plain(self) -> dict[str, Any]:
         """What stands in supervisor.json."""

@@ -9,11 +9,14 @@ nothing of what the files hold.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from busrl.errors import DiskFull, MachineError, WriteFailed
 
@@ -66,6 +69,14 @@ def write_whole(path: Path, data: bytes) -> None:
     except OSError as exc:
         temporary.unlink(missing_ok=True)
         raise write_error(path, len(data), exc) from exc
+
+
+def show_whole(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace `path` by `value` as JSON for people to read: a full disk costs it its freshness, and nobody is told."""
+    temporary = path.with_name(f".{path.name}.new")
+    with contextlib.suppress(OSError):
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
+        os.replace(temporary, path)
 
 
 class LineFile:

@@ -9,9 +9,7 @@ nothing of the keeper's other work.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 from busrl.bus import Endpoint
 from busrl.errors import MessageTooLarge
 from busrl.gateway import BAD, Desk, Limits, Settings, Tally, VersionSteps
+from busrl.ledger.files import show_whole
 from busrl.paths import RunPaths
 from busrl.protocol import Fault, Rejected, address, kind_of
 from busrl.protocol import gateway as g
@@ -135,12 +134,8 @@ class Gateway:
                 self.tally.add(to, "too_large", text=str(problem))
 
     def _save(self) -> None:
-        """For people only: a full disk costs these counts their freshness."""
         self.tally.changed = False
-        temporary = self.paths.gateway.with_name(f".{self.paths.gateway.name}.new")
-        with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps({"workers": self.tally.plain()}, indent=1) + "\n")
-            os.replace(temporary, self.paths.gateway)
+        show_whole(self.paths.gateway, {"workers": self.tally.plain()})
 
 
 def settings_of(topology: Topology) -> Settings:

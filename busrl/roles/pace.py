@@ -41,7 +41,7 @@ class Row(msgspec.Struct, kw_only=True):
 class Pace:
     """Counts of the interval under way. `joined` is added to from outside; `engine` is asked at its end."""
 
-    def __init__(self, directory: Path, name: str, engine: Callable[[], Any] = lambda: None) -> None:
+    def __init__(self, directory: Path, name: str, engine: Callable[[], Any]) -> None:
         self._engine = engine
         directory.mkdir(exist_ok=True)
         self._file = LineFile(directory / f"{name}.jsonl")

@@ -57,13 +57,11 @@ class Scheduler:
         self, topology: Topology, answers: Answers, ring: SimRing, counts: Counts, rows: int, *, oracle: bool
     ) -> None:
         self.limits, self.answers, self.ring, self.counts = admission_limits(topology), answers, ring, counts
-        self.size, self.rows = topology.groups.size, rows
+        self.size, self.rows, self.ahead = topology.groups.size, rows, topology.scheduler.ahead
         self.admission = Admission(self.limits, topology.weights.over_age)
         self.feed = Feed(topology, answers, oracle)
         self.probes = Probes(topology.derived.W if topology.scheduler.probe else 0)
         self.waves = waves_of(self.limits)
-        # A wave begins when its round is whole: whoever waited for an engine before that would wait for ever.
-        self.ahead = topology.scheduler.ahead if self.waves is None else 0
         self.groups: dict[int, Group] = {}
         self.lengths: dict[int, tuple[int, ...]] = {}
         slots = topology.derived.train_slots

@@ -19,7 +19,8 @@ import quickstart_policies  # noqa: E402
 
 @pytest.mark.parametrize("policy", quickstart_policies.POLICIES)
 def test_what_is_tried_on_the_quickstart_is_accepted(policy: str) -> None:
-    load(ROOT / "configs" / "quickstart.toml", quickstart_policies.settings_of(policy))
+    topology = load(ROOT / "configs" / "quickstart.toml", quickstart_policies.settings_of(policy))
+    assert topology.scheduler.policy == policy.partition(",")[0].partition(":")[0]
 
 
 def test_the_policies_of_the_dispatch_experiment_exist() -> None:

@@ -42,7 +42,7 @@ class Worker(Rollout):
         self.segments = SegmentCuts.of(topology)
         self.waves = self.segments.waves
         self.version, self.step_of = 0, {0: 0}
-        self.pace = Pace(Path(tempfile.mkdtemp()), "rollout-0")
+        self.pace = Pace(Path(tempfile.mkdtemp()), "rollout-0", lambda: None)
         self._last_bell = 1e18  # bells are rung by hand
         self.warned: list[str] = []
         self.restart, self.refused = None, 0

@@ -33,7 +33,7 @@ def test_pace_writes_intervals_whose_parts_do_not_exceed_the_wall_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "EVERY_S", 0.0)
-    counted = pace.Pace(tmp_path / "pace", "rollout-0")
+    counted = pace.Pace(tmp_path / "pace", "rollout-0", lambda: None)
     begun = time.monotonic_ns()
     counted.joined += 3
     counted.updated(1000)
