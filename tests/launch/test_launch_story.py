@@ -90,7 +90,8 @@ def test_a_table_of_fates_of_any_length_is_counted_in_words(tmp_path: Path) -> N
     ("sample", "line"),
     [
         ({"prompt": "Q", "completion": "A\x1b[2J", "reward": 0.5}, "'Q' → 'A [2J', reward 0.5"),
-        ({"prompt": [{"role": "user", "content": "Q"}], "completion": ""}, """'[{"role": "user", "content": "Q"}]' → ''"""),
+        ({"prompt": [{"role": "user", "content": "Q"}], "completion": ""},
+         """'[{"role": "user", "content": "Q"}]' → ''"""),
         ({"prompt": "x" * 500, "completion": "y" * 500}, f"'{'x' * 90}' → '{'y' * 60} … {'y' * 60}'"),
         ({"prompt": "{broken", "completion": "A"}, "'{broken' → 'A'"),
         ({}, ""),
