@@ -55,16 +55,17 @@ class TrainingStep:
         self.config = topology.learner
         self.source = Path(topology.model.path)
         self.device = device.choose(topology.device_of("learner"))
-        self.settings = TrainerSettings.from_learner(self.config, topology.model.dtype, topology.segments.loss)
+        self.settings = TrainerSettings.of(topology)
         self.last_only = topology.segments.loss == "last_segment"
-        self.gate = EntropyGate(self.config.dmmpt_sigma) if self.config.dmmpt == "gate" else None
+        experiments = topology.experiments
+        self.gate = EntropyGate(experiments.dmmpt_sigma) if experiments.dmmpt == "gate" else None
         self.gate_moved = False  # by the last step
         self.schedule = _schedule(topology)
-        self.part_groups = self.config.controller.noise_groups if _measures_noise(self.config) else 0
+        self.part_groups = experiments.controller.noise_groups if _measures_noise(topology) else 0
         self.s_per_token = topology.mock.learner_s_per_token
         self.groups = 0
         weights = topology.weights
-        bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.config.forced_age
+        bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not experiments.forced_age
         self.old = OldTokens(weights.max_staleness if bounded else None)
         self.before_update: Callable[[], None] = _nothing  # called when the weights are about to change
         self.shared = weights.transport == ONE_COPY
@@ -290,10 +291,11 @@ def _schedule(topology: Topology) -> Schedule:
     return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
 
 
-def _measures_noise(config: Learner) -> bool:
+def _measures_noise(topology: Topology) -> bool:
     """Only the full rules look at the noise scale; several updates per batch have no one gradient to measure."""
-    controller = config.controller
-    return controller.mode != "off" and controller.rules == "full" and config.updates_per_batch == 1
+    learner = topology.learner
+    full = learner.controller.mode != "off" and topology.experiments.controller.rules == "full"
+    return full and learner.updates_per_batch == 1
 
 
 def _parts(records: Sequence[SampleRecord], groups: int) -> list[slice]:

@@ -46,7 +46,7 @@ def both(*changes: Change) -> Change:
 
 
 LONG = json.dumps({"question": "q" * 5000, "wanted": ""})
-SYNC = 'n_min = 8\nt_max = 100\n[weights]\nmode = "sync"'
+SYNC = 'n_min = 8\nt_max_s = 0.1\n[weights]\nmode = "sync"'
 CASES: dict[str, tuple[Change, list[str]]] = {
     "a wrong type": (
         replaced("n_min = 8", 'n_min = "many"'), ["own.toml:17:", "n_min", '"many"', "a whole number", "default is 32"]
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         replaced("policy", "polcy"), ["own.toml:15:", "polcy: unknown key in [scheduler]; did you mean policy?"]
     ),
     "an impossible combination": (
-        replaced("n_min = 8", SYNC), ["own.toml:18:", "t_max = 100", 'mode = "sync"', "not by time", "t_max = inf"]
+        replaced("n_min = 8", SYNC), ["own.toml:18:", "t_max_s = 0.1", 'mode = "sync"', "not by time", "t_max_s = inf"]
     ),
     "no model folder": (
         lambda folder: shutil.rmtree(folder / "model"), ["own.toml:5:", "mine/model", "no such folder", "give a folder"]
