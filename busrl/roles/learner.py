@@ -81,6 +81,8 @@ class Learner(Actor):
         with self.activity("recover", LONG_STEP_S):
             self.history = History(self.paths, self.topology)
             self.history.load(self.training, self.control.load)
+            for told in self.history.told:
+                self.warn("learner", told, "error", kind="torn checkpoint")
             replayed = 0
             for record in self.history.to_replay():
                 self.training.old.at(record.version, record.step - 1)
