@@ -1,7 +1,7 @@
 """Makes a damaged `trained.bin` of the newest checkpoint whole again, from the train log or from what came before it.
 
-Talks to `checkpoints/`, `train.jsonl` and `wal/`; called by `launch` before any role runs, and by a learner that starts. Knows
-nothing of models: what else a checkpoint holds is looked at where it is loaded.
+Talks to `checkpoints/`, `train.jsonl` and `wal/`; called by `launch` before any role runs, and by a learner that
+starts. Knows nothing of models: what else a checkpoint holds is looked at where it is loaded.
 
 - The train log is made durable before each checkpoint, so its lines up to the checkpoint's step name the very same
   samples. So do the trained set of the checkpoint before and the log's records from there on. Either is believed only

@@ -93,7 +93,8 @@ class History:
                 else f'the steps after {start} are lost with it (learner.wal = "off")'
             )
             self.told.append(
-                f"{path.name} is damaged ({fault}) and is kept as {aside.name}; training goes on from step {start}: {gone}"
+                f"{path.name} is damaged ({fault}) and is kept as {aside.name}; training goes on from step {start}: "
+                f"{gone}"
             )
 
     def to_replay(self) -> Iterator[Record]:
@@ -194,7 +195,7 @@ def _history_torn(paths: RunPaths, torn: Mapping[Path, str], start: int, missing
     base = f"the checkpoint of step {start}" if start else "the model that the run began with"
     return UserError(
         f"{paths.root}: {which} can not be had again: no whole checkpoint holds them, and they are not in the log"
-        f"{f' ({why})' if why else ''}. Restore what was damaged or removed from a copy and start again; or move {names} "
-        f"out of the run directory: the run then goes on from {base}, and `busrl audit` names the samples of all steps "
+        f"{f' ({why})' if why else ''}. Restore what was damaged or removed from a copy and start again; or move "
+        f"{names} out of the run directory: the run then goes on from {base}, and `busrl audit` names the samples of all steps "
         "after it as trained_unlogged"
     )
