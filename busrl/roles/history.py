@@ -196,6 +196,6 @@ def _history_torn(paths: RunPaths, torn: Mapping[Path, str], start: int, missing
     return UserError(
         f"{paths.root}: {which} can not be had again: no whole checkpoint holds them, and they are not in the log"
         f"{f' ({why})' if why else ''}. Restore what was damaged or removed from a copy and start again; or move "
-        f"{names} out of the run directory: the run then goes on from {base}, and `busrl audit` names the samples of all steps "
-        "after it as trained_unlogged"
+        f"{names} out of the run directory: the run then goes on from {base}, and `busrl audit` names the "
+        "samples of all steps after it as trained_unlogged"
     )

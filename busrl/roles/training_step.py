@@ -215,7 +215,7 @@ class TrainingStep:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None:
-        """Continue from the newest whole checkpoint under `root`; None if there is none. `torn` gets those passed over."""
+        """Continue from the newest whole one under `root`; None if there is none. `torn` gets what it passed over."""
         found = checkpoint.latest(root, torn)
         if found is not None:
             self._load_model(found)
