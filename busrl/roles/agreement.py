@@ -3,9 +3,9 @@
 Used by the learner, with the numbers that training brings anyway. Knows nothing of engines but their names, and of no
 bus: what it finds is an error or a text for a warning.
 
-- Compared are tokens that the very weights at hand drew: those of older weights differ, and should. Where such tokens may
-  stand over keys of older weights, only answers that began with the weights at hand are compared; without any, nothing
-  but a difference that no arithmetic explains is told.
+- Compared are tokens that the very weights at hand drew: those of older weights differ, and should. Where such tokens
+  may stand over keys of older weights, only answers that began with the weights at hand are compared; without any,
+  nothing but a difference that no arithmetic explains is told.
 - Before the first step is committed a difference that no arithmetic explains (`learner.mismatch_limit`) ends the run:
   nothing of it was trained or logged then. Afterwards a difference above `tolerance` is a warning.
 - Nothing is concluded of engines that are no models of busrl's own kinds; of scripted ones nothing is even said.

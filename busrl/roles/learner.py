@@ -83,6 +83,8 @@ class Learner(Actor):
             self.history.load(self.training, self.control.load)
             if self.training.changed:
                 self.warn("learner", f"the topology's values are used from here on: {', '.join(self.training.changed)}")
+            for told in self.history.told:
+                self.warn("learner", told, "error", kind="torn checkpoint")
             replayed = 0
             for record in self.history.to_replay():
                 self.training.old.at(record.version, record.step - 1)

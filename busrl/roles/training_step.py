@@ -227,9 +227,9 @@ class TrainingStep:
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, root: Path) -> Checkpoint | None:
-        """Continue from the newest whole checkpoint under `root`; None if there is none."""
-        found = checkpoint.latest(root)
+    def load_checkpoint(self, root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None:
+        """Continue from the newest whole one under `root`; None if there is none. `torn` gets what it passed over."""
+        found = checkpoint.latest(root, torn)
         if found is not None:
             self._load_model(found)
             self.changed = self.trainer.load_optimizer_state(found.optimizer_state())

@@ -186,6 +186,52 @@ def test_a_writer_killed_on_the_way_leaves_the_one_before_or_the_new_one_whole(
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
 
 
+REPLACING = """
+    import os, signal, sys
+    from pathlib import Path
+    from busrl.training import durable
+    root, call, at, exchanges = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
+    where = {"rename": os, "rmtree": durable.shutil, "sync": durable, "exchange": durable}[call]
+    good, calls = getattr(where, call), [0]
+    def dying(*arguments, **more):
+        calls[0] += 1
+        if calls[0] == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return good(*arguments, **more)
+    if not exchanges:
+        durable.exchange = lambda one, other: False
+    setattr(where, call, dying)
+    with durable.whole_directory(root / "global_step_7") as folder:
+        (folder / "new").write_text("new")
+"""
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize(("call", "at"), [("rename", 1), ("rename", 2), ("rmtree", 1), ("rmtree", 2), ("sync", 3)])
+def test_a_directory_that_is_replaced_is_there_whole_whenever_its_writer_dies(
+    tmp_path: Path, call: str, at: int, exchanges: bool
+) -> None:
+    if exchanges:
+        (tmp_path / "one").mkdir()
+        (tmp_path / "other").mkdir()
+        if not durable.exchange(tmp_path / "one", tmp_path / "other"):
+            pytest.skip("this file system can not exchange two names")
+    root = tmp_path / "checkpoints"
+    for name in ("old", "older"):
+        (root / "global_step_7").mkdir(parents=True, exist_ok=True)
+        (root / "global_step_7" / name).write_text(name)
+    code = [sys.executable, "-c", textwrap.dedent(REPLACING), str(root), call, str(at), str(exchanges)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    if exchanges:  # not even for a moment without one, so nobody has to bring it back
+        assert (root / "global_step_7").is_dir()
+    durable.finish_replacements(root)
+    found = sorted(path.name for path in (root / "global_step_7").iterdir())
+    assert found in (["old", "older"], ["new"]), found
+    durable.remove_leftovers(root)
+    assert [path.name for path in root.iterdir()] == ["global_step_7"]
+
+
 @pytest.mark.parametrize("limit", [100, 30000, 60000, 100000])
 def test_a_full_disk_leaves_the_one_before_and_says_what_to_do(lab: Any, tmp_path: Path, limit: int) -> None:
     save(tmp_path, 1, lab.trainer("qwen3", double=False))
