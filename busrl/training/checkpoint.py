@@ -140,13 +140,15 @@ def _step_of(path: Path) -> int:
     return int(path.name.rsplit("_", 1)[1])
 
 
-def latest(root: Path) -> Checkpoint | None:
-    """The newest whole checkpoint, or None. A torn one is named in a warning and passed over."""
+def latest(root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None:
+    """The newest whole checkpoint, or None. A torn one is passed over, with a warning; `torn` gets it and its fault."""
     for path in _by_step(root):
         fault = fault_of(path)
         if fault is None:
             return Checkpoint(path, _step_of(path), json.loads((path / META).read_text()))
         log.warning("%s: torn checkpoint, passed over: %s", path, fault)
+        if torn is not None:
+            torn[path] = fault
     return None
 
 
