@@ -1,6 +1,6 @@
 """A switch on the mean entropy of the policy: ON below 0.9 sigma, OFF above 1.1 sigma, unchanged in between.
 
-Pure. Decides when mastered tokens are left out of the loss (`learner.dmmpt = "gate"`): always on, entropy rises without
+Pure. Decides when mastered tokens are left out of the loss (`experiments.dmmpt = "gate"`): always on, entropy rises without
 end. Fed once per step with the entropy over all trained tokens, those left out included, so that it does not measure
 its own doing. Knows nothing of losses.
 
