@@ -81,6 +81,8 @@ class Learner(Actor):
         with self.activity("recover", LONG_STEP_S):
             self.history = History(self.paths, self.topology)
             self.history.load(self.training, self.control.load)
+            if self.training.changed:
+                self.warn("learner", f"the topology's values are used from here on: {', '.join(self.training.changed)}")
             for told in self.history.told:
                 self.warn("learner", told, "error", kind="torn checkpoint")
             replayed = 0
@@ -249,7 +251,11 @@ class Learner(Actor):
     def _accumulate(self) -> None:
         groups, self.pending = self.pending, []
         self.training.old.at(self.publisher.version, self.history.step)
-        self.training.accumulate([record for group in groups for record in group.records], self.publisher.version)
+        self.training.accumulate([record for group in groups for record in group.records], self._present_version())
+
+    def _present_version(self) -> int | None:
+        """The version that has the weights which are trained; None while they are not published (or published late)."""
+        return self.publisher.version if self.ring.header("version_step") == self.history.step else None
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -257,9 +263,9 @@ class Learner(Actor):
         with self.activity("step", LONG_STEP_S):
             groups = [self.claimed[draw] for draw in action.draws]
             record = self._record(action, groups)
-            exact = self.ring.header("version_step") == self.history.step  # the engines' newest weights are the present
-            if exact:
-                self.agreement.first(record.samples, record.version, self.training.score)
+            exact = self._present_version()
+            if exact is not None:
+                self.agreement.first(record.samples, exact, self.training.score)
             if not self._commit(record):
                 return
             sample = excerpt(self.ring, groups[0])
@@ -268,7 +274,7 @@ class Learner(Actor):
             self.claimed.clear()
             self.training.old.at(record.version, self.history.step)
             stats = self._train(record.samples, len(groups))
-            self._compare(stats, record.version if exact else None)
+            self._compare(stats, exact)
             self.history.finished(record)
             self.ring.set_header("step", self.history.step)
             published = self._publish() if self.history.step % self.topology.publish_every == 0 else 0.0
@@ -293,8 +299,10 @@ class Learner(Actor):
 
     def _compare(self, stats: StepStats, version: int | None) -> None:
         """Say so if the engines of the version whose weights were trained told other log-probabilities than ours."""
-        mismatch = stats.diagnostics.mismatch
-        if version is not None and (text := self.agreement.warning(self.history.step, version, mismatch)):
+        if version is None:
+            return
+        told = stats.diagnostics
+        if text := self.agreement.warning(self.history.step, version, told.mismatch, told.mismatch_begun):
             self.warn("learner", text, kind="mismatch")
 
     def _warn_of_control(self, text: str) -> None:
@@ -322,7 +330,7 @@ class Learner(Actor):
             self._accumulate()
             return self.training.finish(groups)
         self.pending = []
-        return self.training.train(samples, groups, self.publisher.version)
+        return self.training.train(samples, groups, self._present_version())
 
     def _publish(self) -> float:
         return self.publisher.publish(self.history.step, self.training.weights())

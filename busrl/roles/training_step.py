@@ -39,7 +39,7 @@ from busrl.training.memory import keep_freed_memory
 from busrl.training.model import copied_weights, load, named_weights, vocabulary
 from busrl.training.noise import NoiseMeter, Norms
 from busrl.training.schedule import Schedule
-from busrl.training.settings import StepStats, TrainerSettings
+from busrl.training.settings import StepStats, TrainerSettings, combined
 from busrl.training.trainer import Trainer
 from busrl.weights.fingerprint import fingerprint
 
@@ -66,6 +66,7 @@ class TrainingStep:
         weights = topology.weights
         bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.config.forced_age
         self.old = OldTokens(weights.max_staleness if bounded else None)
+        self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
         self.before_update: Callable[[], None] = _nothing  # called when the weights are about to change
         self.shared = weights.transport == ONE_COPY
         self.adapter: Adapter | None = None
@@ -102,8 +103,11 @@ class TrainingStep:
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def accumulate(self, records: Sequence[SampleRecord], version: int, prox: Prox | None = None) -> None:
-        """Forward and backward of whole groups, added to the step under way."""
+    def accumulate(self, records: Sequence[SampleRecord], version: int | None, prox: Prox | None = None) -> None:
+        """Forward and backward of whole groups, added to the step under way.
+
+        `version` is that of the present weights; None where no version has them: after the first update of several.
+        """
         advantages = self._advantages(records)
         for part in _parts(records, self.part_groups):
             begun, before = time.monotonic(), self.trainer.tokens
@@ -113,7 +117,7 @@ class TrainingStep:
                 self.noise.part(len({record.group for record in records[part]}), self.trainer.tokens - before)
 
     def _accumulate(
-        self, records: Sequence[SampleRecord], advantages: Sequence[float], prox: Prox | None, version: int
+        self, records: Sequence[SampleRecord], advantages: Sequence[float], prox: Prox | None, version: int | None
     ) -> None:
         """With the leading tokens that are too old as context, and without samples of which nothing else is left."""
         skipped = [self.old.leading(record) for record in records]
@@ -128,14 +132,21 @@ class TrainingStep:
         if scripted:
             time.sleep(max(0.0, begun + scripted - time.monotonic()))
 
-    def finish(self, groups: int, last: bool = True) -> StepStats:
-        """The update for all that was accumulated; `last`: of the updates of this step."""
+    def finish(self, groups: int) -> StepStats:
+        """The one update of a step of `groups` groups, for all that was accumulated."""
+        return self._ended([self._update(self.schedule(self.groups, groups))], groups)
+
+    def _update(self, rate: float) -> StepStats:
         if self.noise is not None:
             self.norms = self.noise.whole()
         self.before_update()
-        stats = replace(self.trainer.step(self.schedule(self.groups, groups)), old_tokens=self.old.taken())
+        return self.trainer.step(rate)
+
+    def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
+        """The step is over: what its updates come to together."""
+        stats = replace(combined(updates), old_tokens=self.old.taken())
         self.groups += groups
-        if self.gate is not None and last:
+        if self.gate is not None:
             self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
             self.skip_mastered = self.gate.on
         return stats
@@ -143,7 +154,9 @@ class TrainingStep:
     def replay(self, record: Record) -> StepStats:
         """Train a step of the log again, with the tokens left out that were left out then."""
         live, self.skip_mastered = self.skip_mastered, record.dmmpt
-        stats = self.train(record.samples, len(record.groups), record.version)
+        # A version that was there a step before has other weights than those of this step.
+        exact = self.old.step_of(record.version) == record.step - 1 and not self.config.forced_age
+        stats = self.train(record.samples, len(record.groups), record.version if exact else None)
         if self.gate is None:
             self.skip_mastered = live
         return stats
@@ -160,21 +173,21 @@ class TrainingStep:
     def _samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
         return [to_sample(record, self.last_only) for record in records]
 
-    def train(self, records: Sequence[SampleRecord], groups: int, version: int) -> StepStats:
-        """A whole step at once. With several updates per batch each takes a share of the groups, all against the
-        log-probabilities that the weights gave before the first (the proximal policy)."""
+    def train(self, records: Sequence[SampleRecord], groups: int, version: int | None) -> StepStats:
+        """A whole step at once. With several updates per batch each takes a share of the groups, all at the rate of the
+        step and, for a loss that reads them, against the log-probabilities that the weights gave before the first."""
         updates = min(self.config.updates_per_batch, groups)
         if updates == 1:
             self.accumulate(records, version)
             return self.finish(groups)
-        prox = self.trainer.score(self._samples(records))
-        parts = _split(records, updates)
-        stats = None
-        for part in parts:
-            self.accumulate([records[i] for i in part], version, [prox[i] for i in part])
-            stats = self.finish(len({records[i].group for i in part}), part is parts[-1])
-        assert stats is not None
-        return stats
+        rate = self.schedule(self.groups, groups)
+        prox = self.trainer.score(self._samples(records)) if self.trainer.loss.uses_prox else None
+        made = []
+        for number, part in enumerate(_split(records, updates)):
+            share = [records[i] for i in part]
+            self.accumulate(share, None if number else version, None if prox is None else [prox[i] for i in part])
+            made.append(self._update(rate))
+        return self._ended(made, groups)
 
     def _advantages(self, records: Sequence[SampleRecord]) -> list[float]:
         found: list[float] = []
@@ -219,7 +232,7 @@ class TrainingStep:
         found = checkpoint.latest(root, torn)
         if found is not None:
             self._load_model(found)
-            self.trainer.load_optimizer_state(found.optimizer_state())
+            self.changed = self.trainer.load_optimizer_state(found.optimizer_state())
             found.restore_random()
             self.groups = int(found.meta["groups"])
             if self.gate is not None and "dmmpt_gate" in found.meta:

@@ -149,8 +149,64 @@ def test_several_updates_per_batch_take_whole_groups_each(topology: Topology) ->
     step = TrainingStep(dataclasses.replace(topology, learner=config))
     before = weights(step)
     stats = step.train(batch, 4, version=0)
-    assert stats.sequences == 8 and not torch.equal(before, weights(step))
+    assert stats.sequences == 16 and not torch.equal(before, weights(step))
+    assert stats.tokens == sum(len(record.token_array()) for record in batch)
     assert step.groups == 4
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_the_learning_rate_is_that_of_the_step_however_many_updates_it_has(topology: Topology, updates: int) -> None:
+    trigger = dataclasses.replace(topology.learner.trigger, n_min=4)
+    config = dataclasses.replace(
+        topology.learner, updates_per_batch=updates, lr=1e-3, warmup_groups=0, trigger=trigger, decay="linear",
+        decay_groups=8, decay_to=0.5,
+    )  # fmt: skip
+    step = TrainingStep(dataclasses.replace(topology, learner=config))
+    assert step.train(records(1), 4, 0).lr == pytest.approx(1e-3)
+    assert step.train(records(2), 4, 1).lr == pytest.approx(0.75e-3)
+
+
+@pytest.mark.parametrize(("loss", "passes"), [("ppo_clip", 0), ("decoupled", 1)])
+def test_samples_are_scored_before_several_updates_only_for_a_loss_that_reads_the_scores(
+    topology: Topology, loss: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(topology.learner, updates_per_batch=2, loss=loss)
+    step, calls = TrainingStep(dataclasses.replace(topology, learner=config)), []
+    score = step.trainer.score
+    monkeypatch.setattr(step.trainer, "score", lambda samples: calls.append(len(samples)) or score(samples))
+    step.train(records(2), 4, version=0)
+    assert calls == [16] * passes
+
+
+def test_only_the_first_of_several_updates_is_compared_with_the_engine(topology: Topology) -> None:
+    """After it no version has the weights that are trained."""
+    config = dataclasses.replace(topology.learner, updates_per_batch=2, lr=0.05, warmup_groups=0)
+    step = TrainingStep(dataclasses.replace(topology, learner=config))
+    batch = records(2)
+    exact = [
+        msgspec.structs.replace(record, logprobs=row.astype("<f4").tobytes())
+        for record, row in zip(batch, step.score(batch), strict=True)
+    ]
+    stats = step.train(exact, 4, version=0)
+    assert stats.diagnostics.k3 > 1e-3, "the second update was to be made with other weights"
+    assert stats.diagnostics.mismatch == pytest.approx(0.0, abs=1e-5)
+
+
+def test_answers_that_began_with_older_weights_are_told_apart_from_those_of_the_weights_at_hand(
+    topology: Topology,
+) -> None:
+    """Their later tokens may stand over keys of the older weights, and then agree with neither."""
+    step = TrainingStep(topology)
+    batch = records(2)
+    ours = step.score(batch)
+    for record, row in zip(batch, ours, strict=True):
+        count = len(record.token_array())
+        began_before = record.member % 2 == 0
+        record.versions = np.array([2 if began_before else 3] + [3] * (count - 1), "<u4").tobytes()
+        record.logprobs = np.minimum(row - (0.5 if began_before else 0.001), 0).astype("<f4").tobytes()
+    told = step.train(batch, 4, version=3).diagnostics
+    assert told.mismatch is not None and told.mismatch > 0.1
+    assert told.mismatch_begun == pytest.approx(0.001, abs=1e-4)
 
 
 def with_segments(samples: list[SampleRecord]) -> list[SampleRecord]:

@@ -52,6 +52,22 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(lab: Any, tmp_path: Path
         assert torch.equal(value, again.named_weights()[name]), name
 
 
+def test_settings_of_the_optimiser_are_those_of_now_and_a_change_is_told(lab: Any, tmp_path: Path) -> None:
+    trainer = lab.trainer("qwen3", double=False)
+    train(lab, trainer, 0)
+    found = save(tmp_path, 1, trainer)
+    again = lab.trainer("qwen3", double=False, weight_decay=0.3, betas=(0.8, 0.95), eps=1e-5)
+    told = again.load_optimizer_state(found.optimizer_state())
+    assert [(group["weight_decay"], group["betas"], group["eps"]) for group in again.optimizer.param_groups] == [
+        (0.3, (0.8, 0.95), 1e-5), (0.0, (0.8, 0.95), 1e-5)]  # fmt: skip
+    assert told == [
+        "learner.betas = [0.8, 0.95] (before: [0.9, 0.999])", "learner.eps = 1e-05 (before: 1e-08)",
+        "learner.weight_decay = 0.3 (before: 0.0)",
+    ]  # fmt: skip
+    assert len(again.optimizer.state) == len(trainer.optimizer.state), "the moments go on"
+    assert trainer.load_optimizer_state(found.optimizer_state()) == []
+
+
 def test_the_model_folder_holds_the_trained_weights_and_the_sources_other_files(lab: Any, tmp_path: Path) -> None:
     source = tmp_path / "source"
     lab.model("qwen3").save_pretrained(str(source))
