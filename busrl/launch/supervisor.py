@@ -125,7 +125,10 @@ class Child:
         changed = sight is not None and (self.sight is None or sight.progress != self.sight.progress)
         renewed = sight is not None and self.sight is not None and sight.activity != self.sight.activity
         endless = sight is not None and sight.deadline_s >= ENDLESS_S
-        if endless or (self.phase is Phase.READY and (changed or renewed)):
+        # To be ready has one limit for all of it; but a long piece that is declared (steps that are trained again) has
+        # its own from each sign of progress on.
+        declared = sight is not None and sight.deadline_s > 0
+        if endless or (changed and declared) or (self.phase is Phase.READY and (changed or renewed)):
             self._silent_s = 0.0
         else:
             self._silent_s += passed_s
