@@ -97,7 +97,7 @@ class RunFiles:
             max_steps=_get(_map(topology.get("run")), "max_steps", 0),
             group_size=_get(_map(topology.get("groups")), "size", 0),
             n_min=_get(trigger, "n_min", 0),
-            t_max_s=_number(trigger.get("t_max"), math.inf) / 1000,  # the topology has milliseconds
+            t_max_s=_t_max_s(trigger),
             mode=_get(_map(topology.get("weights")), "mode", ""),
             max_staleness=_get(_map(topology.get("weights")), "max_staleness", 0),
             progress_s=_number(_map(topology.get("limits")).get("progress_s"), 30.0),
@@ -153,6 +153,13 @@ def _decoded(lines: list[bytes], kind: type[T]) -> Iterator[T]:
             yield decoder.decode(line)
         except (ValueError, RecursionError):
             continue
+
+
+def _t_max_s(trigger: dict[str, Any]) -> float:
+    """In seconds; a run of an older busrl has milliseconds, under another name."""
+    if "t_max_s" in trigger:
+        return _number(trigger["t_max_s"], math.inf)
+    return _number(trigger.get("t_max"), math.inf) / 1000
 
 
 def _map(value: Any) -> dict[str, Any]:
