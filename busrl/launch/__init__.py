@@ -13,7 +13,7 @@ from typing import TextIO
 
 import setproctitle
 
-from busrl.errors import MachineError
+from busrl.errors import MachineError, RunFinished
 from busrl.launch.closing import audit_run, close_run
 from busrl.launch.display import open_display
 from busrl.launch.run import Launch
@@ -41,8 +41,12 @@ def launch(
     setproctitle.setproctitle("busrl:launch")
     with Signals() as signals:
         topology = materialise(topology)
-        opened = open_run(run_dir, topology, resume=resume)
         display = open_display(out, time.monotonic)
+        try:
+            opened = open_run(run_dir, topology, resume=resume)
+        except RunFinished as nothing_to_do:
+            display.say(str(nothing_to_do))
+            return nothing_to_do.exit_code
         display.say(f"{topology.run.name} in {opened.paths.root}")
         for note in opened.notes:
             display.say(note)
