@@ -90,4 +90,10 @@ def _chat(t: Topology, at: str) -> Iterator[Finding]:
         yield Finding(("openai.endpoint", "data.template", at), rule, 'template = "chat"')
 
 
-CHECKS: tuple[Check, ...] = (_openai,)
+def _system(t: Topology) -> Iterator[Finding]:
+    if t.data.system and t.data.template != "chat":
+        rule = "a text has no place for a system prompt"
+        yield Finding(("data.system", "data.template"), rule, 'template = "chat", or write it into the prompts')
+
+
+CHECKS: tuple[Check, ...] = (_openai, _system)

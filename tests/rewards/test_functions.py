@@ -82,3 +82,19 @@ def test_a_map_is_summed_with_its_weights() -> None:
 def test_everything_but_finite_numbers_is_malformed(bad: Any) -> None:
     with pytest.raises(MalformedReward):
         settle(bad)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (72, ["72", " 72 "], ["72.0", "7", "seventy-two"]),
+        (0.5, ["0.5"], [".5", "0.50"]),
+        (3.0, ["3.0", "3"], ["3.00"]),
+        (True, ["true"], ["True", "1"]),
+        ("72", ["72"], ["72.0"]),
+    ],
+)
+def test_an_answer_that_is_no_text_counts_as_json_writes_it(answer: object, right: list[str], wrong: list[str]) -> None:
+    judge = ExactMatch()
+    assert [judge({"answer": answer}, text, []) for text in right] == [1.0] * len(right)
+    assert [judge({"answer": answer}, text, []) for text in wrong] == [0.0] * len(wrong)

@@ -107,7 +107,7 @@ def test_an_impossible_combination_is_refused_with_a_reason(
 NO_ROUNDS = '[[process]]\nrole = "validator"\n[run]\nvalidate_before = false\n[validation]\nat_end = false'
 WARNED = [
     ('[learner]\nforced_age = 2\nloss = "decoupled"\n[weights]\nmode = "sync"', "the clip cannot act", 2),
-    ("[learner]\nmicro_batch_tokens = 100", "the longest sample has 128 tokens", 1),
+    ("[learner]\nmicro_batch_tokens = 70", "the longest sample has 71 tokens", 1),
     ("[learner]\ndeterministic = true", "depends on the machine", 1),
     ('[learner]\nwal = "off"', "a crash rolls back", 1),
     ("[learner.trigger]\nn_floor = 3", "used by t_max only", 1),
