@@ -24,14 +24,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import BinaryIO
 
-from busrl.errors import BugError
+from busrl.errors import TRACE, BugError, first_line
 from busrl.paths import RunPaths
 from busrl.topology import ProcessName
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 NOTHING: Mapping[str, str] = MappingProxyType({})
+STARTED = re.compile(r"--- .* started by launch \(pid [0-9]+\)$")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -42,6 +44,7 @@ class Running:
     name: str
     popen: subprocess.Popen[bytes]
     pidfd: int
+    unlogged: str = ""  # why what it says is lost
 
     @property
     def pid(self) -> int:
@@ -126,8 +129,8 @@ def start(
     if threading.current_thread() is not threading.main_thread():
         raise BugError(f"{process.name} was to be started from a thread, with whose end the kernel would kill it")
     log = paths.log(process.name)
-    with open(log, "ab", buffering=0) as output:
-        output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} started by launch (pid {os.getpid()})\n".encode())
+    output, unlogged = _open_log(log)
+    with output:
         popen = subprocess.Popen(
             command_of(process, paths),
             env=environment_of(process, paths, env),
@@ -138,7 +141,21 @@ def start(
             start_new_session=True,
             preexec_fn=_prepare(os.getpid(), cores),
         )
-    return Running(process.name, popen, os.pidfd_open(popen.pid))
+    return Running(process.name, popen, os.pidfd_open(popen.pid), unlogged)
+
+
+def _open_log(log: Path) -> tuple[BinaryIO, str]:
+    """The end of a log file, and why it is not that one: a process does its work with a full disk and without a log."""
+    unlogged = ""
+    try:
+        if log.parent.parent.is_dir():
+            log.parent.mkdir(exist_ok=True)
+        output: BinaryIO = open(log, "ab", buffering=0)  # noqa: SIM115
+    except OSError as error:
+        output, unlogged = open(os.devnull, "ab", buffering=0), f"{log}: {error.strerror}"  # noqa: SIM115
+    with contextlib.suppress(OSError):
+        output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} started by launch (pid {os.getpid()})\n".encode())
+    return output, unlogged
 
 
 def _prepare(parent: int, cores: frozenset[int]) -> Callable[[], None]:
@@ -164,3 +181,15 @@ def last_lines(path: Path, count: int = 12, block: int = 16_384) -> list[str]:
     except OSError as error:
         return [f"(its log can not be read: {error})"]
     return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+def last_words(path: Path) -> str:
+    """What a child that died said last, in one line: what it raised if its log ends in a traceback, else the last line.
+
+    Of this life of it alone; "" if it said nothing.
+    """
+    lines = last_lines(path, 200)
+    begun = max((at for at, line in enumerate(lines) if STARTED.match(line)), default=-1)
+    lines = lines[begun + 1 :]
+    trace = max((at for at, line in enumerate(lines) if line.startswith(TRACE)), default=None)
+    return first_line("\n".join(lines[trace:] if trace is not None else lines[-1:]))

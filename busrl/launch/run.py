@@ -13,6 +13,7 @@ Knows nothing of samples, groups or weights.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -21,19 +22,20 @@ from collections.abc import Callable, Iterator
 
 from busrl import device
 from busrl.bus import Endpoint
-from busrl.errors import ENDS_RUN, NO_USE, FateRefused
+from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
-from busrl.launch.children import Running, last_lines, start
+from busrl.launch.children import Running, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
 from busrl.launch.chronicle import Chronicle
 from busrl.launch.display import Display
 from busrl.launch.fatewatch import FateWatch
 from busrl.launch.printable import printable
-from busrl.launch.progress import Progress, first_line
+from busrl.launch.progress import Progress
 from busrl.launch.rundir import OpenRun
 from busrl.launch.shutdown import Ask, Shutdown
 from busrl.launch.signals import Signals
 from busrl.launch.stays import Stays
+from busrl.launch.story import Story
 from busrl.launch.strangers import Strangers
 from busrl.launch.summary import Outcome
 from busrl.launch.supervisor import Child, FairClock, Patience, Phase
@@ -80,6 +82,7 @@ class Launch:
         self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         topology = opened.topology
         self.progress = Progress(topology.run.name, topology.run.max_steps, clock(), faults=describe(topology.faults))
+        self.progress.recall(Story.of(opened.paths))
         self._bus = Endpoint(
             "launch",
             opened.paths.frontend,
@@ -99,7 +102,8 @@ class Launch:
         try:
             outcome = self._until_decided()
             self._say(f"ending: {outcome.why}")
-            self._stop_all(outcome)
+            if not self._run.displaced:  # who has lost its turn asks nobody to stop: the others would hear it too
+                self._stop_all(outcome)
             self._picture(self._clock())
             self._display.show(self.progress)
             return outcome
@@ -149,7 +153,12 @@ class Launch:
             running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, bound)
         except OSError as error:
             child.started(0, self._clock())
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._waits_for_space(child, str(error))
+                return None
             return self._died(child, f"it could not be started: {error}")
+        if running.unlogged:
+            self._say(f"{child.name} (pid {running.pid}) has no log: {running.unlogged}")
         self._running[child.name] = running
         self._selector.register(running, selectors.EVENT_READ)
         child.started(running.pid, self._clock())
@@ -209,21 +218,30 @@ class Launch:
         running.close()
         del self._running[running.name]
 
+    def _waits_for_space(self, child: Child, how: str) -> None:
+        if told := child.no_space(how, self._clock()):
+            self._say(told)
+            self._chronicle.warn(told, "error")
+
     def _died(self, child: Child, how: str) -> Outcome | None:
+        if child.was_ready and how == f"exit code {NO_SPACE}" and not self._processes[child.name].spec.command:
+            self._waits_for_space(child, how)
+            return None
         hopeless = self._is_hopeless(child, how)
         death = child.ended(how, self._clock(), hopeless)
         self._say(death.text)
         self._chronicle.died(child, death.text, gives_up=death.gives_up)
         log = self._paths.log(child.name)
+        words = last_words(log)
+        if words:
+            self._say(f"  {log} ends: {words}")
         if not death.gives_up:
-            for line in last_lines(log, 1):
-                self._say(f"  {log} ends: {first_line(line)}")
             return None
         self._say(f"last lines of {log}:")
         for line in last_lines(log):
             self._say(f"  | {line}")
         what = "can not do what was asked" if hopeless else f"died {child.early_deaths} times before it was ready"
-        return Outcome("failed", f"{child.name} {what}: {how}", 1)
+        return Outcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
 
     def _is_hopeless(self, child: Child, how: str) -> bool:
         """A process of busrl's own says so by its exit code; one that was ready before may only have met a moment."""
@@ -239,7 +257,12 @@ class Launch:
 
     def _ledger_damaged(self) -> Outcome | None:
         """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""
-        fault = self._fates.look(self._clock())
+        if told := self._run.turn():
+            self._say(told)
+            self._chronicle.warn(told, "error")
+            if self._run.displaced:
+                return Outcome("failed", told, 1)
+        fault = self._run.moved() or self._fates.look(self._clock())
         if fault is None:
             return None
         record_error(self._paths, "launch", "critical", "ledger", fault)

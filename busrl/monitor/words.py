@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 
-from busrl.launch.progress import duration, first_line, short
+from busrl.errors import first_line
+from busrl.launch.progress import duration, short
 from busrl.monitor.draw import safe
 from busrl.monitor.picture import Picture, Row
 from busrl.monitor.seen import ErrorSeen
@@ -93,6 +94,19 @@ def staleness(picture: Picture) -> str:
     if newest is None:
         return f"{mode} · no step yet"
     return f"age mean {newest.age_mean:.2f} · p95 {newest.age_p95:.1f} · max {newest.age_max:g} steps · {mode}"
+
+
+def policy(picture: Picture) -> str:
+    """What the newest steps say of the policy and of what was thrown away; "" before the first."""
+    steps = picture.steps
+    told = [
+        ("flat groups", steps.recent(lambda one: one.flat_share), ".0%"),
+        ("cut answers", steps.recent(lambda one: one.cut_share), ".0%"),
+        ("entropy", steps.recent(lambda one: one.entropy), ".2f"),
+        ("ess", steps.recent(lambda one: one.ess), ".2f"),
+        ("k3", steps.recent(lambda one: one.k3), ".2g"),
+    ]
+    return " · ".join(f"{name} {value:{form}}" for name, value, form in told if value is not None)
 
 
 def bus(picture: Picture, now: float) -> str:

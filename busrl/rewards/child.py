@@ -14,11 +14,13 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
 from typing import Any, BinaryIO
 
 import msgspec
 
+from busrl.errors import cause
 from busrl.rewards.base import MalformedReward, RewardFunction, build, settle
 from busrl.rewards.frames import PREFIX, READY, Answer, Request, Setup, frame
 
@@ -50,7 +52,10 @@ def serve(function: RewardFunction, weights: dict[str, float], requests: BinaryI
     """Judge batches until the parent closes the pipe."""
     while (body := read_frame(requests)) is not None:
         for request in _batches.decode(body):
-            write(answers, judge(function, weights, request))
+            begun = time.monotonic()
+            answer = judge(function, weights, request)
+            answer.seconds = time.monotonic() - begun
+            write(answers, answer)
 
 
 def judge(function: RewardFunction, weights: dict[str, float], request: Request) -> Answer:
@@ -60,8 +65,10 @@ def judge(function: RewardFunction, weights: dict[str, float], request: Request)
         value, parts = settle(function(record, request.completion, request.token_ids), weights)
     except (MalformedReward, msgspec.DecodeError) as problem:
         return Answer(request.seq, 0.0, {}, "malformed", _text(problem))
-    except BaseException:
-        return Answer(request.seq, 0.0, {}, "raised", traceback.format_exc()[-TEXT_LIMIT:])
+    except BaseException as problem:
+        # What was raised stands first: whoever shows one line of it shows that.
+        trace = traceback.format_exc()[-TEXT_LIMIT:]
+        return Answer(request.seq, 0.0, {}, "raised", f"{cause(problem)[:TEXT_LIMIT]}\n{trace}")
     return Answer(request.seq, value, parts, "", "")
 
 

@@ -30,7 +30,7 @@ import msgspec
 import numpy.typing as npt
 
 from busrl.bus import Endpoint
-from busrl.errors import BusNotReady, DiskFull, NoSuchRun, SharedMemoryFull
+from busrl.errors import BusNotReady, DiskFull, NoSuchRun, SharedMemoryFull, cause
 from busrl.faults import Trouble, trouble_for
 from busrl.ledger.errorlog import record_error
 from busrl.ledger.throttle import Throttle
@@ -38,7 +38,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import Fates, OfdLock, Ring
-from busrl.roles.process import configure_process, wait_for_turn
+from busrl.roles.process import configure_process, hold_again, wait_for_turn
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.topology import Topology
 
@@ -171,15 +171,21 @@ class Actor:
             self.bus.send(message, to)
 
     def warn(
-        self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = ()
+        self,
+        where: str,
+        text: str,
+        severity: str = "warning",
+        kind: str = "",
+        uids: Sequence[int] = (),
+        trace: str = "",
     ) -> None:
         """Log, publish and file an event that a person should see; many of one kind become one line with a count.
 
-        `uids` are the samples that it is about: the line is part of their history.
+        `uids` are the samples that it is about: the line is part of their history. `trace`: the traceback behind it.
         """
         kind = kind or re.sub(r"[0-9]+", "#", text)
-        if self._throttle.admit(f"{where}/{kind}", (where, text, severity), time.monotonic(), uids):
-            self._tell_warning(where, text, severity, uids)
+        if self._throttle.admit(f"{where}/{kind}", (where, text, severity, trace), time.monotonic(), uids):
+            self._tell_warning(where, text, severity, trace, uids)
 
     def until_written(self, what: str, write: Callable[[], None]) -> bool:
         """Do `write`; a full disk pauses this process, says so, and is waited for. False: it was stopped meanwhile."""
@@ -201,10 +207,10 @@ class Actor:
                 Actor.idle(self, SPACE_LOOK_S)
                 self._heartbeat()
 
-    def _tell_warning(self, where: str, text: str, severity: str, uids: Sequence[int]) -> None:
-        log.warning("%s: %s", where, text)
-        self.bus.send(m.Error(severity=severity, where=where, text=text))
-        record_error(self.paths, self.name, severity, where, text, uids=uids)
+    def _tell_warning(self, where: str, text: str, severity: str, trace: str, uids: Sequence[int]) -> None:
+        log.warning("%s: %s%s", where, text, f"\n{trace}" if trace else "")
+        self.bus.send(m.Error(severity=severity, where=where, text=text, traceback=trace))
+        record_error(self.paths, self.name, severity, where, text, trace, uids)
 
     def scan(self, scanner: GroupScanner) -> GroupView:
         """The open groups now. The lines are copied before the fates are read, and the fate table may have grown."""
@@ -225,6 +231,12 @@ class Actor:
             return True
         self._lock = OfdLock(str(self.paths.lock(self.name.replace("/", "-"))))
         return wait_for_turn(self._lock, self.ring, lambda: self.stopping, self.paths, self.name)
+
+    def keep_turn(self) -> None:
+        """The lock of the role counts while its file has the name: make it again if somebody removed it. RunInUse if
+        another process holds the one that has the name now."""
+        if self._lock is not None and hold_again(self._lock, self.name):
+            self.warn(self.role, f"{self._lock.path} was removed by somebody else; it is made and held again")
 
     def _attach(self) -> None:
         self.ring = Ring.attach(self.paths.ring_name)
@@ -297,18 +309,19 @@ class Actor:
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
+            self.keep_turn()
             self.bus.heartbeat(self.role, "")
             self._tell_held_back(now)
 
     def _tell_held_back(self, now: float, everything: bool = False) -> None:
-        for count, (where, text, severity), uids in self._throttle.due(now, everything):
-            self._tell_warning(where, f"{count} more like this, the latest: {text}", severity, uids)
+        for count, (where, text, severity, trace), uids in self._throttle.due(now, everything):
+            self._tell_warning(where, f"{count} more like this, the latest: {text}", severity, trace, uids)
 
     def _report(self, problem: Exception) -> None:
-        text = "".join(traceback.format_exception(problem))
-        record_error(self.paths, self.name, "critical", self.role, str(problem), text)
+        text, said = "".join(traceback.format_exception(problem)), cause(problem)
+        record_error(self.paths, self.name, "critical", self.role, said, text)
         with contextlib.suppress(Exception):
-            self.bus.send(m.Error(severity="critical", where=self.role, text=str(problem), traceback=text[-4000:]))
+            self.bus.send(m.Error(severity="critical", where=self.role, text=said, traceback=text[-4000:]))
 
     def _leave(self) -> None:
         if self.trouble is not None:

@@ -9,6 +9,7 @@ Invariants:
   once in the history that survives.
 - Groups count as unpublished before their slots are freed, until their version is published.
 - Micro-batches run while the step fills up (streaming); the weights do not change in between.
+- All that may take long is declared, and moves the progress counter with each micro-batch, tensor or file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from busrl.errors import DiskFull
+from busrl.errors import DiskFull, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("busrl")
 RUNNING, FINISHED = 0, 1
 PAUSE_STARTING = 1
-LONG_STEP_S = 600.0
 
 
 class Learner(Actor):
@@ -58,14 +58,15 @@ class Learner(Actor):
     tick_s: ClassVar[float] = 0.02
 
     def setup(self) -> None:
-        self.config = self.topology.learner
+        self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
         limits = admission_limits(self.topology)
         streaming = TrainingStep.streamable(self.config) and not self.config.deterministic
         self.plan = make_plan(self.topology, limits, streaming=streaming)
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
-        self.worth = Worth(self.topology.segments.truncated, self.topology.segments.truncated_penalty)
+        self.training.moved = self.ring.progress
+        self.worth = Worth(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
         self.agreement = Agreement(self.topology)
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
@@ -78,9 +79,13 @@ class Learner(Actor):
 
     def _recover(self) -> None:
         """Load the newest checkpoint, train the log's records after it again, and finish what a predecessor began."""
-        with self.activity("recover", LONG_STEP_S):
+        with self.activity("recover", self.work_s):
             self.history = History(self.paths, self.topology)
             self.history.load(self.training, self.control.load)
+            if self.training.changed:
+                self.warn("learner", f"the topology's values are used from here on: {', '.join(self.training.changed)}")
+            for told in self.history.told:
+                self.warn("learner", told, "error", kind="torn checkpoint")
             replayed = 0
             for record in self.history.to_replay():
                 self.training.old.at(record.version, record.step - 1)
@@ -92,14 +97,15 @@ class Learner(Actor):
                 replayed += 1
             self.control.start()
             self.history.store_fates(self.fates)
-            self.publisher = Publisher(self, self.config.forced_age, self.history.highest_version, self.training.write)
+            late = self.topology.experiments.forced_age
+            self.publisher = Publisher(self, late, self.history.highest_version, self.training.write)
             joined = self._join()
             if not joined:
                 return
             if self.history.step or self.publisher.version:
                 log.info("resumed at step %d (%d of them trained again from the log)", self.history.step, replayed)
                 self._publish()
-            elif self.config.forced_age:
+            elif late:
                 self.publisher.remember(0, self.training.weights())
         self.ring.set_header("unpublished_groups", 0)
         self.ring.set_header("step", self.history.step)
@@ -247,17 +253,23 @@ class Learner(Actor):
     def _accumulate(self) -> None:
         groups, self.pending = self.pending, []
         self.training.old.at(self.publisher.version, self.history.step)
-        self.training.accumulate([record for group in groups for record in group.records], self.publisher.version)
+        records = [record for group in groups for record in group.records]
+        with self.activity("accumulate", self.work_s):
+            self.training.accumulate(records, self._present_version())
+
+    def _present_version(self) -> int | None:
+        """The version that has the weights which are trained; None while they are not published (or published late)."""
+        return self.publisher.version if self.ring.header("version_step") == self.history.step else None
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _fire(self, action: Fire, view: GroupView) -> None:
-        with self.activity("step", LONG_STEP_S):
+        with self.activity("step", self.work_s):
             groups = [self.claimed[draw] for draw in action.draws]
             record = self._record(action, groups)
-            exact = self.ring.header("version_step") == self.history.step  # the engines' newest weights are the present
-            if exact:
-                self.agreement.first(record.samples, record.version, self.training.score)
+            exact = self._present_version()
+            if exact is not None:
+                self.agreement.first(record.samples, exact, self.training.score)
             if not self._commit(record):
                 return
             sample = excerpt(self.ring, groups[0])
@@ -266,7 +278,7 @@ class Learner(Actor):
             self.claimed.clear()
             self.training.old.at(record.version, self.history.step)
             stats = self._train(record.samples, len(groups))
-            self._compare(stats, record.version if exact else None)
+            self._compare(stats, exact)
             self.history.finished(record)
             self.ring.set_header("step", self.history.step)
             published = self._publish() if self.history.step % self.topology.publish_every == 0 else 0.0
@@ -291,8 +303,10 @@ class Learner(Actor):
 
     def _compare(self, stats: StepStats, version: int | None) -> None:
         """Say so if the engines of the version whose weights were trained told other log-probabilities than ours."""
-        mismatch = stats.diagnostics.mismatch
-        if version is not None and (text := self.agreement.warning(self.history.step, version, mismatch)):
+        if version is None:
+            return
+        told = stats.diagnostics
+        if text := self.agreement.warning(self.history.step, version, told.mismatch, told.mismatch_begun):
             self.warn("learner", text, kind="mismatch")
 
     def _warn_of_control(self, text: str) -> None:
@@ -310,6 +324,7 @@ class Learner(Actor):
 
     def _commit(self, record: Record) -> bool:
         """Append to the log: the commit point. With the disk full, hold the batch and say so until there is room."""
+        self.keep_turn()
         waiting = self.ring.header("unpublished_groups")
         self.ring.set_header("unpublished_groups", waiting + len(record.groups))
         return self.until_written("training", lambda: self.history.append(record))
@@ -319,7 +334,7 @@ class Learner(Actor):
             self._accumulate()
             return self.training.finish(groups)
         self.pending = []
-        return self.training.train(samples, groups, self.publisher.version)
+        return self.training.train(samples, groups, self._present_version())
 
     def _publish(self) -> float:
         return self.publisher.publish(self.history.step, self.training.weights())
@@ -340,11 +355,11 @@ class Learner(Actor):
     def _checkpoint(self) -> None:
         try:
             self._write_checkpoint()
-        except DiskFull as problem:
+        except (DiskFull, WriteFailed) as problem:
             self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
 
     def _write_checkpoint(self) -> None:
-        with self.activity("checkpoint", LONG_STEP_S):
+        with self.activity("checkpoint", self.work_s):
             self.metrics.checkpoint_s = self.history.checkpoint(
                 self.training, self.publisher.version, self.control.meta(), self._save_control
             )

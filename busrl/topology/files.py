@@ -64,7 +64,7 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
     found: list[KeyProblem] = []
     counts: dict[str, tuple[int, int]] = {}
     scans: dict[str, Scan] = {}
-    for key, path in (("data.train", topology.data.train), ("data.validation", topology.data.validation)):
+    for key, path in (("data.train", topology.data.train), ("validation.data", topology.validation.data)):
         if path and key not in skip:
             counts[key] = prompts(topology, key, path, found, scans)
     if "data.train" in counts and "process" not in skip:
@@ -88,7 +88,7 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
         problems = keywords.read(topology.scheduler.keywords)[1]
         found.extend(KeyProblem("scheduler.keywords", problem) for problem in problems)
     lines, longest = counts.get("data.train", (0, TINY_LINE_BYTES))
-    validation_lines, validation_longest = counts.get("data.validation", (lines, longest))
+    validation_lines, validation_longest = counts.get("validation.data", (lines, longest))
     unsound = skip & {"data.template", "model.path", "generation.max_prompt_tokens", "generation.max_new_tokens"}
     countable = "data.train" in counts and not unsound and not {one.key for one in found} & CHAT_KEYS
     limit = limit_of(topology, scans, context) if countable else _limit_unseen(topology)

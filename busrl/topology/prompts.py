@@ -73,7 +73,7 @@ class Limit:
 
 
 def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Limit:
-    """`scans` by key (data.train, data.validation); `context`: tokens that the model takes, 0 if unknown."""
+    """`scans` by key (data.train, validation.data); `context`: tokens that the model takes, 0 if unknown."""
     given = topology.generation.max_prompt_tokens
     try:
         counted = list(_counted(topology, scans))
@@ -133,7 +133,7 @@ def _counted(topology: Topology, scans: Mapping[str, Scan]) -> Iterator[Counted]
             yield Counted(str(scan.path), scan.count, tokens, lines, (True,) * scan.count, max(tokens, default=1), how)
         return
     light = _tokenizer(topology)
-    for key in ("data.train", "data.validation"):
+    for key in ("data.train", "validation.data"):
         section, _, name = key.partition(".")
         path = str(getattr(getattr(topology, section), name))
         if path.startswith(TINY):

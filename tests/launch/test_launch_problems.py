@@ -6,7 +6,15 @@ import json
 import time
 from pathlib import Path
 
-from busrl.launch.problems import SHOWN, TAIL_BYTES, problems
+import pytest
+
+from busrl.errors import first_line
+from busrl.launch.children import last_words
+from busrl.launch.problems import SHOWN, TAIL_BYTES, kinds, lines
+
+
+def problems(path: Path) -> list[str]:
+    return list(lines(kinds(path), path))
 
 
 def write(path: Path, *texts: str, process: str = "bus") -> None:
@@ -19,7 +27,7 @@ def write(path: Path, *texts: str, process: str = "bus") -> None:
 
 
 def test_nothing_is_said_of_a_run_without_problems(tmp_path: Path) -> None:
-    assert list(problems(tmp_path / "errors.jsonl")) == []
+    assert problems(tmp_path / "errors.jsonl") == []
 
 
 def test_lines_that_differ_in_numbers_are_one_with_their_count_and_the_latest_text(tmp_path: Path) -> None:
@@ -34,7 +42,7 @@ def test_the_newest_kinds_are_shown_and_the_others_counted(tmp_path: Path) -> No
     path = tmp_path / "errors.jsonl"
     for letter in "abcdefgh":
         write(path, f"problem {letter}")
-    lines = list(problems(path))
+    lines = problems(path)
     assert "problem h" in lines[1] and lines[-1].strip() == f"and {8 - SHOWN} older kinds"
 
 
@@ -44,4 +52,41 @@ def test_a_torn_line_a_cut_tail_and_a_huge_file_are_no_obstacle(tmp_path: Path) 
     write(path, "x" * 5000)
     with open(path, "ab") as file:
         file.write(b'{"time": 1, "process"')
-    assert len(list(problems(path))) == 2 and all(len(line) < 400 for line in problems(path))
+    assert len(problems(path)) == 2 and all(len(line) < 400 for line in problems(path))
+
+
+DEEP = "Traceback (most recent call last):\n" + '  File "/a/b.py", line 3, in f\n    g()\n' * 60
+RAISED = "KeyError: 'answer'"
+CHAINED = f"{DEEP}ValueError: first\n\nDuring handling of the above exception, another:\n\n{DEEP}{RAISED}\nmore"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("one\ntwo", "one"),
+        (f"{DEEP}{RAISED}\n", RAISED),
+        (CHAINED, RAISED),
+        (f"sample 7 raised: {DEEP}{RAISED}", f"sample 7 raised: {RAISED}"),
+        (f"what happened\nand why\n{DEEP}{RAISED}", "what happened"),
+        (DEEP, "g()"),
+        ("Traceback (most recent call last):", "(cut off)"),
+        ("", ""),
+    ],
+)
+def test_a_text_in_one_line_says_what_was_raised_and_not_that_there_is_a_traceback(text: str, line: str) -> None:
+    assert first_line(text) == line
+
+
+def test_a_long_traceback_is_shown_by_status_as_what_was_raised(tmp_path: Path) -> None:
+    write(tmp_path / "errors.jsonl", f"sample 7 raised: {DEEP}{RAISED}", process="judge")
+    assert f"judge warning: sample 7 raised: {RAISED}" in "\n".join(problems(tmp_path / "errors.jsonl"))
+
+
+def test_the_last_words_of_a_child_are_what_it_raised_in_its_last_life(tmp_path: Path) -> None:
+    log, mark = tmp_path / "x.log", "--- 2026-01-01 00:00:00 started by launch (pid 7)\n"
+    log.write_text(f"{mark}{DEEP}{RAISED}\nwith a hint\nof two lines\n")
+    assert last_words(log) == RAISED
+    log.write_text(f"{mark}{DEEP}{RAISED}\n{mark}quietly\ngone\n")
+    assert last_words(log) == "gone"
+    log.write_text(f"{mark}{DEEP}{RAISED}\n{mark}")
+    assert last_words(log) == ""

@@ -106,9 +106,8 @@ def test_a_run_of_chats_trains_on_the_ids_of_the_models_own_template(
     chat_folder: Folder, tmp_path: Path, template: str
 ) -> None:
     model = chat_folder(template)
-    run = Run(tmp_path / "run", "learner.checkpoint_every=100", config=make_all(tmp_path / "mine", model), steps=12)
+    run = Run(tmp_path / "run", "learner.checkpoint_every=100", config=make_all(tmp_path / "mine", model), steps=5)
     with running(run):
-        run.until_step(4)
-        check_samples(run, model)
         check_end(run, run.wait())
-    assert run.audit().counts.trained >= 12 * 8 * 4
+    assert run.audit().counts.trained >= 5 * 8 * 4
+    check_samples(run, model)

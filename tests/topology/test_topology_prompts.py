@@ -58,7 +58,7 @@ def test_auto_is_the_longest_prompt_of_both_files_with_template_and_system_promp
     conversation = [{"role": "user", "content": "b" * 40}, {"role": "assistant", "content": "c"},
                     {"role": "user", "content": "d"}]  # fmt: skip
     chats(["a", conversation], name="val.jsonl")
-    both = loaded("", CHAT, f"data.validation={here}/val.jsonl", "process.validator.count=1")
+    both = loaded("", CHAT, f"validation.data={here}/val.jsonl")
     assert both.max_prompt_tokens == tokens(folder, conversation)
     text = report(both)
     assert f"generation.max_prompt_tokens = {both.max_prompt_tokens} (auto)" in text

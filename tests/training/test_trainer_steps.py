@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,19 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_every_micro_batch_is_told_of_whatever_it_is_for(lab: Any) -> None:
+    trainer, told = lab.trainer("qwen3", micro_batch_tokens=12), []
+    trainer.moved = lambda: told.append(1)
+    samples = lab.samples()
+    trainer.accumulate(samples, lab.advantages(len(samples)))
+    stats = trainer.step(1e-3)
+    assert stats.micro_batches > 3 and len(told) == stats.micro_batches
+    for scoring in (trainer.score, trainer.entropy):
+        told.clear()
+        scoring(samples)
+        assert len(told) == stats.micro_batches
 
 
 def test_the_update_is_that_of_adamw_on_the_clipped_gradient(lab: Any) -> None:
@@ -146,16 +159,15 @@ def test_in_bfloat16_parameters_and_gradients_stay_float32_and_published_weights
     assert trainer.named_weights()["model.norm.weight"].data_ptr() == published["model.norm.weight"].data_ptr()
 
 
-def test_settings_are_read_from_the_topologys_learner_by_name() -> None:
-    from busrl.topology.schema import Learner
+def test_settings_are_read_from_a_topology_by_name() -> None:
+    from busrl.topology import load
 
-    found = TrainerSettings.from_learner(replace(Learner(), clip_high=0.5, loss="decoupled"), compute_dtype="bfloat16")
-    assert (found.clip_high, found.loss, found.compute_dtype, found.micro_batch_tokens) == (
-        0.5,
-        "decoupled",
-        "bfloat16",
-        4096,
-    )
+    given = ["learner.clip_high=0.5", "learner.updates_per_batch=2", "learner.loss=decoupled", "model.dtype=bfloat16",
+             "experiments.dmmpt_tau=0.5"]  # fmt: skip
+    found = TrainerSettings.of(load(Path(__file__).parents[2] / "configs" / "quickstart.toml", given))
+    assert (found.clip_high, found.loss, found.compute_dtype, found.micro_batch_tokens, found.dmmpt_tau) == (
+        0.5, "decoupled", "bfloat16", 4096, 0.5,
+    )  # fmt: skip
 
 
 def test_two_trainers_with_the_same_samples_end_with_the_same_bits(lab: Any) -> None:
