@@ -34,6 +34,8 @@ system = "{system}"
 size = 4
 [generation]
 max_new_tokens = 24
+[learner]
+lr = 1e-3
 [reward]
 kind = "python"
 function = "judge.py:score"

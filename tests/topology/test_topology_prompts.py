@@ -150,6 +150,8 @@ def test_a_system_prompt_without_a_chat_has_no_place(chats: Callable[..., Path],
     chats(["a"])
     (found,) = refused("", "data.system=Be short.")
     assert "a text has no place for a system prompt" in found
+    (found,) = refused("", CHAT, "data.system=Be short.", "process.rollout.count=0")
+    assert "rollouts from outside are not told of it" in found
 
 
 def test_without_a_tokenizer_that_can_be_read_a_byte_counts_as_a_token(loaded: Loaded) -> None:
