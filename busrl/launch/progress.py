@@ -6,6 +6,7 @@ version come from its header, so the picture stays right when messages are lost.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -89,6 +90,8 @@ class Progress:
     def _stepped(self, update: m.LearnerStateUpdate) -> None:
         if update.step <= self.step and self.rewards:
             return  # doubled or late
+        if not all(map(math.isfinite, (update.reward, update.entropy, update.age_mean))):
+            return  # no mean of anything
         self.step, self.version = max(self.step, update.step), max(self.version, update.version)
         self.groups += update.groups
         self.samples += update.samples
