@@ -1,4 +1,4 @@
-"""Every exception of busrl, sorted by who caused it, so that a message can say who has to act.
+"""Every exception of busrl, sorted by who caused it, so that a message can say who has to act; any one in one line.
 
 `UserError` is for the person at the keyboard, `PeerLost` for another process, `MachineError` for the host (disk,
 shared memory), `BugError` for us. The command line prints the first three as one message without a traceback.
@@ -10,6 +10,7 @@ Knows nothing of the rest of busrl.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -286,3 +287,48 @@ def process_code(problem: BusrlError) -> int:
         return ENDS_RUN
     passing = (RunInUse, WeightsRefused)  # a predecessor that is about to end, a version that another one follows
     return NO_USE if isinstance(problem, UserError) and not isinstance(problem, passing) else AGAIN
+
+
+# ------------------------------------------------------------------------------------------------------ in one line
+
+TRACE = "Traceback (most recent call last):"
+LIBRARIES = ("<", os.path.dirname(os.__file__), os.path.dirname(__file__))
+
+
+def cause(problem: BaseException) -> str:
+    """What was raised and where, in one line: a message of busrl's own as it is, `KeyError: 'answer' (judge.py:3, in
+    score)` else, with the innermost place that is of the user's own code, if there is one."""
+    said = " ".join(str(problem).split())
+    if isinstance(problem, BusrlError) and said:
+        return said
+    name = type(problem).__name__
+    return (f"{name}: {said}" if said else name) + _place(problem)
+
+
+def _place(problem: BaseException) -> str:
+    frames, trace = [], problem.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        frames.append((code.co_filename, f" ({code.co_filename}:{trace.tb_lineno}, in {code.co_name})"))
+        trace = trace.tb_next
+    own = [text for file, text in frames if not _is_library(file)] or [text for _, text in frames]
+    return own[-1] if own else ""
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(LIBRARIES) or "site-packages" in file
+
+
+def first_line(text: str, width: int = 200) -> str:
+    """The first line of a text that may be long; where that begins a traceback, what was raised at its end instead."""
+    head, trace, rest = text.strip().partition(TRACE)
+    line = head.strip().split("\n", 1)[0]
+    if trace and not head.strip().count("\n"):
+        line = f"{line} {_raised(rest)}".strip()
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _raised(trace: str) -> str:
+    """The line of a traceback that says what was raised: the first at its margin, of the last of several chained."""
+    lines = [line for line in trace.rpartition(TRACE)[2].split("\n") if line.strip()]
+    return next((line for line in lines if not line.startswith(" ")), lines[-1].strip() if lines else "(cut off)")

@@ -9,6 +9,7 @@ The trainer adds one row of sums per micro-batch and reads it once per step. Kno
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from . import losses
 
 FIELDS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "clip_low", "clip_high", "dual", "entropy", "loss",
-          "current", "current_abs")  # fmt: skip
+          "current", "current_abs", "begun", "begun_abs")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Diagnostics:
     entropy: float  # nats, full softmax at the sampling temperature
     loss: float  # weighted sum of the loss, before the division
     mismatch: float | None  # mean |log ratio| of the tokens sampled with exactly these weights; None without any
+    mismatch_begun: float | None = None  # of these, those of answers that began with these weights; None without any
 
 
 def sums(
@@ -41,8 +43,10 @@ def sums(
     entropy: Tensor,
     current: Tensor | None,
     settings: losses.LossSettings,
+    begun: Tensor | None = None,
 ) -> Tensor:
-    """One row in the order of FIELDS. `current` marks tokens sampled with the very weights that are being trained."""
+    """One row in the order of FIELDS. `current` marks tokens sampled with the very weights that are being trained,
+    `begun` those of them whose answers had no token of other weights before (None: all of them)."""
     difference = losses.log_ratio(tokens.logp.detach(), tokens.behaviour, tokens.mask)
     ratio = difference.exp()
     low, high = losses.clip_bounds(settings)
@@ -50,20 +54,22 @@ def sums(
     same = torch.zeros_like(difference) if current is None else current.to(difference)
     rows = [torch.ones_like(difference), difference, ratio - 1 - difference, ratio, ratio * ratio]
     rows += [falling & (ratio < low), rising & (ratio > high), falling & (ratio > settings.dual_clip)]
-    rows += [entropy, weighted_loss.detach(), same, same * difference.abs()]
+    whole = same if begun is None else same * begun.to(difference)
+    rows += [entropy, weighted_loss.detach(), same, same * difference.abs(), whole, whole * difference.abs()]
     every = torch.stack([row.to(difference.dtype) for row in rows])
     # Not a product with the mask: what stands at a masked position may be NaN.
     kept = every if tokens.mask is None else every.where(tokens.mask.bool(), 0)
     return kept.flatten(1).sum(1, dtype=torch.float64)
 
 
-def finish(total: Tensor) -> Diagnostics:
-    """The means from the sum of all rows; reads the device once. All 0 if there was no token, but for `mismatch`."""
-    value = dict(zip(FIELDS, total.tolist(), strict=True))
+def finish(total: Tensor | Sequence[float]) -> Diagnostics:
+    """The means from the sum of all rows; reads the device once. All 0 if there was no token, but for a mismatch."""
+    value = dict(zip(FIELDS, total.tolist() if isinstance(total, Tensor) else total, strict=True))
     count = max(value["tokens"], 1.0)
     weights = value["weight_squared"] * count
     return Diagnostics(
         log_ratio_mean=value["log_ratio"] / count, k3=value["k3"] / count,
         ess=value["weight"] ** 2 / weights if weights else 0.0, clip_low=value["clip_low"] / count,
         clip_high=value["clip_high"] / count, dual_clip=value["dual"] / count, entropy=value["entropy"] / count,
-        loss=value["loss"], mismatch=value["current_abs"] / value["current"] if value["current"] else None)  # fmt: skip
+        loss=value["loss"], mismatch=value["current_abs"] / value["current"] if value["current"] else None,
+        mismatch_begun=value["begun_abs"] / value["begun"] if value["begun"] else None)  # fmt: skip

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from busrl.errors import BugError
+from busrl.errors import TRACE, BugError, first_line
 from busrl.launch.orphans import MARK, end_marked
 from busrl.paths import RunPaths
 from busrl.topology import ProcessName
@@ -36,6 +36,7 @@ PR_SET_PDEATHSIG = 1
 MARKED_S = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 NOTHING: Mapping[str, str] = MappingProxyType({})
+STARTED = re.compile(r"--- .* started by launch \(pid [0-9]+\)$")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -180,3 +181,15 @@ def last_lines(path: Path, count: int = 12, block: int = 16_384) -> list[str]:
     except OSError as error:
         return [f"(its log can not be read: {error})"]
     return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+def last_words(path: Path) -> str:
+    """What a child that died said last, in one line: what it raised if its log ends in a traceback, else the last line.
+
+    Of this life of it alone; "" if it said nothing.
+    """
+    lines = last_lines(path, 200)
+    begun = max((at for at, line in enumerate(lines) if STARTED.match(line)), default=-1)
+    lines = lines[begun + 1 :]
+    trace = max((at for at, line in enumerate(lines) if line.startswith(TRACE)), default=None)
+    return first_line("\n".join(lines[trace:] if trace is not None else lines[-1:]))

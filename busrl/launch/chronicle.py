@@ -14,8 +14,8 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from busrl.errors import first_line
 from busrl.gateway import Tally
-from busrl.launch.progress import first_line
 from busrl.launch.strangers import is_titled
 from busrl.launch.supervisor import Child
 from busrl.ledger.errorlog import record_error

@@ -1,7 +1,7 @@
 """Ends what outlives its owner: programs that a child of `launch` has started itself, after its death or launch's own.
 
-Talks to the kernel and to /proc. Knows nothing of the ring, the bus or what the processes do. Run as a program it is the
-guardian: it waits until the launch that started it is gone, however that ended, and ends what is left of it.
+Talks to the kernel and to /proc. Knows nothing of the ring, the bus or what the processes do. Run as a program it is
+the guardian: it waits until the launch that started it is gone, however that ended, and ends what is left of it.
 
 - Everything that a child starts bears a mark in its environment: the run, its launch, the child, and which life of it.
   A process in a session of its own bears it too. A child's process group ends with it as well, since a process that

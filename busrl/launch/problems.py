@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from busrl.errors import first_line
 from busrl.launch.progress import duration
 
 TAIL_BYTES = 1 << 16
@@ -34,7 +35,7 @@ def problems(path: Path) -> Iterator[str]:
     if kinds:
         yield f"  problems (all of them: {path})"
     for kind in kinds[:SHOWN]:
-        text = kind.text if len(kind.text) <= TEXT else f"{kind.text[:TEXT]} ..."
+        text = first_line(kind.text, TEXT)
         times = f"{kind.count} times, last " if kind.count > 1 else ""
         yield f"    {times}{duration(max(0.0, time.time() - kind.at))} ago  {kind.process} {kind.severity}: {text}"
     if len(kinds) > SHOWN:

@@ -125,12 +125,6 @@ class Progress:
         return (self.goal - self.step) / rate if rate > 0 else None
 
 
-def first_line(text: str, width: int = 200) -> str:
-    """The first line of a text that may be long."""
-    line = text.strip().split("\n", 1)[0]
-    return line if len(line) <= width else line[: width - 1] + "…"
-
-
 def duration(seconds: float) -> str:
     """`1h 02m`, `3m 07s` or `12s`."""
     whole = int(seconds)

@@ -23,14 +23,14 @@ from busrl import device
 from busrl.bus import Endpoint
 from busrl.errors import ENDS_RUN, NO_USE, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
-from busrl.launch.children import Running, last_lines, start
+from busrl.launch.children import Running, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
 from busrl.launch.chronicle import Chronicle
 from busrl.launch.display import Display
 from busrl.launch.fatewatch import FateWatch
 from busrl.launch.orphans import Guardian, mark
 from busrl.launch.printable import printable
-from busrl.launch.progress import Progress, first_line
+from busrl.launch.progress import Progress
 from busrl.launch.rundir import OpenRun
 from busrl.launch.shutdown import Ask, Shutdown
 from busrl.launch.signals import Signals
@@ -222,18 +222,19 @@ class Launch:
         self._say(death.text)
         self._chronicle.died(child, death.text, gives_up=death.gives_up)
         log = self._paths.log(child.name)
+        words = last_words(log)
+        if words:
+            self._say(f"  {log} ends: {words}")
         if not death.gives_up:
-            for line in last_lines(log, 1):
-                self._say(f"  {log} ends: {first_line(line)}")
             return None
         self._say(f"last lines of {log}:")
         for line in last_lines(log):
             self._say(f"  | {line}")
         what = "can not do what was asked" if hopeless else death.why.removeprefix("it ")
-        return Outcome("failed", f"{child.name} {what}: {how}; see {log}", 1)
+        return Outcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
 
     def _got_to(self, child: Child) -> int:
-        """What has to grow between two deaths of a child that does its work. Who finishes samples counts them itself."""
+        """What has to grow between two deaths of a child that works. Who finishes samples counts them itself."""
         process, ring = self._processes[child.name], self._run.ring
         if process.role in FOREIGN_ROLES and not process.spec.command:
             return 0

@@ -124,7 +124,7 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
 
 
 def _wait_for_children(paths: RunPaths, lock: OfdLock, timeout_s: float) -> None:
-    """They die with their launch, and its guardian ends what they had started; if that was ended too, it is up to us."""
+    """They die with their launch, and its guardian ends what they had started; if it was ended too, that is for us."""
     end_left_behind(paths.key)
     try:
         lock.acquire(timeout_s)

@@ -134,7 +134,10 @@ class Child:
         changed = sight is not None and (self.sight is None or sight.progress != self.sight.progress)
         renewed = sight is not None and self.sight is not None and sight.activity != self.sight.activity
         endless = sight is not None and sight.deadline_s >= ENDLESS_S
-        if endless or (self.phase is Phase.READY and (changed or renewed)):
+        # To be ready has one limit for all of it; but a long piece that is declared (steps that are trained again) has
+        # its own from each sign of progress on.
+        declared = sight is not None and sight.deadline_s > 0
+        if endless or (changed and declared) or (self.phase is Phase.READY and (changed or renewed)):
             self._silent_s = 0.0
         else:
             self._silent_s += passed_s
@@ -179,7 +182,8 @@ class Child:
         self._run_at, self.idle_deaths = run_at, 1 if worked else self.idle_deaths + 1
         allowed = self.patience.crash_attempts
         if allowed and self.idle_deaths >= allowed:
-            return self._given_up(text, f"it died {self.idle_deaths} times in a row and did none of its work in between")
+            why = f"it died {self.idle_deaths} times in a row and did none of its work in between"
+            return self._given_up(text, why)
         pause = self._pause_s(self.idle_deaths - DEATHS_WITHOUT_PAUSE) if allowed else 0.0
         self.restarts, self.due = self.restarts + 1, now + pause
         return Death(f"{text}; starting it again{f' in {pause:g} s' if pause else ''}", gives_up=False)

@@ -21,6 +21,7 @@ from typing import Any
 from busrl.errors import DiskFull, MachineError, WriteFailed
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+REPLACED = ".replaced-"  # a directory whose successor is about to have its name
 
 
 def write_error(path: Path, needed: int, exc: OSError) -> MachineError:
@@ -52,6 +53,17 @@ def sync_dir(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def finish_replacements(parent: Path) -> None:
+    """A directory whose writer died between two names has its old name again; one that was replaced goes."""
+    for path in parent.glob(f"{REPLACED}*"):
+        final = parent / path.name.removeprefix(REPLACED)
+        if final.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.rename(path, final)
+            sync_dir(parent)
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -1,16 +1,19 @@
-"""Makes a damaged `trained.bin` of the newest checkpoint whole again, from the train log.
+"""Makes a damaged `trained.bin` of the newest checkpoint whole again, from the train log or from what came before it.
 
-Talks to `checkpoints/` and `train.jsonl`; called by `launch` before any role runs, and by a learner that starts. Knows
-nothing of models: what else a checkpoint holds is looked at where it is loaded.
+Talks to `checkpoints/`, `train.jsonl` and `wal/`; called by `launch` before any role runs, and by a learner that
+starts. Knows nothing of models: what else a checkpoint holds is looked at where it is loaded.
 
 - The train log is made durable before each checkpoint, so its lines up to the checkpoint's step name the very same
-  samples. They are believed only if they are as many as meta.json says.
+  samples. So do the trained set of the checkpoint before and the log's records from there on. Either is believed only
+  if it has as many as meta.json says.
+- A checkpoint whose writer died while it took another's place has its name again before anybody looks for it.
 - What can not be made again is refused with what to do: to pass over it silently would forget who was trained.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,9 @@ from typing import Any
 import msgspec
 
 from busrl.errors import FileCorrupt
-from busrl.ledger.files import write_whole
+from busrl.ledger.files import finish_replacements, write_whole
 from busrl.ledger.trained import REMEDY, TrainedSet
+from busrl.ledger.wal import Wal
 from busrl.paths import RunPaths
 
 NAME = "trained.bin"
@@ -35,8 +39,14 @@ class _Line(msgspec.Struct):
 
 def newest_checkpoint(paths: RunPaths) -> Path | None:
     """The whole checkpoint with the highest step."""
-    whole = [one for one in paths.checkpoints.glob("global_step_*") if (one / "meta.json").is_file()]
-    return max(whole, key=lambda one: int(one.name.rpartition("_")[2]), default=None)
+    return next(iter(_checkpoints(paths)), None)
+
+
+def _checkpoints(paths: RunPaths) -> list[Path]:
+    """All that have a meta.json, newest first."""
+    named = [one for one in paths.checkpoints.glob("global_step_*") if re.fullmatch(r"global_step_\d+", one.name)]
+    whole = [one for one in named if (one / "meta.json").is_file()]
+    return sorted(whole, key=lambda one: int(one.name.rpartition("_")[2]), reverse=True)
 
 
 def mend_trained_set(paths: RunPaths) -> str | None:
@@ -44,18 +54,21 @@ def mend_trained_set(paths: RunPaths) -> str | None:
 
     `FileCorrupt` with the remedy if it can not be made again.
     """
+    finish_replacements(paths.checkpoints)
     folder = newest_checkpoint(paths)
     fault = _fault_of(folder / NAME) if folder else None
     if folder is None or fault is None:
         return None
     step, samples = _meta(folder, fault)
-    found = _trained_until(paths.train_log, step)
+    found, source = _trained_until(paths.train_log, step), paths.train_log.name
     if len(found) != samples:
         why = f"{paths.train_log} names {len(found)} samples up to its step, not {samples}"
-        raise _beyond_repair(folder, fault, why)
+        found, source = _trained_before(paths, folder, step), "the checkpoint before and the log"
+        if len(found) != samples:
+            raise _beyond_repair(folder, fault, f"{why}; {source} hold {len(found)}")
     found.save(folder / NAME)
     _list(folder)
-    return f"{fault}; it was written again: {samples} samples, from {paths.train_log.name}"
+    return f"{fault}; it was written again: {samples} samples, from {source}"
 
 
 def _fault_of(path: Path) -> str | None:
@@ -91,6 +104,22 @@ def _trained_until(path: Path, step: int) -> TrainedSet:
             standing.pop()
         standing.append(line)
     return TrainedSet(uid for line in standing if line.step <= step for uid, _, _ in line.samples)
+
+
+def _trained_before(paths: RunPaths, folder: Path, step: int) -> TrainedSet:
+    """The trained set of the checkpoint before `folder`, and the uids of the records after it, up to a step."""
+    older = [one for one in _checkpoints(paths) if one.name != folder.name]
+    found, start = TrainedSet(), 0
+    if older:
+        try:
+            found, start = TrainedSet.load(older[0] / NAME), int(older[0].name.rpartition("_")[2])
+        except (FileCorrupt, OSError):
+            return TrainedSet()
+    if paths.wal.is_dir():
+        with Wal(paths.wal) as wal:
+            for record in wal.records(after=start):
+                found.add(sample.uid for sample in record.samples if record.step <= step)
+    return found
 
 
 def _list(folder: Path) -> None:

@@ -7,7 +7,8 @@ ring, of tensors or of the optimiser.
   raises after it is taken back. A disk that fills up leaves the log as it was.
 - Steps grow strictly; records are read in that order. Nothing is ever changed in place.
 - Half a record at the very end is what a killed writer leaves: it is cut at opening. Damage anywhere else is refused.
-- Old segments go only after a checkpoint, oldest first, so what remains always joins on to it.
+- Old segments go only after a checkpoint, oldest first, so what remains always joins on to it. A checkpoint ends the
+  segment, so that what it makes superfluous can go.
 
 A segment `<number>.wal`, little endian: "BUSRLWAL", u32 layout, u32 crc32 of those 12 bytes; then records: "WREC",
 u32 length, u32 crc32 of the length's 4 bytes and the payload, payload (msgpack map of `Record`). Layout 2 knows the
@@ -110,9 +111,14 @@ class _Brief(msgspec.Struct):
 @dataclass
 class _Segment:
     path: Path
-    last_step: int  # of its records; -1 with none
+    steps: list[int]  # of its records, ascending
     size: int
     old: bool = False  # of an earlier layout: nothing is appended
+
+    @property
+    def last_step(self) -> int:
+        """Of its records; -1 with none."""
+        return self.steps[-1] if self.steps else -1
 
 
 @dataclass(frozen=True)
@@ -201,8 +207,13 @@ class Wal:
         head = MARK + length + _LENGTH.pack(zlib.crc32(payload, zlib.crc32(length)))
         segment = self._segment_for(len(head) + len(payload))
         segment.size = self._commit(segment, [head, payload])
-        segment.last_step = self._last_step = record.step
+        segment.steps.append(record.step)
+        self._last_step = record.step
         self._last_version = max(self._last_version, record.version)
+
+    def steps(self) -> list[int]:
+        """The steps of all records that are there, ascending."""
+        return [step for segment in self._segments for step in segment.steps]
 
     def records(self, after: int = -1) -> Iterator[Record]:
         """The records with a step above `after`, in order."""
@@ -228,6 +239,10 @@ class Wal:
         if dropped:
             sync_dir(self.directory)
         return dropped
+
+    def end_segment(self) -> None:
+        """Let the next record begin a new segment."""
+        self._close_segment()
 
     def flush(self) -> None:
         """Make everything appended so far durable (for `sync=False`)."""
@@ -278,7 +293,7 @@ class Wal:
             raise write_error(path, len(HEAD), exc) from exc
         self._close_segment()
         self._fd, self._number = fd, self._number + 1
-        self._segments.append(_Segment(path, -1, len(HEAD)))
+        self._segments.append(_Segment(path, [], len(HEAD)))
 
     def _commit(self, segment: _Segment, parts: list[bytes]) -> int:
         try:
@@ -323,7 +338,7 @@ class Wal:
             raise FileCorrupt(
                 f"{path}: does not begin with {MAGIC!r}, layout {OLD_LAYOUT} or {LAYOUT}; it is not a log of this busrl"
             )
-        segment = _Segment(path, -1, len(HEAD), data[: len(HEAD)] == OLD_HEAD)
+        segment = _Segment(path, [], len(HEAD), data[: len(HEAD)] == OLD_HEAD)
         for payload, end in frames(data):
             self._note(segment, payload, end)
         if segment.size < len(data):
@@ -334,7 +349,8 @@ class Wal:
         brief = msgspec.msgpack.decode(payload, type=_Brief)
         if brief.step <= self._last_step:
             raise FileCorrupt(f"{segment.path}: step {brief.step} after step {self._last_step}: steps must grow")
-        segment.last_step = self._last_step = brief.step
+        segment.steps.append(brief.step)
+        self._last_step = brief.step
         segment.size = end
         self._last_version = max(self._last_version, brief.version)
 

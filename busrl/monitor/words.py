@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 
-from busrl.launch.progress import duration, first_line, short
+from busrl.errors import first_line
+from busrl.launch.progress import duration, short
 from busrl.monitor.draw import safe
 from busrl.monitor.picture import Picture, Row
 from busrl.monitor.seen import ErrorSeen

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
 
-from busrl.errors import RewardNotLoaded
+from busrl.errors import RewardNotLoaded, cause
 from busrl.rewards.exact_match import ExactMatch
 
 RewardFunction = Callable[[dict[str, Any], str, list[int]], Any]
@@ -120,10 +120,4 @@ def _import_file(target: str, path: Path) -> ModuleType:
 
 
 def _cause(target: str, problem: BaseException) -> str:
-    trace, place = problem.__traceback__, ""
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith("<frozen") and file != __file__:
-            place = f" at {file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return f"reward.function = {target!r}: importing it raised {type(problem).__name__}: {problem}{place}"
+    return f"reward.function = {target!r}: importing it raised {cause(problem)}"

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from busrl.errors import cause
 from busrl.rewards.base import MalformedReward, RewardFunction, build, settle
 from busrl.rewards.frames import PREFIX, READY, Answer, Request, Setup, frame
 
@@ -60,8 +61,10 @@ def judge(function: RewardFunction, weights: dict[str, float], request: Request)
         value, parts = settle(function(record, request.completion, request.token_ids), weights)
     except (MalformedReward, msgspec.DecodeError) as problem:
         return Answer(request.seq, 0.0, {}, "malformed", _text(problem))
-    except BaseException:
-        return Answer(request.seq, 0.0, {}, "raised", traceback.format_exc()[-TEXT_LIMIT:])
+    except BaseException as problem:
+        # What was raised stands first: whoever shows one line of it shows that.
+        trace = traceback.format_exc()[-TEXT_LIMIT:]
+        return Answer(request.seq, 0.0, {}, "raised", f"{cause(problem)[:TEXT_LIMIT]}\n{trace}")
     return Answer(request.seq, value, parts, "", "")
 
 

@@ -31,7 +31,7 @@ import msgspec
 import numpy.typing as npt
 
 from busrl.bus import Endpoint
-from busrl.errors import BusNotReady, DiskFull, NoSuchRun, SharedMemoryFull
+from busrl.errors import BusNotReady, DiskFull, NoSuchRun, SharedMemoryFull, cause
 from busrl.faults import Trouble, trouble_for
 from busrl.ledger.errorlog import record_error
 from busrl.ledger.throttle import Throttle
@@ -173,15 +173,21 @@ class Actor:
             self.bus.send(message, to)
 
     def warn(
-        self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = ()
+        self,
+        where: str,
+        text: str,
+        severity: str = "warning",
+        kind: str = "",
+        uids: Sequence[int] = (),
+        trace: str = "",
     ) -> None:
         """Log, publish and file an event that a person should see; many of one kind become one line with a count.
 
-        `uids` are the samples that it is about: the line is part of their history.
+        `uids` are the samples that it is about: the line is part of their history. `trace`: the traceback behind it.
         """
         kind = kind or re.sub(r"[0-9]+", "#", text)
-        if self._throttle.admit(f"{where}/{kind}", (where, text, severity), time.monotonic(), uids):
-            self._tell_warning(where, text, severity, uids)
+        if self._throttle.admit(f"{where}/{kind}", (where, text, severity, trace), time.monotonic(), uids):
+            self._tell_warning(where, text, severity, trace, uids)
 
     def until_written(self, what: str, write: Callable[[], None]) -> bool:
         """Do `write`; a full disk pauses this process, says so, and is waited for. False: it was stopped meanwhile."""
@@ -203,10 +209,10 @@ class Actor:
                 Actor.idle(self, SPACE_LOOK_S)
                 self._heartbeat()
 
-    def _tell_warning(self, where: str, text: str, severity: str, uids: Sequence[int]) -> None:
-        log.warning("%s: %s", where, text)
-        self.bus.send(m.Error(severity=severity, where=where, text=text))
-        record_error(self.paths, self.name, severity, where, text, uids=uids)
+    def _tell_warning(self, where: str, text: str, severity: str, trace: str, uids: Sequence[int]) -> None:
+        log.warning("%s: %s%s", where, text, f"\n{trace}" if trace else "")
+        self.bus.send(m.Error(severity=severity, where=where, text=text, traceback=trace))
+        record_error(self.paths, self.name, severity, where, text, trace, uids)
 
     def scan(self, scanner: GroupScanner) -> GroupView:
         """The open groups now. The lines are copied before the fates are read, and the fate table may have grown."""
@@ -305,14 +311,14 @@ class Actor:
             self._tell_held_back(now)
 
     def _tell_held_back(self, now: float, everything: bool = False) -> None:
-        for count, (where, text, severity), uids in self._throttle.due(now, everything):
-            self._tell_warning(where, f"{count} more like this, the latest: {text}", severity, uids)
+        for count, (where, text, severity, trace), uids in self._throttle.due(now, everything):
+            self._tell_warning(where, f"{count} more like this, the latest: {text}", severity, trace, uids)
 
     def _report(self, problem: Exception) -> None:
-        text = "".join(traceback.format_exception(problem))
-        record_error(self.paths, self.name, "critical", self.role, str(problem), text)
+        text, said = "".join(traceback.format_exception(problem)), cause(problem)
+        record_error(self.paths, self.name, "critical", self.role, said, text)
         with contextlib.suppress(Exception):
-            self.bus.send(m.Error(severity="critical", where=self.role, text=str(problem), traceback=text[-4000:]))
+            self.bus.send(m.Error(severity="critical", where=self.role, text=said, traceback=text[-4000:]))
 
     def _leave(self) -> None:
         if self.trouble is not None:

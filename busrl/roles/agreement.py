@@ -3,7 +3,9 @@
 Used by the learner, with the numbers that training brings anyway. Knows nothing of engines but their names, and of no
 bus: what it finds is an error or a text for a warning.
 
-- Compared are tokens that the very weights at hand drew: those of older weights differ, and should.
+- Compared are tokens that the very weights at hand drew: those of older weights differ, and should. Where such tokens
+  may stand over keys of older weights, only answers that began with the weights at hand are compared; without any,
+  nothing but a difference that no arithmetic explains is told.
 - Before the first step is committed a difference that no arithmetic explains (`learner.mismatch_limit`) ends the run:
   nothing of it was trained or logged then. Afterwards a difference above `tolerance` is a warning.
 - Nothing is concluded of engines that are no models of busrl's own kinds; of scripted ones nothing is even said.
@@ -23,6 +25,7 @@ from busrl.topology.schema import RESTARTS
 
 SAMPLES, TOKENS = 64, 64  # at most and at least, of the first comparison
 EXACT, ROUNDED = 1e-3, 0.1  # nats: mean differences of float32, and where anybody computes in 16 bits (experts too)
+UNEXPLAINED = 1.0  # nats: more than old keys under new weights make
 MODELS = ("torch", "vllm", "openai")
 
 Score = Callable[[Sequence[SampleRecord]], Sequence[npt.NDArray[np.float32]]]
@@ -36,7 +39,7 @@ class Agreement:
         known = all(entry.engine in MODELS and entry.count and not entry.command for entry in entries)
         self.limit = topology.learner.mismatch_limit if known else 0.0
         self.tolerance = tolerance(topology)
-        self._silent = topology.scripted or bool(topology.lora.dropout) or topology.learner.updates_per_batch > 1
+        self._silent = topology.scripted or bool(topology.lora.dropout)
         self._mixed = mixed(topology)
         self._engines = ", ".join(sorted({entry.engine for entry in entries}))
         self._remedy = f"give every engine the model of {topology.model.path}"
@@ -67,13 +70,19 @@ class Agreement:
             )
         self.limit = 0.0
 
-    def warning(self, step: int, version: int, mismatch: float | None) -> str:
-        """What there is to say of the step after `step`, whose weights were those of `version`; mostly nothing."""
-        if mismatch is None or self._silent or (self._mixed and step) or mismatch <= self.tolerance:
+    def warning(self, step: int, version: int, mismatch: float | None, begun: float | None = None) -> str:
+        """What there is to say of the step after `step`, whose weights were those of `version`; mostly nothing.
+
+        `mismatch` is over all tokens of these weights, `begun` over those of answers that began with them.
+        """
+        found, limit = mismatch, self.tolerance
+        if self._mixed and step:
+            found, limit = (begun, self.tolerance) if begun is not None else (mismatch, UNEXPLAINED)
+        if found is None or self._silent or found <= limit:
             return ""
         return (
             f"step {step + 1}: the log-probabilities of engine {self._engines}, version {version}, differ from the "
-            f"learner's by {mismatch:.3g} on average (mismatch), where {self.tolerance:g} can be rounding; "
+            f"learner's by {found:.3g} on average (mismatch), where {limit:g} can be rounding; "
             f"{self._remedy}"
         )
 

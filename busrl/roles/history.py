@@ -5,20 +5,24 @@ gradients or the trigger.
 
 Invariants:
 - Surviving history = checkpoint + log records after it; `trained` holds exactly the uids of both.
-- A record is dropped from the log only after a checkpoint that holds its uids is whole on disk.
+- A record is dropped from the log only after two checkpoints that hold its uids are whole on disk (one with
+  `keep_last = 1`): if the newest one is damaged, the one before and the log lead to the same step.
+- A start from which steps are missing between checkpoint and log is refused: nothing is trained on weights that it
+  was not made for.
 - `highest_version` is at least every version that was published in this history.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from busrl.errors import DiskFull
+from busrl.errors import DiskFull, UserError
 from busrl.ledger.mend import mend_trained_set
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLog
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("busrl")
+LOG_REACHES = 2  # checkpoints that the log leads on from
+TORN = "torn-"
 
 
 class History:
@@ -46,6 +52,7 @@ class History:
             log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
         self.train_log = TrainLog(paths.train_log)
         self.trained = TrainedSet()
+        self.told: list[str] = []  # what a person should know of the start
         self._unwritten: list[Record] = []
         self.step = self.groups = self.highest_version = 0
         # Slots of trained samples may still be REWARDED, or come back so when their dead owner is reaped.
@@ -57,7 +64,9 @@ class History:
         """Continue from the newest whole checkpoint, if there is one; `also` gets its meta and its folder."""
         if mended := mend_trained_set(self.paths):
             log.warning(mended)
-        found = training.load_checkpoint(self.paths.checkpoints)
+        torn: dict[Path, str] = {}
+        found = training.load_checkpoint(self.paths.checkpoints, torn)
+        self._pass_over(torn, found.step if found is not None else 0)
         if found is not None:
             self.trained = TrainedSet.load(found.path / "trained.bin")
             self.step, self.groups = found.step, int(found.meta["groups"])
@@ -67,6 +76,26 @@ class History:
         if self.wal is not None:
             # A record holds the newest version at its time; its own step may have been published as the one after.
             self.highest_version = max(self.highest_version, self.wal.last_version + 1)
+
+    def _pass_over(self, torn: Mapping[Path, str], start: int) -> None:
+        """Nothing may be missing between step `start` and the newest step that is known; then damaged checkpoints get
+        names under which nobody takes them for one."""
+        if self.wal is not None:
+            newest = max([self.wal.last_step, *(_step_of(path) for path in torn)])
+            if missing := sorted({*range(start + 1, newest + 1)} - {*self.wal.steps()}):
+                raise _history_torn(self.paths, torn, start, missing)
+        for path, fault in torn.items():
+            aside = _free_name(path.with_name(f"{TORN}{path.name}"))
+            path.rename(aside)
+            gone = (
+                f"the steps after {start} are trained again from the log, nothing is lost"
+                if self.wal is not None
+                else f'the steps after {start} are lost with it (learner.wal = "off")'
+            )
+            self.told.append(
+                f"{path.name} is damaged ({fault}) and is kept as {aside.name}; training goes on from step {start}: "
+                f"{gone}"
+            )
 
     def to_replay(self) -> Iterator[Record]:
         """Records after the checkpoint, in order; call `finished` for each once it is trained."""
@@ -127,8 +156,15 @@ class History:
         self.train_log.flush()
         training.save_checkpoint(self.paths.checkpoints, self.step, meta, extras)
         if self.wal is not None:
-            self.wal.drop_before(self.step + 1)
+            self.wal.end_segment()
+            self.wal.drop_before(self._log_begins() + 1)
         return time.monotonic() - begun
+
+    def _log_begins(self) -> int:
+        """The step of the checkpoint from which the log leads on; 0 while there are too few."""
+        reaches = min(LOG_REACHES, self.topology.learner.keep_last)
+        kept = sorted(map(_step_of, self.paths.checkpoints.glob("global_step_*")), reverse=True)
+        return kept[reaches - 1] if len(kept) >= reaches else 0
 
     def _add_files(self, directory: Path) -> None:
         """What a checkpoint holds besides the model: the trained set, and what the length predictor had learned."""
@@ -139,3 +175,27 @@ class History:
         if self.wal is not None:
             self.wal.close()
         self.train_log.close()
+
+
+def _step_of(checkpoint: Path) -> int:
+    number = checkpoint.name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _free_name(path: Path) -> Path:
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{k}") for k in itertools.count(2)))
+    return next(name for name in names if not name.exists())
+
+
+def _history_torn(paths: RunPaths, torn: Mapping[Path, str], start: int, missing: list[int]) -> UserError:
+    """Why no training goes on, and the two ways out."""
+    why = "; ".join(f"{path.name} is damaged: {fault}" for path, fault in torn.items())
+    which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps from {missing[0]} to {missing[-1]}"
+    names = ", ".join([*(str(path) for path in torn), str(paths.wal)])
+    base = f"the checkpoint of step {start}" if start else "the model that the run began with"
+    return UserError(
+        f"{paths.root}: {which} can not be had again: no whole checkpoint holds them, and they are not in the log"
+        f"{f' ({why})' if why else ''}. Restore what was damaged or removed from a copy and start again; or move "
+        f"{names} out of the run directory: the run then goes on from {base}, and `busrl audit` names the "
+        "samples of all steps after it as trained_unlogged"
+    )

@@ -9,6 +9,7 @@ Invariants:
   once in the history that survives.
 - Groups count as unpublished before their slots are freed, until their version is published.
 - Micro-batches run while the step fills up (streaming); the weights do not change in between.
+- All that may take long is declared, and moves the progress counter with each micro-batch, tensor or file.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("busrl")
 RUNNING, FINISHED = 0, 1
 PAUSE_STARTING = 1
-LONG_STEP_S = 600.0
 
 
 class Learner(Actor):
@@ -58,13 +58,14 @@ class Learner(Actor):
     tick_s: ClassVar[float] = 0.02
 
     def setup(self) -> None:
-        self.config = self.topology.learner
+        self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
         limits = admission_limits(self.topology)
         streaming = TrainingStep.streamable(self.config) and not self.config.deterministic
         self.plan = make_plan(self.topology, limits, streaming=streaming)
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
+        self.training.moved = self.ring.progress
         self.worth = Worth(self.topology.segments.truncated, self.topology.segments.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
         self.agreement = Agreement(self.topology)
@@ -78,9 +79,13 @@ class Learner(Actor):
 
     def _recover(self) -> None:
         """Load the newest checkpoint, train the log's records after it again, and finish what a predecessor began."""
-        with self.activity("recover", LONG_STEP_S):
+        with self.activity("recover", self.work_s):
             self.history = History(self.paths, self.topology)
             self.history.load(self.training, self.control.load)
+            if self.training.changed:
+                self.warn("learner", f"the topology's values are used from here on: {', '.join(self.training.changed)}")
+            for told in self.history.told:
+                self.warn("learner", told, "error", kind="torn checkpoint")
             replayed = 0
             for record in self.history.to_replay():
                 self.training.old.at(record.version, record.step - 1)
@@ -247,17 +252,23 @@ class Learner(Actor):
     def _accumulate(self) -> None:
         groups, self.pending = self.pending, []
         self.training.old.at(self.publisher.version, self.history.step)
-        self.training.accumulate([record for group in groups for record in group.records], self.publisher.version)
+        records = [record for group in groups for record in group.records]
+        with self.activity("accumulate", self.work_s):
+            self.training.accumulate(records, self._present_version())
+
+    def _present_version(self) -> int | None:
+        """The version that has the weights which are trained; None while they are not published (or published late)."""
+        return self.publisher.version if self.ring.header("version_step") == self.history.step else None
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _fire(self, action: Fire, view: GroupView) -> None:
-        with self.activity("step", LONG_STEP_S):
+        with self.activity("step", self.work_s):
             groups = [self.claimed[draw] for draw in action.draws]
             record = self._record(action, groups)
-            exact = self.ring.header("version_step") == self.history.step  # the engines' newest weights are the present
-            if exact:
-                self.agreement.first(record.samples, record.version, self.training.score)
+            exact = self._present_version()
+            if exact is not None:
+                self.agreement.first(record.samples, exact, self.training.score)
             if not self._commit(record):
                 return
             sample = excerpt(self.ring, groups[0])
@@ -266,7 +277,7 @@ class Learner(Actor):
             self.claimed.clear()
             self.training.old.at(record.version, self.history.step)
             stats = self._train(record.samples, len(groups))
-            self._compare(stats, record.version if exact else None)
+            self._compare(stats, exact)
             self.history.finished(record)
             self.ring.set_header("step", self.history.step)
             published = self._publish() if self.history.step % self.topology.publish_every == 0 else 0.0
@@ -291,8 +302,10 @@ class Learner(Actor):
 
     def _compare(self, stats: StepStats, version: int | None) -> None:
         """Say so if the engines of the version whose weights were trained told other log-probabilities than ours."""
-        mismatch = stats.diagnostics.mismatch
-        if version is not None and (text := self.agreement.warning(self.history.step, version, mismatch)):
+        if version is None:
+            return
+        told = stats.diagnostics
+        if text := self.agreement.warning(self.history.step, version, told.mismatch, told.mismatch_begun):
             self.warn("learner", text, kind="mismatch")
 
     def _warn_of_control(self, text: str) -> None:
@@ -319,7 +332,7 @@ class Learner(Actor):
             self._accumulate()
             return self.training.finish(groups)
         self.pending = []
-        return self.training.train(samples, groups, self.publisher.version)
+        return self.training.train(samples, groups, self._present_version())
 
     def _publish(self) -> float:
         return self.publisher.publish(self.history.step, self.training.weights())
@@ -344,7 +357,7 @@ class Learner(Actor):
             self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
 
     def _write_checkpoint(self) -> None:
-        with self.activity("checkpoint", LONG_STEP_S):
+        with self.activity("checkpoint", self.work_s):
             self.metrics.checkpoint_s = self.history.checkpoint(
                 self.training, self.publisher.version, self.control.meta(), self._save_control
             )

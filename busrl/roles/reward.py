@@ -82,7 +82,8 @@ class Reward(Actor):
         self._commit([outcome for outcome in outcomes if outcome.error is None])
         for outcome in outcomes:
             if outcome.error is not None:
-                self._drop(outcome.key, outcome.error, f"{outcome.error}: {outcome.text}")
+                said, _, trace = outcome.text.partition("\n")
+                self._drop(outcome.key, outcome.error, f"{outcome.error}: {said}", trace)
         self.ring_bell(self.bell)
         if outcomes:
             self.ring.add(samples=len(outcomes))
@@ -124,10 +125,10 @@ class Reward(Actor):
     def _message(self, slot: int, word: int, reward: float) -> m.RewardComputed:
         return m.RewardComputed(slot_id=slot, seq=seq_of(word), uid=int(self.ring.line(slot)["uid"]), reward=reward)
 
-    def _drop(self, slot: int, error: str, text: str) -> None:
+    def _drop(self, slot: int, error: str, text: str, trace: str = "") -> None:
         word = self.held.pop(slot)
         uid = int(self.ring.line(slot)["uid"])
-        self.warn("reward", f"sample {uid} {text}", kind=error, uids=[uid])
+        self.warn("reward", f"sample {uid} {text}", kind=error, uids=[uid], trace=trace)
         self.bell.add(lambda: self._message(slot, word, 0.0))
         self.ring.drop(slot, word, FATE_OF[error])
 

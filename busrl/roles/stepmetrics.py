@@ -223,6 +223,7 @@ def _training(stats: StepStats) -> dict[str, Any]:
         "clip_high": told.clip_high,
         "dual_clip": told.dual_clip,
         "mismatch": told.mismatch,
+        "mismatch_begun": told.mismatch_begun,
         "micro_batches": stats.micro_batches,
         "padding": stats.padding,
         "forward_s": round(stats.forward_s, 5),

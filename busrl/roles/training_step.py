@@ -39,11 +39,12 @@ from busrl.training.memory import keep_freed_memory
 from busrl.training.model import copied_weights, load, named_weights, vocabulary
 from busrl.training.noise import NoiseMeter, Norms
 from busrl.training.schedule import Schedule
-from busrl.training.settings import StepStats, TrainerSettings
+from busrl.training.settings import StepStats, TrainerSettings, combined
 from busrl.training.trainer import Trainer
 from busrl.weights.fingerprint import fingerprint
 
 ADAPTER = "adapter"  # folder of a checkpoint
+SLICE_S = 0.5  # of a sleep that stands for work
 Prox = list[npt.NDArray[np.float32]]
 
 
@@ -66,6 +67,8 @@ class TrainingStep:
         weights = topology.weights
         bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.config.forced_age
         self.old = OldTokens(weights.max_staleness if bounded else None)
+        self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
+        self.moved: Callable[[], None] = _nothing  # called after each micro-batch and each part of a checkpoint
         self.before_update: Callable[[], None] = _nothing  # called when the weights are about to change
         self.shared = weights.transport == ONE_COPY
         self.adapter: Adapter | None = None
@@ -84,6 +87,7 @@ class TrainingStep:
 
     def _use(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        trainer.moved = lambda: self.moved()
         self.noise = NoiseMeter(trainer.parameters) if self.part_groups else None
         self.norms: Norms | None = None  # of the last step, where the noise scale is measured
 
@@ -102,8 +106,11 @@ class TrainingStep:
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def accumulate(self, records: Sequence[SampleRecord], version: int, prox: Prox | None = None) -> None:
-        """Forward and backward of whole groups, added to the step under way."""
+    def accumulate(self, records: Sequence[SampleRecord], version: int | None, prox: Prox | None = None) -> None:
+        """Forward and backward of whole groups, added to the step under way.
+
+        `version` is that of the present weights; None where no version has them: after the first update of several.
+        """
         advantages = self._advantages(records)
         for part in _parts(records, self.part_groups):
             begun, before = time.monotonic(), self.trainer.tokens
@@ -113,7 +120,7 @@ class TrainingStep:
                 self.noise.part(len({record.group for record in records[part]}), self.trainer.tokens - before)
 
     def _accumulate(
-        self, records: Sequence[SampleRecord], advantages: Sequence[float], prox: Prox | None, version: int
+        self, records: Sequence[SampleRecord], advantages: Sequence[float], prox: Prox | None, version: int | None
     ) -> None:
         """With the leading tokens that are too old as context, and without samples of which nothing else is left."""
         skipped = [self.old.leading(record) for record in records]
@@ -124,18 +131,26 @@ class TrainingStep:
 
     def _take_as_long_as_scripted(self, begun: float, records: Sequence[SampleRecord]) -> None:
         """With `mock.learner_s_per_token`: the rest of the time that a larger model would take. It is pacing only."""
-        scripted = self.s_per_token * sum(len(record.versions) // 4 for record in records)
-        if scripted:
-            time.sleep(max(0.0, begun + scripted - time.monotonic()))
+        end = begun + self.s_per_token * sum(len(record.versions) // 4 for record in records)
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, SLICE_S))
+            self.moved()
 
-    def finish(self, groups: int, last: bool = True) -> StepStats:
-        """The update for all that was accumulated; `last`: of the updates of this step."""
+    def finish(self, groups: int) -> StepStats:
+        """The one update of a step of `groups` groups, for all that was accumulated."""
+        return self._ended([self._update(self.schedule(self.groups, groups))], groups)
+
+    def _update(self, rate: float) -> StepStats:
         if self.noise is not None:
             self.norms = self.noise.whole()
         self.before_update()
-        stats = replace(self.trainer.step(self.schedule(self.groups, groups)), old_tokens=self.old.taken())
+        return self.trainer.step(rate)
+
+    def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
+        """The step is over: what its updates come to together."""
+        stats = replace(combined(updates), old_tokens=self.old.taken())
         self.groups += groups
-        if self.gate is not None and last:
+        if self.gate is not None:
             self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
             self.skip_mastered = self.gate.on
         return stats
@@ -143,7 +158,9 @@ class TrainingStep:
     def replay(self, record: Record) -> StepStats:
         """Train a step of the log again, with the tokens left out that were left out then."""
         live, self.skip_mastered = self.skip_mastered, record.dmmpt
-        stats = self.train(record.samples, len(record.groups), record.version)
+        # A version that was there a step before has other weights than those of this step.
+        exact = self.old.step_of(record.version) == record.step - 1 and not self.config.forced_age
+        stats = self.train(record.samples, len(record.groups), record.version if exact else None)
         if self.gate is None:
             self.skip_mastered = live
         return stats
@@ -160,21 +177,21 @@ class TrainingStep:
     def _samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
         return [to_sample(record, self.last_only) for record in records]
 
-    def train(self, records: Sequence[SampleRecord], groups: int, version: int) -> StepStats:
-        """A whole step at once. With several updates per batch each takes a share of the groups, all against the
-        log-probabilities that the weights gave before the first (the proximal policy)."""
+    def train(self, records: Sequence[SampleRecord], groups: int, version: int | None) -> StepStats:
+        """A whole step at once. With several updates per batch each takes a share of the groups, all at the rate of the
+        step and, for a loss that reads them, against the log-probabilities that the weights gave before the first."""
         updates = min(self.config.updates_per_batch, groups)
         if updates == 1:
             self.accumulate(records, version)
             return self.finish(groups)
-        prox = self.trainer.score(self._samples(records))
-        parts = _split(records, updates)
-        stats = None
-        for part in parts:
-            self.accumulate([records[i] for i in part], version, [prox[i] for i in part])
-            stats = self.finish(len({records[i].group for i in part}), part is parts[-1])
-        assert stats is not None
-        return stats
+        rate = self.schedule(self.groups, groups)
+        prox = self.trainer.score(self._samples(records)) if self.trainer.loss.uses_prox else None
+        made = []
+        for number, part in enumerate(_split(records, updates)):
+            share = [records[i] for i in part]
+            self.accumulate(share, None if number else version, None if prox is None else [prox[i] for i in part])
+            made.append(self._update(rate))
+        return self._ended(made, groups)
 
     def _advantages(self, records: Sequence[SampleRecord]) -> list[float]:
         found: list[float] = []
@@ -214,12 +231,12 @@ class TrainingStep:
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, root: Path) -> Checkpoint | None:
-        """Continue from the newest whole checkpoint under `root`; None if there is none."""
-        found = checkpoint.latest(root)
+    def load_checkpoint(self, root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None:
+        """Continue from the newest whole one under `root`; None if there is none. `torn` gets what it passed over."""
+        found = checkpoint.latest(root, torn)
         if found is not None:
             self._load_model(found)
-            self.trainer.load_optimizer_state(found.optimizer_state())
+            self.changed = self.trainer.load_optimizer_state(found.optimizer_state())
             found.restore_random()
             self.groups = int(found.meta["groups"])
             if self.gate is not None and "dmmpt_gate" in found.meta:
@@ -263,6 +280,7 @@ class TrainingStep:
             source=self.source,
             extras=files,
             keep_last=self.config.keep_last,
+            moved=self.moved,
         )
 
     def _named(self) -> dict[str, Tensor] | None:
@@ -273,7 +291,7 @@ class TrainingStep:
 
 
 def _nothing() -> None:
-    """The weights are the learner's alone: they may change at any time."""
+    """The weights are the learner's alone, they may change at any time; and nobody wants to know how far it is."""
 
 
 def lora_of(topology: Topology) -> LoraSettings | None:

@@ -4,11 +4,12 @@ Talks to the ring (it dispatches and consumes the slots of class `validate`) and
 VALIDATION_DONE. Validation slots never enter the window, the trigger or staleness. Knows nothing of the optimiser.
 
 A round pins a version by `hold`: the header word `hold` names this process, and the learner publishes nothing while it
-stands. Without it the metric is labelled `mixed` with the versions that it saw.
+stands. A metric of tokens of several versions, in one answer or in several, is labelled `mixed` with all of them.
 
 Invariants:
 - A result is appended to validation.log before its fate becomes V: a successor reads it back and loses nothing.
 - The uid of a sample is round x samples + index: a round that was cut short is finished, not repeated.
+- Every round asks the same prompts, spread over the file, and each prompt has the same weight in the mean.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from busrl.data import JsonlStream
 from busrl.ledger.files import LineFile
@@ -37,6 +40,7 @@ VALIDATE_BIT = 1 << 62
 CLS_VALIDATE = 1
 FINISHED = 1
 PRIORITY = 1 << 20
+SUBSET_SEED = 0  # runs that differ in run.seed are compared on the same prompts
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -45,9 +49,28 @@ class Result(msgspec.Struct, frozen=True):
     uid: int
     round: int
     reward: float
-    version: int
-    oldest: int
+    version: int  # of the newest weights that drew a token of it,
+    oldest: int  # and of the oldest
     tokens: int
+
+
+def lines_of(samples: int, lines: int) -> npt.NDArray[np.int64]:
+    """The line of the file that each sample of a round asks: one drawn from each of `samples` equal stretches of a
+    longer file (the same for every round and seed of a run), a shorter file from its beginning, again and again."""
+    places = np.arange(samples, dtype=np.int64)
+    if samples >= lines:
+        return places % lines
+    edges = np.arange(samples + 1, dtype=np.int64) * lines // samples
+    return np.random.Generator(np.random.PCG64(SUBSET_SEED)).integers(edges[:-1], edges[1:])
+
+
+def mean_over_prompts(values: Mapping[int, float], asked: npt.NDArray[np.int64]) -> float:
+    """The mean over prompts of the mean over each one's samples; `values` by a sample's place in the round. 0.0 without
+    any."""
+    of_prompt: dict[int, list[float]] = {}
+    for place, value in values.items():
+        of_prompt.setdefault(int(asked[place]), []).append(value)
+    return float(np.mean([np.mean(found) for found in of_prompt.values()])) if of_prompt else 0.0
 
 
 class Rounds:
@@ -80,6 +103,7 @@ class Validator(Actor):
         path = data.validation or data.train
         self.stream = JsonlStream(path, self.topology.run.seed, False, data.prompt_key)
         self.samples = self.topology.derived.val_samples
+        self.asked = lines_of(self.samples, len(self.stream))
         self.log_path = self.paths.root / "validation.log"
         self.log, self.rows = LineFile(self.log_path), LineFile(self.paths.validation)
         self.rounds = Rounds(
@@ -161,7 +185,7 @@ class Validator(Actor):
         return sent
 
     def _dispatch_one(self, uid: int) -> bool:
-        item = self.stream.item((uid & ~VALIDATE_BIT) % self.samples % len(self.stream))
+        item = self.stream.at(int(self.asked[(uid & ~VALIDATE_BIT) % self.samples]))
         generation = self.topology.generation
         version, step = self.ring.header("version"), self.ring.header("step")
         self.validate_fates.reserve((uid & ~VALIDATE_BIT) + 1)
@@ -199,8 +223,8 @@ class Validator(Actor):
             uid=uid,
             round=(uid & ~VALIDATE_BIT) // self.samples,
             reward=float(line["reward"]),
-            version=int(versions[-1]),
-            oldest=int(line["version"]),
+            version=int(versions.max()),
+            oldest=int(versions.min()),
             tokens=int(line["response_tokens"]),
         )
 
@@ -218,15 +242,8 @@ class Validator(Actor):
 
     def _finish(self) -> None:
         round_number = self.round or 0
-        rewards = [result.reward for result in self.results.values()]
-        versions = sorted({result.version for result in self.results.values()})
-        mean = float(np.mean(rewards)) if rewards else 0.0
-        record = {
-            "round": round_number, "val/reward": mean, "samples": len(rewards), "dropped": self.samples - len(rewards),
-            "version": versions[0] if versions else 0, "versions": versions, "mixed": len(versions) > 1,
-            "seconds": round(time.monotonic() - self.started, 3), "groups": self.groups_done,
-            "val/length": float(np.mean([r.tokens for r in self.results.values()])) if rewards else 0.0,
-        }  # fmt: skip
+        record = self._record(round_number)
+        versions, mean, samples = record["versions"], record["val/reward"], record["samples"]
         if not self.until_written("validation", lambda: self.rows.append(msgspec.json.encode(record))):
             return
         hold.let_go(self.ring)
@@ -234,15 +251,30 @@ class Validator(Actor):
         self.bus.send(
             m.ValidationDone(
                 round=round_number,
-                version=int(record["version"]),  # type: ignore[call-overload]
-                samples=len(rewards),
+                version=record["version"],
+                samples=samples,
                 mean=mean,
-                mixed=len(versions) > 1,
+                mixed=record["mixed"],
             )
         )
-        log.info("round %d: mean reward %.3f over %d samples", round_number, mean, len(rewards))
+        log.info("round %d: mean reward %.3f over %d samples of versions %s", round_number, mean, samples, versions)
         self.rounds.done.add(round_number)
         self.round = None
+
+    def _record(self, round_number: int) -> dict[str, Any]:
+        """The round's line of validation.jsonl."""
+        place_of = {uid: (uid & ~VALIDATE_BIT) % self.samples for uid in self.results}
+        versions = sorted({v for result in self.results.values() for v in (result.oldest, result.version)})
+        reward, length = (
+            mean_over_prompts({place_of[uid]: getattr(one, name) for uid, one in self.results.items()}, self.asked)
+            for name in ("reward", "tokens")
+        )
+        return {
+            "round": round_number, "val/reward": reward, "samples": len(self.results),
+            "dropped": self.samples - len(self.results), "version": versions[0] if versions else 0,
+            "versions": versions, "mixed": len(versions) > 1, "seconds": round(time.monotonic() - self.started, 3),
+            "groups": self.groups_done, "val/length": length,
+        }  # fmt: skip
 
     def teardown(self) -> None:
         hold.let_go(self.ring)

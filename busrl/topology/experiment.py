@@ -282,7 +282,8 @@ class Validation:
 
     every: int = key(0, "a round every so many steps (of n_min groups each where the batch can vary); 0 = never "
                         "during the run", low=0)  # fmt: skip
-    samples: int = key(512, "samples per round; a shorter file is gone through again", low=1, high=1 << 24)
+    samples: int = key(512, "samples a round, spread over a longer file; each prompt of a shorter one counts the same",
+                       low=1, high=1 << 24)  # fmt: skip
     mode: str = key("hold", "pin the version during a round, or let it move and label the metric mixed",
                     choices=("hold", "free"))  # fmt: skip
     temperature: float = key(1.0, "0 = greedy", low=0, high=10)

@@ -5,9 +5,11 @@ Plain data; the names are those of the topology's [learner] keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from busrl.algorithms import diagnostics as told
 from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossSettings
 
@@ -66,3 +68,27 @@ class StepStats:
     forward_s: float = 0.0
     backward_s: float = 0.0
     step_s: float = 0.0
+    sums: tuple[float, ...] = ()  # what the diagnostics were made of, in the order of their FIELDS
+
+
+def combined(updates: Sequence[StepStats]) -> StepStats:
+    """One step of several updates, at least one: counts and times added up, means over all of its trained tokens, each
+    under the weights of its own update. The gradient norm is that of the last update."""
+    last = updates[-1]
+    if len(updates) == 1:
+        return last
+    sums = tuple(map(sum, zip(*(one.sums for one in updates), strict=True)))
+    added = {name: sum(getattr(one, name) for one in updates) for name in ADDED}
+    weights = [one.tokens + one.context_tokens for one in updates]
+    return replace(
+        last, **added, sums=sums, diagnostics=told.finish(sums),
+        loss=sum(one.loss * one.tokens for one in updates) / max(1, sum(one.tokens for one in updates)),
+        padding=sum(one.padding * weight for one, weight in zip(updates, weights, strict=True)) / max(1, sum(weights)),
+        skipped="; ".join(dict.fromkeys(one.skipped for one in updates if one.skipped)),
+        culprits=tuple(name for one in updates for name in one.culprits),
+    )  # fmt: skip
+
+
+ADDED = (
+    "tokens", "sequences", "micro_batches", "context_tokens", "mastered_tokens", "forward_s", "backward_s", "step_s",
+)  # fmt: skip

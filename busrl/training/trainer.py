@@ -55,6 +55,7 @@ class Trainer:
         self._device = self._parameters[0].device
         self._dtype = torch.promote_types(self._parameters[0].dtype, torch.float32)
         self.optimizer = _adamw(self._parameters, settings)
+        self.moved: Callable[[], None] = _nothing  # called after each micro-batch, a scored one too
         self._published: dict[str, Tensor] = {}
         self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
         self._clear()
@@ -103,6 +104,7 @@ class Trainer:
         self._forward_s += forwarded - started
         self._backward_s += time.perf_counter() - forwarded
         self._count(samples, padded, flat, tokens, weighted.detach(), entropy, version)
+        self.moved()
 
     def _find_mastered(self, tokens: losses.Tokens, flat: Flat, entropy: Tensor) -> Tensor:
         settings = self.settings
@@ -130,8 +132,8 @@ class Trainer:
 
     def _count(self, samples: Sequence[Sample], padded: Padded, flat: Flat, tokens: losses.Tokens, weighted: Tensor,
                entropy: Tensor, version: int | None) -> None:  # fmt: skip
-        current = None if version is None else torch.from_numpy(flat.versions == version).to(self._device)
-        self._sums += diagnostics.sums(tokens, weighted, entropy, current, self._loss_settings)
+        current, begun = self._of_these_weights(samples, flat, version)
+        self._sums += diagnostics.sums(tokens, weighted, entropy, current, self._loss_settings, begun)
         per_sample = torch.zeros(len(samples), dtype=weighted.dtype, device=self._device)
         self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, weighted)))
         context = sum(sample.context for sample in samples)
@@ -141,6 +143,16 @@ class Trainer:
         real = sum(sample.length for sample in samples)
         self._computed += real if self.forward.together else padded.ids.numel()
         self._real += real
+
+    def _of_these_weights(
+        self, samples: Sequence[Sample], flat: Flat, version: int | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Which tokens the weights of `version` drew, and which of them in answers that began with these weights."""
+        if version is None:
+            return None, None
+        began = np.fromiter((sample.versions[0] == version for sample in samples), np.bool_, len(samples))
+        drawn = torch.from_numpy(flat.versions == version).to(self._device)
+        return drawn, torch.from_numpy(began).to(self._device)[flat.rows]
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -153,6 +165,7 @@ class Trainer:
             ends = np.cumsum([len(sample.token_ids) for sample in chosen])[:-1]
             for index, row in zip(part, np.split(logp.float().cpu().numpy(), ends), strict=True):
                 found[index] = row
+            self.moved()
         return found
 
     @torch.no_grad()
@@ -164,6 +177,7 @@ class Trainer:
             padded, flat = self._tensors(chosen)
             _, entropy = self._logp(chosen, padded, flat)
             total, tokens = total + entropy.sum(dtype=torch.float64), tokens + len(flat.targets)
+            self.moved()
         return float(total) / max(tokens, 1)
 
     # ------------------------------------------------------------------------------------------------ the update
@@ -201,13 +215,14 @@ class Trainer:
 
     def _stats(self, lr: float, norm: float, count: int, reason: str, culprits: tuple[str, ...],
                started: float) -> StepStats:  # fmt: skip
-        told = diagnostics.finish(self._sums)
+        sums = tuple(self._sums.tolist())  # the one time that the device is read
+        told = diagnostics.finish(sums)
         return StepStats(
             lr=lr, loss=told.loss / max(count, 1), grad_norm=norm, tokens=self._tokens, sequences=self._sequences,
             micro_batches=len(self._blame), padding=1.0 - self._real / self._computed if self._computed else 0.0,
             diagnostics=told, skipped=reason, culprits=culprits, context_tokens=self._context,
             mastered_tokens=int(self._mastered), forward_s=self._forward_s, backward_s=self._backward_s,
-            step_s=time.perf_counter() - started)  # fmt: skip
+            step_s=time.perf_counter() - started, sums=sums)  # fmt: skip
 
     @property
     def tokens(self) -> int:
@@ -235,10 +250,32 @@ class Trainer:
         """For `checkpoint`; tensors, numbers and lists only."""
         return self.optimizer.state_dict()
 
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """The counterpart; the model's weights are loaded from the checkpoint's model folder."""
+    def load_optimizer_state(self, state: dict[str, Any]) -> list[str]:
+        """The counterpart; the model's weights are loaded from the checkpoint's model folder.
+
+        The settings stay those of this trainer: returns in words which of them are others than those of `state`.
+        """
+        own = [{name: group[name] for name in OPTIMISER_KEYS} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state)
+        changed = []
+        for mine, group in zip(own, self.optimizer.param_groups, strict=True):
+            for name, value in mine.items():
+                if _plain(group[name]) != _plain(value):
+                    changed.append(f"learner.{name} = {_plain(value)} (before: {_plain(group[name])})")
+                group[name] = value
         self._clear()
+        return list(dict.fromkeys(changed))
+
+
+def _nothing() -> None:
+    """Nobody wants to know how far it is."""
+
+
+OPTIMISER_KEYS = ("betas", "eps", "weight_decay")  # names of the topology and of AdamW; the rate comes with each step
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value
 
 
 def _adamw(parameters: Sequence[Tensor], settings: TrainerSettings) -> torch.optim.AdamW:

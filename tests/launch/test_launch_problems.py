@@ -6,6 +6,10 @@ import json
 import time
 from pathlib import Path
 
+import pytest
+
+from busrl.errors import first_line
+from busrl.launch.children import last_words
 from busrl.launch.problems import SHOWN, TAIL_BYTES, problems
 
 
@@ -45,3 +49,40 @@ def test_a_torn_line_a_cut_tail_and_a_huge_file_are_no_obstacle(tmp_path: Path) 
     with open(path, "ab") as file:
         file.write(b'{"time": 1, "process"')
     assert len(list(problems(path))) == 2 and all(len(line) < 400 for line in problems(path))
+
+
+DEEP = "Traceback (most recent call last):\n" + '  File "/a/b.py", line 3, in f\n    g()\n' * 60
+RAISED = "KeyError: 'answer'"
+CHAINED = f"{DEEP}ValueError: first\n\nDuring handling of the above exception, another:\n\n{DEEP}{RAISED}\nmore"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("one\ntwo", "one"),
+        (f"{DEEP}{RAISED}\n", RAISED),
+        (CHAINED, RAISED),
+        (f"sample 7 raised: {DEEP}{RAISED}", f"sample 7 raised: {RAISED}"),
+        (f"what happened\nand why\n{DEEP}{RAISED}", "what happened"),
+        (DEEP, "g()"),
+        ("Traceback (most recent call last):", "(cut off)"),
+        ("", ""),
+    ],
+)
+def test_a_text_in_one_line_says_what_was_raised_and_not_that_there_is_a_traceback(text: str, line: str) -> None:
+    assert first_line(text) == line
+
+
+def test_a_long_traceback_is_shown_by_status_as_what_was_raised(tmp_path: Path) -> None:
+    write(tmp_path / "errors.jsonl", f"sample 7 raised: {DEEP}{RAISED}", process="judge")
+    assert f"judge warning: sample 7 raised: {RAISED}" in "\n".join(problems(tmp_path / "errors.jsonl"))
+
+
+def test_the_last_words_of_a_child_are_what_it_raised_in_its_last_life(tmp_path: Path) -> None:
+    log, mark = tmp_path / "x.log", "--- 2026-01-01 00:00:00 started by launch (pid 7)\n"
+    log.write_text(f"{mark}{DEEP}{RAISED}\nwith a hint\nof two lines\n")
+    assert last_words(log) == RAISED
+    log.write_text(f"{mark}{DEEP}{RAISED}\n{mark}quietly\ngone\n")
+    assert last_words(log) == "gone"
+    log.write_text(f"{mark}{DEEP}{RAISED}\n{mark}")
+    assert last_words(log) == ""

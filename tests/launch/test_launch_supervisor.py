@@ -130,6 +130,14 @@ def test_a_start_that_declares_a_longer_activity_is_waited_for():
     assert silent(child, Sight(False, 0, "downloading", 900.0), 899.0) is None
 
 
+def test_a_start_that_declares_long_work_and_gets_on_with_it_is_waited_for_and_killed_once_it_does_not():
+    child = started()
+    kills = [child.looked(Sight(False, count // 500, "recover", 120.0), 0.2) for count in range(9000)]  # 100 s each
+    assert not any(kills)
+    kill = silent(child, Sight(False, 18, "recover", 120.0), 130.0)
+    assert kill is not None and "doing 'recover'" in kill.why
+
+
 def test_a_stopped_child_is_neither_killed_for_silence_nor_started_again():
     child = started(ready=True)
     child.stop()

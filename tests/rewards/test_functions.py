@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from busrl.errors import RewardNotLoaded
+from busrl.errors import RewardNotLoaded, cause
 from busrl.rewards import ExactMatch, MalformedReward, load, settle
 
 
@@ -82,3 +83,21 @@ def test_a_map_is_summed_with_its_weights() -> None:
 def test_everything_but_finite_numbers_is_malformed(bad: Any) -> None:
     with pytest.raises(MalformedReward):
         settle(bad)
+
+
+def _raised(score: Callable[[], object]) -> BaseException:
+    try:
+        score()
+    except BaseException as problem:
+        return problem
+    raise AssertionError("it was to raise")
+
+
+def test_a_cause_is_one_line_that_begins_with_what_was_raised_and_ends_with_the_user_s_own_line(tmp_path: Path) -> None:
+    write(tmp_path / "own.py", "import json\ndef f(r, c, t):\n    return json.loads(c) + r['answer']\n")
+    judge = load("own.py:f", tmp_path)
+    told = [cause(_raised(lambda text=text: judge({}, text, []))) for text in ("1", "{")]
+    assert told[0] == f"KeyError: 'answer' ({tmp_path}/own.py:3, in f)"
+    assert told[1].startswith("JSONDecodeError: Expecting") and told[1].endswith(f"({tmp_path}/own.py:3, in f)")
+    assert cause(RewardNotLoaded("what to do\nabout it")) == "what to do about it"
+    assert cause(SystemExit()) == "SystemExit"

@@ -111,7 +111,8 @@ def test_a_function_that_raises_costs_only_its_own_sample(make: MakePool, word: 
     pool = make()
     found = judge_all(pool, [item(k, word if k == 3 else "") for k in range(8)])
     assert [k for k in found if found[k].error] == [3]
-    assert found[3].error == "raised" and "judge.py" in found[3].text
+    assert found[3].error == "raised" and "judge.py" in found[3].text.split("\n")[0], "what was raised stands first"
+    assert "Traceback" not in found[3].text.split("\n")[0] and "Traceback" in found[3].text
     assert pool.stats().restarts == 0
 
 

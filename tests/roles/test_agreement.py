@@ -97,10 +97,20 @@ def test_a_warning_names_engine_version_and_both_numbers_and_nothing_is_said_of_
     assert agreement.warning(7, 7, None) == agreement.warning(7, 7, 1e-4) == ""
 
 
-def test_where_new_weights_go_on_over_old_keys_only_the_first_step_can_be_judged() -> None:
+def test_where_new_weights_go_on_over_old_keys_only_answers_that_began_with_them_are_judged() -> None:
     assert mixed(quick()) and not mixed(quick("generation.on_update=recompute")) and not mixed(quick(engine="vllm"))
     agreement = Agreement(quick())
-    assert agreement.warning(0, 0, 0.02) and not agreement.warning(1, 1, 0.02)
+    assert agreement.warning(0, 0, 0.02) and not agreement.warning(1, 1, 0.02, 1e-5)
+    assert "differ from the learner's by 3 on average" in agreement.warning(1, 1, 0.5, 3.0)
+
+
+def test_without_an_answer_that_began_with_the_weights_a_difference_of_nats_is_told_all_the_same() -> None:
+    agreement = Agreement(quick())
+    assert not agreement.warning(9, 9, 0.2) and "by 3 on average" in agreement.warning(9, 9, 3.0)
+
+
+def test_several_updates_per_batch_do_not_silence_the_comparison() -> None:
+    assert Agreement(quick("weights.mode=sync", "learner.updates_per_batch=2")).warning(4, 4, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from busrl.errors import UserError
-from busrl.ledger.wal import Record, SampleRecord
+from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
 from busrl.roles.history import History
 from busrl.roles.training_step import TrainingStep, _split, to_sample
@@ -149,8 +149,64 @@ def test_several_updates_per_batch_take_whole_groups_each(topology: Topology) ->
     step = TrainingStep(dataclasses.replace(topology, learner=config))
     before = weights(step)
     stats = step.train(batch, 4, version=0)
-    assert stats.sequences == 8 and not torch.equal(before, weights(step))
+    assert stats.sequences == 16 and not torch.equal(before, weights(step))
+    assert stats.tokens == sum(len(record.token_array()) for record in batch)
     assert step.groups == 4
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_the_learning_rate_is_that_of_the_step_however_many_updates_it_has(topology: Topology, updates: int) -> None:
+    trigger = dataclasses.replace(topology.learner.trigger, n_min=4)
+    config = dataclasses.replace(
+        topology.learner, updates_per_batch=updates, lr=1e-3, warmup_groups=0, trigger=trigger, decay="linear",
+        decay_groups=8, decay_to=0.5,
+    )  # fmt: skip
+    step = TrainingStep(dataclasses.replace(topology, learner=config))
+    assert step.train(records(1), 4, 0).lr == pytest.approx(1e-3)
+    assert step.train(records(2), 4, 1).lr == pytest.approx(0.75e-3)
+
+
+@pytest.mark.parametrize(("loss", "passes"), [("ppo_clip", 0), ("decoupled", 1)])
+def test_samples_are_scored_before_several_updates_only_for_a_loss_that_reads_the_scores(
+    topology: Topology, loss: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(topology.learner, updates_per_batch=2, loss=loss)
+    step, calls = TrainingStep(dataclasses.replace(topology, learner=config)), []
+    score = step.trainer.score
+    monkeypatch.setattr(step.trainer, "score", lambda samples: calls.append(len(samples)) or score(samples))
+    step.train(records(2), 4, version=0)
+    assert calls == [16] * passes
+
+
+def test_only_the_first_of_several_updates_is_compared_with_the_engine(topology: Topology) -> None:
+    """After it no version has the weights that are trained."""
+    config = dataclasses.replace(topology.learner, updates_per_batch=2, lr=0.05, warmup_groups=0)
+    step = TrainingStep(dataclasses.replace(topology, learner=config))
+    batch = records(2)
+    exact = [
+        msgspec.structs.replace(record, logprobs=row.astype("<f4").tobytes())
+        for record, row in zip(batch, step.score(batch), strict=True)
+    ]
+    stats = step.train(exact, 4, version=0)
+    assert stats.diagnostics.k3 > 1e-3, "the second update was to be made with other weights"
+    assert stats.diagnostics.mismatch == pytest.approx(0.0, abs=1e-5)
+
+
+def test_answers_that_began_with_older_weights_are_told_apart_from_those_of_the_weights_at_hand(
+    topology: Topology,
+) -> None:
+    """Their later tokens may stand over keys of the older weights, and then agree with neither."""
+    step = TrainingStep(topology)
+    batch = records(2)
+    ours = step.score(batch)
+    for record, row in zip(batch, ours, strict=True):
+        count = len(record.token_array())
+        began_before = record.member % 2 == 0
+        record.versions = np.array([2 if began_before else 3] + [3] * (count - 1), "<u4").tobytes()
+        record.logprobs = np.minimum(row - (0.5 if began_before else 0.001), 0).astype("<f4").tobytes()
+    told = step.train(batch, 4, version=3).diagnostics
+    assert told.mismatch is not None and told.mismatch > 0.1
+    assert told.mismatch_begun == pytest.approx(0.001, abs=1e-4)
 
 
 def with_segments(samples: list[SampleRecord]) -> list[SampleRecord]:
@@ -260,3 +316,78 @@ def test_the_noise_scale_is_measured_only_for_the_full_rules(topology: Topology)
     assert plain.noise is None and plain.norms is None
     assert metered.norms is not None and (metered.norms.small, metered.norms.big) == (2, 4)
     assert torch.allclose(weights(metered), weights(plain), atol=1e-6)
+
+
+def run_to(topology: Topology, paths: RunPaths, last: int, every: int) -> TrainingStep:
+    """Steps up to `last` with a checkpoint every so many; the learner is then gone."""
+    living, history = TrainingStep(topology), History(paths, topology)
+    for step in range(1, last + 1):
+        record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3], samples=records(step))
+        history.append(record)
+        living.train(record.samples, 4, record.version)
+        history.finished(record)
+        if step % every == 0:
+            history.checkpoint(living, step, {}, lambda folder: None)
+    history.close()
+    return living
+
+
+def change_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_with_a_damaged_newest_checkpoint_the_one_before_and_the_log_lead_to_the_same_weights_and_it_is_told(
+    topology: Topology, tmp_path: Path
+) -> None:
+    paths = RunPaths.of(tmp_path)
+    living = run_to(topology, paths, last=7, every=2)
+    change_a_byte(paths.checkpoints / "global_step_6" / "model" / "model.safetensors")
+    again, successor = TrainingStep(topology), History(paths, topology)
+    successor.load(again, lambda meta, folder: None)
+    assert successor.step == 4
+    for record in successor.to_replay():
+        again.train(record.samples, len(record.groups), record.version)
+        successor.finished(record)
+    assert successor.step == 7 and len(successor.trained) == 7 * 16
+    assert torch.allclose(weights(living), weights(again), atol=1e-6)
+    [told] = successor.told
+    assert "global_step_6 is damaged" in told and "kept as torn-global_step_6" in told and "nothing is lost" in told
+    successor.checkpoint(again, 7, {}, lambda folder: None)
+    successor.close()
+    kept = sorted(path.name for path in paths.checkpoints.iterdir())
+    assert kept == ["global_step_4", "global_step_7", "torn-global_step_6"]  # the damaged one takes nobody's place
+    with Wal(paths.wal) as log:
+        assert log.steps()[0] <= 5 and log.steps()[-1] == 7
+
+
+def test_the_log_leads_on_from_the_checkpoint_before_the_newest_and_no_further(
+    topology: Topology, tmp_path: Path
+) -> None:
+    paths = RunPaths.of(tmp_path)
+    run_to(topology, paths, last=9, every=2)
+    with Wal(paths.wal) as log:
+        assert log.steps() == [7, 8, 9]
+
+
+def test_steps_that_neither_a_whole_checkpoint_nor_the_log_holds_are_refused_by_name_until_a_person_gives_them_up(
+    topology: Topology, tmp_path: Path
+) -> None:
+    paths = RunPaths.of(tmp_path)
+    run_to(topology, paths, last=7, every=2)
+    for step in (4, 6):
+        change_a_byte(paths.checkpoints / f"global_step_{step}" / "optimizer.pt")
+    for _ in range(2):  # nothing is changed by being refused
+        again, successor = TrainingStep(topology), History(paths, topology)
+        with pytest.raises(UserError, match="4 steps from 1 to 4 can not be had again") as refused:
+            successor.load(again, lambda meta, folder: None)
+        successor.close()
+    for name in ("global_step_4", "global_step_6", str(paths.wal)):
+        assert name in str(refused.value)
+    for folder in (*paths.checkpoints.iterdir(), paths.wal):
+        folder.rename(tmp_path / f"given-up-{folder.name}")
+    again, successor = TrainingStep(topology), History(paths, topology)
+    successor.load(again, lambda meta, folder: None)
+    assert successor.step == 0 and not list(successor.to_replay())
+    successor.close()

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.roles.validator import Rounds, _finished_rounds
+from busrl.ring import Fates, Ring, State
+from busrl.roles.trajectory import Generated, write_segment, write_text
+from busrl.roles.validator import (
+    VALIDATE_BIT,
+    Rounds,
+    Validator,
+    _finished_rounds,
+    lines_of,
+    mean_over_prompts,
+)
 
 
 def test_the_first_round_comes_before_training() -> None:
@@ -48,3 +62,67 @@ def test_where_groups_are_counted_the_newest_round_is_given() -> None:
     assert rounds.due(30, False, 100, newest=30) == 30
     assert rounds.due(30, False, 100, newest=0) is None
     assert rounds.due(12, False, 100, newest=12) is None
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_the_prompts_of_a_round_are_spread_over_the_file_and_always_the_same(samples: int, lines: int) -> None:
+    asked = lines_of(samples, lines)
+    assert len(asked) == samples and asked.min() >= 0 and asked.max() < lines
+    assert np.array_equal(asked, lines_of(samples, lines))
+    counts = np.bincount(asked, minlength=lines)
+    assert counts.max() - counts.min() <= 1
+    if samples <= lines:
+        stretch = np.searchsorted(np.arange(1, samples + 1) * lines // samples, asked, side="right")
+        assert stretch.tolist() == list(range(samples)), "one prompt of each stretch of the file"
+
+
+def test_the_first_lines_of_a_long_file_are_not_the_subset() -> None:
+    asked = lines_of(16, 10_000)
+    assert asked.tolist() == sorted(set(asked.tolist())) and asked[-1] > 9000 and asked[0] < 625
+
+
+def test_each_prompt_has_the_same_weight_however_often_a_round_asks_it() -> None:
+    asked = lines_of(5, 3)  # prompts 0 and 1 twice
+    assert mean_over_prompts({0: 1.0, 1: 0.0, 2: 0.0, 3: 1.0, 4: 0.0}, asked) == pytest.approx(1 / 3)
+    assert mean_over_prompts({2: 0.5}, asked) == 0.5 and mean_over_prompts({}, asked) == 0.0
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[Ring]:
+    made = Ring.create(str(tmp_path / "ring"), slots=4, slot_bytes=4096, processes=4, uuid=uuid.uuid4().bytes)
+    made.register("validator", "validator")
+    fates = [Fates(str(tmp_path / name), create=True) for name in ("fates", "validate_fates")]
+    made.bind_fates(*fates)
+    yield made
+    made.close()
+
+
+def answered(ring: Ring, versions: list[int], admitted: int) -> tuple[int, int]:
+    """A validation answer of these versions in a slot that we hold."""
+    ((slot, word),) = ring.dispatch(
+        uid=VALIDATE_BIT, group=VALIDATE_BIT, admission=0, member=0, group_size=1, cls=1, task=b"{}", prompt_crc=0,
+        priority=0, max_new_tokens=8, temperature=1.0, top_p=1.0, version=admitted, step=0,
+    )  # fmt: skip
+    word = ring.claim(slot, word, State.GENERATING)
+    count = len(versions)
+    drawn = Generated(np.ones(count, np.int32), np.zeros(count, np.float32), np.array(versions, np.uint32))
+    write_segment(ring, slot, word, 0, drawn)
+    write_text(ring, slot, word, 0, "x")
+    return slot, ring.commit_segment(slot, word, True)
+
+
+@pytest.mark.parametrize(
+    ("versions", "mixed", "seen"),
+    [([4, 4, 5], True, [4, 5]), ([5, 5], False, [5])],  # the second waited in the queue while 5 came
+)
+def test_an_answer_that_began_with_one_version_and_ended_with_another_makes_its_round_mixed(
+    ring: Ring, versions: list[int], mixed: bool, seen: list[int]
+) -> None:
+    role = Validator.__new__(Validator)
+    role.ring, role.samples, role.asked = ring, 1, lines_of(1, 1)
+    role.groups_done, role.started = 0, time.monotonic()
+    slot, word = answered(ring, versions, admitted=4)
+    result = role._result(slot, word, ring.line(slot))
+    role.results = {result.uid: result}
+    row = role._record(0)
+    assert (row["mixed"], row["versions"], row["version"]) == (mixed, seen, seen[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,7 +78,7 @@ def test_a_damaged_trained_set_is_made_again_from_the_train_log_by_the_next_star
     check_end(run, code)
 
 
-def test_a_trained_set_that_can_not_be_made_again_is_refused_with_what_to_do_and_that_works(
+def test_a_trained_set_that_the_train_log_does_not_hold_is_made_again_from_the_checkpoint_before_and_the_log(
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(tmp_path / "run", steps=30)
@@ -88,21 +87,33 @@ def test_a_trained_set_that_can_not_be_made_again_is_refused_with_what_to_do_and
         run.kill_launch()
         folder = newest_checkpoint(run.paths)
         assert folder is not None
-        saved = TrainedSet.load(folder / "trained.bin")
         (folder / "trained.bin").write_bytes(b"BUSRLTRD")
         lines = run.paths.train_log.read_bytes().splitlines(keepends=True)
-        run.paths.train_log.write_bytes(b"".join(lines[:3] + lines[4:]))
-        run.start()
-        assert run.wait() != 0
-        text = run.text()
-        assert f"Move {folder} out of its directory" in text and f"samples up to its step, not {len(saved)}" in text
-        assert run.paths.ring_file.exists()  # nothing was given up
-        shutil.move(folder, tmp_path / "aside")
+        run.paths.train_log.write_bytes(b"".join(lines[:13] + lines[14:]))  # a step after the checkpoint before
         run.start()
         code = run.wait()
-    report = run.audit()
-    assert code == 1 and "the audit found errors" in run.summary()["why"], run.tail()
-    assert "trained_unlogged" in report.kinds and report.counts.trained_twice == report.counts.lost == 0, report
+    assert "from the checkpoint before and the log" in run.text(), run.tail()
+    assert code == 1 and {one.kind for one in run.audit().errors} == {"train_log_disagrees"}, run.tail()
+    assert len(TrainedSet.load(run.paths.checkpoints / "global_step_30" / "trained.bin")) == run.audit().counts.trained
+
+
+def test_a_checkpoint_with_a_changed_byte_costs_the_run_nothing_and_a_person_is_told(
+    tmp_path: Path, quickstart: None
+) -> None:
+    run = Run(tmp_path / "run", steps=30)
+    with running(run):
+        run.until_step(23)
+        run.kill_launch()
+        weights = next((run.paths.checkpoints / "global_step_20" / "model").glob("*.safetensors"))
+        data = bytearray(weights.read_bytes())
+        data[len(data) // 2] ^= 1
+        weights.write_bytes(data)
+        run.start()
+        code = run.wait()
+    check_end(run, code)
+    assert "global_step_20 is damaged" in run.text() and "global_step_20 is damaged" in run.paths.errors.read_text()
+    assert "resumed at step 2" in run.paths.log("learner").read_text()
+    assert (run.paths.checkpoints / "torn-global_step_20").is_dir()
 
 
 def test_a_topology_that_vanishes_under_a_run_is_written_again_and_the_run_has_its_summary(

@@ -52,6 +52,29 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(lab: Any, tmp_path: Path
         assert torch.equal(value, again.named_weights()[name]), name
 
 
+def test_settings_of_the_optimiser_are_those_of_now_and_a_change_is_told(lab: Any, tmp_path: Path) -> None:
+    trainer = lab.trainer("qwen3", double=False)
+    train(lab, trainer, 0)
+    found = save(tmp_path, 1, trainer)
+    again = lab.trainer("qwen3", double=False, weight_decay=0.3, betas=(0.8, 0.95), eps=1e-5)
+    told = again.load_optimizer_state(found.optimizer_state())
+    assert [(group["weight_decay"], group["betas"], group["eps"]) for group in again.optimizer.param_groups] == [
+        (0.3, (0.8, 0.95), 1e-5), (0.0, (0.8, 0.95), 1e-5)]  # fmt: skip
+    assert told == [
+        "learner.betas = [0.8, 0.95] (before: [0.9, 0.999])", "learner.eps = 1e-05 (before: 1e-08)",
+        "learner.weight_decay = 0.3 (before: 0.0)",
+    ]  # fmt: skip
+    assert len(again.optimizer.state) == len(trainer.optimizer.state), "the moments go on"
+    assert trainer.load_optimizer_state(found.optimizer_state()) == []
+
+
+def test_each_part_and_each_file_of_a_checkpoint_is_told_of_while_it_is_written(lab: Any, tmp_path: Path) -> None:
+    trainer, told = lab.trainer("qwen3", double=False), []
+    found = save(tmp_path, 1, trainer, moved=lambda: told.append(len(list(tmp_path.rglob("*")))))
+    files = [path for path in found.path.rglob("*") if path.is_file()]
+    assert len(told) >= 2 * len(files) and told == sorted(told)
+
+
 def test_the_model_folder_holds_the_trained_weights_and_the_sources_other_files(lab: Any, tmp_path: Path) -> None:
     source = tmp_path / "source"
     lab.model("qwen3").save_pretrained(str(source))
@@ -168,6 +191,52 @@ def test_a_writer_killed_on_the_way_leaves_the_one_before_or_the_new_one_whole(
     assert found is not None and found.step == left
     save(tmp_path, 3, trainer, keep_last=1)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
+
+
+REPLACING = """
+    import os, signal, sys
+    from pathlib import Path
+    from busrl.training import durable
+    root, call, at, exchanges = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
+    where = {"rename": os, "rmtree": durable.shutil, "sync": durable, "exchange": durable}[call]
+    good, calls = getattr(where, call), [0]
+    def dying(*arguments, **more):
+        calls[0] += 1
+        if calls[0] == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return good(*arguments, **more)
+    if not exchanges:
+        durable.exchange = lambda one, other: False
+    setattr(where, call, dying)
+    with durable.whole_directory(root / "global_step_7") as folder:
+        (folder / "new").write_text("new")
+"""
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize(("call", "at"), [("rename", 1), ("rename", 2), ("rmtree", 1), ("rmtree", 2), ("sync", 3)])
+def test_a_directory_that_is_replaced_is_there_whole_whenever_its_writer_dies(
+    tmp_path: Path, call: str, at: int, exchanges: bool
+) -> None:
+    if exchanges:
+        (tmp_path / "one").mkdir()
+        (tmp_path / "other").mkdir()
+        if not durable.exchange(tmp_path / "one", tmp_path / "other"):
+            pytest.skip("this file system can not exchange two names")
+    root = tmp_path / "checkpoints"
+    for name in ("old", "older"):
+        (root / "global_step_7").mkdir(parents=True, exist_ok=True)
+        (root / "global_step_7" / name).write_text(name)
+    code = [sys.executable, "-c", textwrap.dedent(REPLACING), str(root), call, str(at), str(exchanges)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    if exchanges:  # not even for a moment without one, so nobody has to bring it back
+        assert (root / "global_step_7").is_dir()
+    durable.finish_replacements(root)
+    found = sorted(path.name for path in (root / "global_step_7").iterdir())
+    assert found in (["old", "older"], ["new"]), found
+    durable.remove_leftovers(root)
+    assert [path.name for path in root.iterdir()] == ["global_step_7"]
 
 
 @pytest.mark.parametrize("limit", [100, 30000, 60000, 100000])
