@@ -54,6 +54,8 @@ def launch(
         for line in opened.restore():
             display.say(line)
         still_open = close_run(opened)
+        if opened.displaced:  # the run is another launch's, and so is its summary
+            return outcome.exit_code
         return _conclude(opened.paths.root, running, outcome, still_open, signals, display)
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import BinaryIO
 
 from busrl.errors import TRACE, BugError, first_line
 from busrl.launch.orphans import MARK, end_marked
@@ -48,6 +49,7 @@ class Running:
     popen: subprocess.Popen[bytes]
     pidfd: int
     mark: str = ""
+    unlogged: str = ""  # why what it says is lost
     on_end: Callable[[int], None] = lambda pid: None  # told when its group is ended, while the pid is still taken
 
     @property
@@ -143,8 +145,8 @@ def start(
     if threading.current_thread() is not threading.main_thread():
         raise BugError(f"{process.name} was to be started from a thread, with whose end the kernel would kill it")
     log = paths.log(process.name)
-    with open(log, "ab", buffering=0) as output:
-        output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} started by launch (pid {os.getpid()})\n".encode())
+    output, unlogged = _open_log(log)
+    with output:
         popen = subprocess.Popen(
             command_of(process, paths),
             env=environment_of(process, paths, {**env, MARK: mark}),
@@ -155,7 +157,21 @@ def start(
             start_new_session=True,
             preexec_fn=_prepare(os.getpid(), cores),
         )
-    return Running(process.name, popen, os.pidfd_open(popen.pid), mark)
+    return Running(process.name, popen, os.pidfd_open(popen.pid), mark, unlogged)
+
+
+def _open_log(log: Path) -> tuple[BinaryIO, str]:
+    """The end of a log file, and why it is not that one: a process does its work with a full disk and without a log."""
+    unlogged = ""
+    try:
+        if log.parent.parent.is_dir():
+            log.parent.mkdir(exist_ok=True)
+        output: BinaryIO = open(log, "ab", buffering=0)  # noqa: SIM115
+    except OSError as error:
+        output, unlogged = open(os.devnull, "ab", buffering=0), f"{log}: {error.strerror}"  # noqa: SIM115
+    with contextlib.suppress(OSError):
+        output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} started by launch (pid {os.getpid()})\n".encode())
+    return output, unlogged
 
 
 def _prepare(parent: int, cores: frozenset[int]) -> Callable[[], None]:

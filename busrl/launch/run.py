@@ -13,6 +13,7 @@ Knows nothing of samples, groups or weights.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 from busrl import device
 from busrl.bus import Endpoint
-from busrl.errors import ENDS_RUN, NO_USE, FateRefused
+from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.launch.children import Running, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
@@ -35,6 +36,7 @@ from busrl.launch.rundir import OpenRun
 from busrl.launch.shutdown import Ask, Shutdown
 from busrl.launch.signals import Signals
 from busrl.launch.stays import Stays
+from busrl.launch.story import Story
 from busrl.launch.strangers import Strangers
 from busrl.launch.summary import Outcome
 from busrl.launch.supervisor import Child, FairClock, Patience, Phase
@@ -82,6 +84,7 @@ class Launch:
         self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         topology = opened.topology
         self.progress = Progress(topology.run.name, topology.run.max_steps, clock(), faults=describe(topology.faults))
+        self.progress.recall(Story.of(opened.paths))
         self._bus = Endpoint(
             "launch",
             opened.paths.frontend,
@@ -103,7 +106,8 @@ class Launch:
         try:
             outcome = self._until_decided()
             self._say(f"ending: {outcome.why}")
-            self._stop_all(outcome)
+            if not self._run.displaced:  # who has lost its turn asks nobody to stop: the others would hear it too
+                self._stop_all(outcome)
             self._picture(self._clock())
             self._display.show(self.progress)
             return outcome
@@ -154,9 +158,14 @@ class Launch:
             running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, bound, sign)
         except OSError as error:
             child.started(0, self._clock())
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._waits_for_space(child, str(error))
+                return None
             return self._died(child, f"it could not be started: {error}")
         running.on_end = self._guardian.let_go
         self._guardian.hold(running.pid)
+        if running.unlogged:
+            self._say(f"{child.name} (pid {running.pid}) has no log: {running.unlogged}")
         self._running[child.name] = running
         self._selector.register(running, selectors.EVENT_READ)
         child.started(running.pid, self._clock())
@@ -216,7 +225,15 @@ class Launch:
         running.close()
         del self._running[running.name]
 
+    def _waits_for_space(self, child: Child, how: str) -> None:
+        if told := child.no_space(how, self._clock()):
+            self._say(told)
+            self._chronicle.warn(told, "error")
+
     def _died(self, child: Child, how: str) -> Outcome | None:
+        if child.was_ready and how == f"exit code {NO_SPACE}" and not self._processes[child.name].spec.command:
+            self._waits_for_space(child, how)
+            return None
         hopeless = self._is_hopeless(child, how)
         death = child.ended(how, self._clock(), hopeless, self._got_to(child))
         self._say(death.text)
@@ -254,7 +271,12 @@ class Launch:
 
     def _ledger_damaged(self) -> Outcome | None:
         """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""
-        fault = self._fates.look(self._clock())
+        if told := self._run.turn():
+            self._say(told)
+            self._chronicle.warn(told, "error")
+            if self._run.displaced:
+                return Outcome("failed", told, 1)
+        fault = self._run.moved() or self._fates.look(self._clock())
         if fault is None:
             return None
         record_error(self._paths, "launch", "critical", "ledger", fault)

@@ -8,6 +8,7 @@ be tested without starting one.
   the last one; a growing pause comes between them.
 - A death before ready by SIGKILL that launch did not send says less than an exit code: somebody may kill at random, or
   the machine be short of memory for a moment. It takes `KILLS_FOR_ONE` of them to count as one.
+- Who ends for want of space in a run that had some is started again until there is; that counts for nothing.
 - Who says that trying again is of no use (`hopeless`) is not started again.
 - Nobody is killed for silence on the bus. What counts is the progress counter in the ring, timed on the caller's own
   clock from the last change that it saw, without the time for which the caller itself was late.
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
+SPACE_PAUSE_S = 2.0
 ENDLESS_S = 1e8  # the ring cuts infinity to 1e9 s
 KILLS_FOR_ONE = 3
 KILLED = "signal SIGKILL"
@@ -95,6 +97,7 @@ class Child:
     early_deaths: float = 0.0  # before ready, in a row
     idle_deaths: int = 0  # after it, in a row, with no work done since the last one
     was_ready: bool = False  # in any of its lives
+    waits_for_space: bool = False
     due: float = 0.0
     sight: Sight | None = None
     _since: float = 0.0
@@ -125,6 +128,7 @@ class Child:
         if self.phase is not Phase.STARTING:
             return False
         self.phase, self.early_deaths, self._silent_s, self.was_ready = Phase.READY, 0.0, 0.0, True
+        self.waits_for_space = False
         return True
 
     def looked(self, sight: Sight | None, passed_s: float) -> Kill | None:
@@ -204,6 +208,13 @@ class Child:
     @staticmethod
     def _pause_s(deaths: int) -> float:
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (deaths - 1)) if deaths > 0 else 0.0
+
+    def no_space(self, how: str, now: float) -> str:
+        """It ended for want of space in a run that had some: it is started again until there is, and nothing counts.
+        What to tell a person, the first time."""
+        self.phase, self.pid, self.due = Phase.BACKOFF, 0, now + SPACE_PAUSE_S
+        told, self.waits_for_space = self.waits_for_space, True
+        return "" if told else f"{self.name} can not go on without space ({how}); it is started again until there is"
 
     def stop(self) -> None:
         """It is to end now and not to be started again."""
