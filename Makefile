@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.busrl
 RUN_DIR ?= runs/demo
+# Most tests wait for processes of their own, so that several run side by side, one worker per core.
+WORKERS ?= $(shell nproc)
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 SOURCES := $(shell find csrc -name '*.hpp' -o -name '*.cpp' -o -name '*.h' 2>/dev/null)
 # Waiting threads must not spin: on two cores that costs a busy neighbour a factor of 3 to 4.
 export OMP_WAIT_POLICY := PASSIVE
@@ -23,13 +26,14 @@ demo: $(STAMP)/train ## train a tiny model by reinforcement learning, from nothi
 	@rm -rf $(RUN_DIR)
 	@$(BIN)/busrl launch configs/quickstart.toml --run-dir $(RUN_DIR)
 
-test: lint cpp $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 minutes)
-	$(BIN)/pytest -m "not slow and not soak and not vllm"
+test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 minutes)
+	@$(MAKE) --no-print-directory -j2 -Otarget lint cpp
+	$(PYTEST) -m "not slow and not soak and not vllm"
 
 test-all: test model storm sanitize aarch64 vllm-test ## the slower tests, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
-	$(BIN)/pytest -m "slow and not vllm"
-	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -m "not slow and not soak and not vllm" $$(grep -rl "from hypothesis" tests)
+	$(PYTEST) -m "slow and not vllm"
+	HYPOTHESIS_PROFILE=explore $(PYTEST) -m "not slow and not soak and not vllm" $$(grep -rl "from hypothesis" tests)
 
 soak: $(STAMP)/test ## many kills of every role; takes a long time
 	$(BIN)/pytest -m soak --timeout 7200

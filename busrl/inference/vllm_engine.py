@@ -12,6 +12,7 @@ new weights in. Knows nothing of slots, the bus or rewards.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
@@ -307,10 +308,12 @@ class VllmEngine:
             prompt = {"prompt_token_ids": running.known, "cache_salt": str(self.version)}
             settings = settings_of(running, self._stops, self.own.seeded)
             more = {"lora_request": running.adapter.request} if running.adapter and running.adapter.request else {}
-            async for output in core.engine.generate(prompt, settings, running.id, **more):
-                if core.over:  # its requests are handed to its successor
-                    return
-                self._take(running, output)
+            # Closed here: left to the collector it may outlive the loop that has to close it.
+            async with contextlib.aclosing(core.engine.generate(prompt, settings, running.id, **more)) as outputs:
+                async for output in outputs:
+                    if core.over:  # its requests are handed to its successor
+                        return
+                    self._take(running, output)
         except asyncio.CancelledError:
             raise
         except Exception as problem:

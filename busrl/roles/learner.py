@@ -9,6 +9,7 @@ Invariants:
   once in the history that survives.
 - Groups count as unpublished before their slots are freed, until their version is published.
 - Micro-batches run while the step fills up (streaming); the weights do not change in between.
+- All that may take long is declared, and moves the progress counter with each micro-batch, tensor or file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from busrl.errors import DiskFull
+from busrl.errors import DiskFull, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("busrl")
 RUNNING, FINISHED = 0, 1
 PAUSE_STARTING = 1
-LONG_STEP_S = 600.0
 
 
 class Learner(Actor):
@@ -58,13 +58,14 @@ class Learner(Actor):
     tick_s: ClassVar[float] = 0.02
 
     def setup(self) -> None:
-        self.config = self.topology.learner
+        self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
         limits = admission_limits(self.topology)
         streaming = TrainingStep.streamable(self.config) and not self.config.deterministic
         self.plan = make_plan(self.topology, limits, streaming=streaming)
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
+        self.training.moved = self.ring.progress
         self.worth = Worth(self.topology.segments.truncated, self.topology.segments.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
         self.agreement = Agreement(self.topology)
@@ -78,7 +79,7 @@ class Learner(Actor):
 
     def _recover(self) -> None:
         """Load the newest checkpoint, train the log's records after it again, and finish what a predecessor began."""
-        with self.activity("recover", LONG_STEP_S):
+        with self.activity("recover", self.work_s):
             self.history = History(self.paths, self.topology)
             self.history.load(self.training, self.control.load)
             if self.training.changed:
@@ -251,7 +252,9 @@ class Learner(Actor):
     def _accumulate(self) -> None:
         groups, self.pending = self.pending, []
         self.training.old.at(self.publisher.version, self.history.step)
-        self.training.accumulate([record for group in groups for record in group.records], self._present_version())
+        records = [record for group in groups for record in group.records]
+        with self.activity("accumulate", self.work_s):
+            self.training.accumulate(records, self._present_version())
 
     def _present_version(self) -> int | None:
         """The version that has the weights which are trained; None while they are not published (or published late)."""
@@ -260,7 +263,7 @@ class Learner(Actor):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _fire(self, action: Fire, view: GroupView) -> None:
-        with self.activity("step", LONG_STEP_S):
+        with self.activity("step", self.work_s):
             groups = [self.claimed[draw] for draw in action.draws]
             record = self._record(action, groups)
             exact = self._present_version()
@@ -320,6 +323,7 @@ class Learner(Actor):
 
     def _commit(self, record: Record) -> bool:
         """Append to the log: the commit point. With the disk full, hold the batch and say so until there is room."""
+        self.keep_turn()
         waiting = self.ring.header("unpublished_groups")
         self.ring.set_header("unpublished_groups", waiting + len(record.groups))
         return self.until_written("training", lambda: self.history.append(record))
@@ -350,11 +354,11 @@ class Learner(Actor):
     def _checkpoint(self) -> None:
         try:
             self._write_checkpoint()
-        except DiskFull as problem:
+        except (DiskFull, WriteFailed) as problem:
             self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
 
     def _write_checkpoint(self) -> None:
-        with self.activity("checkpoint", LONG_STEP_S):
+        with self.activity("checkpoint", self.work_s):
             self.metrics.checkpoint_s = self.history.checkpoint(
                 self.training, self.publisher.version, self.control.meta(), self._save_control
             )

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from busrl.protocol import messages as m
+from busrl.ring import State
 from busrl.roles import hold
 from busrl.roles.actor import Actor
 from busrl.weights import GroupChange, News, make_sender
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from busrl.weights.folder_sender import Write
 
-HOLD_LIMIT_S = 600.0
 GROUPS_KEPT = 256
 
 
@@ -40,6 +40,8 @@ class Publisher:
         self._missing: deque[tuple[str, str]] = deque(maxlen=GROUPS_KEPT)
         news = News(self._groups.append, lambda name, text: self._missing.append((name, text)))
         self.sender = make_sender(actor.topology, actor.paths, news, write)
+        self.sender.hook = lambda _: self.ring.progress()
+        self._work_s = actor.topology.limits.work_s
         self.version = max(highest, self.ring.header("version"))
         self._late: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=forced_age + 1)
 
@@ -50,8 +52,9 @@ class Publisher:
         begun = time.monotonic()
         step, weights = self._delayed(step, weights)
         version, named = self.next_version(), dict(weights)
-        if not self.actor.until_written("publication", lambda: self.sender.publish(version, step, named)):
-            return time.monotonic() - begun
+        with self.actor.activity("publish", self._work_s):
+            if not self.actor.until_written("publication", lambda: self.sender.publish(version, step, named)):
+                return time.monotonic() - begun
         self.version = version
         # The step first: who reads the new version finds a step that is at least as new.
         self.ring.set_header("version_step", step)
@@ -97,15 +100,21 @@ class Publisher:
         return self._late[0]
 
     def _wait_for_hold(self) -> None:
-        """Let a validation round finish on its version. A dead holder is passed over, a slow one is named."""
-        ring, limit = self.ring, time.monotonic() + HOLD_LIMIT_S
+        """Let a validation round finish on its version, however long it takes while results come. A dead holder is
+        passed over, one without results is named."""
+        ring, seen = self.ring, -1
         if not hold.holder(ring):
             return
-        with self.actor.activity("held by validation", HOLD_LIMIT_S + 30):
+        with self.actor.activity("held by validation", self._work_s + 30):
             while (holder := hold.holder(ring)) and not self.actor.stopping:
-                if time.monotonic() > limit:
+                if (collected := ring.transitions(State.TRAINING)) != seen:  # only the holder claims meanwhile
+                    seen, limit = collected, time.monotonic() + self._work_s
+                    ring.progress()
+                elif time.monotonic() > limit:
                     who = hold.name_of(ring, holder)
-                    self.actor.warn("learner", f"{who} has held the version for {HOLD_LIMIT_S:.0f} s; going on")
+                    self.actor.warn(
+                        "learner", f"{who} holds the version and had no result for {self._work_s:g} s; going on"
+                    )
                     return
                 self.actor.idle(0.01)
 

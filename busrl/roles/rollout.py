@@ -100,6 +100,7 @@ class Rollout(Actor):
         if self.receiver.kind == "folder":
             self.restart = Restart(finish)
         self._next_request = self._last_bell = 0.0
+        self.joined = False  # since the last decoding step
         self._behind_since = math.inf
         self._update_weights(wait=True)
         self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics)
@@ -114,7 +115,7 @@ class Rollout(Actor):
         drawn = self.engine.drawing
         # Counted before they are drawn: a death in the middle of the step hides none.
         self.ring.add(tokens=drawn)
-        finished = self.engine.step()
+        finished = self._engine_step(joining=self.joined or drawn < active)
         whole = sum([self._commit(sequence) for sequence in finished])
         self._announce()
         busy_ns = time.monotonic_ns() - begun
@@ -122,6 +123,14 @@ class Rollout(Actor):
         self.ring.add(busy_ns=busy_ns, samples=whole)
         self.pace.stepped(active, drawn, busy_ns)
         return True
+
+    def _engine_step(self, joining: bool) -> list[Finished]:
+        """A decoding step; one that may compute long prompts, or all keys again after new weights, is declared."""
+        self.joined = False
+        if not joining:
+            return self.engine.step()
+        with self.activity("prefill", self.topology.limits.work_s):
+            return self.engine.step()
 
     def _announce(self) -> None:
         """While much is running a doorbell now and then is enough: the reward worker takes what there is."""
@@ -173,6 +182,7 @@ class Rollout(Actor):
             self.refused = newest
             self.warn("rollout", f"goes on with version {self.version}: {problem}", "error", kind="weights refused")
             return
+        self.joined = True
         self.segments.fetched((time.monotonic_ns() - begun) / 1e9)
         self.step_of[self.version] = step
         self.ring.set_version_seen(self.version)
@@ -198,16 +208,29 @@ class Rollout(Actor):
         self.ring.add(samples=sum([self._commit(sequence) for sequence in ended]))
 
     def _wait_for_weights(self, version: int) -> None:
-        """Wait for a version in short turns: the learner may be starting too, and the run may be told to end."""
+        """Wait for a version in short turns: the learner may be starting too, and the run may be told to end.
+
+        A learner that gets on (it may train many steps again) is waited for however long that takes.
+        """
         limit_s = self.topology.limits.ready_s
+        turns = left = math.ceil(limit_s / WEIGHTS_TURN_S)  # turns, not time: the machine may be suspended
+        seen: list[tuple[int, int]] | None = None
         with self.activity("first weights", limit_s):
-            for _ in range(math.ceil(limit_s / WEIGHTS_TURN_S)):  # turns, not time: the machine may be suspended
-                if self.stopping:
-                    return
+            while left > 0:
                 with contextlib.suppress(WeightsTimeout):
                     self.receiver.wait_for(version, WEIGHTS_TURN_S)
                     return
-        raise WeightsTimeout(f"{self.name}: no version {version} after {limit_s:g} s; is the learner up?")
+                if self.stopping:
+                    return
+                left -= 1
+                if (now := self._learners()) != seen:
+                    seen, left = now, turns
+                    self.ring.progress()
+        raise WeightsTimeout(f"{self.name}: no version {version}, and no progress of a learner for {limit_s:g} s")
+
+    def _learners(self) -> list[tuple[int, int]]:
+        """Who may publish, and how far it is."""
+        return [(one.pid, one.progress) for one in self.ring.processes() if one.role == "learner"]
 
     # -- slots --------------------------------------------------------------------------------------------------
 
@@ -229,6 +252,7 @@ class Rollout(Actor):
             if self.restart is not None:
                 self.restart.submitted(requests)
             self.engine.submit(requests)
+            self.joined = True
             self.pace.joined += len(taken)
         return bool(taken)
 

@@ -44,6 +44,7 @@ from busrl.training.trainer import Trainer
 from busrl.weights.fingerprint import fingerprint
 
 ADAPTER = "adapter"  # folder of a checkpoint
+SLICE_S = 0.5  # of a sleep that stands for work
 Prox = list[npt.NDArray[np.float32]]
 
 
@@ -67,6 +68,7 @@ class TrainingStep:
         bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.config.forced_age
         self.old = OldTokens(weights.max_staleness if bounded else None)
         self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
+        self.moved: Callable[[], None] = _nothing  # called after each micro-batch and each part of a checkpoint
         self.before_update: Callable[[], None] = _nothing  # called when the weights are about to change
         self.shared = weights.transport == ONE_COPY
         self.adapter: Adapter | None = None
@@ -85,6 +87,7 @@ class TrainingStep:
 
     def _use(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        trainer.moved = lambda: self.moved()
         self.noise = NoiseMeter(trainer.parameters) if self.part_groups else None
         self.norms: Norms | None = None  # of the last step, where the noise scale is measured
 
@@ -128,9 +131,10 @@ class TrainingStep:
 
     def _take_as_long_as_scripted(self, begun: float, records: Sequence[SampleRecord]) -> None:
         """With `mock.learner_s_per_token`: the rest of the time that a larger model would take. It is pacing only."""
-        scripted = self.s_per_token * sum(len(record.versions) // 4 for record in records)
-        if scripted:
-            time.sleep(max(0.0, begun + scripted - time.monotonic()))
+        end = begun + self.s_per_token * sum(len(record.versions) // 4 for record in records)
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, SLICE_S))
+            self.moved()
 
     def finish(self, groups: int) -> StepStats:
         """The one update of a step of `groups` groups, for all that was accumulated."""
@@ -276,6 +280,7 @@ class TrainingStep:
             source=self.source,
             extras=files,
             keep_last=self.config.keep_last,
+            moved=self.moved,
         )
 
     def _named(self) -> dict[str, Tensor] | None:
@@ -286,7 +291,7 @@ class TrainingStep:
 
 
 def _nothing() -> None:
-    """The weights are the learner's alone: they may change at any time."""
+    """The weights are the learner's alone, they may change at any time; and nobody wants to know how far it is."""
 
 
 def lora_of(topology: Topology) -> LoraSettings | None:

@@ -60,6 +60,9 @@ class Limits:
     ready_s: float = key(120.0, "a child must be ready after this time", low=0, open_low=True)
     progress_s: float = key(30.0, "a process without progress for this long is killed and restarted",
                             low=0, open_low=True)  # fmt: skip
+    work_s: float = key(600.0, "the same for one piece of long work: a micro-batch, a prompt's prefill, a part of a "
+                               "checkpoint or of a publication, a result of a validation that holds the version",
+                        low=0, open_low=True)  # fmt: skip
     stop_s: float = key(10.0, "a stopping process is killed after this time", low=0, open_low=True)
     lease_s: float = key(20.0, "a task of a worker without a mapping of the ring goes back after this silence",
                          low=0, open_low=True, high=3600)  # fmt: skip

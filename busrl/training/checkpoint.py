@@ -73,25 +73,29 @@ def save(
     source: Path | None = None,
     extras: Callable[[Path], None] | None = None,
     keep_last: int = 2,
+    moved: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
     """Writes checkpoint `step` under `root` and removes old ones.
 
     `named` are the weights where they are not the model's own. `source` is the folder the model came from: its
-    tokenizer goes along. `extras(directory)` writes the caller's own files. DiskFull leaves what was there before as it
-    was.
+    tokenizer goes along. `extras(directory)` writes the caller's own files, `moved` is called after each part. DiskFull
+    leaves what was there before as it was.
     """
     final = root / f"global_step_{step}"
-    with durable.whole_directory(final) as directory:
+    with durable.whole_directory(final, moved) as directory:
         export(model, directory / MODEL, source, named)
+        moved()
         buffer = io.BytesIO()
         torch.save(dict(optimizer_state), buffer)
+        moved()
         (directory / OPTIMIZER).write_bytes(buffer.getbuffer())
+        moved()
         state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
         (directory / RANDOM).write_text(json.dumps({"torch": state}))
         (directory / META).write_text(json.dumps({**meta, "step": step}, indent=1))
         if extras is not None:
             extras(directory)
-        (directory / FILES).write_text(json.dumps(_listing(directory), indent=1))
+        (directory / FILES).write_text(json.dumps(_listing(directory, moved), indent=1))
     _prune(root, keep_last)
     return Checkpoint(final, step, {**meta, "step": step})
 
@@ -120,9 +124,12 @@ def _buffers(model: Any) -> dict[str, Any]:
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def _listing(directory: Path) -> dict[str, list[int]]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES)
-    return checksums.listing(directory, files)
+def _listing(directory: Path, moved: Callable[[], None]) -> dict[str, list[int]]:
+    listed = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES):
+        listed.update(checksums.listing(directory, [path]))
+        moved()
+    return listed
 
 
 def _prune(root: Path, keep_last: int) -> None:

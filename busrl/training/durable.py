@@ -19,7 +19,7 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from busrl.errors import DiskFull
@@ -32,8 +32,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
-def whole_directory(final: Path) -> Iterator[Path]:
-    """A temporary directory to fill; it becomes `final`, in place of one that is there, when the block ends well."""
+def whole_directory(final: Path, moved: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """A temporary directory to fill; it becomes `final`, in place of one that is there, when the block ends well.
+    `moved` is called after each file that was synced."""
     parent = final.parent
     parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(parent)
@@ -41,7 +42,7 @@ def whole_directory(final: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        sync_tree(temporary)
+        sync_tree(temporary, moved)
         _take_the_place(temporary, final)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -103,11 +104,12 @@ def remove_leftovers(parent: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def sync_tree(root: Path) -> None:
+def sync_tree(root: Path, moved: Callable[[], None] = lambda: None) -> None:
     """Every file below, then every directory, so that names are not on disk before what they name."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
             sync(Path(folder) / name)
+            moved()
         sync(Path(folder))
 
 

@@ -55,6 +55,7 @@ class Trainer:
         self._device = self._parameters[0].device
         self._dtype = torch.promote_types(self._parameters[0].dtype, torch.float32)
         self.optimizer = _adamw(self._parameters, settings)
+        self.moved: Callable[[], None] = _nothing  # called after each micro-batch, a scored one too
         self._published: dict[str, Tensor] = {}
         self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
         self._clear()
@@ -103,6 +104,7 @@ class Trainer:
         self._forward_s += forwarded - started
         self._backward_s += time.perf_counter() - forwarded
         self._count(samples, padded, flat, tokens, weighted.detach(), entropy, version)
+        self.moved()
 
     def _find_mastered(self, tokens: losses.Tokens, flat: Flat, entropy: Tensor) -> Tensor:
         settings = self.settings
@@ -163,6 +165,7 @@ class Trainer:
             ends = np.cumsum([len(sample.token_ids) for sample in chosen])[:-1]
             for index, row in zip(part, np.split(logp.float().cpu().numpy(), ends), strict=True):
                 found[index] = row
+            self.moved()
         return found
 
     @torch.no_grad()
@@ -174,6 +177,7 @@ class Trainer:
             padded, flat = self._tensors(chosen)
             _, entropy = self._logp(chosen, padded, flat)
             total, tokens = total + entropy.sum(dtype=torch.float64), tokens + len(flat.targets)
+            self.moved()
         return float(total) / max(tokens, 1)
 
     # ------------------------------------------------------------------------------------------------ the update
@@ -261,6 +265,10 @@ class Trainer:
                 group[name] = value
         self._clear()
         return list(dict.fromkeys(changed))
+
+
+def _nothing() -> None:
+    """Nobody wants to know how far it is."""
 
 
 OPTIMISER_KEYS = ("betas", "eps", "weight_decay")  # names of the topology and of AdamW; the rate comes with each step

@@ -40,8 +40,13 @@ class News:
     missing: Callable[[str, str], None]
 
 
+Hook = Callable[[str], None]
+
+
 class Sender(Protocol):
-    """The learner's side."""
+    """The learner's side. `hook`, if there is one, is called at each piece of a publication, with its name."""
+
+    hook: Hook | None
 
     def newest(self) -> tuple[int, int]:
         """The last version that was published here, also by an earlier process; NOTHING if there is none."""
@@ -71,6 +76,7 @@ class Copies:
     """The part of a sender that gives copies away: the learner's weights are its own, so nobody has to stand still."""
 
     begun = False
+    hook: Hook | None = None
 
     def begin(self, version: int, step: int) -> None: ...
 

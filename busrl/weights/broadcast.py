@@ -17,14 +17,13 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from busrl.device import own_stream
-from busrl.weights.base import NOTHING, Copies, GroupChange, News
+from busrl.weights.base import NOTHING, Copies, GroupChange, Hook, News
 from busrl.weights.door import Door, Message, Wire
 from busrl.weights.group import Forming, Group, Limits, Place, first_line, open_store, pieces
 from busrl.weights.outbox import Outbox, Parcel, Sparse
@@ -74,7 +73,7 @@ class BroadcastSender(Copies):
         self.file = Path(file)
         self.epoch = 0
         self.phase = Phase.WAITING
-        self.hook: Callable[[str], None] | None = None  # called with each phase, "bucket <n>" too; for fault tests
+        self.hook: Hook | None = None  # called with each phase, "bucket <n>" too
         self._limits, self._bucket = Limits(timeout_s), bucket_bytes
         self._backend, self._device = backend, device
         self._news = news or News(lambda change: None, lambda name, text: None)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from busrl.errors import DiskFull, RunInUse, SharedMemoryFull, UserError
 from busrl.weights import folders
-from busrl.weights.base import NOTHING, Copies
+from busrl.weights.base import NOTHING, Copies, Hook
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ class FolderSender(Copies):
 
     def __init__(self, root: Path, write: Write, *, kind: str, kept: int, base: str = "") -> None:
         self.root = root
-        self.hook: Callable[[str], None] | None = None  # called with the name of each step; for fault tests
+        self.hook: Hook | None = None  # called with the name of each step
         self._write, self._kind, self._kept, self._base = write, kind, kept, base
         self._lock = -1
         self._open()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from busrl import device as devices
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
 from busrl.weights import bridge
-from busrl.weights.base import NOTHING, StepTable
+from busrl.weights.base import NOTHING, Hook, StepTable
 from busrl.weights.fence import Fence, State
 from busrl.weights.fusing import Shape
 from busrl.weights.mark import NOBODY, Mark
@@ -130,6 +130,7 @@ class OneCopySender:
 
     def __init__(self, bridge_file: str | Path, fence_file: str | Path, *, timeout_s: float = 10.0) -> None:
         self.bridge_file, self.fence_file = Path(bridge_file), Path(fence_file)
+        self.hook: Hook | None = None  # nothing is copied: one piece
         self._timeout_s = timeout_s
         self._fence: Fence | None = None
         self._bridge: bridge.Bridge | None = None

@@ -30,7 +30,7 @@ import torch
 
 from busrl.errors import UserError
 from busrl.weights import segment as layout
-from busrl.weights.base import NOTHING, Copies
+from busrl.weights.base import NOTHING, Copies, Hook
 from busrl.weights.copies import is_plain
 from busrl.weights.held import Held
 from busrl.weights.manifest import Manifest
@@ -55,7 +55,7 @@ class ShmSender(Copies):
         key_every: int = 32,
     ) -> None:
         self.path = Path(path)
-        self.hook: Callable[[str], None] | None = None  # called with the name of each tensor copied; for fault tests
+        self.hook: Hook | None = None  # called with the name of each tensor copied
         self._checksums = checksums
         self._threshold, self._key_every = threshold, key_every
         self._shadow: Shadow | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -633,3 +634,22 @@ def _links() -> list[str]:
     mine = {os.readlink(file) for file in files if os.path.islink(file)}
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return [f":{int(row[2].split(':')[1], 16)}" for row in rows if f"socket:[{row[9]}]" in mine]
+
+
+def test_a_closed_engine_leaves_no_coroutine_that_nobody_awaits(
+    start: Start, make: Make, recwarn: pytest.WarningsRecorder
+) -> None:
+    gc.collect()
+    gc.disable()  # what an answer leaves behind is found only after its loop has ended, as it may be at any time
+    try:
+        engine = make(start().url)
+        engine.submit([request(1, [5, 6], max_new_tokens=4)])
+        until_idle(engine)
+        engine.close()
+        gc.collect()
+    finally:
+        gc.enable()
+    with pytest.raises(PeerTimeout, match="is closed"):
+        engine._client.send("GET", "http://127.0.0.1:9", None, "asking after the end", time.monotonic() + 5)
+    gc.collect()
+    assert not [str(one.message) for one in recwarn if "never awaited" in str(one.message)]

@@ -130,6 +130,14 @@ def test_a_start_that_declares_a_longer_activity_is_waited_for():
     assert silent(child, Sight(False, 0, "downloading", 900.0), 899.0) is None
 
 
+def test_a_start_that_declares_long_work_and_gets_on_with_it_is_waited_for_and_killed_once_it_does_not():
+    child = started()
+    kills = [child.looked(Sight(False, count // 500, "recover", 120.0), 0.2) for count in range(9000)]  # 100 s each
+    assert not any(kills)
+    kill = silent(child, Sight(False, 18, "recover", 120.0), 130.0)
+    assert kill is not None and "doing 'recover'" in kill.why
+
+
 def test_a_stopped_child_is_neither_killed_for_silence_nor_started_again():
     child = started(ready=True)
     child.stop()
@@ -177,3 +185,16 @@ def test_a_process_that_stays_is_killed_once_after_the_patience_of_its_stage():
     assert shutdown.step(["rollout/0", "bus"], 11.0) == []
     assert shutdown.step(["bus"], 12.0) == [Ask("bus")]
     assert shutdown.step(["bus"], 21.0) == []  # its own patience begins with its own stage
+
+
+def test_want_of_space_counts_for_nothing_and_is_told_once_until_the_child_was_ready_again() -> None:
+    child = Child("rollout/0", Patience(60, 60, 2))
+    child.started(1, 0.0)
+    assert child.became_ready()
+    for turn in range(5):
+        told = child.no_space("exit code 4", 10.0 * turn)
+        assert ("without space" in told) == (turn == 0)
+        assert child.phase is Phase.BACKOFF and not child.is_due(10.0 * turn + 1) and child.is_due(10.0 * turn + 2)
+        child.started(2 + turn, 10.0 * turn + 2)
+    assert child.became_ready() and child.early_deaths == 0
+    assert child.no_space("exit code 4", 99.0)

@@ -106,6 +106,11 @@ def assert_reads_only(pid: int, scene: Scene) -> None:
             assert flags & os.O_ACCMODE == os.O_RDONLY, target
 
 
+def without_size() -> dict[str, str]:
+    """The environment without a size of the terminal, which would go before the terminal's own."""
+    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+
+
 @pytest.mark.parametrize("ending", ["key", "SIGTERM"])
 def test_the_live_screen_follows_the_terminal_and_gives_it_back_as_it_was(
     scene: Scene, started: Start, ending: str
@@ -116,7 +121,7 @@ def test_the_live_screen_follows_the_terminal_and_gives_it_back_as_it_was(
     settings = termios.tcgetattr(slave)
     child = started(
         "monitor", str(scene.paths.root), stdin=slave, stdout=slave, stderr=slave,
-        env={**os.environ, "TERM": "xterm-256color"},
+        env={**without_size(), "TERM": "xterm-256color"},
     )  # fmt: skip
     seen = read_until(master, lambda text: "scene · running" in text and "compiling" in text)
     assert "age of samples" not in seen

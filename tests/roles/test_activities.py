@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from busrl.errors import WeightsTimeout
+from busrl.ring import State
+from busrl.roles import publish
 from busrl.roles.actor import Actor
+from busrl.roles.rollout import Rollout
 
 
 class Told:
@@ -30,3 +37,91 @@ def test_work_within_work_gives_the_outer_ones_name_and_time_back() -> None:
     with worker.activity("step", 600.0), worker.activity("held by validation", 630.0):
         pass
     assert worker.ring.said == [("step", 600.0), ("held by validation", 630.0), ("step", 600.0), ("",)]
+
+
+class Engine:
+    """Notes what was declared while it steps."""
+
+    def __init__(self, worker: Any, drawing: int) -> None:
+        self.worker, self.drawing, self.active = worker, drawing, 4
+        self.during: list[tuple[Any, ...]] = []
+
+    def step(self) -> list[Any]:
+        self.during.append(tuple(self.worker.ring.said[-1:]))
+        return []
+
+
+def rollout(drawing: int, joined: bool) -> Any:
+    role: Any = Rollout.__new__(Rollout)
+    role.ring, role.joined = Told(), joined
+    role.topology = SimpleNamespace(limits=SimpleNamespace(work_s=77.0, ready_s=1.0))
+    role.engine = Engine(role, drawing)
+    return role
+
+
+@pytest.mark.parametrize(
+    ("drawing", "joined", "declared"), [(4, True, True), (1, False, True), (4, False, False)]
+)
+def test_a_decoding_step_that_may_compute_long_prompts_is_declared_and_no_other_is(
+    drawing: int, joined: bool, declared: bool
+) -> None:
+    role = rollout(drawing, joined)
+    role._engine_step(joining=role.joined or drawing < role.engine.active)
+    assert role.engine.during == [((("prefill", 77.0),) if declared else ())]
+    assert not role.joined
+
+
+def test_a_worker_waits_for_the_weights_of_a_learner_that_gets_on_and_names_one_that_does_not() -> None:
+    role = rollout(0, False)
+    role.name, role.stopping = "rollout/0", ""
+    progress = iter([*range(40), *[40] * 99])
+    role.ring.processes = lambda: [SimpleNamespace(role="learner", pid=1, progress=next(progress))]
+    waits = []
+
+    def late(version: int, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        raise WeightsTimeout("not yet")
+
+    role.receiver = SimpleNamespace(wait_for=late)
+    with pytest.raises(WeightsTimeout, match="no version 3, and no progress of a learner for 1 s"):
+        role._wait_for_weights(3)
+    assert len(waits) > 40, "it had given up after one second of turns"
+
+
+class Held:
+    """A ring whose validator collects `results`, one with each look, and then holds on without any."""
+
+    def __init__(self, results: int, lets_go: bool) -> None:
+        self.left, self.lets_go, self.moved = results, lets_go, 0
+
+    def transitions(self, state: State) -> int:
+        self.left -= self.left > 0
+        return -self.left
+
+    def header(self, name: str) -> int:
+        return 0 if self.lets_go and not self.left else 1
+
+    def activity(self, *what: Any) -> None: ...
+
+    def progress(self) -> None:
+        self.moved += 1
+
+
+@pytest.mark.parametrize("lets_go", [True, False])
+def test_a_publication_waits_for_a_validation_that_has_results_and_names_one_that_has_none(
+    lets_go: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, told = Held(results=50, lets_go=lets_go), []
+    now = [0.0]
+    monkeypatch.setattr(publish.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(publish.hold, "holder", lambda ring: ring.header("hold"))
+    monkeypatch.setattr(publish.hold, "name_of", lambda ring, holder: "validator (pid 7)")
+    worker: Any = Worker()
+    worker.ring, worker.stopping = ring, ""
+    worker.warn = lambda where, text: told.append(text)
+    worker.idle = lambda timeout_s: now.__setitem__(0, now[0] + 9.0)
+    publisher: Any = publish.Publisher.__new__(publish.Publisher)
+    publisher.actor, publisher.ring, publisher._work_s = worker, ring, 10.0
+    publisher._wait_for_hold()
+    assert now[0] > 400.0 and ring.moved >= 50, "each result is waited for, and is progress"
+    assert told == ([] if lets_go else ["validator (pid 7) holds the version and had no result for 10 s; going on"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from checks import check_end
 from harness import ROOT, Run, running
 
@@ -72,3 +73,18 @@ def test_prompts_that_have_not_arrived_are_not_dispatched_not_by_a_successor_eit
         run.let_pass(1.0)
         assert (admitted(run), run.step()) == (there, 2)
     assert run.audit().counts.lost == 0 and not run.audit().errors
+
+
+@pytest.mark.slow
+def test_a_learner_that_accumulates_for_longer_than_the_patience_with_silence_is_not_killed(
+    tmp_path: Path, quickstart: None
+) -> None:
+    slow = ["mock.learner_s_per_token=0.002", "learner.micro_batch_min_samples=64", "learner.trigger.n_min=24"]
+    run = Run(
+        tmp_path / "run", *SCRIPTED, *slow, "limits.progress_s=4", config=ROOT / "configs" / "scripted.toml", steps=2
+    )
+    with running(run):
+        code = run.wait()
+    check_end(run, code)
+    learner = run.summary()["processes"]["learner"]
+    assert learner["restarts"] == 0 and not learner.get("killed_for_silence"), run.tail()

@@ -21,6 +21,19 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
+def test_every_micro_batch_is_told_of_whatever_it_is_for(lab: Any) -> None:
+    trainer, told = lab.trainer("qwen3", micro_batch_tokens=12), []
+    trainer.moved = lambda: told.append(1)
+    samples = lab.samples()
+    trainer.accumulate(samples, lab.advantages(len(samples)))
+    stats = trainer.step(1e-3)
+    assert stats.micro_batches > 3 and len(told) == stats.micro_batches
+    for scoring in (trainer.score, trainer.entropy):
+        told.clear()
+        scoring(samples)
+        assert len(told) == stats.micro_batches
+
+
 def test_the_update_is_that_of_adamw_on_the_clipped_gradient(lab: Any) -> None:
     trainer = lab.trainer("qwen3", max_grad_norm=0.01, weight_decay=0.1, betas=(0.9, 0.95))
     samples = lab.samples(model=trainer.model)

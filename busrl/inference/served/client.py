@@ -23,7 +23,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from busrl.errors import PeerTimeout, UserError
@@ -97,7 +97,11 @@ class Client:
 
     def call(self, work: Coroutine[Any, Any, T], limit_s: float, phase: str) -> T:
         """Run something on the loop and wait for it; PeerTimeout names the phase after `limit_s`."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop is over, and nobody would ever await this
+            work.close()
+            raise PeerTimeout(f"{self.endpoint.url}: {phase}: the connection is closed") from None
         try:
             return future.result(limit_s)
         except concurrent.futures.TimeoutError:
@@ -198,11 +202,13 @@ class Client:
                 if self.endpoint.chat:
                     self._take(ask, await self._gathered(ask, response))
                     return
-                async for data in self._events(response):
-                    part = read(load(data), self.endpoint.vocabulary)
-                    self._take(ask, part)
-                    if part.finish is not None:
-                        return
+                # Closed here: left to the collector it may outlive the loop that has to close it.
+                async with contextlib.aclosing(self._events(response)) as events:
+                    async for data in events:
+                        part = read(load(data), self.endpoint.vocabulary)
+                        self._take(ask, part)
+                        if part.finish is not None:
+                            return
                 raise Garbage("the stream ends before the answer does")
         except Garbage as problem:
             raise Failed(f"garbage: {problem}") from problem
@@ -215,9 +221,10 @@ class Client:
         """A streamed answer by chat, whole. That chunks come shows that the server lives; the request has nothing yet.
         """
         whole = Whole(ask.limit, self.endpoint.vocabulary)
-        async for data in self._events(response):
-            whole.add(load(data))
-            self._alive()
+        async with contextlib.aclosing(self._events(response)) as events:
+            async for data in events:
+                whole.add(load(data))
+                self._alive()
         return whole.part()
 
     def _body(self, ask: Ask) -> dict[str, Any]:
@@ -245,7 +252,7 @@ class Client:
             raise Refused(f"{self.endpoint.url}: {said}")
         raise Failed(said, retry_after_s(response.headers.get("Retry-After")))
 
-    async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
         """The data of server-sent events up to [DONE]. Comments keep a connection, but are no progress."""
         rest, deadline = b"", time.monotonic() + self.endpoint.timeout_s
         while True:
