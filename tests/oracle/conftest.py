@@ -64,12 +64,13 @@ class MadeRun:
     def start(self) -> None:
         """As a learner starts: from the newest checkpoint and the log, if there are any."""
         self.training, self.history = TrainingStep(self.topology), History(self.paths, self.topology)
+        self.metrics = StepMetrics(self.paths)
         self.history.load(self.training, lambda meta, folder: None)
         for record in self.history.to_replay():
             self.training.old.at(record.version, record.step - 1)
-            self.training.replay(record)
+            stats = self.training.replay(record)
             self.history.finished(record)
-        self.metrics = StepMetrics(self.paths)
+            self.metrics.replayed(record, stats)
 
     def stop(self, checkpoint: bool = True) -> None:
         if checkpoint:

@@ -59,6 +59,20 @@ def test_a_learner_that_starts_again_goes_on_with_the_very_numbers(made: Callabl
     assert wrong(run.paths.root) == []
 
 
+def test_the_line_of_a_replayed_step_has_the_ages_of_its_groups(made: Callable[..., Any], wrong: Any) -> None:
+    run = made(3, learner={"checkpoint_every": 0})
+    run.start()
+    run.steps(2)
+    run.stop(checkpoint=False)
+    path = run.paths.metrics
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))  # it died before it wrote this one
+    run.start()
+    run.stop(checkpoint=False)
+    row = json.loads(path.read_text().splitlines()[-1])
+    assert row["replayed"] and row["step"] == 5 and row["age_max"] >= 1 and len(row["age_by_length"]) == 4
+    assert wrong(run.paths.root) == []
+
+
 FALSE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "reward": ("metrics.jsonl", lambda row: row | {"reward": row["reward_trained"]}),
     "grad_norm": ("metrics.jsonl", lambda row: row | {"grad_norm": row["grad_norm"] * 1.0001}),

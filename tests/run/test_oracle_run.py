@@ -68,7 +68,7 @@ def test_answers_of_several_versions_are_among_those_looked_at(two_updates: tupl
         ("learner.loss=ppo_clip", "learner.updates_per_batch=4"),
         ("generation.on_update=recompute", "learner.publish_every=2"),
         ("weights.mode=sync", "learner.weight_decay=0.1", "learner.warmup_groups=12"),
-        ("weights.mode=fully-async", "segments.truncated=-1"),
+        ("weights.mode=fully-async", "segments.truncated=-1", "segments.truncated_penalty=0"),
         ("segments.loss=last_segment", "process.rollout.count=2"),
         ("weights.over_age=drop", "weights.max_staleness=1", "learner.deterministic=true"),
         ("lora.rank=4", "weights.transport=lora_hotswap"),

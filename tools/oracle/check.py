@@ -536,7 +536,8 @@ def _mean_of(parts: list[Tensor]) -> float | None:
 
 def _newest_before(files: RunFiles) -> list[tuple[int, int]]:
     """For each step the newest version before it: by its record, or by what the step before it said."""
-    found = {1: 0} | {step + 1: int(row["version"]) for step, row in files.rows.items() if "version" in row}
+    live = {step: row for step, row in files.rows.items() if "version" in row and not row.get("replayed")}
+    found = {1: 0} | {step + 1: int(row["version"]) for step, row in live.items()}
     return sorted((found | {step.step: step.version for step in files.steps}).items())
 
 
