@@ -94,6 +94,9 @@ def plain_line(progress: Progress, now: float) -> str:
     reward = progress.recent_reward()
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
+    waste = progress.recent_waste()
+    if waste is not None and waste[0] >= 0.005:
+        parts.append(f"{waste[0]:.0%} flat")
     if progress.token_rate.per_s() > 0:
         parts.append(f"{short(progress.token_rate.per_s())} tokens/s")
     parts.append(f"version {progress.version}")
@@ -131,6 +134,8 @@ def _numbers(progress: Progress) -> str:
     parts = [f"reward {BOLD}{reward:.3f}{OFF} {CYAN}{sparkline(progress.rewards)}{OFF}"]
     if progress.validations:
         parts.append(f"validated {progress.validations[-1][1]:.3f}")
+    if (waste := progress.recent_waste()) is not None:
+        parts.append(f"flat {waste[0]:.0%} · cut {waste[1]:.0%}")
     parts += [f"entropy {progress.entropy:.2f}", f"age {progress.age:.1f}", f"version {progress.version}"]
     parts.append(f"{short(progress.token_rate.per_s())} tokens/s")
     return " · ".join(parts)

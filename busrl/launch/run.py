@@ -35,6 +35,7 @@ from busrl.launch.rundir import OpenRun
 from busrl.launch.shutdown import Ask, Shutdown
 from busrl.launch.signals import Signals
 from busrl.launch.stays import Stays
+from busrl.launch.story import Story
 from busrl.launch.strangers import Strangers
 from busrl.launch.summary import Outcome
 from busrl.launch.supervisor import Child, FairClock, Patience, Phase
@@ -81,6 +82,7 @@ class Launch:
         self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         topology = opened.topology
         self.progress = Progress(topology.run.name, topology.run.max_steps, clock(), faults=describe(topology.faults))
+        self.progress.recall(Story.of(opened.paths))
         self._bus = Endpoint(
             "launch",
             opened.paths.frontend,

@@ -38,7 +38,7 @@ class Scripted(Topology):
 fields = {f.name: 0 for f in dataclasses.fields(Derived) if f.default is dataclasses.MISSING}
 derived = Derived(**{**fields, "slots": 8, "slot_bytes": 4096})
 topology = Scripted(run=Run(name="scripted", max_steps=10), model=Model(path="/none"), data=Data(train="/none"),
-    groups=Groups(), generation=Generation(), bus=Bus(), ring=Ring(), scheduler=Scheduler(), learner=Learner(),
+    groups=Groups(), generation=Generation(), bus=Bus(), ring=Ring(), scheduler=Scheduler(), learner=Learner(lr=1e-3),
     weights=Weights(), reward=Reward(), validation=Validation(), limits=Limits(**limits), process=(), derived=derived)
 open(f"{root}.none", "w").close()
 sys.exit(launch(topology, root))
