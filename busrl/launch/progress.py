@@ -6,6 +6,7 @@ version come from its header, so the picture stays right when messages are lost.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -99,6 +100,8 @@ class Progress:
     def _stepped(self, update: m.LearnerStateUpdate) -> None:
         if update.step <= self.told:
             return  # doubled or late
+        if not all(map(math.isfinite, (update.reward, update.entropy, update.age_mean))):
+            return  # no mean of anything
         self.told = update.step
         told = update.metrics
         self.waste.append((told.get("flat_share", 0.0), told.get("groups_ended", 0.0), told.get("cut_share", 0.0)))

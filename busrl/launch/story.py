@@ -53,9 +53,9 @@ class Story:
     @classmethod
     def of(cls, paths: RunPaths) -> Story:
         """Empty where there is nothing (yet)."""
-        rows = [row for row in _tail(paths.metrics) if isinstance(row.get("step"), int)]
-        rounds = [row for row in _tail(paths.validation) if isinstance(row.get("round"), int)]
-        samples = _tail(paths.samples)
+        rows = [row for row in tail_rows(paths.metrics) if isinstance(row.get("step"), int)]
+        rounds = [row for row in tail_rows(paths.validation) if isinstance(row.get("round"), int)]
+        samples = tail_rows(paths.samples)
         first = next((row for row in _head(paths.metrics) if "reward" in row), {})
         return cls(first, tuple(rows), tuple(rounds), samples[-1] if samples else {})
 
@@ -154,7 +154,8 @@ def _head(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _tail(path: Path) -> list[dict[str, Any]]:
+def tail_rows(path: Path) -> list[dict[str, Any]]:
+    """The maps in the newest lines of a file, oldest first; none if it is not there."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
