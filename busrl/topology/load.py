@@ -19,7 +19,7 @@ from typing import Any
 
 from busrl import device
 from busrl.errors import Problem, TopologyError
-from busrl.topology import engine_rules, files, rules, vllm, weight_rules
+from busrl.topology import engine_rules, files, rates, rules, vllm, weight_rules
 from busrl.topology.reader import Reader, show
 from busrl.topology.resolve import resolve
 from busrl.topology.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
@@ -37,6 +37,7 @@ REAL_FILES = frozenset(
 )
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
+RULES = (rules, weight_rules, engine_rules, vllm, rates)
 PLAYED_OF_PROCESS = ("role", "count")
 
 
@@ -64,12 +65,12 @@ def sketch(path: str | Path, overrides: Sequence[str] = ()) -> Sketch:
 def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -> Topology:
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
-    problems, bad = reader.problems, reader.bad
+    problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
     looked, broken = files.look(draft, bad | REAL_FILES if sketched else bad)
     problems.extend(_placed(source, draft, item) for item in broken)
     bad |= {item.key for item in broken}
     resolved = resolve(draft, looked)
-    ruled = [finding for part in (rules, weight_rules, engine_rules, vllm) for finding in part.findings(draft)]
+    ruled = [finding for part in RULES for finding in part.findings(draft)]
     told = [one for one in (*ruled, *resolved.findings) if not (sketched and any(map(_real, one.keys)))]
     found = [f for f in told if not _depends((*f.keys, *f.depends), bad)]
     problems.extend(_problem(source, draft, finding) for finding in found if not finding.warning)
@@ -78,6 +79,13 @@ def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -
         raise TopologyError(sorted(problems, key=source.order))
     warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
     return dataclasses.replace(draft, derived=dataclasses.replace(resolved.derived, warnings=warnings))
+
+
+def _with_advice(problem: Problem, draft: Topology) -> Problem:
+    """The one key that no default can stand for gets advice for the model that is there."""
+    if problem.rule != "learner.lr is missing":
+        return problem
+    return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {rates.advice(draft)}")
 
 
 def _real(key: str) -> bool:
