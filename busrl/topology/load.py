@@ -101,7 +101,8 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     sections: dict[str, Any] = reader.sections()
     draft = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
     function = _function_path(draft.reward.function, source)
-    reward = dataclasses.replace(draft.reward, answer_key=files.answer_key(draft), function=function)
+    kind = "python" if function and not _written(source, "reward", "kind") else draft.reward.kind
+    reward = dataclasses.replace(draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function)
     here = os.path.abspath(source.folder)
     entries = (
         dataclasses.replace(entry, command=tuple(part.replace("{here}", here) for part in entry.command))
@@ -129,11 +130,14 @@ def _dtype(draft: Topology) -> str:
 
 def _generation(draft: Topology, source: Source) -> Generation:
     """An answer has one limit: that of [segments] stands for max_new_tokens where the latter is not written."""
-    key, limit = ("generation", "max_new_tokens"), draft.segments.global_max_length
-    written = key in source.lines or key in source.overridden
-    if not (limit and draft.segments.on) or written:
+    limit = draft.segments.global_max_length
+    if not (limit and draft.segments.on) or _written(source, "generation", "max_new_tokens"):
         return draft.generation
     return dataclasses.replace(draft.generation, max_new_tokens=limit)
+
+
+def _written(source: Source, *key: str) -> bool:
+    return key in source.lines or key in source.overridden
 
 
 def _function_path(function: str, source: Source) -> str:
