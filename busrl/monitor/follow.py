@@ -18,11 +18,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from busrl.errors import NoSuchRun
-from busrl.launch.status import read_map, restarts_of
+from busrl.launch.state import read_map, restarts_of
+from busrl.launch.story import sample_line
 from busrl.monitor.seen import ErrorSeen, Facts, RoundSeen, StepSeen
 from busrl.paths import RunPaths
 
 TAIL_BYTES: Final = 4 << 20
+SAMPLE_BYTES: Final = 1 << 18
 CHUNK: Final = 1 << 20
 T = TypeVar("T")
 
@@ -76,6 +78,7 @@ class RunFiles:
         self._paths = paths
         self._metrics, self._errors = Follower(paths.metrics), Follower(paths.errors)
         self._rounds = Follower(paths.validation)
+        self._samples = Follower(paths.samples, SAMPLE_BYTES)
         self._skipped_told = False
 
     def facts(self) -> Facts:
@@ -119,6 +122,10 @@ class RunFiles:
     def rounds(self) -> list[RoundSeen]:
         """Rounds of validation that were finished since the last call."""
         return list(_decoded(self._rounds.new(), RoundSeen))
+
+    def sample(self) -> str:
+        """What the model wrote lately, in one line; "" if nothing was written since the last call."""
+        return next(filter(None, map(sample_line, _decoded(self._samples.new()[::-1], dict[str, Any]))), "")
 
     def errors(self) -> list[ErrorSeen]:
         """Warnings and errors that were filed since the last call."""

@@ -69,6 +69,7 @@ def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -
     looked, broken = files.look(draft, bad | REAL_FILES if sketched else bad)
     problems.extend(_placed(source, draft, item) for item in broken)
     bad |= {item.key for item in broken}
+    draft = dataclasses.replace(draft, derived=dataclasses.replace(UNRESOLVED, prompt_tokens=looked.prompt_tokens))
     resolved = resolve(draft, looked)
     ruled = [finding for part in RULES for finding in part.findings(draft)]
     told = [one for one in (*ruled, *resolved.findings) if not (sketched and any(map(_real, one.keys)))]
