@@ -29,7 +29,7 @@ SECTIONS_OF = {  # the tables that a process of the role reads; a test compares 
     "scheduler": (*COMMON, "scheduler"),
     "learner": (*COMMON, "model", "lora", "reward", "scheduler", "mock", "openai"),
     "rollout": (*COMMON, "model", "lora", "reward", "mock", "vllm", "openai"),
-    "reward": ("reward", "data", "bus", "limits"),
+    "reward": ("reward", "data", "groups", "learner", "bus", "limits"),
     "validator": ("run", "data", "generation", "learner", "validation", "bus", "limits"),
 }
 
