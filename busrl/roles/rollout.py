@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.data import render
+from busrl.data import prompt_of
 from busrl.errors import WeightsRefused, WeightsTimeout
 from busrl.inference import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.protocol import messages as m
@@ -283,7 +283,7 @@ class Rollout(Actor):
         """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
         bound = 0 if self.limits.waves else self.limits.max_staleness
         behind = self.ring.header("version_step") - self.step_of[self.version]
-        if bound is None or self.topology.learner.forced_age != 0 or behind < max(1, bound):
+        if bound is None or self.topology.experiments.forced_age != 0 or behind < max(1, bound):
             self._behind_since = math.inf
             return False
         self._behind_since = min(self._behind_since, time.monotonic())
@@ -331,11 +331,11 @@ class Rollout(Actor):
             earlier: Ids = read_prompt_ids(self.ring, slot).copy()
             return earlier
         try:
-            ids = np.asarray(self.engine.encode(render(msgspec.json.decode(task), self.topology.data)), np.int32)
+            ids = np.asarray(self.engine.encode(prompt_of(msgspec.json.decode(task), self.topology.data)), np.int32)
         except Exception as problem:
             self._drop(slot, word, "X", f"the prompt cannot be rendered: {problem}")
             return None
-        limit = self.topology.generation.max_prompt_tokens
+        limit = self.topology.max_prompt_tokens
         if not 0 < len(ids) <= limit:
             self._drop(slot, word, "l", f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}")
             return None

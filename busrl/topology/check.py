@@ -207,10 +207,10 @@ def _data(t: Topology) -> Iterator[str]:
     yield "prompts"
     yield f"  train: {t.data.train}, {t.derived.train_prompts} prompts"
     if t.validates:
-        path = t.data.validation or f"{t.data.train} (that of training)"
-        yield f"  validation: {path}, {t.derived.validation_prompts} prompts"
+        yield f"  validation: {t.validation.data}, {t.derived.validation_prompts} prompts"
     yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
-    yield f"  {_tokens(t)}"
+    if t.derived.prompt_text:
+        yield f"  {t.derived.prompt_text}"
     if t.scripted:
         yield f"  {_answers(t)}"
 
@@ -224,25 +224,6 @@ def _answers(t: Topology) -> str:
     cut = sum(length > limit for length in lengths)
     told = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
     return f"scripted answers: {told}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
-
-
-def _tokens(t: Topology) -> str:
-    limit = t.generation.max_prompt_tokens
-    if t.scripted:
-        return f"tokens: one for four bytes of a prompt; longer than {limit} would be set aside"
-    if t.data.train.startswith(TINY) or t.model.path.startswith(TINY):
-        return f"tokens: not counted for tiny tasks; longer than {limit} would be set aside"
-    if t.data.template != "none":
-        return f"tokens: not counted (template = {t.data.template}); longer than {limit} is set aside"
-    found = machine.too_long(Path(t.data.train), t.data.prompt_key, Path(t.model.path), limit)
-    if found is None:
-        return "tokens: not counted, which needs the package tokenizers and a tokenizer.json"
-    if not found.count:
-        return f"tokens: every prompt has at most {limit} (generation.max_prompt_tokens)"
-    return (
-        f"tokens: {found.count} prompts have more than generation.max_prompt_tokens = {limit} and will be set aside; "
-        f"the longest is {t.data.train}:{found.line} with {found.tokens}"
-    )
 
 
 def _model(t: Topology) -> Iterator[str]:
@@ -284,7 +265,7 @@ def _warnings(t: Topology) -> Iterator[str]:
         found.append(f"[[process]]: {text}")
     if text := _missing_key(t):
         found.append(text)
-    if t.data.train not in ("", t.data.validation) and t.derived.train_prompts < t.learner.trigger.n_min:
+    if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
         found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
     if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):
         found.append(f"bus.endpoint: nobody may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`")

@@ -22,7 +22,7 @@ SLOTS_FROM = (
     "segments.max_segments", "segments.rounds",
 )  # fmt: skip
 BYTES_FROM = (
-    "data.train", "data.validation", "model.path", "generation.max_new_tokens", "generation.max_prompt_tokens",
+    "data.train", "validation.data", "model.path", "generation.max_new_tokens", "generation.max_prompt_tokens",
     "segments.max_segments",
 )  # fmt: skip
 ALIGN = 64  # every tensor begins at a multiple of this
@@ -56,11 +56,12 @@ def resolve(topology: Topology, looked: Looked) -> Resolved:
     found.extend(_sums(topology, bounds, slots, looked))
     derived = Derived(
         B=bounds.B, W=bounds.W, n_lo=bounds.n_lo, n_hi=bounds.n_hi,
-        eta_min=max(bounds.least_eta, topology.learner.controller.eta_min),
+        eta_min=max(bounds.least_eta, topology.experiments.controller.eta_min),
         n_floor=bounds.n_floor, g_min=bounds.g_min,
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
         slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,
         slot_bytes=slot_bytes, task_bytes=looked.task_bytes,
+        prompt_tokens=looked.prompt_tokens, prompt_text=looked.prompt_text,
         train_prompts=looked.train_prompts, validation_prompts=looked.validation_prompts if rounds else 0,
         ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
         explain=(*bounds.explain(), _order(topology), *_segments(topology), *control.explain(topology), slots_text,
@@ -116,7 +117,7 @@ def slot_parts(topology: Topology, looked: Looked) -> list[tuple[str, int]]:
     text = min(looked.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR))
     return [
         ("longest line", looked.task_bytes),
-        ("prompt ids", 4 * topology.generation.max_prompt_tokens),
+        ("prompt ids", 4 * topology.max_prompt_tokens),
         (f"{tokens} tokens x {PER_TOKEN}", PER_TOKEN * tokens),
         ("text", text),
         ("reward parts", REWARD_BYTES),
@@ -160,7 +161,7 @@ def _sums(topology: Topology, bounds: limits.Limits, slots: int, looked: Looked)
         rare = every > topology.learner.publish_every
         keys = (*(("weights.restart_every",) if rare else ()), "learner.publish_every")
         yield Finding((*keys, "learner.trigger.n_min", "weights.mode"), rule, _publish_remedy(bounds, rare))
-    longest = generation.max_prompt_tokens + generation.max_new_tokens
+    longest = topology.max_prompt_tokens + generation.max_new_tokens
     if looked.context and longest > looked.context:
         rule = f"prompt and completion have {longest} tokens, the model takes {looked.context}"
         keys = ("generation.max_new_tokens", "generation.max_prompt_tokens")

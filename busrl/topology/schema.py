@@ -45,6 +45,7 @@ from busrl.topology.machinery import (
     Scheduler,
     Simulate,
 )
+from busrl.topology.research import ControllerRules, Experiments
 from busrl.topology.vllm import Vllm
 
 __all__ = [
@@ -58,9 +59,11 @@ __all__ = [
     "Bus",
     "BusFault",
     "Controller",
+    "ControllerRules",
     "CrashFault",
     "Data",
     "Derived",
+    "Experiments",
     "Faults",
     "Generation",
     "Groups",
@@ -115,6 +118,8 @@ class Derived:
     validation_prompts: int  # lines of the file that validation uses, 0 if there is no validation
     ring_bytes: int  # size of the shared-memory file
     val_samples: int  # samples of one validation round, 0 = validation is off
+    prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before
+    prompt_text: str = ""  # how the tokens of the prompts were counted
     explain: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -133,6 +138,12 @@ class ProcessName:
     def devices(self) -> str:
         """The devices that it sees; empty = all."""
         return self.spec.devices[self.place % len(self.spec.devices)] if self.spec.devices else ""
+
+
+def has_model(entry: Process) -> bool:
+    """Whether processes of this entry load the model: the learner, and rollouts with an engine that has one here."""
+    engines = entry.role == "rollout" and entry.engine in ("torch", "vllm")
+    return not entry.command and (entry.role == "learner" or engines)
 
 
 @dataclass(frozen=True)
@@ -161,8 +172,15 @@ class Topology:
     segments: Segments = field(default_factory=Segments)
     lora: Lora = field(default_factory=Lora)
     simulate: Simulate = field(default_factory=Simulate)
+    experiments: Experiments = field(default_factory=Experiments)
     source: str = ""
     overrides: tuple[str, ...] = ()
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """A prompt with more tokens is set aside: the key, or what "auto" came to."""
+        given = self.generation.max_prompt_tokens
+        return given if isinstance(given, int) else self.derived.prompt_tokens
 
     @property
     def task_message_bytes(self) -> int:
@@ -213,9 +231,10 @@ class Topology:
     @staticmethod
     def from_json(text: str) -> Topology:
         """Read a topology.json. It was checked when it was written: only its shape is looked at here."""
+        from busrl.topology.moved import modern
         from busrl.topology.plain import build
 
-        return build(Topology, json.loads(text), "topology.json")
+        return build(Topology, modern(json.loads(text)), "topology.json")
 
 
 def _plain(value: Any) -> Any:
