@@ -177,7 +177,8 @@ def prompts(
         return tiny_prompts(key, path), TINY_LINE_BYTES
     from busrl.data.check import scan  # brings NumPy, which only launch and check need
 
-    answer = answer_key(topology) if topology.reward.kind == "exact_match" else ""
+    compares = topology.reward.kind == "exact_match" and not topology.reward.function  # else the reward is to blame
+    answer = answer_key(topology) if compares else ""
     try:
         result = scan(path, topology.data.prompt_key, answer)
     except DataError as error:
