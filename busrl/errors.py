@@ -277,14 +277,17 @@ class BusClosed(BugError):
 
 # ------------------------------------------------------------------------------------------------------ exit codes
 
-AGAIN, NO_USE, ENDS_RUN = 1, 2, 3
+AGAIN, NO_USE, ENDS_RUN, NO_SPACE = 1, 2, 3, 4
 
 
 def process_code(problem: BusrlError) -> int:
     """What a process of a run ends with: AGAIN if it may go better another time; NO_USE if somebody has to mend
-    something first, for a process that never was ready; ENDS_RUN if nothing more may be trained as it is."""
+    something first, for a process that never was ready; ENDS_RUN if nothing more may be trained as it is; NO_SPACE if
+    it only has to wait until there is room again."""
     if isinstance(problem, EngineDisagrees):
         return ENDS_RUN
+    if isinstance(problem, (DiskFull, SharedMemoryFull)):
+        return NO_SPACE
     passing = (RunInUse, WeightsRefused)  # a predecessor that is about to end, a version that another one follows
     return NO_USE if isinstance(problem, UserError) and not isinstance(problem, passing) else AGAIN
 

@@ -3,7 +3,8 @@
 Maps rings read-only and asks the ring for proof of life. Removes files only in `clean`. Knows nothing of runs beyond
 the names that `paths` gives; what is known of one sample is told by `sample.py`.
 
-- `clean` refuses while a registered process lives: what it wrote would be lost without anybody noticing.
+- `clean` refuses while a launch has the ring or a registered process lives: what it wrote would be lost without
+  anybody noticing.
 - A ring that can not be read may be in use by another version of busrl, so it takes --force too.
 """
 
@@ -21,7 +22,7 @@ from busrl.launch.printable import printable
 from busrl.launch.rundir import unlink_segments
 from busrl.launch.status import newest_run
 from busrl.paths import SHM, RunPaths
-from busrl.ring import UID_NONE, UID_VALIDATE, WORKING, Ring, RingError, State
+from busrl.ring import UID_NONE, UID_VALIDATE, WORKING, Ring, RingError, RingGuard, State
 
 SUFFIX = ".ring"
 
@@ -67,18 +68,31 @@ def clean(target: str, force: bool) -> int:
     """Remove the ring, the weights and the sockets of a run; with `all`, of every run that nobody uses."""
     if target != "all":
         name = ring_name(target)
-        living = users(name)
-        if living and not force:
+        if living := _removed(name, force):
             raise RunInUse(f"{name}: {living}; stop the run first (`busrl stop RUN_DIR`), or use --force")
-        remove(name)
         return 0
     for name in ring_names():
-        living = "" if force else users(name)
-        if living:
+        if living := _removed(name, force):
             print(printable(f"{name}: kept, {living}"))
-        else:
-            remove(name)
     return 0
+
+
+def _removed(name: str, force: bool) -> str:
+    """Remove what nobody uses; who keeps it from being removed, in words."""
+    try:
+        guard = RingGuard(SHM / name)
+    except OSError as error:  # somebody else was quicker, or it is not ours to open
+        return "" if isinstance(error, FileNotFoundError) else f"it can not be opened: {error.strerror}"
+    try:
+        if not guard.try_take() and not force:
+            return "in use by a launch"
+        if not force and (living := users(name)):
+            return living
+        if guard.has_name():
+            remove(name)
+        return ""
+    finally:
+        guard.release()
 
 
 def ring_names() -> list[str]:

@@ -52,6 +52,8 @@ def launch(
         for line in opened.restore():
             display.say(line)
         still_open = close_run(opened)
+    if opened.displaced:  # the run is another launch's, and so is its summary
+        return outcome.exit_code
     audited = audit_run(opened.paths.root, topology)
     report = None if isinstance(audited, str) else audited
     if isinstance(audited, str):

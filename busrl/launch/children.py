@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import BinaryIO
 
 from busrl.errors import TRACE, BugError, first_line
 from busrl.paths import RunPaths
@@ -43,6 +44,7 @@ class Running:
     name: str
     popen: subprocess.Popen[bytes]
     pidfd: int
+    unlogged: str = ""  # why what it says is lost
 
     @property
     def pid(self) -> int:
@@ -127,8 +129,8 @@ def start(
     if threading.current_thread() is not threading.main_thread():
         raise BugError(f"{process.name} was to be started from a thread, with whose end the kernel would kill it")
     log = paths.log(process.name)
-    with open(log, "ab", buffering=0) as output:
-        output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} started by launch (pid {os.getpid()})\n".encode())
+    output, unlogged = _open_log(log)
+    with output:
         popen = subprocess.Popen(
             command_of(process, paths),
             env=environment_of(process, paths, env),
@@ -139,7 +141,21 @@ def start(
             start_new_session=True,
             preexec_fn=_prepare(os.getpid(), cores),
         )
-    return Running(process.name, popen, os.pidfd_open(popen.pid))
+    return Running(process.name, popen, os.pidfd_open(popen.pid), unlogged)
+
+
+def _open_log(log: Path) -> tuple[BinaryIO, str]:
+    """The end of a log file, and why it is not that one: a process does its work with a full disk and without a log."""
+    unlogged = ""
+    try:
+        if log.parent.parent.is_dir():
+            log.parent.mkdir(exist_ok=True)
+        output: BinaryIO = open(log, "ab", buffering=0)  # noqa: SIM115
+    except OSError as error:
+        output, unlogged = open(os.devnull, "ab", buffering=0), f"{log}: {error.strerror}"  # noqa: SIM115
+    with contextlib.suppress(OSError):
+        output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} started by launch (pid {os.getpid()})\n".encode())
+    return output, unlogged
 
 
 def _prepare(parent: int, cores: frozenset[int]) -> Callable[[], None]:

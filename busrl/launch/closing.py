@@ -23,6 +23,11 @@ from busrl.topology import TINY, Topology
 
 def close_run(run: OpenRun) -> int:
     """Write what is open, unlink everything, let go of the directory. Returns how many samples are open."""
+    if run.displaced:
+        run.release()
+        return 0
+    if run.moved():
+        return _abandon(run)
     # Mapped anew: a table that somebody cut short must not be read as long as it was.
     run.fates = Fates(str(run.paths.fates), create=True)
     run.validate_fates = Fates(str(run.paths.validate_fates), create=True)
@@ -40,6 +45,16 @@ def close_run(run: OpenRun) -> int:
     remove_runtime_dir(run.paths)
     run.release()
     return len(still_open)
+
+
+def _abandon(run: OpenRun) -> int:
+    """The run directory is not where it was: nothing is written in its place. Without a ring and an open.bin the next
+    start, wherever it is, generates again what was open."""
+    unlink_segments(run.paths.ring_name)
+    remove_runtime_dir(run.paths)
+    held = sum(count for state, count in run.ring.stats().occupancy.items() if state != "FREE")
+    run.release()
+    return held
 
 
 def audit_run(root: Path, topology: Topology) -> AuditReport | str:

@@ -13,6 +13,7 @@ Knows nothing of samples, groups or weights.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 from busrl import device
 from busrl.bus import Endpoint
-from busrl.errors import ENDS_RUN, NO_USE, FateRefused
+from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.launch.children import Running, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
@@ -99,7 +100,8 @@ class Launch:
         try:
             outcome = self._until_decided()
             self._say(f"ending: {outcome.why}")
-            self._stop_all(outcome)
+            if not self._run.displaced:  # who has lost its turn asks nobody to stop: the others would hear it too
+                self._stop_all(outcome)
             self._picture(self._clock())
             self._display.show(self.progress)
             return outcome
@@ -149,7 +151,12 @@ class Launch:
             running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, bound)
         except OSError as error:
             child.started(0, self._clock())
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._waits_for_space(child, str(error))
+                return None
             return self._died(child, f"it could not be started: {error}")
+        if running.unlogged:
+            self._say(f"{child.name} (pid {running.pid}) has no log: {running.unlogged}")
         self._running[child.name] = running
         self._selector.register(running, selectors.EVENT_READ)
         child.started(running.pid, self._clock())
@@ -209,7 +216,15 @@ class Launch:
         running.close()
         del self._running[running.name]
 
+    def _waits_for_space(self, child: Child, how: str) -> None:
+        if told := child.no_space(how, self._clock()):
+            self._say(told)
+            self._chronicle.warn(told, "error")
+
     def _died(self, child: Child, how: str) -> Outcome | None:
+        if child.was_ready and how == f"exit code {NO_SPACE}" and not self._processes[child.name].spec.command:
+            self._waits_for_space(child, how)
+            return None
         hopeless = self._is_hopeless(child, how)
         death = child.ended(how, self._clock(), hopeless)
         self._say(death.text)
@@ -240,7 +255,12 @@ class Launch:
 
     def _ledger_damaged(self) -> Outcome | None:
         """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""
-        fault = self._fates.look(self._clock())
+        if told := self._run.turn():
+            self._say(told)
+            self._chronicle.warn(told, "error")
+            if self._run.displaced:
+                return Outcome("failed", told, 1)
+        fault = self._run.moved() or self._fates.look(self._clock())
         if fault is None:
             return None
         record_error(self._paths, "launch", "critical", "ledger", fault)

@@ -5,6 +5,8 @@ bus. Recovery is the ordinary path: a first start is a start that finds nothing.
 
 - One launch per directory: `run.lock` is held, and inherited by every child, so a directory is free only when the last
   process of its run is gone.
+- run.lock counts while it is the file of that name. If somebody removes it the launch makes it again; one that finds
+  another launch there has lost its turn and touches nothing more of the run.
 - A ring is adopted only if it is this run's (uuid), of this boot and of this layout. With a ring nothing is put back:
   its slots still hold their samples. Without one, samples in no slot are settled before the new ring has its name.
 - A ring whose samples have lost their fates is not adopted: who was trained can be told only by checkpoint and log.
@@ -28,11 +30,12 @@ from busrl.bus.security import prepare as prepare_endpoint
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunInUse, UserError
 from busrl.launch.fatewatch import lost_fates
 from busrl.launch.putback import PutBack, put_back
+from busrl.launch.strangers import is_titled
 from busrl.ledger.files import write_whole
 from busrl.ledger.mend import mend_trained_set
 from busrl.ledger.openbin import remove_open
 from busrl.paths import SHM, RunPaths
-from busrl.ring import Fates, OfdLock, Ring
+from busrl.ring import Fates, OfdLock, Ring, RingError, RingGuard
 from busrl.topology import Topology
 
 PAUSE_STARTING = 1  # header word generation_pause
@@ -53,14 +56,51 @@ class OpenRun:
     validate_fates: Fates
     adopted: bool
     written: dict[Path, bytes]  # topology.json and run.json as they were written
+    directory: int  # a descriptor of it, wherever it is moved
+    guard: RingGuard
     notes: list[str] = field(default_factory=list)
+    displaced: str = ""  # by whom
+    _told: str = ""
+
+    def turn(self) -> str | None:
+        """See that run.lock is what it was; what was done, or why this launch has lost its turn (`displaced`)."""
+        if self.lock.stands or self.displaced or self.moved():
+            return None
+        try:
+            if self.lock.try_acquire():
+                return f"{self.lock.path} was removed by somebody else; it is made and held again"
+            pid = OfdLock(self.lock.path).holder()
+        except RingError as problem:
+            text = f"{problem}; another launch can not be kept out of {self.paths.root} until that is mended"
+            known, self._told = self._told, text
+            return None if known == text else text
+        self.displaced = (
+            f"another launch (pid {pid or 'unknown'}) has run in {self.paths.root} since somebody removed run.lock; "
+            "this one has lost its turn and leaves ring and files to it"
+        )
+        return self.displaced
+
+    def moved(self) -> str | None:
+        """Where the run directory is now, if it is not any more what has its name; None if it is."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.paths.root), os.fstat(self.directory)):
+                return None
+        text, place = f"the run directory {self.paths.root} was ", os.readlink(f"/proc/self/fd/{self.directory}")
+        if place.endswith(" (deleted)"):
+            return f"{text}removed while the run went on"
+        return (
+            f"{text}moved to {place} while the run went on, so its processes can not find their files; start it again "
+            f"there, with --run-dir {place}: what was trained is trained, what was under way is generated again"
+        )
 
     def restore(self) -> list[str]:
         """Write again what somebody removed or changed of the files that every process of the run reads; what was done.
 
         A child that starts later, and whoever looks at the run or audits it, is to see what the others saw.
         """
-        done = []
+        done: list[str] = []
+        if self.moved():
+            return done
         for path, data in self.written.items():
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,6 +116,8 @@ class OpenRun:
         self.ring.close()
         self.fates.close()
         self.validate_fates.close()
+        os.close(self.directory)
+        self.guard.release()
         self.lock.release()
 
 
@@ -109,7 +151,13 @@ def _make_directories(paths: RunPaths) -> None:
 def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
     """Hold run.lock, so that children can inherit it. Waits only for the children of a launch that is gone."""
     lock = OfdLock(str(paths.lock("run")))
-    if not lock.try_acquire():
+    try:
+        if lock.holder() is None:
+            _wait_for_those_without_a_name(paths, timeout_s)
+        acquired = lock.try_acquire()
+    except RingError as problem:
+        raise UserError(f"{paths.root}: {problem}; move away what is there") from None
+    if not acquired:
         holder = lock.holder()
         if holder and Path(f"/proc/{holder}").exists():
             raise RunInUse(
@@ -119,6 +167,37 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
         _wait_for_children(paths, lock, timeout_s)
     lock.inheritable = True
     return lock
+
+
+def _wait_for_those_without_a_name(paths: RunPaths, timeout_s: float) -> None:
+    """Whoever holds a run.lock that somebody removed runs here all the same: no new lock shows it, /proc does."""
+    end = time.monotonic() + timeout_s
+    while holders := _holders(f"{paths.lock('run')} (deleted)"):
+        launch = next((pid for pid in holders if is_titled(pid, "launch")), 0)
+        if launch or time.monotonic() > end:
+            raise RunInUse(
+                f"{paths.root}: another launch is running there (pid {launch or holders[0]}), though somebody removed "
+                "its run.lock; end it first, or choose another run directory"
+            )
+        time.sleep(0.05)
+
+
+def _holders(name: str) -> list[int]:
+    """Processes of this user that have a file of this name open, as the kernel shows it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and entry.name != str(os.getpid()):
+            with contextlib.suppress(OSError):
+                if any(_link(one) == name for one in os.scandir(entry / "fd")):
+                    found.append(int(entry.name))
+    return found
+
+
+def _link(entry: os.DirEntry[str]) -> str:
+    try:
+        return os.readlink(entry.path)
+    except OSError:
+        return ""
 
 
 def _wait_for_children(paths: RunPaths, lock: OfdLock, timeout_s: float) -> None:
@@ -143,20 +222,44 @@ def _opened(paths: RunPaths, topology: Topology, lock: OfdLock) -> OpenRun:
         notes.append(f"the ring that an earlier launch left is not used: {lost}")
         ring.close()
         ring = None
-    adopted = ring is not None
-    if ring is None:
+    guard = _guard(paths) if ring is not None else None
+    adopted = ring is not None and guard is not None
+    if ring is None or guard is None:  # without its guard it was removed by somebody else just now
+        if ring is not None:
+            ring.close()
         settled = put_back(paths)
         notes += [str(settled)] if settled != PutBack() else []
         # The weights that an earlier run left are of versions that the new ring knows nothing of.
         unlink_segments(paths.ring_name)
         shutil.rmtree(paths.published, ignore_errors=True)
-        ring = create(paths, topology, uuid)
+        ring, guard = _created(paths, topology, uuid)
     else:
         notes.append(f"adopted the ring that an earlier launch left: {describe(ring)}")
     remove_open(paths.open_bin)
     ring.bind_fates(fates, validate_fates)
     ring.set_header("run_state", 0)
-    return OpenRun(paths, topology, lock, uuid, ring, fates, validate_fates, adopted, written, notes)
+    directory = os.open(paths.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    return OpenRun(paths, topology, lock, uuid, ring, fates, validate_fates, adopted, written, directory, guard, notes)
+
+
+def _guard(paths: RunPaths) -> RingGuard | None:
+    """The guard of the run's ring, held; None if the ring has lost its name."""
+    try:
+        guard = RingGuard(paths.ring_file)
+    except FileNotFoundError:
+        return None
+    if guard.take():
+        return guard
+    guard.release()
+    return None
+
+
+def _created(paths: RunPaths, topology: Topology, uuid: bytes) -> tuple[Ring, RingGuard]:
+    while True:
+        ring = create(paths, topology, uuid)
+        if (guard := _guard(paths)) is not None:
+            return ring, guard
+        ring.close()  # somebody who cleans up removed it before it was guarded
 
 
 def create(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring:

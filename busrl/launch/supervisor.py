@@ -5,6 +5,7 @@ be tested without starting one.
 
 - A child that had become ready is started again at once; a growing pause comes only after deaths before ready, and
   only those, in a row, count towards giving up.
+- Who ends for want of space in a run that had some is started again until there is; that counts for nothing.
 - Who says that trying again is of no use (`hopeless`) is not started again.
 - Nobody is killed for silence on the bus. What counts is the progress counter in the ring, timed on the caller's own
   clock from the last change that it saw, without the time for which the caller itself was late.
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
+SPACE_PAUSE_S = 2.0
 ENDLESS_S = 1e8  # the ring cuts infinity to 1e9 s
 
 
@@ -83,6 +85,7 @@ class Child:
     kills: int = 0
     early_deaths: int = 0
     was_ready: bool = False  # in any of its lives
+    waits_for_space: bool = False
     due: float = 0.0
     sight: Sight | None = None
     _since: float = 0.0
@@ -112,6 +115,7 @@ class Child:
         if self.phase is not Phase.STARTING:
             return False
         self.phase, self.early_deaths, self._silent_s, self.was_ready = Phase.READY, 0, 0.0, True
+        self.waits_for_space = False
         return True
 
     def looked(self, sight: Sight | None, passed_s: float) -> Kill | None:
@@ -174,6 +178,13 @@ class Child:
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self.early_deaths - 1))
         self.restarts, self.due = self.restarts + 1, now + pause
         return Death(f"{text}; starting it again in {pause:g} s (attempt {self.early_deaths + 1} of {allowed})", False)
+
+    def no_space(self, how: str, now: float) -> str:
+        """It ended for want of space in a run that had some: it is started again until there is, and nothing counts.
+        What to tell a person, the first time."""
+        self.phase, self.pid, self.due = Phase.BACKOFF, 0, now + SPACE_PAUSE_S
+        told, self.waits_for_space = self.waits_for_space, True
+        return "" if told else f"{self.name} can not go on without space ({how}); it is started again until there is"
 
     def stop(self) -> None:
         """It is to end now and not to be started again."""

@@ -14,11 +14,14 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from busrl.errors import DiskFull, MachineError, WriteFailed
+import msgspec
+
+from busrl.errors import DiskFull, MachineError, UserError, WriteFailed
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 REPLACED = ".replaced-"  # a directory whose successor is about to have its name
@@ -91,46 +94,120 @@ def show_whole(path: Path, value: Mapping[str, Any]) -> None:
         os.replace(temporary, path)
 
 
+def json_lines(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
+    """The maps in a file of JSON lines, in order; what is none is passed over. `tail`: only of its last bytes."""
+    try:
+        with open(path, "rb") as file:
+            if 0 < tail < os.fstat(file.fileno()).st_size:
+                file.seek(-tail, os.SEEK_END)
+                file.readline()
+            for text in file:
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                    value = msgspec.json.decode(text)
+                    if isinstance(value, dict):
+                        yield value
+    except (FileNotFoundError, IsADirectoryError):
+        return
+
+
 class LineFile:
-    """A file of lines that one process appends to; `sync=True` makes each line durable before `append` returns."""
+    """A file of lines that one process appends to; `sync=True` makes each line durable before `append` returns.
+
+    A line goes to the end of the file that has the name now: somebody may empty, remove or rotate it meanwhile.
+    `UserError` where the name is one of something else than a file.
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, sync: bool = False) -> None:
         self.path = Path(path)
         self.sync = sync
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._end = self._cut_half_line()
+        self._torn = False
+        self._fd = self._opened()
 
     def append(self, line: bytes) -> None:
         """Add one line (without its newline); on failure the file is as before."""
         data = line + b"\n"
+        self._follow()
+        before = os.fstat(self._fd).st_size
+        if before and os.pread(self._fd, 1, before - 1) != b"\n":
+            if self._torn:
+                before = _cut_half_line(self._fd)
+            else:  # somebody else's half a line: ours must not become a part of it
+                data = b"\n" + data
+        self._torn = True
         try:
-            end = write_all(self._fd, [data], self._end)
+            _append_all(self._fd, data)
             if self.sync:
                 os.fdatasync(self._fd)
         except OSError as exc:
-            os.ftruncate(self._fd, self._end)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, before)
             raise write_error(self.path, len(data), exc) from exc
-        self._end = end
+        self._torn = False
 
     def flush(self) -> None:
         """Make all lines so far durable."""
-        os.fdatasync(self._fd)
+        try:
+            os.fdatasync(self._fd)
+        except OSError as exc:
+            raise write_error(self.path, 0, exc) from exc
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _cut_half_line(self) -> int:
-        size = os.fstat(self._fd).st_size
-        end, block = size, 1 << 16
-        while end > 0:
-            start = max(0, end - block)
-            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            os.ftruncate(self._fd, end)
-        return end
+    def _opened(self) -> int:
+        """A descriptor of the file, made if it is not there, without half a line at its end."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        except OSError as exc:
+            if exc.errno in FULL:
+                raise write_error(self.path, 0, exc) from exc
+            raise _no_file(self.path, str(exc.strerror)) from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise _no_file(self.path, "it is no regular file")
+        try:
+            _cut_half_line(fd)
+        except OSError as exc:
+            os.close(fd)
+            raise write_error(self.path, 0, exc) from exc
+        return fd
+
+    def _follow(self) -> None:
+        """Go over to the file that has the name now. A directory that was moved took the file along."""
+        try:
+            if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
+                return
+        except OSError:
+            if not self.path.parent.is_dir():
+                return
+        new = self._opened()
+        os.close(self._fd)
+        self._fd = new
+
+
+def _no_file(path: Path, why: str) -> UserError:
+    return UserError(f"{path}: can not be opened for lines: {why}; move away what is there, busrl makes a new file")
+
+
+def _append_all(fd: int, data: bytes) -> None:
+    """Write at the end of a file opened for appending, also when the kernel takes the bytes piecemeal."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _cut_half_line(fd: int) -> int:
+    """The end of the last whole line, at which the file now ends."""
+    size = os.fstat(fd).st_size
+    end, block = size, 1 << 16
+    while end > 0:
+        start = max(0, end - block)
+        newline = os.pread(fd, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(fd, end)
+    return end

@@ -17,7 +17,6 @@ from busrl._ring import (
     UID_NONE,
     UID_VALIDATE,
     Fates,
-    OfdLock,
     Process,
     Reaped,
     Ring,
@@ -43,6 +42,7 @@ from busrl.errors import (
     ShmTooSmall,
     SlotTooSmall,
 )
+from busrl.ring.locks import OfdLock, RingGuard
 
 WORKING = (State.RESERVED, State.GENERATING, State.REWARDING, State.TRAINING)
 
@@ -92,6 +92,7 @@ __all__ = [
     "RingError",
     "RingExists",
     "RingFull",
+    "RingGuard",
     "RingMismatch",
     "RingNotFound",
     "RingReadOnly",

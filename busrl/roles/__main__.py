@@ -7,11 +7,12 @@ what only another one needs.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import signal
 import sys
 
-from busrl.errors import BusrlError, process_code
+from busrl.errors import NO_SPACE, BusrlError, process_code
 from busrl.paths import RunPaths
 
 ROLES = ("bus", "keeper", "scheduler", "rollout", "reward", "learner", "validator")
@@ -34,6 +35,10 @@ def main() -> int:
     except BusrlError as problem:
         print(f"{options.name}: {problem}", file=sys.stderr, flush=True)
         return process_code(problem)
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return NO_SPACE
     finally:
         # Python puts the default handlers back while it ends, which takes a while with torch: a SIGTERM that comes
         # then would turn an orderly end into a death by signal. What is ignored stays ignored.

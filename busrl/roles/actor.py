@@ -38,7 +38,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import Fates, OfdLock, Ring
-from busrl.roles.process import configure_process, wait_for_turn
+from busrl.roles.process import configure_process, hold_again, wait_for_turn
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.topology import Topology
 
@@ -232,6 +232,12 @@ class Actor:
         self._lock = OfdLock(str(self.paths.lock(self.name.replace("/", "-"))))
         return wait_for_turn(self._lock, self.ring, lambda: self.stopping, self.paths, self.name)
 
+    def keep_turn(self) -> None:
+        """The lock of the role counts while its file has the name: make it again if somebody removed it. RunInUse if
+        another process holds the one that has the name now."""
+        if self._lock is not None and hold_again(self._lock, self.name):
+            self.warn(self.role, f"{self._lock.path} was removed by somebody else; it is made and held again")
+
     def _attach(self) -> None:
         self.ring = Ring.attach(self.paths.ring_name)
         self.ring.register(self.role, self.name)
@@ -303,6 +309,7 @@ class Actor:
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
+            self.keep_turn()
             self.bus.heartbeat(self.role, "")
             self._tell_held_back(now)
 

@@ -18,7 +18,7 @@ from busrl.bus import Door, allow_many_connections, run_broker
 from busrl.ledger.errorlog import record_error
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock, Ring
-from busrl.roles.process import configure_process, wait_for_turn
+from busrl.roles.process import configure_process, hold_again, wait_for_turn
 from busrl.roles.refusals import Refusals
 
 
@@ -50,6 +50,7 @@ def serve(paths: RunPaths, settings: dict[str, Any], ring: Ring, lock: OfdLock, 
     def progress() -> None:
         ring.progress()
         refusals.tell()
+        hold_again(lock, "bus")
 
     run_broker(
         paths.frontend,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from busrl.errors import MachineError
-from busrl.ledger.files import LineFile
+from busrl.ledger.files import LineFile, json_lines
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.ring import Ring
 from busrl.roles.limits import control_settings
@@ -224,11 +224,9 @@ class IdleRollouts:
 def read_lines(path: Path) -> dict[int, dict[str, Any]]:
     """The line of every step that is still valid; damage is left out, as these lines are no ledger."""
     found: list[tuple[int, dict[str, Any]]] = []
-    for text in path.read_bytes().split(b"\n") if path.exists() else []:
-        try:
-            line = msgspec.json.decode(text)
-            step = int(line["step"])
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+    for line in json_lines(path):
+        step = line.get("step")
+        if not isinstance(step, int):
             continue
         while found and found[-1][0] >= step:
             found.pop()

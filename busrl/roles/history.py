@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from busrl.errors import DiskFull, UserError
+from busrl.errors import DiskFull, UserError, WriteFailed
 from busrl.ledger.mend import mend_trained_set
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLog
@@ -147,6 +147,9 @@ class History:
             "version_steps": training.old.state(),
             **also,
         }
+
+        if not self.paths.root.is_dir():
+            raise WriteFailed(f"{self.paths.root} is not there any more: nothing is written in its place")
 
         def extras(directory: Path) -> None:
             self._add_files(directory)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from busrl.errors import DiskFull
+from busrl.errors import DiskFull, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
@@ -323,6 +323,7 @@ class Learner(Actor):
 
     def _commit(self, record: Record) -> bool:
         """Append to the log: the commit point. With the disk full, hold the batch and say so until there is room."""
+        self.keep_turn()
         waiting = self.ring.header("unpublished_groups")
         self.ring.set_header("unpublished_groups", waiting + len(record.groups))
         return self.until_written("training", lambda: self.history.append(record))
@@ -353,7 +354,7 @@ class Learner(Actor):
     def _checkpoint(self) -> None:
         try:
             self._write_checkpoint()
-        except DiskFull as problem:
+        except (DiskFull, WriteFailed) as problem:
             self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
 
     def _write_checkpoint(self) -> None:

@@ -15,9 +15,10 @@ from collections.abc import Callable
 
 import setproctitle
 
+from busrl.errors import RunInUse
 from busrl.ledger.errorlog import record_error
 from busrl.paths import RunPaths
-from busrl.ring import LockTimeout, OfdLock, Ring
+from busrl.ring import LockTimeout, OfdLock, Ring, RingError
 
 TURN_S = 0.5
 BURIAL_S = 10.0  # a dead holder is gone by then
@@ -35,6 +36,20 @@ def configure_process(name: str) -> None:
 def title_of(name: str) -> str:
     """What `ps` shows for a process of a run."""
     return f"busrl:{name}"
+
+
+def hold_again(lock: OfdLock, name: str) -> bool:
+    """Whether the lock had to be taken again, since somebody removed its file; RunInUse if another process has it."""
+    if lock.stands:
+        return False
+    with contextlib.suppress(RingError):  # what stands in its place keeps others out as well
+        if not lock.try_acquire():
+            raise RunInUse(
+                f"another {name} (pid {OfdLock(lock.path).holder() or 'unknown'}) has served this run since somebody "
+                f"removed {lock.path}; this one ends"
+            )
+        return True
+    return False
 
 
 def wait_for_turn(lock: OfdLock, ring: Ring, stopping: Callable[[], object], paths: RunPaths, name: str) -> bool:

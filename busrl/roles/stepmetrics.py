@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from busrl.errors import MachineError
 from busrl.inference.base import LENGTH
-from busrl.ledger.files import LineFile
+from busrl.ledger.files import LineFile, json_lines
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.roles.gather import Claimed
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from busrl.training.settings import StepStats
 
 QUARTILES = 4
+TAIL = 1 << 16  # of a file of lines: many of them
 
 
 class StepMetrics:
@@ -197,8 +198,11 @@ class StepMetrics:
 
 def _last_step(path: Path) -> int:
     """The last step that has a line, 0 without one."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return int(msgspec.json.decode(lines[-1])["step"]) if lines else 0
+    for tail in (TAIL, 0):  # the whole file only where its end is damaged
+        steps = [int(row["step"]) for row in json_lines(path, tail) if isinstance(row.get("step"), int)]
+        if steps:
+            return max(steps)
+    return 0
 
 
 def _segments(sample: SampleRecord) -> int:

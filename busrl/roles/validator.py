@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.data import JsonlStream
-from busrl.ledger.files import LineFile
+from busrl.ledger.files import LineFile, json_lines
 from busrl.protocol import messages as m
 from busrl.ring import BadTensor, State
 from busrl.roles import hold
@@ -280,33 +279,23 @@ class Validator(Actor):
         hold.let_go(self.ring)
 
 
-class _Row(msgspec.Struct):
-    """What is read back of a line of validation.jsonl."""
-
-    round: int
-
-
 def _finished_rounds(path: Path) -> set[int]:
-    found = set()
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(msgspec.DecodeError):  # its samples are in the log: the round is finished once more
-            found.add(msgspec.json.decode(line, type=_Row).round)
-    return found
+    """A round whose line was damaged is finished once more: its samples are in the log."""
+    return {row["round"] for row in json_lines(path) if isinstance(row.get("round"), int)}
 
 
 def _groups_done(path: Path) -> int:
     """Groups that were trained when the last finished round began."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return max((int(msgspec.json.decode(line).get("groups", 0)) for line in lines), default=0)
+    return max((row["groups"] for row in json_lines(path) if isinstance(row.get("groups"), int)), default=0)
 
 
 def _read_log(path: Path, round_number: int) -> dict[int, Result]:
     """Results of this round that an earlier validator wrote; a torn last line is left out."""
     found: dict[int, Result] = {}
-    for line in path.read_bytes().splitlines() if path.exists() else []:
+    for line in json_lines(path):
         try:
-            result = msgspec.json.decode(line, type=Result)
-        except msgspec.DecodeError:
+            result = msgspec.convert(line, type=Result)
+        except msgspec.ValidationError:
             continue
         if result.round == round_number:
             found[result.uid] = result

@@ -185,3 +185,16 @@ def test_a_process_that_stays_is_killed_once_after_the_patience_of_its_stage():
     assert shutdown.step(["rollout/0", "bus"], 11.0) == []
     assert shutdown.step(["bus"], 12.0) == [Ask("bus")]
     assert shutdown.step(["bus"], 21.0) == []  # its own patience begins with its own stage
+
+
+def test_want_of_space_counts_for_nothing_and_is_told_once_until_the_child_was_ready_again() -> None:
+    child = Child("rollout/0", Patience(60, 60, 2))
+    child.started(1, 0.0)
+    assert child.became_ready()
+    for turn in range(5):
+        told = child.no_space("exit code 4", 10.0 * turn)
+        assert ("without space" in told) == (turn == 0)
+        assert child.phase is Phase.BACKOFF and not child.is_due(10.0 * turn + 1) and child.is_due(10.0 * turn + 2)
+        child.started(2 + turn, 10.0 * turn + 2)
+    assert child.became_ready() and child.early_deaths == 0
+    assert child.no_space("exit code 4", 99.0)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from busrl.errors import DiskFull, FileCorrupt, LedgerError
+from busrl.errors import DiskFull, FileCorrupt, LedgerError, UserError
 from busrl.ledger import fates
 from busrl.ledger.drawslog import DrawsLog, read_draws
 from busrl.ledger.fates import Fate
-from busrl.ledger.files import LineFile, write_whole
+from busrl.ledger.files import LineFile, json_lines, write_whole
 from busrl.ledger.openbin import OpenSlot, read_open, remove_open, write_open
 from busrl.ledger.trained import UID_LIMIT, TrainedSet
 from busrl.ledger.trainlog import TrainLog
@@ -151,3 +151,65 @@ def test_a_whole_file_is_private_and_replaced_at_once(tmp_path: Path) -> None:
     assert (reader.read(), path.read_bytes()) == (b"old", b"new")
     reader.close()
     assert os.stat(path).st_mode & 0o777 == 0o600
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def rotated(path: Path) -> None:
+    path.rename(path.with_suffix(".1"))
+    path.touch()
+
+
+def half_a_line(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b'{"no end')
+
+
+@pytest.mark.parametrize("damage", [emptied, removed, rotated, half_a_line])
+def test_the_next_line_stands_whole_in_the_file_of_that_name_whatever_was_done_to_it(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = LineFile(path)
+    for step in range(1, 4):
+        lines.append(json.dumps({"step": step}).encode())
+    damage(path)
+    for step in range(4, 6):
+        lines.append(json.dumps({"step": step}).encode())
+    lines.close()
+    assert b"\0" not in path.read_bytes()
+    kept = [1, 2, 3] if damage is half_a_line else []
+    assert [row["step"] for row in json_lines(path)] == [*kept, 4, 5]
+
+
+def test_a_directory_that_is_moved_takes_its_lines_along(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lines = LineFile(tmp_path / "run" / "train.jsonl")
+    lines.append(b"{}")
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    lines.append(b"{}")
+    lines.close()
+    assert (tmp_path / "elsewhere" / "train.jsonl").read_bytes() == b"{}\n{}\n" and not (tmp_path / "run").exists()
+
+
+def test_a_name_that_is_taken_by_something_else_than_a_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "there" / "is" / "none")
+    for name, why in (("folder", "Is a directory"), ("pipe", "no regular file"), ("nowhere", "No such file")):
+        with pytest.raises(UserError, match=f"{name}: can not be opened for lines: .*{why}.*move away"):
+            LineFile(tmp_path / name)
+
+
+def test_lines_are_read_back_past_whatever_else_stands_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b'{"a": 1}\n}{ not json\n[2]\n' + bytes(5000) + b'\n{"a": 3}\n\xff\n{"a": 4}\n{"a": 5')
+    assert [row["a"] for row in json_lines(path)] == [1, 3, 4]
+    assert [row["a"] for row in json_lines(path, tail=25)] == [4]
+    assert not list(json_lines(tmp_path / "none")) and not list(json_lines(tmp_path))

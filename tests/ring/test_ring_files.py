@@ -23,6 +23,7 @@ from busrl.ring import (
     Ring,
     RingError,
     RingExists,
+    RingGuard,
     RingMismatch,
     RingNotFound,
     RingReadOnly,
@@ -237,3 +238,44 @@ def test_an_inheritable_lock_is_held_until_the_last_child_is_gone(world):
     os.kill(heir, 9)
     lock.acquire(10.0)
     child.process.communicate(timeout=30)
+
+
+def test_a_lock_whose_file_lost_its_name_is_taken_again_or_lost_to_who_has_the_name(world):
+    path = world.folder / "role.lock"
+    lock, other = OfdLock(str(path)), OfdLock(str(path))
+    assert lock.try_acquire() and lock.stands
+    lock.inheritable = True
+    path.unlink()
+    assert lock.held and not lock.stands
+    assert lock.try_acquire() and lock.stands and lock.inheritable and not other.try_acquire()
+    path.unlink()
+    assert other.try_acquire() and other.stands
+    assert not lock.try_acquire() and lock.held and not lock.stands
+    with pytest.raises(LockTimeout):
+        lock.acquire(0.05)
+    other.release()
+    lock.acquire(1.0)
+    assert lock.stands
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(RingError, match="Is a directory"):
+        lock.try_acquire()
+    assert lock.held
+
+
+def test_who_removes_a_ring_and_who_has_it_see_each_other(world):
+    path = world.folder / "a.ring"
+    path.write_bytes(bytes(64))
+    launch, cleaner = RingGuard(path), RingGuard(path)
+    assert launch.take() and not cleaner.try_take()
+    launch.release()
+    late = RingGuard(path)
+    assert cleaner.try_take()
+    with pytest.raises(TimeoutError, match="somebody has been removing it"):
+        late.take(timeout_s=0.05)
+    path.unlink()
+    cleaner.release()
+    assert late.take() is False
+    late.release()
+    with pytest.raises(FileNotFoundError):
+        RingGuard(path)

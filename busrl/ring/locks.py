@@ -1,0 +1,137 @@
+"""Locks by file: who serves a role of a run, and which ring nobody may remove.
+
+Talks to lock files through the C++ core, and to a ring's file through a descriptor of its own. Knows nothing of what is
+in a ring, or of roles.
+
+- A role lock counts while its file is the one that has the name. Who finds the name removed, or taken by another file,
+  takes the lock of the file that has it now, or has lost its turn.
+- A launch takes the guard of its ring right after it made or adopted it, and then looks whether the ring still has its
+  name. Who removes a ring takes the guard first and holds it until the name is gone. So the launch is seen, or it
+  sees that it has to make another one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+from pathlib import Path
+
+from busrl._ring import OfdLock as CoreLock
+
+ATTEMPTS = 16
+BYTE = 1 << 40  # of the ring's file, far beyond its end; the first bytes are those of the process table
+WAIT_S = 10.0  # a removal takes milliseconds
+LOOK_EVERY_S = 0.005
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+
+
+class OfdLock:
+    """An open-file-description lock of a file that is made if it is not there; the kernel drops it with its holder.
+
+    The file holds the holder's pid for people. RingError where the name is one of something else than a file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._lock = CoreLock(path)
+
+    def try_acquire(self) -> bool:
+        """Hold it; False if another process does. A lock that is held but does not stand any more is taken again."""
+        if self.stands:
+            return True
+        for _ in range(ATTEMPTS):
+            lock = CoreLock(self.path)
+            if not lock.try_acquire():
+                return False
+            if _is_named(lock.fileno(), self.path):
+                self._use(lock)
+                return True
+            lock.release()  # removed between open and lock: another may hold the one that has the name
+        return False
+
+    def acquire(self, timeout_s: float) -> None:
+        """Hold it within the time; LockTimeout names who does not let go."""
+        end = time.monotonic() + timeout_s
+        while not self.stands:
+            lock = CoreLock(self.path)
+            lock.acquire(max(0.0, end - time.monotonic()))
+            if _is_named(lock.fileno(), self.path):
+                self._use(lock)
+            else:
+                lock.release()
+
+    def _use(self, lock: CoreLock) -> None:
+        if self._lock.held:
+            lock.inheritable = self._lock.inheritable
+            self._lock.release()
+        self._lock = lock
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def holder(self) -> int | None:
+        """Pid of the process that took the lock, -1 if it names nobody; None if it is free."""
+        return self._lock.holder()
+
+    def fileno(self) -> int:
+        return self._lock.fileno()
+
+    @property
+    def held(self) -> bool:
+        """Held, if only on a file that has lost its name."""
+        return self._lock.held
+
+    @property
+    def stands(self) -> bool:
+        """Held, and on the file that has the name now."""
+        return self._lock.held and _is_named(self._lock.fileno(), self.path)
+
+    @property
+    def inheritable(self) -> bool:
+        """Kept over exec(), on purpose: then the lock is free only when all children are gone."""
+        return self._lock.inheritable
+
+    @inheritable.setter
+    def inheritable(self, on: bool) -> None:
+        self._lock.inheritable = on
+
+
+def _is_named(fd: int, path: str | Path) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except OSError:
+        return False
+
+
+class RingGuard:
+    """The guard of one ring file, held or not. FileNotFoundError if there is no such file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def try_take(self) -> bool:
+        """Hold it; False if somebody else does."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, BYTE, 1, 0))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def take(self, timeout_s: float = WAIT_S) -> bool:
+        """Hold it, once whoever removes the ring is done; False if the ring has lost its name by then."""
+        end = time.monotonic() + timeout_s
+        while not self.try_take():
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self._file}: somebody has been removing it for {timeout_s:g} s; start again")
+            time.sleep(LOOK_EVERY_S)
+        return self.has_name()
+
+    def has_name(self) -> bool:
+        """Whether the file that it guards is still the one of that name."""
+        return _is_named(self._fd, self._file)
+
+    def release(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,142 @@
+"""What others do to the run directory and to shared memory while `launch` runs: it goes on, or ends by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from busrl.ring import OfdLock, Ring, RingGuard
+
+MODES = {"keeper": "well", "learner": "learner"}
+
+
+def test_a_removed_lock_is_made_again_and_a_second_launch_is_refused(scripted):
+    first = scripted.start(MODES)
+    scripted.ready("learner")
+    scripted.paths.lock("run").unlink()
+    scripted.said(f"{scripted.paths.lock('run')} was removed by somebody else; it is made and held again")
+    assert OfdLock(str(scripted.paths.lock("run"))).holder() == first.pid
+    scripted.start(MODES)
+    assert scripted.wait() != 0
+    assert f"another launch is running there (pid {first.pid})" in scripted.output
+    scripted.launch = first
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+    assert scripted.leftovers() == []
+
+
+def test_a_launch_whose_lock_was_removed_is_found_by_a_second_one_even_while_it_is_stopped(scripted):
+    first = scripted.start(MODES)
+    scripted.ready("learner")
+    first.send_signal(signal.SIGSTOP)
+    scripted.paths.lock("run").unlink()
+    scripted.start(MODES)
+    assert scripted.wait() != 0
+    assert f"(pid {first.pid}), though somebody removed its run.lock" in scripted.output
+    first.send_signal(signal.SIGCONT)
+    scripted.launch = first
+    scripted.said("it is made and held again")
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+
+
+def test_a_launch_that_has_lost_its_turn_ends_by_name_and_leaves_the_run_to_the_other(scripted):
+    first = scripted.start(MODES)
+    scripted.ready("learner")
+    first.send_signal(signal.SIGSTOP)
+    scripted.paths.lock("run").unlink()
+    other = OfdLock(str(scripted.paths.lock("run")))
+    assert other.try_acquire()  # on another host's pid table, say: nobody there saw the first one
+    first.send_signal(signal.SIGCONT)
+    assert scripted.wait() == 1
+    assert f"another launch (pid {os.getpid()}) has run in {scripted.root}" in scripted.output
+    assert scripted.paths.ring_file.exists() and scripted.paths.runtime_dir.exists()
+    assert not scripted.paths.open_bin.exists() and not scripted.paths.summary.exists()
+    ring = Ring.attach(scripted.paths.ring_name, read_only=True)
+    assert ring.header("run_state") == 0 and all(ring.is_dead(one.index) for one in ring.processes())
+    ring.close()
+    other.release()
+
+
+def test_something_else_in_the_place_of_the_lock_is_told_once_and_refuses_the_next_start(scripted):
+    scripted.start(MODES)
+    scripted.ready("learner")
+    scripted.paths.lock("run").unlink()
+    scripted.paths.lock("run").mkdir()
+    scripted.said("another launch can not be kept out")
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+    assert scripted.log().count("another launch can not be kept out") == 1
+    scripted.start(MODES)
+    assert scripted.wait() != 0
+    assert "run.lock: Is a directory (errno 21); move away what is there" in scripted.output
+
+
+@pytest.mark.parametrize("into", ["elsewhere", ""])
+def test_a_run_directory_that_is_moved_or_removed_ends_the_run_by_name_and_leaves_nothing_in_its_place(scripted, into):
+    scripted.start(MODES)
+    scripted.ready("learner")
+    if into:
+        scripted.root.rename(scripted.root.with_name(into))
+    else:
+        shutil.rmtree(scripted.root)
+    assert scripted.wait() == 1
+    said = f"was moved to {scripted.root.with_name(into)}" if into else "was removed while the run went on"
+    assert f"the run directory {scripted.root} {said}" in scripted.output, scripted.output
+    assert not scripted.root.exists() and scripted.leftovers() == []
+    if into:
+        assert f"--run-dir {scripted.root.with_name(into)}" in scripted.output
+
+
+def test_a_child_is_started_without_its_log_where_that_can_not_be_written(scripted):
+    scripted.start(MODES)
+    pid = scripted.ready("keeper")
+    log = scripted.paths.log("keeper")
+    log.unlink()
+    log.mkdir()
+    os.kill(pid, signal.SIGKILL)
+    scripted.ready("keeper", 2)
+    assert f"has no log: {log}: Is a directory" in scripted.log()
+    log.rmdir()
+    shutil.rmtree(scripted.paths.logs)  # and a directory that is gone is made again
+    os.kill(scripted.lives("keeper")[0], signal.SIGKILL)
+    scripted.life("keeper", 3)
+    scripted.until(lambda: log.is_file(), "the directory of the logs to be made again")
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+
+
+def test_ring_clean_keeps_a_ring_that_a_launch_has_before_any_process_has_registered_in_it(scripted):
+    """The moment between the ring's creation and its first process, held still."""
+    ring = Ring.create(scripted.paths.ring_name, slots=8, slot_bytes=4096, processes=16, uuid=bytes(16))
+    guard = RingGuard(scripted.paths.ring_file)
+    assert guard.take()
+    command = [sys.executable, "-m", "busrl.cli", "ring", "clean", scripted.paths.ring_name]
+    kept = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert kept.returncode == 2 and "in use by a launch" in kept.stderr and guard.has_name(), kept
+    guard.release()
+    removed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert removed.returncode == 0 and not scripted.paths.ring_file.exists(), removed
+    ring.close()
+
+
+def test_a_launch_holds_the_guard_of_its_ring_and_of_one_that_it_adopts(scripted):
+    for life in (1, 2):
+        scripted.start(MODES)
+        scripted.ready("learner", life)
+        guard = RingGuard(scripted.paths.ring_file)
+        assert not guard.try_take()
+        guard.release()
+        if life == 1:
+            scripted.kill_launch(MODES)
+            free = RingGuard(scripted.paths.ring_file)
+            assert free.try_take()
+            free.release()
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+    assert "adopted the ring" in scripted.output
