@@ -14,8 +14,10 @@ from pathlib import Path
 
 from busrl.errors import first_line
 from busrl.launch.progress import duration
+from busrl.ledger.files import TAIL_BYTES, tail
 
-TAIL_BYTES = 1 << 16
+__all__ = ["SHOWN", "TAIL_BYTES", "problems", "tail"]
+
 SHOWN = 5
 TEXT = 240
 
@@ -54,14 +56,3 @@ def _kinds(path: Path) -> list[_Kind]:
         kind = found.setdefault((process, re.sub(r"[0-9]+", "#", text)), _Kind(severity, process, text, at, 0))
         kind.text, kind.at, kind.count = text, at, kind.count + 1
     return list(found.values())
-
-
-def tail(path: Path) -> list[bytes]:
-    """The last lines of a file that somebody may be writing, the first of them perhaps cut; none if it is not there."""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            return file.read(TAIL_BYTES).split(b"\n")
-    except OSError:
-        return []

@@ -3,9 +3,9 @@
 Used by the learner with each look at the groups. Talks to the tail of errors.jsonl for the last error behind the cause.
 Knows nothing of the ring or of tensors.
 
-- Counted is a streak: groups that ended, by whatever process, since the last step and since the last group that could be
-  trained. A task of which most groups are flat is slow, not idle: where such groups were rare before, the limit is what
-  RARE of them would have taken on average.
+- Counted is a streak: groups that ended, by whatever process, since the last step and since the last group that could
+  be trained. A task of which most groups are flat is slow, not idle: where groups that can be trained were rare before,
+  the limit is what RARE of them would have taken on average.
 - What ended before this process looked for the first time is not counted: a start after a correction begins at 0.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.inference.base import LENGTH
-from busrl.ledger.errorlog import tail
 from busrl.ledger.fates import name_of
+from busrl.ledger.files import tail
 from busrl.paths import RunPaths
 from busrl.scheduling.groups import ACCIDENTS, GroupView
 from busrl.topology import Topology
@@ -56,12 +56,12 @@ class Flat:
 
     def text(self) -> str:
         worth = f"every reward was {self.low:g}" if self.low == self.high else "all rewards of each group were equal"
-        cut = f", {self.cut / self.answers:.0%} of the answers were cut at generation.max_new_tokens" if self.cut else ""
-        return f"{worth}{cut}"
+        cut = f", {self.cut / self.answers:.0%} of the answers were cut at generation.max_new_tokens"
+        return f"{worth}{cut if self.cut else ''}"
 
 
 class Idling:
-    """`look` with each view, `set_aside` for flat groups, `stepped` after a step; then `news` for what there is to do."""
+    """`look` with each view, `set_aside` for flat groups, `stepped` after a step; `quarters` say what is to be done."""
 
     def __init__(self, topology: Topology, paths: RunPaths) -> None:
         wanted, n_min = topology.limits.idle_groups, topology.learner.trigger.n_min
@@ -93,14 +93,14 @@ class Idling:
             self.stepped()
         self._ready = ready
 
-    def set_aside(self, lines: npt.NDArray[Any], fate: str, sample: dict[str, object]) -> None:
-        """A group's survivors are dropped; of a flat one `sample` is an answer, for people."""
+    def set_aside(self, lines: npt.NDArray[Any], fate: str, sample: Callable[[], dict[str, object]]) -> None:
+        """A group's survivors are about to be dropped; of a flat one `sample` gives an answer, for people."""
         if fate == "f" and len(lines):
             rewards, own = lines["reward"], self.flat
             own.low, own.high = min(own.low, float(rewards.min())), max(own.high, float(rewards.max()))
             own.answers += len(lines)
             own.cut += int(np.count_nonzero(lines["finish"] == LENGTH))
-            own.last = sample
+            own.last = sample()
 
     def stepped(self) -> None:
         """A step was made, or there is a group for one."""
@@ -117,11 +117,11 @@ class Idling:
         seen = self._usable + self._ended + self._n_min
         return max(self.limit, RARE * seen // self._usable if self._usable else 0)
 
-    def quarter(self) -> int:
-        """The quarter of the patience that was reached since the last call (4: the run is to end), 0 if none was."""
+    def quarters(self) -> range:
+        """The quarters of the patience that were reached since the last call; with the last one the run is to end."""
         reached = min(QUARTERS, self.streak * QUARTERS // self.patience) if self.patience else 0
-        new, self._told = reached > self._told, max(reached, self._told)
-        return reached if new else 0
+        told, self._told = self._told, max(reached, self._told)
+        return range(told + 1, reached + 1)
 
     def text(self, step: int) -> str:
         """What ended the groups, in words: the commonest cause with its count, the last error or answer behind it."""

@@ -201,3 +201,16 @@ def test_a_sample_in_a_slot_without_a_fate_is_counted_because_a_damaged_table_mu
     ring.put(2, 0, state=RESERVED)
     ring.fates[uid_of(2, 0, 0, G)] = 0  # its dispatch is being written
     assert ring.view().unrecorded == 1
+
+
+def test_groups_that_ended_are_told_once_with_the_last_fate_of_each_member(ring: Any) -> None:
+    first = [ring.put_group(0, [1.0, 0.0, 1.0, 0.0]), ring.put_group(1, [0.5] * G)]
+    assert len(ring.view().ended_fates) == 0
+    ring.end(first[0][2], "R")
+    assert len(ring.view().ended_fates) == 0, "the member that raised is rolled once more"
+    for slot in (*first[0][:2], first[0][3], ring.put(0, 2, attempt=1, state=REWARDED)):
+        ring.end(slot, "f")
+    for slot in first[1]:
+        ring.end(slot, "T")
+    assert sorted(bytes(row) for row in ring.view().ended_fates) == [b"TTTT", b"ffff"]
+    assert len(ring.view().ended_fates) == 0
