@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
+import re
+import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from busrl.errors import DeviceMissing
@@ -65,6 +69,39 @@ def environment(kind: str, devices: str, known: Mapping[str, str]) -> dict[str, 
 def kind_of(backend: str) -> str:
     """The kind of device whose memory a process-group backend sends from."""
     return next(kind for kind, own in BACKEND.items() if own == backend)
+
+
+def likely(wanted: str) -> str:
+    """The kind of device that `choose` will find, as far as can be told without torch: by drivers and torch's build."""
+    if wanted != "auto":
+        return wanted
+    return next((kind for kind in ("cuda", "npu") if _driver(kind) and os.environ.get(VISIBLE[kind], "all")), "cpu")
+
+
+def has_bfloat16(kind: str) -> bool:
+    """Whether devices of that kind compute in bfloat16: NVIDIA's do from Ampere (compute capability 8.0) on."""
+    if kind != "cuda":
+        return kind == "npu"
+    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        return all(float(one) >= 8 for one in told)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return True  # no answer: nearly all that are in use do
+
+
+def _driver(kind: str) -> bool:
+    """Whether the host has such a device, and torch was built for it."""
+    if kind == "npu":
+        return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None
+    there = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    torch = importlib.util.find_spec("torch") if there else None
+    if torch is None or torch.origin is None:
+        return False
+    with contextlib.suppress(OSError):
+        text = Path(torch.origin).with_name("version.py").read_text()
+        return re.search(r"^cuda\b[^=\n]*= *None", text, re.M) is None
+    return True
 
 
 # -------------------------------------------------------------------------------------------------- which device

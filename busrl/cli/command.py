@@ -143,6 +143,7 @@ def _add_check(verbs: Verbs) -> None:
 
 def _add_status(verbs: Verbs) -> None:
     made = _verb(verbs, "status", status, "show what a run is doing now, changing nothing")
+    made.add_argument("--json", action="store_true", help="one JSON object; its keys stand in docs/operating.md")
     made.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="default: the newest below runs/")
 
 
@@ -261,7 +262,7 @@ def check(options: argparse.Namespace) -> int:
 def status(options: argparse.Namespace) -> int:
     from busrl.launch.status import status as show
 
-    print(show(options.run_dir))
+    print(show(options.run_dir, as_json=options.json))
     return 0
 
 

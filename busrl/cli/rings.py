@@ -20,7 +20,7 @@ from typing import Any
 from busrl.errors import RunInUse, UserError
 from busrl.launch.printable import printable
 from busrl.launch.rundir import unlink_segments
-from busrl.launch.status import newest_run
+from busrl.launch.state import newest_run
 from busrl.paths import SHM, RunPaths
 from busrl.ring import UID_NONE, UID_VALIDATE, WORKING, Ring, RingError, RingGuard, State
 

@@ -95,7 +95,7 @@ class Sample:
 
     def _prompt(self) -> Iterator[str]:
         data = self.topology.data
-        path = (data.validation or data.train) if self.validates else data.train
+        path = self.topology.validation.data if self.validates else data.train
         try:
             with JsonlStream(path, self.topology.run.seed, data.shuffle and not self.validates, data.prompt_key) as one:
                 samples = max(1, self.topology.derived.val_samples)

@@ -6,21 +6,25 @@ quickstart model, the roles) runs in processes of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import TextIO
 
 import setproctitle
 
 from busrl.errors import MachineError
 from busrl.launch.closing import audit_run, close_run
-from busrl.launch.display import open_display
+from busrl.launch.display import Display, open_display
 from busrl.launch.run import Launch
 from busrl.launch.rundir import open_run
-from busrl.launch.signals import Signals
+from busrl.launch.signals import Interrupted, Signals
 from busrl.launch.status import status
 from busrl.launch.summary import Outcome, build, final_lines, write
+from busrl.ledger.audit import AuditReport
+from busrl.paths import RunPaths
 from busrl.topology import Topology, materialise
 
 __all__ = ["launch", "status"]
@@ -37,38 +41,50 @@ def launch(
 
     Adopts what an earlier launch left in the directory; `resume=False` refuses a directory that holds a run.
     """
-    out = stream or sys.stdout
     setproctitle.setproctitle("busrl:launch")
-    with Signals() as signals:
+    with Signals() as signals, contextlib.closing(open_display(stream or sys.stdout, time.monotonic)) as display:
         topology = materialise(topology)
         opened = open_run(run_dir, topology, resume=resume)
-        display = open_display(out, time.monotonic)
         display.say(f"{topology.run.name} in {opened.paths.root}")
         for note in opened.notes:
             display.say(note)
         running = Launch(opened, display, signals)
         outcome = running.run()
-        display.close()
+        display.settle()
         for line in opened.restore():
             display.say(line)
         still_open = close_run(opened)
-    if opened.displaced:  # the run is another launch's, and so is its summary
-        return outcome.exit_code
-    audited = audit_run(opened.paths.root, topology)
-    report = None if isinstance(audited, str) else audited
+        if opened.displaced:  # the run is another launch's, and so is its summary
+            return outcome.exit_code
+        return _conclude(opened.paths.root, running, outcome, still_open, signals, display)
+
+
+def _conclude(
+    root: Path, running: Launch, outcome: Outcome, still_open: int, signals: Signals, display: Display
+) -> int:
+    """Audit, summary, the last lines. Nothing is held any more."""
+    report: AuditReport | None = None
+    try:
+        with signals.interrupting():
+            audited = audit_run(root, running.topology)
+    except Interrupted as name:
+        audited = f"{name} interrupted it; `busrl audit {root}` makes it"
     if isinstance(audited, str):
-        display.say(f"no audit can be made: {audited}")
+        display.say(f"no audit is made: {audited}")
+    else:
+        report = audited
     if outcome.exit_code == 0 and (report is None or report.errors):
-        said = "the audit found errors" if report else f"no audit can be made: {audited}"
+        said = "the audit found errors" if report else f"no audit is made: {audited}"
         outcome = Outcome("failed", f"the goal was reached, but {said}", 1)
     summary = build(
         outcome, running.progress, running.children, report, still_open, time.monotonic(), running.usage.summary(),
         running.stays.summary(), running.crashes.missing(),
     )  # fmt: skip
+    paths = RunPaths.of(root)
     try:
-        write(opened.paths, summary)
+        write(paths, summary)
     except MachineError as problem:
         display.say(f"no summary.json is written: {problem}")
-    for line in final_lines(summary, report, opened.paths):
+    for line in final_lines(summary, report, paths):
         display.say(line)
     return outcome.exit_code

@@ -5,8 +5,9 @@ Talks to the kernel only; which child to start and when is the supervisor's busi
 - A child dies with `launch` (PR_SET_PDEATHSIG). The kernel sends that signal when the *thread* that forked ends, so
   children are started from the main thread only.
 - Each child has its own session, so Ctrl-C in a terminal reaches `launch` alone, which then stops them in order; and a
-  kill takes along what the child has started itself.
-- The run's lock is inherited on purpose: it is free only when the last child is gone.
+  death takes along what the child has started itself: its group, and what bears its mark (`orphans.py`).
+- busrl's own children inherit the run's lock on purpose: it is free only when the last of them is gone. A foreign
+  command does not: what it starts may live on for reasons of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -27,10 +29,12 @@ from types import MappingProxyType
 from typing import BinaryIO
 
 from busrl.errors import TRACE, BugError, first_line
+from busrl.launch.orphans import MARK, end_marked
 from busrl.paths import RunPaths
 from busrl.topology import ProcessName
 
 PR_SET_PDEATHSIG = 1
+MARKED_S = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 NOTHING: Mapping[str, str] = MappingProxyType({})
 STARTED = re.compile(r"--- .* started by launch \(pid [0-9]+\)$")
@@ -44,7 +48,9 @@ class Running:
     name: str
     popen: subprocess.Popen[bytes]
     pidfd: int
+    mark: str = ""
     unlogged: str = ""  # why what it says is lost
+    on_end: Callable[[int], None] = lambda pid: None  # told when its group is ended, while the pid is still taken
 
     @property
     def pid(self) -> int:
@@ -59,7 +65,10 @@ class Running:
             if os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
             self.kill_group()  # while the pid is still taken, so that the group can not be somebody else's
+            self.on_end(self.pid)
             self.popen.wait()
+            if self.mark:
+                end_marked(self.mark, MARKED_S)
         return describe(self.popen.returncode)
 
     def signal(self, number: int) -> None:
@@ -76,6 +85,12 @@ class Running:
         """End what it has started itself and left behind."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for its end at most so long."""
+        poller = select.poll()  # a pidfd is readable when its process has ended
+        poller.register(self.pidfd, select.POLLIN)
+        poller.poll(timeout_s * 1000)
 
     def close(self) -> None:
         os.close(self.pidfd)
@@ -123,9 +138,10 @@ def start(
     keep_fds: tuple[int, ...] = (),
     env: Mapping[str, str] = NOTHING,
     cores: frozenset[int] = frozenset(),
+    mark: str = "",
 ) -> Running:
-    """Start one child on these cores (none named: on any), `env` added to its environment; its output goes to the end
-    of its log file."""
+    """Start one child on these cores (none named: on any), `env` and its mark added to its environment; its output goes
+    to the end of its log file."""
     if threading.current_thread() is not threading.main_thread():
         raise BugError(f"{process.name} was to be started from a thread, with whose end the kernel would kill it")
     log = paths.log(process.name)
@@ -133,15 +149,15 @@ def start(
     with output:
         popen = subprocess.Popen(
             command_of(process, paths),
-            env=environment_of(process, paths, env),
+            env=environment_of(process, paths, {**env, MARK: mark}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=keep_fds,
+            pass_fds=() if process.spec.command else keep_fds,
             start_new_session=True,
             preexec_fn=_prepare(os.getpid(), cores),
         )
-    return Running(process.name, popen, os.pidfd_open(popen.pid), unlogged)
+    return Running(process.name, popen, os.pidfd_open(popen.pid), mark, unlogged)
 
 
 def _open_log(log: Path) -> tuple[BinaryIO, str]:

@@ -2,12 +2,20 @@
 
 Talks to one output stream; reads a `Progress`. Knows nothing of processes, the ring or the bus. Lines that stay (a
 restart, a validation, an error) are printed above the picture. What others wrote reaches the terminal as plain text.
+
+- Nothing here waits for a reader: a thread of its own writes. While nobody reads (a full pipe, Ctrl-S), no picture is
+  drawn, lines are kept up to `MOST_WAITING` characters, and of the others a line says how many they were.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import shutil
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
@@ -18,6 +26,10 @@ REDRAW_S = 0.25
 PLAIN_EVERY_S = 5.0
 BLOCKS = "▁▂▃▄▅▆▇█"
 BOLD, DIM, GREEN, YELLOW, CYAN, OFF = "\x1b[1m", "\x1b[2m", "\x1b[32m", "\x1b[33m", "\x1b[36m", "\x1b[0m"
+MOST_WAITING = 1 << 20
+PIECE = 4096  # bytes per write, so that a slow reader is seen to read
+STALLED_S = 0.5
+UNREAD_S = 3.0  # at the end: a reader that takes nothing for this long gets no more
 UP_AND_CLEAR = "\x1b[{}A\x1b[J"
 SHOWN_STATES = ("queued", "generating", "generated", "rewarding", "rewarded", "training", "free")
 
@@ -28,35 +40,118 @@ def open_display(stream: TextIO, clock: Callable[[], float]) -> Display:
     return LiveDisplay(stream, clock) if fancy else Display(stream, clock)
 
 
+class Outlet:
+    """One stream, written to by a thread, so that `write` never waits. A stream without a descriptor is written to
+    directly."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._encoding = stream, getattr(stream, "encoding", None) or "utf-8"
+        self._waiting: deque[str] = deque()
+        self._size, self._unshown = 0, 0
+        self._moved = time.monotonic()  # when the reader last took something
+        self._changed = threading.Condition()
+        self._over, self._fd = False, -1
+        try:
+            self._fd = os.dup(stream.fileno())
+        except (OSError, ValueError, AttributeError):
+            return
+        threading.Thread(target=self._serve, name="display", daemon=True).start()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether something waits for a reader that has taken nothing for a while."""
+        return self._size > 0 and time.monotonic() - self._moved > STALLED_S
+
+    def write(self, text: str) -> None:
+        """Hand text on; what does not fit is counted."""
+        if self._fd < 0:
+            self._write_directly(text)
+            return
+        with self._changed:
+            if self._size + len(text) > MOST_WAITING:
+                self._unshown += 1
+                return
+            if self._unshown and not self._size:
+                told = f"({self._unshown} lines are not shown, as nobody read: they are in logs/launch.log)\n"
+                self._unshown, text = 0, told + text
+            if not self._size:
+                self._moved = time.monotonic()
+            self._waiting.append(text)
+            self._size += len(text)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wait until all is written, or until nobody has read for `UNREAD_S`."""
+        with self._changed:
+            self._moved = time.monotonic()
+            while self._size and (left := self._moved + UNREAD_S - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._over = True
+            self._changed.notify_all()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._over:
+                    self._changed.wait()
+                if not self._waiting:
+                    os.close(self._fd)
+                    return
+                text = self._waiting.popleft()
+            self._put(text.encode(self._encoding, "replace"))
+            with self._changed:
+                self._size -= len(text)
+                self._changed.notify_all()
+
+    def _put(self, data: bytes) -> None:
+        """All of it, or nothing more if whoever read it is gone: the run is not about being watched."""
+        while data:
+            try:
+                data = data[os.write(self._fd, data[:PIECE]) :]
+                self._moved = time.monotonic()
+            except BlockingIOError:  # somebody who shares the terminal has made it non-blocking
+                poller = select.poll()
+                poller.register(self._fd, select.POLLOUT)
+                poller.poll()
+            except OSError as problem:
+                if problem.errno != errno.ENOSPC:  # a file may have room again
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), self._fd)
+                return
+
+    def _write_directly(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._stream = open(os.devnull, "w")  # noqa: SIM115
+
+
 class Display:
     """Plain lines: one per few seconds of progress, and every event."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._stream, self._clock = stream, clock
+        self._outlet, self._clock = Outlet(stream), clock
         self._next = 0.0
         self._shown_step = -1
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        self._write(f"{printable(line)}\n")
+        self._outlet.write(f"{printable(line)}\n")
 
     def show(self, progress: Progress) -> None:
         """The state now; cheap to call often."""
         now = self._clock()
-        if now < self._next or progress.step == self._shown_step:
+        if now < self._next or progress.step == self._shown_step or self._outlet.stalled:
             return
         self._next, self._shown_step = now + PLAIN_EVERY_S, progress.step
         self.say(plain_line(progress, now))
 
-    def close(self) -> None:
-        """Leave the stream as the next program expects it."""
+    def settle(self) -> None:
+        """No more pictures: lines follow."""
 
-    def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError):  # whoever read it is gone; the run is not about being watched
-            self._stream = open(os.devnull, "w")  # noqa: SIM115
+    def close(self) -> None:
+        """The end, once what was said is written, or nobody reads it."""
+        self._outlet.close()
 
 
 class LiveDisplay(Display):
@@ -67,21 +162,21 @@ class LiveDisplay(Display):
         self._height = 0
 
     def say(self, line: str) -> None:
-        self._write(f"{self._erase()}{printable(line)}\n")
+        self._outlet.write(f"{self._erase()}{printable(line)}\n")
         self._next = 0.0
 
     def show(self, progress: Progress) -> None:
         now = self._clock()
-        if now < self._next:
+        if now < self._next or self._outlet.stalled:
             return
         self._next = now + REDRAW_S
         width = shutil.get_terminal_size().columns
         lines = [fit(line, width) for line in picture(progress, now, width)]
-        self._write(self._erase() + "".join(f"{line}{OFF}\n" for line in lines))
+        self._outlet.write(self._erase() + "".join(f"{line}{OFF}\n" for line in lines))
         self._height = len(lines)
 
-    def close(self) -> None:
-        self._write(self._erase())  # the summary says it all
+    def settle(self) -> None:
+        self._outlet.write(self._erase())  # the summary says it all
 
     def _erase(self) -> str:
         height, self._height = self._height, 0
@@ -94,6 +189,9 @@ def plain_line(progress: Progress, now: float) -> str:
     reward = progress.recent_reward()
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
+    waste = progress.recent_waste()
+    if waste is not None and waste[0] >= 0.005:
+        parts.append(f"{waste[0]:.0%} flat")
     if progress.token_rate.per_s() > 0:
         parts.append(f"{short(progress.token_rate.per_s())} tokens/s")
     parts.append(f"version {progress.version}")
@@ -131,6 +229,8 @@ def _numbers(progress: Progress) -> str:
     parts = [f"reward {BOLD}{reward:.3f}{OFF} {CYAN}{sparkline(progress.rewards)}{OFF}"]
     if progress.validations:
         parts.append(f"validated {progress.validations[-1][1]:.3f}")
+    if (waste := progress.recent_waste()) is not None:
+        parts.append(f"flat {waste[0]:.0%} · cut {waste[1]:.0%}")
     parts += [f"entropy {progress.entropy:.2f}", f"age {progress.age:.1f}", f"version {progress.version}"]
     parts.append(f"{short(progress.token_rate.per_s())} tokens/s")
     return " · ".join(parts)

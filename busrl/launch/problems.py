@@ -9,50 +9,42 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from busrl.errors import first_line
 from busrl.launch.progress import duration
 from busrl.ledger.files import TAIL_BYTES, tail
 
-__all__ = ["SHOWN", "TAIL_BYTES", "problems", "tail"]
+__all__ = ["SHOWN", "TAIL_BYTES", "kinds", "lines", "tail"]
 
 SHOWN = 5
 TEXT = 240
 
 
-@dataclass
-class _Kind:
-    severity: str
-    process: str
-    text: str
-    at: float
-    count: int
-
-
-def problems(path: Path) -> Iterator[str]:
-    """The newest kinds of problems, the newest first; nothing if there were none."""
-    kinds = sorted(_kinds(path), key=lambda kind: -kind.at)
-    if kinds:
-        yield f"  problems (all of them: {path})"
-    for kind in kinds[:SHOWN]:
-        text = first_line(kind.text, TEXT)
-        times = f"{kind.count} times, last " if kind.count > 1 else ""
-        yield f"    {times}{duration(max(0.0, time.time() - kind.at))} ago  {kind.process} {kind.severity}: {text}"
-    if len(kinds) > SHOWN:
-        yield f"    and {len(kinds) - SHOWN} older kinds"
-
-
-def _kinds(path: Path) -> list[_Kind]:
-    found: dict[tuple[str, str], _Kind] = {}
+def kinds(path: Path) -> list[dict[str, Any]]:
+    """Every kind of problem in the end of the file, the newest first: severity, process, text, time, count."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for line in tail(path):
         try:
             row = json.loads(line)
-            process, severity, text = str(row["process"]), str(row["severity"]), str(row["text"])
+            process, severity, text = str(row["process"]), str(row["severity"]), first_line(str(row["text"]), TEXT)
             at = float(row["time"])
         except (ValueError, KeyError, TypeError):
             continue  # torn, or cut by the tail
-        kind = found.setdefault((process, re.sub(r"[0-9]+", "#", text)), _Kind(severity, process, text, at, 0))
-        kind.text, kind.at, kind.count = text, at, kind.count + 1
-    return list(found.values())
+        told = {"severity": severity, "process": process, "text": text, "time": at, "count": 0}
+        kind = found.setdefault((process, re.sub(r"[0-9]+", "#", text)), told)
+        kind.update(text=text, time=at, count=kind["count"] + 1)
+    return sorted(found.values(), key=lambda kind: -kind["time"])
+
+
+def lines(found: list[dict[str, Any]], path: Path) -> Iterator[str]:
+    """The newest kinds in words; nothing if there were none."""
+    if found:
+        yield f"  problems (all of them: {path})"
+    for kind in found[:SHOWN]:
+        times = f"{kind['count']} times, last " if kind["count"] > 1 else ""
+        ago = duration(max(0.0, time.time() - kind["time"]))
+        yield f"    {times}{ago} ago  {kind['process']} {kind['severity']}: {kind['text']}"
+    if len(found) > SHOWN:
+        yield f"    and {len(found) - SHOWN} older kinds"

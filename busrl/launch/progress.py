@@ -6,9 +6,11 @@ version come from its header, so the picture stays right when messages are lost.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from busrl.launch.story import RECENT, Story
 from busrl.protocol import messages as m
 
 WINDOW_S = 20.0
@@ -63,6 +65,9 @@ class Progress:
     generated: int = 0
     entropy: float = 0.0
     age: float = 0.0
+    told: int = 0  # the newest step whose numbers are known
+    before: int = 0  # steps that were done before this start
+    waste: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
     first_reward: float | None = None
     validations: list[tuple[int, float, int]] = field(default_factory=list)
@@ -73,6 +78,12 @@ class Progress:
     slots: dict[str, int] = field(default_factory=dict)
     token_rate: Rate = field(default_factory=Rate)
     step_rate: Rate = field(default_factory=Rate)
+
+    def recall(self, story: Story) -> None:
+        """What earlier starts in the run directory came to: this one goes on with their story."""
+        self.step = self.told = self.before = story.step
+        self.rewards.extend(story.rewards()[-HISTORY:])
+        self.first_reward, self.validations = story.first_reward, story.means()
 
     def hear(self, message: m.Message) -> list[str]:
         """Fold one message in; returns lines that a person should read."""
@@ -87,8 +98,13 @@ class Progress:
         return []
 
     def _stepped(self, update: m.LearnerStateUpdate) -> None:
-        if update.step <= self.step and self.rewards:
+        if update.step <= self.told:
             return  # doubled or late
+        if not all(map(math.isfinite, (update.reward, update.entropy, update.age_mean))):
+            return  # no mean of anything
+        self.told = update.step
+        told = update.metrics
+        self.waste.append((told.get("flat_share", 0.0), told.get("groups_ended", 0.0), told.get("cut_share", 0.0)))
         self.step, self.version = max(self.step, update.step), max(self.version, update.version)
         self.groups += update.groups
         self.samples += update.samples
@@ -115,6 +131,14 @@ class Progress:
         """Mean reward of the newest steps."""
         newest = list(self.rewards)[-count:]
         return sum(newest) / len(newest) if newest else None
+
+    def recent_waste(self) -> tuple[float, float] | None:
+        """Share of flat groups among those that ended, and of cut answers among the trained, of the newest steps."""
+        ended = sum(groups for _, groups, _ in self.waste)
+        if not ended > 0:
+            return None
+        flat = sum(share * groups for share, groups, _ in self.waste) / ended
+        return flat, sum(cut for _, _, cut in self.waste) / len(self.waste)
 
     def left_s(self) -> float | None:
         """Estimated seconds to the goal; None while there is nothing to estimate from."""

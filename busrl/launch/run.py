@@ -29,12 +29,14 @@ from busrl.launch.children import describe as describe_end
 from busrl.launch.chronicle import Chronicle
 from busrl.launch.display import Display
 from busrl.launch.fatewatch import FateWatch
+from busrl.launch.orphans import Guardian, mark
 from busrl.launch.printable import printable
 from busrl.launch.progress import Progress
 from busrl.launch.rundir import OpenRun
 from busrl.launch.shutdown import Ask, Shutdown
 from busrl.launch.signals import Signals
 from busrl.launch.stays import Stays
+from busrl.launch.story import Story
 from busrl.launch.strangers import Strangers
 from busrl.launch.summary import Outcome
 from busrl.launch.supervisor import Child, FairClock, Patience, Phase
@@ -44,11 +46,12 @@ from busrl.ledger.errorlog import record_error
 from busrl.protocol import address, topic
 from busrl.protocol import messages as m
 from busrl.ring.takeovers import taken_back
-from busrl.topology import IMPLIED_ROLES, SINGLE_ROLES, ProcessName, cores, machine
+from busrl.topology import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, ProcessName, cores, machine
 
 TICK_S = 0.2
 STOP_EVERY_S = 0.5
 STOP_LOOK_S = 0.05
+DYING_S = 10.0  # after SIGKILL
 SIGKILLED = describe_end(-signal.SIGKILL)
 RUNNING, FINISHED, STOPPING = 0, 1, 2  # header word run_state
 HEARD = (m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.Error, m.Hello)
@@ -61,8 +64,8 @@ class Launch:
         self, opened: OpenRun, display: Display, signals: Signals, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._run, self._display, self._signals, self._clock = opened, display, signals, clock
-        self._paths, limits = opened.paths, opened.topology.limits
-        patience = Patience(limits.ready_s, limits.progress_s, limits.restart_attempts)
+        self.topology, self._paths, limits = opened.topology, opened.paths, opened.topology.limits
+        patience = Patience(limits.ready_s, limits.progress_s, limits.restart_attempts, limits.crash_attempts)
         self._processes: dict[str, ProcessName] = {one.name: one for one in opened.topology.processes()}
         self.children = [Child(name, patience) for name in self._processes]
         self._by_address = {address(child.name): child for child in self.children}
@@ -81,6 +84,7 @@ class Launch:
         self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         topology = opened.topology
         self.progress = Progress(topology.run.name, topology.run.max_steps, clock(), faults=describe(topology.faults))
+        self.progress.recall(Story.of(opened.paths))
         self._bus = Endpoint(
             "launch",
             opened.paths.frontend,
@@ -92,6 +96,8 @@ class Launch:
             trouble=trouble_for(topology.faults, "launch", "launch"),
         )
         self._fair = FairClock(TICK_S, clock())
+        self._mark = mark(self._paths.key, os.getpid())
+        self._guardian = Guardian(self._mark)
 
     def run(self) -> Outcome:
         """Until the goal is reached, the run has failed, or a signal asks for the end."""
@@ -118,7 +124,7 @@ class Launch:
 
     def _until_decided(self) -> Outcome:
         while True:
-            outcome = self._ledger_damaged() or self._start_due() or self._bury() or self._signalled()
+            outcome = self._signalled() or self._ledger_damaged() or self._start_due() or self._bury()
             if outcome is not None:
                 return outcome
             self._hear()
@@ -148,13 +154,16 @@ class Launch:
             known = {**os.environ, **process.spec.env}
             devices = device.environment(topology.device_of(child.name), process.devices, known)
             bound = cores.of(topology, process.spec, machine.cores())
-            running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, bound)
+            sign = f"{self._mark}{child.name}/{child.restarts}/"
+            running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, bound, sign)
         except OSError as error:
             child.started(0, self._clock())
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self._waits_for_space(child, str(error))
                 return None
             return self._died(child, f"it could not be started: {error}")
+        running.on_end = self._guardian.let_go
+        self._guardian.hold(running.pid)
         if running.unlogged:
             self._say(f"{child.name} (pid {running.pid}) has no log: {running.unlogged}")
         self._running[child.name] = running
@@ -226,7 +235,7 @@ class Launch:
             self._waits_for_space(child, how)
             return None
         hopeless = self._is_hopeless(child, how)
-        death = child.ended(how, self._clock(), hopeless)
+        death = child.ended(how, self._clock(), hopeless, self._got_to(child))
         self._say(death.text)
         self._chronicle.died(child, death.text, gives_up=death.gives_up)
         log = self._paths.log(child.name)
@@ -238,8 +247,15 @@ class Launch:
         self._say(f"last lines of {log}:")
         for line in last_lines(log):
             self._say(f"  | {line}")
-        what = "can not do what was asked" if hopeless else f"died {child.early_deaths} times before it was ready"
+        what = "can not do what was asked" if hopeless else death.why.removeprefix("it ")
         return Outcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
+
+    def _got_to(self, child: Child) -> int:
+        """What has to grow between two deaths of a child that works. Who finishes samples counts them itself."""
+        process, ring = self._processes[child.name], self._run.ring
+        if process.role in FOREIGN_ROLES and not process.spec.command:
+            return 0
+        return ring.header("step") if process.role == "learner" else sum(ring.stats().transitions.values())
 
     def _is_hopeless(self, child: Child, how: str) -> bool:
         """A process of busrl's own says so by its exit code; one that was ready before may only have met a moment."""
@@ -298,6 +314,8 @@ class Launch:
                 self._say(kill.why)
                 self._running[child.name].kill()
         self._look_at_strangers(passed)
+        if self._guardian.renew():
+            self._note("somebody ended the guardian, which ends what outlives launch; there is another one now")
         pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
         step, stats = self._run.ring.header("step"), self._run.ring.stats()
         self.usage.look(pids, self._watch.entries, step, now)
@@ -364,13 +382,14 @@ class Launch:
 
     def _kill_all(self) -> None:
         """Nobody outlives this; also the way out of an error of our own."""
-        for running in list(self._running.values()):
+        for running in self._running.values():
             running.kill()
-        for running in list(self._running.values()):
-            with contextlib.suppress(Exception):
-                running.popen.wait(timeout=10)
+        for running in self._running.values():
+            running.wait(DYING_S)
+            running.ended()
             running.close()
         self._running.clear()
+        self._guardian.close()
 
     def _say(self, line: str) -> None:
         """For the person who watches, and for the log."""

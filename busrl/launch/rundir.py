@@ -29,6 +29,7 @@ from typing import Any
 from busrl.bus.security import prepare as prepare_endpoint
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunInUse, UserError
 from busrl.launch.fatewatch import lost_fates
+from busrl.launch.orphans import end_left_behind
 from busrl.launch.putback import PutBack, put_back
 from busrl.launch.strangers import is_titled
 from busrl.ledger.files import write_whole
@@ -166,6 +167,7 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
             )
         _wait_for_children(paths, lock, timeout_s)
     lock.inheritable = True
+    end_left_behind(paths.key)  # foreign programs hold no lock
     return lock
 
 
@@ -201,6 +203,8 @@ def _link(entry: os.DirEntry[str]) -> str:
 
 
 def _wait_for_children(paths: RunPaths, lock: OfdLock, timeout_s: float) -> None:
+    """They die with their launch, and its guardian ends what they had started; if it was ended too, that is for us."""
+    end_left_behind(paths.key)
     try:
         lock.acquire(timeout_s)
     except LockTimeout:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from busrl.launch.progress import Progress, duration, short
+from busrl.launch.story import in_words
 from busrl.launch.supervisor import Child
 from busrl.ledger.audit import AuditReport
 from busrl.ledger.files import write_whole
@@ -50,6 +51,7 @@ def build(
         "ended": time.time(),
         "seconds": round(now - progress.started, 3),
         "steps": progress.step,
+        "steps_before": progress.before,
         "max_steps": progress.goal,
         "version": progress.version,
         "seen": {"groups": progress.groups, "samples": progress.samples, "tokens": progress.tokens},
@@ -84,7 +86,8 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
     """What stays on the screen."""
     mark = "✓" if summary["goal_reached"] else "✗"
     lines = [f"{mark} {summary['name']}: {summary['outcome']}, {summary['why']}"]
-    facts = [f"step {summary['steps']}/{summary['max_steps']} in {duration(summary['seconds'])}"]
+    before = f" ({summary['steps_before']} were done before)" if summary["steps_before"] else ""
+    facts = [f"step {summary['steps']}/{summary['max_steps']} in {duration(summary['seconds'])}{before}"]
     first, last = summary["reward"]["first"], summary["reward"]["last_10_steps"]
     if first is not None:
         facts.append(f"reward {first:.3f} → {last:.3f}")
@@ -95,7 +98,7 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
     busy = [
         f"{name} {one['busy_share']:.0%}"
         for name, one in summary["processes"].items()
-        if name.partition("/")[0] in ("learner", "rollout") and one.get("busy_share") is not None
+        if name.partition("/")[0] in ("learner", "rollout", "reward") and one.get("busy_share") is not None
     ]
     if busy:
         lines.append("  busy: " + ", ".join(busy))
@@ -104,9 +107,19 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
         lines.append("  restarted: " + ", ".join(f"{name} {count}×" for name, count in again.items()))
     lines += [f"  WITH FAULTS ON PURPOSE: {line}" for line in summary["faults"]]
     lines += [f"  THIS DEATH NEVER CAME: {line}" for line in summary["faults_that_never_came"]]
+    lines += [f"  {line}" for line in _waste(report)]
     lines.append(f"  {_ledger(summary, report)}")
     lines.append(f"  {paths.root}")
     return lines
+
+
+def _waste(report: AuditReport | None) -> list[str]:
+    """What was generated and not trained, by rule; nothing where that was less than a hundredth."""
+    if report is None:
+        return []
+    ended = sum(report.rules.values()) + sum(report.accidents.values()) + report.counts.trained
+    told = [f"{count / ended:.0%} {in_words(name)}" for name, count in report.rules.items() if 100 * count >= ended]
+    return [f"not trained: {', '.join(told)} of {short(ended)} samples"] if told else []
 
 
 def _ledger(summary: dict[str, Any], report: AuditReport | None) -> str:

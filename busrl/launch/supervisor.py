@@ -3,8 +3,11 @@
 Talks to nothing; `run.py` does what it answers. Knows nothing of processes, rings or signals, so every rule here can
 be tested without starting one.
 
-- A child that had become ready is started again at once; a growing pause comes only after deaths before ready, and
-  only those, in a row, count towards giving up.
+- A child that had become ready is started again at once, and as often as it dies, as long as it does some of its work
+  in between. Deaths before ready, in a row, count towards giving up, and so do deaths after it with no work done since
+  the last one; a growing pause comes between them.
+- A death before ready by SIGKILL that launch did not send says less than an exit code: somebody may kill at random, or
+  the machine be short of memory for a moment. It takes `KILLS_FOR_ONE` of them to count as one.
 - Who ends for want of space in a run that had some is started again until there is; that counts for nothing.
 - Who says that trying again is of no use (`hopeless`) is not started again.
 - Nobody is killed for silence on the bus. What counts is the progress counter in the ring, timed on the caller's own
@@ -17,12 +20,16 @@ be tested without starting one.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
 SPACE_PAUSE_S = 2.0
 ENDLESS_S = 1e8  # the ring cuts infinity to 1e9 s
+KILLS_FOR_ONE = 3
+KILLED = "signal SIGKILL"
+DEATHS_WITHOUT_PAUSE = 5  # after ready, without work; then pauses
 
 
 class Phase(enum.Enum):
@@ -46,16 +53,19 @@ class Patience:
     ready_s: float
     progress_s: float
     restart_attempts: int
+    crash_attempts: int = 0  # 0: for ever
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What the ring says about a child: its counter, what it is doing, and how long that may take (0 = usual)."""
+    """What the ring says about a child: its counter, what it is doing, how long that may take (0 = usual), and how many
+    samples this life of it has finished."""
 
     ready: bool
     progress: int
     activity: str = ""
     deadline_s: float = 0.0
+    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,7 @@ class Death:
 
     text: str
     gives_up: bool
+    why: str = ""  # it gives up
 
 
 @dataclass
@@ -83,7 +94,8 @@ class Child:
     pid: int = 0
     restarts: int = 0
     kills: int = 0
-    early_deaths: int = 0
+    early_deaths: float = 0.0  # before ready, in a row
+    idle_deaths: int = 0  # after it, in a row, with no work done since the last one
     was_ready: bool = False  # in any of its lives
     waits_for_space: bool = False
     due: float = 0.0
@@ -91,6 +103,7 @@ class Child:
     _since: float = 0.0
     _silent_s: float = 0.0
     _killed_for: str = field(default="", repr=False)
+    _run_at: int = -1  # how far the run was at the last death after ready
 
     @property
     def condemned(self) -> bool:
@@ -114,7 +127,7 @@ class Child:
         """Ready, as the ring or (for a process that does not map it) a HELLO says; True the first time."""
         if self.phase is not Phase.STARTING:
             return False
-        self.phase, self.early_deaths, self._silent_s, self.was_ready = Phase.READY, 0, 0.0, True
+        self.phase, self.early_deaths, self._silent_s, self.was_ready = Phase.READY, 0.0, 0.0, True
         self.waits_for_space = False
         return True
 
@@ -151,8 +164,9 @@ class Child:
         self.kills += 1
         return Kill(f"killing {self.name} (pid {self.pid}), state {self.phase.value}: {self._killed_for}")
 
-    def ended(self, how: str, now: float, hopeless: bool = False) -> Death:
-        """It died; `how` is its exit code or signal in words. `hopeless`: it would end the same in its next life."""
+    def ended(self, how: str, now: float, hopeless: bool = False, run_at: int = 0) -> Death:
+        """It died; `how` is its exit code or signal in words. `hopeless`: it would end the same in its next life.
+        `run_at`: how far the run is, a number that grows as it gets on."""
         text = f"{self.name} (pid {self.pid}) ended while {self.phase.value}, after {now - self._since:.1f} s: {how}"
         if self._killed_for:
             text += f", killed for {self._killed_for}"
@@ -161,23 +175,39 @@ class Child:
             self.phase = Phase.GONE
             return Death(text, gives_up=False)
         if hopeless:
-            self.phase = Phase.GONE
-            return Death(f"{text}; giving up: to start it again would change nothing", gives_up=True)
+            return self._given_up(text, "to start it again would change nothing")
         self.phase = Phase.BACKOFF
         if before is Phase.READY:
-            self.restarts, self.due = self.restarts + 1, now
-            return Death(f"{text}; starting it again", gives_up=False)
-        return self._died_early(text, now)
+            return self._died_ready(text, now, run_at)
+        return self._died_early(text, now, how == KILLED and not self._killed_for)
 
-    def _died_early(self, text: str, now: float) -> Death:
-        self.early_deaths += 1
-        allowed = max(1, self.patience.restart_attempts)
-        if self.early_deaths >= allowed:
-            self.phase = Phase.GONE
-            return Death(f"{text}; giving up: it died {self.early_deaths} times in a row before it was ready", True)
-        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self.early_deaths - 1))
+    def _died_ready(self, text: str, now: float, run_at: int) -> Death:
+        worked = run_at != self._run_at or (self.sight is not None and self.sight.samples > 0)
+        self._run_at, self.idle_deaths = run_at, 1 if worked else self.idle_deaths + 1
+        allowed = self.patience.crash_attempts
+        if allowed and self.idle_deaths >= allowed:
+            why = f"it died {self.idle_deaths} times in a row and did none of its work in between"
+            return self._given_up(text, why)
+        pause = self._pause_s(self.idle_deaths - DEATHS_WITHOUT_PAUSE) if allowed else 0.0
         self.restarts, self.due = self.restarts + 1, now + pause
-        return Death(f"{text}; starting it again in {pause:g} s (attempt {self.early_deaths + 1} of {allowed})", False)
+        return Death(f"{text}; starting it again{f' in {pause:g} s' if pause else ''}", gives_up=False)
+
+    def _died_early(self, text: str, now: float, by_others: bool) -> Death:
+        self.early_deaths += 1 / KILLS_FOR_ONE if by_others else 1
+        allowed, counted = max(1, self.patience.restart_attempts), round(self.early_deaths, 2)
+        if counted >= allowed:
+            return self._given_up(text, f"it died {counted:g} times in a row before it was ready{_of_kills(by_others)}")
+        self.restarts, pause = self.restarts + 1, self._pause_s(math.ceil(counted))
+        self.due, attempt = now + pause, math.floor(counted) + 1
+        return Death(f"{text}; starting it again in {pause:g} s (attempt {attempt} of {allowed})", False)
+
+    def _given_up(self, text: str, why: str) -> Death:
+        self.phase = Phase.GONE
+        return Death(f"{text}; giving up: {why}", gives_up=True, why=why)
+
+    @staticmethod
+    def _pause_s(deaths: int) -> float:
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (deaths - 1)) if deaths > 0 else 0.0
 
     def no_space(self, how: str, now: float) -> str:
         """It ended for want of space in a run that had some: it is started again until there is, and nothing counts.
@@ -196,6 +226,15 @@ class Child:
     def finished(self) -> None:
         """It ended because its work is done (the learner)."""
         self.phase, self.pid = Phase.GONE, 0
+
+
+def _of_kills(by_others: bool) -> str:
+    if not by_others:
+        return ""
+    return (
+        f" ({KILLS_FOR_ONE} times SIGKILL from outside counting as one): the kernel may have killed it for want of "
+        "memory (see `dmesg`), or somebody did; free memory, then start the run again"
+    )
 
 
 class FairClock:

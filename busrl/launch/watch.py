@@ -48,7 +48,7 @@ class Watch:
         entry = self._entries.get(pid)
         if entry is None:
             return None
-        return Sight(entry.state == "ready", entry.progress, entry.activity, entry.deadline_s)
+        return Sight(entry.state == "ready", entry.progress, entry.activity, entry.deadline_s, entry.samples)
 
     def rows(self, children: Iterable[Child], now: float) -> tuple[Row, ...]:
         """One line per child for the display."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, UserError
-from busrl.launch.status import read_map
+from busrl.launch.state import read_map
 from busrl.paths import SHM, RunPaths
 from busrl.ring import OfdLock, Process, Ring
 

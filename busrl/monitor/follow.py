@@ -18,11 +18,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from busrl.errors import NoSuchRun
-from busrl.launch.status import read_map, restarts_of
+from busrl.launch.state import read_map, restarts_of
+from busrl.launch.story import sample_line
 from busrl.monitor.seen import ErrorSeen, Facts, MetricsLine, RoundSeen, StepSeen
 from busrl.paths import RunPaths
 
 TAIL_BYTES: Final = 4 << 20
+SAMPLE_BYTES: Final = 1 << 18
 CHUNK: Final = 1 << 20
 T = TypeVar("T")
 
@@ -76,6 +78,7 @@ class RunFiles:
         self._paths = paths
         self._metrics, self._errors = Follower(paths.metrics), Follower(paths.errors)
         self._rounds = Follower(paths.validation)
+        self._samples = Follower(paths.samples, SAMPLE_BYTES)
         self._skipped_told = False
 
     def facts(self) -> Facts:
@@ -94,7 +97,7 @@ class RunFiles:
             max_steps=_get(_map(topology.get("run")), "max_steps", 0),
             group_size=_get(_map(topology.get("groups")), "size", 0),
             n_min=_get(trigger, "n_min", 0),
-            t_max_s=_number(trigger.get("t_max"), math.inf) / 1000,  # the topology has milliseconds
+            t_max_s=_t_max_s(trigger),
             mode=_get(_map(topology.get("weights")), "mode", ""),
             max_staleness=_get(_map(topology.get("weights")), "max_staleness", 0),
             progress_s=_number(_map(topology.get("limits")).get("progress_s"), 30.0),
@@ -119,6 +122,10 @@ class RunFiles:
     def rounds(self) -> list[RoundSeen]:
         """Rounds of validation that were finished since the last call."""
         return list(_decoded(self._rounds.new(), RoundSeen))
+
+    def sample(self) -> str:
+        """What the model wrote lately, in one line; "" if nothing was written since the last call."""
+        return next(filter(None, map(sample_line, _decoded(self._samples.new()[::-1], dict[str, Any]))), "")
 
     def errors(self) -> list[ErrorSeen]:
         """Warnings and errors that were filed since the last call."""
@@ -146,6 +153,13 @@ def _decoded(lines: list[bytes], kind: type[T]) -> Iterator[T]:
             yield decoder.decode(line)
         except (ValueError, RecursionError):
             continue
+
+
+def _t_max_s(trigger: dict[str, Any]) -> float:
+    """In seconds; a run of an older busrl has milliseconds, under another name."""
+    if "t_max_s" in trigger:
+        return _number(trigger["t_max_s"], math.inf)
+    return _number(trigger.get("t_max"), math.inf) / 1000
 
 
 def _map(value: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ MAX_PRESENT: Final = 256
 MAX_ROUNDS: Final = 64
 ONLY_IN_METRICS: Final = (
     "length_ended", "length_mean", "age_p95", "age_max", "seconds", "n_min", "control_n_min", "control_moves",
-    "entropy_ratio", "eta",
+    "entropy_ratio", "eta", "flat_share", "cut_share", "k3", "ess",
 )  # fmt: skip
 SILENT_S: Final = 5.0  # a process known by its heartbeats alone, which come every second
 
@@ -86,6 +86,7 @@ class Picture:
     replay: str = ""  # what is replayed and how fast, if it is a replay
     replay_over: bool = False
     pace: float = 1.0  # seconds of the run in one of the listener's; 0: a replay as fast as it goes
+    sample: str = ""  # what the model wrote lately, in one line
     waiting: str = ""  # for what the scheduler waits
     credit: int = -1
     restarts: dict[str, int] = field(default_factory=dict)  # by launch, of each of its children

@@ -27,6 +27,10 @@ def lines(picture: Picture, now: float, wall: float) -> list[str]:
     out += [f"  slots     {states}", f"  trigger   {words.trigger(picture, now)}"]
     if control := words.controller(picture):
         out.append(f"  control   {control}")
+    if policy := words.policy(picture):
+        out.append(f"  policy    {policy}")
+    if picture.sample:
+        out.append(f"  sample    {safe(picture.sample)}")
     out += [f"  staleness {words.staleness(picture)}", f"  bus       {words.bus(picture, now)}"]
     flows = sorted(picture.traffic.by_name.items(), key=lambda item: -item[1].count)
     out += [f"    {name:<22}{flow.count:>9,}  {flow.rate.per_s():>8.1f}/s" for name, flow in flows]

@@ -41,6 +41,8 @@ def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
         "control": _control(picture),
         "staleness": _staleness(picture),
         "charts": _charts(picture),
+        "policy": _policy(picture),
+        "sample": picture.sample or None,
         "validations": [
             {"round": one.round, "version": one.version, "mean": _round(one.mean)}
             for one in picture.validations.values()
@@ -114,6 +116,18 @@ def _staleness(picture: Picture) -> dict[str, Any]:
         "mean": _round(newest.age_mean) if known else None,
         "p95": _round(newest.age_p95) if known else None,
         "max": _round(newest.age_max) if known else None,
+    }
+
+
+def _policy(picture: Picture) -> dict[str, Any]:
+    """Means over the newest steps; None where no step told."""
+    steps = picture.steps
+    return {
+        "flat_share": _round(steps.recent(lambda one: one.flat_share)),
+        "cut_share": _round(steps.recent(lambda one: one.cut_share)),
+        "entropy": _round(steps.recent(lambda one: one.entropy)),
+        "ess": _round(steps.recent(lambda one: one.ess)),
+        "k3": steps.recent(lambda one: one.k3),
     }
 
 

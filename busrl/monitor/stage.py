@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from busrl.errors import UserError
-from busrl.launch.status import read_map
+from busrl.launch.state import read_map
 from busrl.monitor.recording import Recording
 from busrl.monitor.replayer import refuse_if_served
 from busrl.paths import RunPaths

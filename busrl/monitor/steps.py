@@ -18,6 +18,7 @@ from typing import Final
 from busrl.monitor.seen import StepSeen
 
 KEPT: Final = 4096
+RECENT: Final = 10
 PACE_S: Final = 20.0  # the speed is that of the newest steps which together took so long
 
 
@@ -75,6 +76,11 @@ class Steps:
         # A step under way counts against the speed once it takes longer than those before it: a run may stand still.
         over = span + max(0.0, quiet_s - span / len(told))
         return Pace(len(told) / over, sum(one.samples for one in told) / over, sum(one.tokens for one in told) / over)
+
+    def recent(self, of: Callable[[StepSeen], float | None]) -> float | None:
+        """Mean of a number over the newest steps that tell it."""
+        told = [value for step in self.numbers()[-RECENT:] if (value := of(self._known[step])) is not None]
+        return sum(told) / len(told) if told else None
 
     def course(self, of: Callable[[StepSeen], float]) -> list[float]:
         """One number of every step, oldest first."""

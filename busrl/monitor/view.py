@@ -37,7 +37,7 @@ SEVERITY_STYLE: Final = {"warning": "yellow", "error": "red", "critical": "bold 
 LABELS: Final = "grey58"
 
 
-FACTS = 5  # lines about slots, trigger, staleness and bus; one more with a controller
+FACTS = 6  # lines about slots, trigger, policy, staleness and bus; one more with a controller or a sample
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Sizes:
 def view(picture: Picture, now: float, wall: float, width: int, height: int, errors_only: bool = False) -> Layout:
     """The whole screen; `errors_only` gives the middle of it to the list of errors."""
     rows = picture.rows(now)
-    sizes = Sizes.of(height, len(rows), picture.complaints.count, FACTS + bool(words.controller(picture)))
+    sizes = Sizes.of(
+        height, len(rows), picture.complaints.count, FACTS + bool(words.controller(picture)) + bool(picture.sample)
+    )
     screen = Layout()
     head = Layout(_head(picture, now, wall, width), size=2)
     foot = Layout(_foot(picture, now, errors_only), size=1)
@@ -196,6 +198,8 @@ def _facts(picture: Picture, now: float, width: int) -> RenderableType:
         _labelled("", legend),
         _labelled("trigger", Text(words.trigger(picture, now))),
         *([_labelled("control", Text(control))] if (control := words.controller(picture)) else []),
+        _labelled("policy", Text(words.policy(picture) or "no step yet")),
+        *([_labelled("sample", Text(safe(picture.sample)))] if picture.sample else []),
         _labelled("staleness", Text(words.staleness(picture))),
         _labelled("bus", Text(words.bus(picture, now), "yellow" if bad else "")),
     ]

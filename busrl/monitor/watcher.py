@@ -105,6 +105,7 @@ class Watcher:
             self.picture.step(step, ended)
         for done in self._files.rounds():
             self.picture.validated(done)
+        self.picture.sample = self._files.sample() or self.picture.sample
         for error in self._files.errors():
             self.picture.error(error, "file")
         self.picture.complaints.before(self._files.errors_before())

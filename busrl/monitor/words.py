@@ -96,6 +96,19 @@ def staleness(picture: Picture) -> str:
     return f"age mean {newest.age_mean:.2f} · p95 {newest.age_p95:.1f} · max {newest.age_max:g} steps · {mode}"
 
 
+def policy(picture: Picture) -> str:
+    """What the newest steps say of the policy and of what was thrown away; "" before the first."""
+    steps = picture.steps
+    told = [
+        ("flat groups", steps.recent(lambda one: one.flat_share), ".0%"),
+        ("cut answers", steps.recent(lambda one: one.cut_share), ".0%"),
+        ("entropy", steps.recent(lambda one: one.entropy), ".2f"),
+        ("ess", steps.recent(lambda one: one.ess), ".2f"),
+        ("k3", steps.recent(lambda one: one.k3), ".2g"),
+    ]
+    return " · ".join(f"{name} {value:{form}}" for name, value, form in told if value is not None)
+
+
 def bus(picture: Picture, now: float) -> str:
     """Messages per second, and whether this picture is complete and of now."""
     traffic = picture.traffic

@@ -14,6 +14,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
 from typing import Any, BinaryIO
 
@@ -51,7 +52,10 @@ def serve(function: RewardFunction, weights: dict[str, float], requests: BinaryI
     """Judge batches until the parent closes the pipe."""
     while (body := read_frame(requests)) is not None:
         for request in _batches.decode(body):
-            write(answers, judge(function, weights, request))
+            begun = time.monotonic()
+            answer = judge(function, weights, request)
+            answer.seconds = time.monotonic() - begun
+            write(answers, answer)
 
 
 def judge(function: RewardFunction, weights: dict[str, float], request: Request) -> Answer:

@@ -39,13 +39,14 @@ class Request(msgspec.Struct, array_like=True, gc=False):
 
 
 class Answer(msgspec.Struct, array_like=True, gc=False):
-    """What became of a request. `error`: "" | raised | malformed | not_loaded (seq 0 only)."""
+    """What became of a request. `error`: "" | raised | malformed | not_loaded (seq 0 only); `seconds` it took."""
 
     seq: int
     value: float
     parts: dict[str, float]
     error: str
     text: str
+    seconds: float = 0.0
 
 
 def frame(encoder: msgspec.msgpack.Encoder, message: Any) -> bytes:

@@ -45,6 +45,7 @@ class Lane:
         self.restarts = 0
         self.phase = Phase.STARTING
         self.elapsed_s, self._seen = 0.0, now
+        self.busy_s = 0.0  # spent in the function, as far as that is seen
         self._child = ChildProcess(setup, poller, pass_fds)
 
     def __len__(self) -> int:
@@ -73,7 +74,11 @@ class Lane:
         """Outcomes that have come up; at most `at_most_s` of the time since the last call counts. Never waits."""
         self._child.flush()
         answers = self._child.read()
+        judging, passed = bool(self.sent), max(0.0, now - self._seen)
         outcomes = self._settle(answers)
+        # Its answers say what they took; what it is still at took all the time that they leave over.
+        known = passed if self.sent else sum(answer.seconds for answer in answers)
+        self.busy_s += min(passed, known) if judging else 0.0
         self.elapsed_s = 0.0 if answers else self.elapsed_s + min(now - self._seen, at_most_s)
         self._seen = now
         if self._child.ended:

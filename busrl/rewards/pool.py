@@ -60,7 +60,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Snapshot: items judged by outcome, items waiting, children restarted."""
+    """Snapshot: items judged by outcome, items waiting, children restarted, seconds in the function per child."""
 
     judged: int
     raised: int
@@ -68,6 +68,7 @@ class PoolStats:
     malformed: int
     pending: int
     restarts: int
+    busy_s: float
 
 
 class RewardPool:
@@ -153,6 +154,7 @@ class RewardPool:
             malformed=self._counts["malformed"],
             pending=len(self._keys),
             restarts=sum(lane.restarts for lane in self._lanes),
+            busy_s=sum(lane.busy_s for lane in self._lanes) / max(1, len(self._lanes)),
         )
 
     def pids(self) -> list[int]:

@@ -6,6 +6,7 @@ or rewards. A role subclasses `Actor` and gives `setup`, `step` and, where it li
 Invariants:
 - The loop looks at the ring at least once per `tick_s` even when no message arrives: messages only shorten the wait.
 - Every pass of the loop moves the progress counter; a longer piece of work is declared with `activity`.
+- A STOP counts only once the ring says that the run is over: whoever can write to the bus can not end it.
 - `stopping` is only ever set, never cleared; a role ends at the next pass after it.
 """
 
@@ -44,6 +45,7 @@ from busrl.topology import Topology
 
 HEARTBEAT_S = 1.0
 SPACE_LOOK_S = 0.5
+RUNNING = 0  # header word run_state
 BUS_WAIT_S = 3.0
 log = logging.getLogger("busrl")
 
@@ -300,10 +302,12 @@ class Actor:
             self.idle(self.tick_s * self._random.uniform(0.75, 1.25))
 
     def _dispatch(self, message: m.Message) -> None:
-        if isinstance(message, m.Stop):
+        if not isinstance(message, m.Stop):
+            self.handle(message)
+        elif self.ring.header("run_state") != RUNNING:
             self.stop(f"STOP: {message.reason}")
         else:
-            self.handle(message)
+            self.warn("bus", f"a STOP of {message.sender!r} is not followed: the run goes on", kind="STOP")
 
     def _heartbeat(self) -> None:
         now = time.monotonic()

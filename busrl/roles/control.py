@@ -48,8 +48,8 @@ class Control:
         self.training, self.plan = training, plan
         self.controller = None if settings is None else Controller(settings)
         # One gate, not two: full rules that act take the place of the training step's own.
-        config = topology.learner
-        self._gates = config.dmmpt == "gate" and config.controller.mode == "act" and config.controller.rules == "full"
+        mode, own = topology.learner.controller.mode, topology.experiments
+        self._gates = own.dmmpt == "gate" and mode == "act" and own.controller.rules == "full"
         if self._gates:
             training.gate = None
         self.probe: list[SampleRecord] = []

@@ -27,7 +27,7 @@ from busrl.paths import RunPaths
 from busrl.scheduling.groups import ACCIDENTS, GroupView
 from busrl.topology import Topology
 
-AUTO = 4  # x n_min
+AUTO, LEAST = 4, 32  # x n_min, and at least so many: a few flat groups in a row are chance
 RARE = 32  # a streak in which so many usable groups were to be expected is no chance
 QUARTERS = 4
 TRAINED = ord("T")
@@ -65,7 +65,7 @@ class Idling:
 
     def __init__(self, topology: Topology, paths: RunPaths) -> None:
         wanted, n_min = topology.limits.idle_groups, topology.learner.trigger.n_min
-        self.limit = AUTO * n_min if isinstance(wanted, str) else wanted
+        self.limit = max(LEAST, AUTO * n_min) if isinstance(wanted, str) else wanted
         self.paths, self._n_min = paths, n_min
         self._usable = self._ended = 0  # groups in this life; those that ended unused, without the streak
         self._ready: set[int] = set()

@@ -67,7 +67,7 @@ class Learner(Actor):
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
         self.training.moved = self.ring.progress
-        self.worth = Worth(self.topology.segments.truncated, self.topology.segments.truncated_penalty)
+        self.worth = Worth(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
         self.idling = Idling(self.topology, self.paths)
         self.agreement = Agreement(self.topology)
@@ -99,14 +99,15 @@ class Learner(Actor):
                 replayed += 1
             self.control.start()
             self.history.store_fates(self.fates)
-            self.publisher = Publisher(self, self.config.forced_age, self.history.highest_version, self.training.write)
+            late = self.topology.experiments.forced_age
+            self.publisher = Publisher(self, late, self.history.highest_version, self.training.write)
             joined = self._join()
             if not joined:
                 return
             if self.history.step or self.publisher.version:
                 log.info("resumed at step %d (%d of them trained again from the log)", self.history.step, replayed)
                 self._publish()
-            elif self.config.forced_age:
+            elif late:
                 self.publisher.remember(0, self.training.weights())
         self.begun_at = self.history.step
         self.ring.set_header("unpublished_groups", 0)

@@ -26,6 +26,7 @@ def control_settings(topology: Topology) -> ControlSettings | None:
     bound = topology.weights.max_staleness if topology.weights.mode == "batch-async" else None
     least = topology.derived.eta_min
     return ControlSettings.of(
-        controller, n_min=trigger.n_min, n_lo=low, n_hi=high, t_max_ms=trigger.t_max,
+        controller, topology.experiments.controller, n_min=trigger.n_min, n_lo=low, n_hi=high,
+        t_max_ms=1000 * trigger.t_max_s,
         eta_min=least if bound is None else min(least, bound), eta_max=bound,
     )  # fmt: skip

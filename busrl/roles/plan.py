@@ -14,16 +14,16 @@ def make_plan(topology: Topology, limits: Limits, *, streaming: bool) -> Learner
 
     `streaming`: micro-batches may run before the whole step is known.
     """
-    trigger, config = topology.learner.trigger, topology.learner
+    trigger = topology.learner.trigger
     return LearnerPlan(
         limits,
         Trigger(
             trigger.n_min,
             limits.n_floor,
-            trigger.t_max / 1000,
+            trigger.t_max_s,
             sync=limits.sync,
             count_ended=trigger.count == "ended",
         ),
-        Staleness(None if config.forced_age else limits.max_staleness, topology.weights.over_age),
+        Staleness(None if topology.experiments.forced_age else limits.max_staleness, topology.weights.over_age),
         streaming=streaming,
     )

@@ -27,7 +27,54 @@ BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.05  # a little longer than the pause between two doorbells of a busy rollout
 JUDGE_WAIT_S = 0.02
 LOAD_LOOK_S = 0.5
+WINDOW_S, BUSY = 10.0, 0.9  # a reward that worked all of this time, while samples waited, is slow
 FATE_OF = {"raised": "R", "hung": "H", "malformed": "M"}
+
+
+class Load:
+    """How busy the judges are, and what that costs when everybody waits for them. Pure: time comes from the caller."""
+
+    def __init__(self, workers: int, processes: int, timeout_s: float, step_samples: int, now: float) -> None:
+        self.workers, self.processes, self.timeout_s = workers, processes, timeout_s
+        self.step_samples = step_samples
+        self.busy_s = 0.0
+        self._window_s, self._since, self._busy, self._judged = WINDOW_S, now, 0.0, 0
+
+    def seen(self, busy_s: float) -> int:
+        """Nanoseconds more since the last call."""
+        more, self.busy_s = busy_s - self.busy_s, busy_s
+        return int(more * 1e9)
+
+    def due(self, now: float) -> bool:
+        """Whether the window that is judged together has ended."""
+        return now - self._since >= self._window_s
+
+    def slow(self, judged: int, waiting: int, now: float) -> str:
+        """At the end of a window: what a reward costs that held everybody up all the time, "" if it did not."""
+        passed, busy, count = now - self._since, self.busy_s - self._busy, judged - self._judged
+        self._since, self._busy, self._judged = now, self.busy_s, judged
+        if busy < BUSY * passed or waiting <= 2 * self.workers:
+            return ""
+        self._window_s *= 2  # said again, less and less often
+        if not count:
+            return f"the reward function gave no answer for {passed:.0f} s, {waiting} samples wait; {self._remedy()}"
+        call_s = busy * self.workers / count
+        step_s = self.step_samples * call_s / (self.workers * self.processes)
+        return (
+            f"the reward holds everything up: a call takes {call_s:.3g} s and {waiting} samples wait, so a step's "
+            f"{self.step_samples} samples take {step_s:.3g} s of judging; {self._remedy()}"
+        )
+
+    def hung(self) -> str:
+        """What a call that does not end costs, to be added to the warning of it."""
+        return f"; each such call holds its worker up for {self.timeout_s:g} s, and {self._remedy()}"
+
+    def _remedy(self) -> str:
+        all_ = self.workers * self.processes
+        return (
+            f"{f'{all_} workers serve' if all_ > 1 else 'one worker serves'} all: make the function faster, lower "
+            f"reward.timeout_s ({self.timeout_s:g}), or raise reward.workers ({self.workers})"
+        )
 
 
 class Reward(Actor):
@@ -45,6 +92,13 @@ class Reward(Actor):
         self.bell = Doorbell()
         self.streaming = False
         self.rung, self.next_look = True, 0.0
+        self.load = self._load()
+
+    def _load(self) -> Load:
+        topology, reward = self.topology, self.topology.reward
+        processes = sum(one.role == "reward" for one in topology.processes())
+        samples = topology.learner.trigger.n_min * topology.groups.size
+        return Load(reward.workers, processes, reward.timeout_s, samples, time.monotonic())
 
     def handle(self, message: m.Message) -> None:
         self.rung = True
@@ -79,15 +133,26 @@ class Reward(Actor):
     def _settle(self, timeout_s: float) -> int:
         """Commit what the judges have answered, waiting at most `timeout_s` for a first answer."""
         outcomes = self.pool.poll(timeout_s)
+        self._count_busy()
         self._commit([outcome for outcome in outcomes if outcome.error is None])
         for outcome in outcomes:
             if outcome.error is not None:
                 said, _, trace = outcome.text.partition("\n")
+                said += self.load.hung() if outcome.error == "hung" else ""
                 self._drop(outcome.key, outcome.error, f"{outcome.error}: {said}", trace)
         self.ring_bell(self.bell)
         if outcomes:
             self.ring.add(samples=len(outcomes))
         return len(outcomes)
+
+    def _count_busy(self) -> None:
+        stats = self.pool.stats()
+        if busy_ns := self.load.seen(stats.busy_s):
+            self.ring.add(busy_ns=busy_ns)
+        if self.load.due(now := time.monotonic()):
+            waiting = len(self.held) + self.ring.stats().occupancy.get("GENERATED", 0)
+            if slow := self.load.slow(sum((stats.judged, stats.raised, stats.malformed)), waiting, now):
+                self.warn("reward", slow, kind="slow")
 
     def _items(self, taken: Sequence[tuple[int, int]]) -> list[Item]:
         """What the judge needs of each; a sample that can not be read is dropped as malformed."""

@@ -283,7 +283,7 @@ class Rollout(Actor):
         """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
         bound = 0 if self.limits.waves else self.limits.max_staleness
         behind = self.ring.header("version_step") - self.step_of[self.version]
-        if bound is None or self.topology.learner.forced_age != 0 or behind < max(1, bound):
+        if bound is None or self.topology.experiments.forced_age != 0 or behind < max(1, bound):
             self._behind_since = math.inf
             return False
         self._behind_since = min(self._behind_since, time.monotonic())

@@ -25,7 +25,7 @@ from busrl.data import JsonlStream, trace
 from busrl.errors import DiskFull
 from busrl.protocol import messages as m
 from busrl.ring import State
-from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.actor import RUNNING, Actor, Doorbell
 from busrl.roles.foresight import Foresight
 from busrl.roles.intervals import checkpoint_may_follow
 from busrl.roles.limits import admission_limits
@@ -44,7 +44,6 @@ from busrl.topology.resolve import in_flight
 
 log = logging.getLogger("busrl")
 CLS_TRAIN, CLS_VALIDATE = 0, 1
-RUNNING = 0
 STATE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 PREDECESSOR_LOOK_S = 0.02

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,8 +100,7 @@ class StepMetrics:
         """Write the lines of a finished step, with what others counted (`more`). Returns the row."""
         now = time.monotonic()
         rewards = np.array([sample.reward for sample in record.samples])
-        lengths = np.array([len(sample.token_ids) // 4 for sample in record.samples])
-        ages = np.array([record.step - 1 - group.step for group in groups])
+        lengths = _lengths(record.samples)
         ended = np.concatenate([rewards, self._aside_rewards])
         row: dict[str, Any] = {
             "step": record.step,
@@ -108,27 +108,16 @@ class StepMetrics:
             "cause": record.cause,
             "time_s": round(now - (self._started or now), 4),
             "seconds": round(now - self._last, 4),
-            "groups": len(groups),
             "groups_ended": len(groups) + self.groups_aside,
-            "samples": len(record.samples),
             "samples_ended": len(ended),
             "tokens": stats.tokens,
             "reward": float(ended.mean()),
-            "reward_trained": float(rewards.mean()),
             "flat_share": self._aside["f"] / (len(groups) + self.groups_aside),
             "set_aside": dict(self._aside),
             "skipped": stats.skipped,
             "culprits": list(stats.culprits),
-            "length_mean": float(lengths.mean()),
-            "length_p95": float(np.percentile(lengths, 95)),
             "length_ended": float(np.concatenate([lengths, self._aside_lengths]).mean()),
-            "segments_mean": float(np.mean([_segments(sample) for sample in record.samples])),
-            "segments_max": max(map(_segments, record.samples)),
-            "cut_share": float(np.mean([sample.finish == LENGTH for sample in record.samples])),
-            "age_mean": float(ages.mean()),
-            "age_p95": float(np.percentile(ages, 95)),
-            "age_max": int(ages.max()),
-            "age_by_length": _by_quartile(groups, ages),
+            **_trained(record),
             **_training(stats),
             "wait_s": {reason: round(seconds, 4) for reason, seconds in self._waited.items()},
             "blocked_by": self._blocker,
@@ -170,10 +159,8 @@ class StepMetrics:
         rewards = [sample.reward for sample in record.samples]
         row = {
             "step": record.step, "version": record.version, "cause": record.cause, "replayed": True,
-            "time_s": 0.0, "seconds": 0.0, "groups": len(record.groups), "samples": len(rewards),
-            "groups_ended": len(record.groups), "samples_ended": len(rewards), "tokens": stats.tokens,
-            "reward": float(np.mean(rewards)), "reward_trained": float(np.mean(rewards)), "age_mean": 0.0, "age_max": 0,
-            **_training(stats),
+            "time_s": 0.0, "seconds": 0.0, "groups_ended": len(record.groups), "samples_ended": len(rewards),
+            "tokens": stats.tokens, "reward": float(np.mean(rewards)), **_trained(record), **_training(stats),
         }  # fmt: skip
         with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
@@ -260,8 +247,34 @@ def _training(stats: StepStats) -> dict[str, Any]:
     }
 
 
-def _by_quartile(groups: Sequence[Claimed], ages: npt.NDArray[np.int64]) -> list[float]:
+def _trained(record: Record) -> dict[str, Any]:
+    """What the record alone says of the groups of its step: the same live and replayed."""
+    lengths = _lengths(record.samples)
+    members = [list(own) for _, own in groupby(record.samples, key=lambda sample: sample.group)]
+    # A group is as old as its oldest member.
+    ages = np.array([record.step - 1 - min(sample.step for sample in own) for own in members])
+    return {
+        "groups": len(record.groups),
+        "samples": len(record.samples),
+        "reward_trained": float(np.mean([sample.reward for sample in record.samples])),
+        "length_mean": float(lengths.mean()),
+        "length_p95": float(np.percentile(lengths, 95)),
+        "segments_mean": float(np.mean([_segments(sample) for sample in record.samples])),
+        "segments_max": max(map(_segments, record.samples)),
+        "cut_share": float(np.mean([sample.finish == LENGTH for sample in record.samples])),
+        "age_mean": float(ages.mean()),
+        "age_p95": float(np.percentile(ages, 95)),
+        "age_max": int(ages.max()),
+        "age_by_length": _by_quartile(members, ages),
+    }
+
+
+def _lengths(samples: Sequence[SampleRecord]) -> npt.NDArray[np.int64]:
+    return np.array([len(sample.token_ids) // 4 for sample in samples])
+
+
+def _by_quartile(groups: Sequence[Sequence[SampleRecord]], ages: npt.NDArray[np.int64]) -> list[float]:
     """Mean age of the groups in each quartile of mean length, shortest first."""
-    lengths = np.array([np.mean([len(record.token_ids) // 4 for record in group.records]) for group in groups])
+    lengths = np.array([_lengths(group).mean() for group in groups])
     order = np.argsort(lengths, kind="stable")
     return [float(ages[part].mean()) if len(part) else 0.0 for part in np.array_split(order, QUARTILES)]

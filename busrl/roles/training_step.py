@@ -56,16 +56,18 @@ class TrainingStep:
         self.config = topology.learner
         self.source = Path(topology.model.path)
         self.device = device.choose(topology.device_of("learner"))
-        self.settings = TrainerSettings.from_learner(self.config, topology.model.dtype, topology.segments.loss)
+        self.settings = TrainerSettings.of(topology)
         self.last_only = topology.segments.loss == "last_segment"
-        self.gate = EntropyGate(self.config.dmmpt_sigma) if self.config.dmmpt == "gate" else None
+        experiments = topology.experiments
+        self.gate = EntropyGate(experiments.dmmpt_sigma) if experiments.dmmpt == "gate" else None
         self.gate_moved = False  # by the last step
         self.schedule = _schedule(topology)
-        self.part_groups = self.config.controller.noise_groups if _measures_noise(self.config) else 0
+        self.part_groups = experiments.controller.noise_groups if _measures_noise(topology) else 0
         self.s_per_token = topology.mock.learner_s_per_token
         self.groups = 0
         weights = topology.weights
-        bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.config.forced_age
+        self.forced_age = experiments.forced_age
+        bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.forced_age
         self.old = OldTokens(weights.max_staleness if bounded else None)
         self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
         self.moved: Callable[[], None] = _nothing  # called after each micro-batch and each part of a checkpoint
@@ -159,7 +161,7 @@ class TrainingStep:
         """Train a step of the log again, with the tokens left out that were left out then."""
         live, self.skip_mastered = self.skip_mastered, record.dmmpt
         # A version that was there a step before has other weights than those of this step.
-        exact = self.old.step_of(record.version) == record.step - 1 and not self.config.forced_age
+        exact = self.old.step_of(record.version) == record.step - 1 and not self.forced_age
         stats = self.train(record.samples, len(record.groups), record.version if exact else None)
         if self.gate is None:
             self.skip_mastered = live
@@ -308,10 +310,11 @@ def _schedule(topology: Topology) -> Schedule:
     return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
 
 
-def _measures_noise(config: Learner) -> bool:
+def _measures_noise(topology: Topology) -> bool:
     """Only the full rules look at the noise scale; several updates per batch have no one gradient to measure."""
-    controller = config.controller
-    return controller.mode != "off" and controller.rules == "full" and config.updates_per_batch == 1
+    learner = topology.learner
+    full = learner.controller.mode != "off" and topology.experiments.controller.rules == "full"
+    return full and learner.updates_per_batch == 1
 
 
 def _parts(records: Sequence[SampleRecord], groups: int) -> list[slice]:

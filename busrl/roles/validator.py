@@ -99,14 +99,13 @@ class Validator(Actor):
 
     def setup(self) -> None:
         config, data = self.topology.validation, self.topology.data
-        path = data.validation or data.train
-        self.stream = JsonlStream(path, self.topology.run.seed, False, data.prompt_key)
+        self.stream = JsonlStream(config.data, self.topology.run.seed, False, data.prompt_key)
         self.samples = self.topology.derived.val_samples
         self.asked = lines_of(self.samples, len(self.stream))
         self.log_path = self.paths.root / "validation.log"
         self.log, self.rows = LineFile(self.log_path), LineFile(self.paths.validation)
         self.rounds = Rounds(
-            self.topology.run.validate_before, config.every, config.at_end, _finished_rounds(self.paths.validation)
+            config.at_start, config.every, config.at_end, _finished_rounds(self.paths.validation)
         )
         # Where the batch can vary an interval is so many groups; how many were trained is told by the learner.
         self.interval = config.every * self.topology.learner.trigger.n_min if batch_varies(self.topology) else 0

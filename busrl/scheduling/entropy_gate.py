@@ -1,8 +1,8 @@
 """A switch on the mean entropy of the policy: ON below 0.9 sigma, OFF above 1.1 sigma, unchanged in between.
 
-Pure. Decides when mastered tokens are left out of the loss (`learner.dmmpt = "gate"`): always on, entropy rises without
-end. Fed once per step with the entropy over all trained tokens, those left out included, so that it does not measure
-its own doing. Knows nothing of losses.
+Pure. Decides when mastered tokens are left out of the loss (`experiments.dmmpt = "gate"`): always on, entropy rises
+without end. Fed once per step with the entropy over all trained tokens, those left out included, so that it does not
+measure its own doing. Knows nothing of losses.
 
 - The entropy is smoothed with beta 0.9 and corrected for its start; the state is two numbers and a flag.
 """

@@ -25,12 +25,12 @@ HARMLESS: dict[str, Any] = {"ess": 1.0, "k3": 0.0}
 
 def refuse(topology: Topology) -> None:
     """`UserError` for a controller that would have to be followed and can not be told what it looks at."""
-    controller = topology.learner.controller
-    if controller.mode == "act" and controller.rules == "entropy":
+    mode, rules = topology.learner.controller.mode, topology.experiments.controller.rules
+    if mode == "act" and rules == "entropy":
         raise UserError(
-            'learner.controller.rules = "entropy" with mode = "act": these rules follow the entropy of the policy, and '
-            "a simulation trains none; add --set learner.controller.rules=full (its bound on age is simulated) or "
-            "--set learner.controller.mode=off"
+            'experiments.controller.rules = "entropy" with mode = "act": these rules follow the entropy of the '
+            "policy, and a simulation trains none; add --set experiments.controller.rules=full (its bound on age is "
+            "simulated) or --set learner.controller.mode=off"
         )
 
 

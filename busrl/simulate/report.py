@@ -148,7 +148,7 @@ def _origin(topology: Topology, setting: Setting) -> list[str]:
     if STATED in by:
         lines.append(
             "Assumed times are those of a tiny model on two cores. Make a short run and give it with --fit RUN_DIR, or "
-            "set simulate.* (configs/reference.toml)."
+            "set simulate.* (configs/reference-simulate.toml)."
         )
     return lines
 

@@ -207,8 +207,7 @@ def _data(t: Topology) -> Iterator[str]:
     yield "prompts"
     yield f"  train: {t.data.train}, {t.derived.train_prompts} prompts"
     if t.validates:
-        path = t.data.validation or f"{t.data.train} (that of training)"
-        yield f"  validation: {path}, {t.derived.validation_prompts} prompts"
+        yield f"  validation: {t.validation.data}, {t.derived.validation_prompts} prompts"
     yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
     yield f"  {_tokens(t)}"
     if t.scripted:
@@ -284,7 +283,7 @@ def _warnings(t: Topology) -> Iterator[str]:
         found.append(f"[[process]]: {text}")
     if text := _missing_key(t):
         found.append(text)
-    if t.data.train not in ("", t.data.validation) and t.derived.train_prompts < t.learner.trigger.n_min:
+    if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
         found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
     if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):
         found.append(f"bus.endpoint: nobody may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`")

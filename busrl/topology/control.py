@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from busrl.scheduling.limits import derive
 from busrl.topology.rules import Finding
-from busrl.topology.schema import Controller, Topology
+from busrl.topology.schema import Controller, ControllerRules, Topology
 
-HERE = "learner.controller"
+HERE, RULES = "learner.controller", "experiments.controller"
 KEYS = (f"{HERE}.mode", f"{HERE}.n_lo", f"{HERE}.n_hi")  # what the sums for B and W look at
 
 
@@ -34,7 +34,7 @@ def range_of(t: Topology) -> tuple[int, int]:
 
 def batch_varies(t: Topology) -> bool:
     """Whether steps can have other sizes than n_min: intervals then count groups."""
-    return t.learner.controller.mode == "act" or math.isfinite(t.learner.trigger.t_max)
+    return t.learner.controller.mode == "act" or math.isfinite(t.learner.trigger.t_max_s)
 
 
 def due(interval: int, before: int, after: int) -> bool:
@@ -44,11 +44,11 @@ def due(interval: int, before: int, after: int) -> bool:
 
 def explain(t: Topology) -> Iterator[str]:
     """What the controller may do, for `busrl check`."""
-    c, (low, high) = t.learner.controller, range_of(t)
+    c, rules, (low, high) = t.learner.controller, t.experiments.controller.rules, range_of(t)
     if c.mode == "act":
-        yield f"controller: {c.rules} rules move n_min between {low} and {high}; n_lo and n_hi are in the sums above"
+        yield f"controller: {rules} rules move n_min between {low} and {high}; n_lo and n_hi are in the sums above"
     elif c.mode == "advise":
-        yield f"controller: {c.rules} rules advise (decisions.jsonl); n_min stays {t.learner.trigger.n_min}"
+        yield f"controller: {rules} rules advise (decisions.jsonl); n_min stays {t.learner.trigger.n_min}"
     if batch_varies(t):
         yield f"intervals of checkpoints and validation count {t.learner.trigger.n_min} groups as a step"
 
@@ -59,10 +59,11 @@ def findings(t: Topology) -> Iterator[Finding]:
     if c.mode == "off":
         return
     yield from _range(t, c)
-    yield from (_entropy if c.rules == "entropy" else _full)(c)
-    if c.rules == "full":
+    rules = t.experiments.controller
+    yield from (_entropy if rules.rules == "entropy" else _full)(rules)
+    if rules.rules == "full":
         yield from _noise(t, c)
-        yield from _eta(t, c)
+        yield from _eta(t)
     if c.mode == "act":
         yield from _act(t, c)
 
@@ -77,31 +78,31 @@ def _range(t: Topology, c: Controller) -> Iterator[Finding]:
         yield Finding((f"{HERE}.n_hi", "learner.trigger.n_min"), rule, f"set n_hi >= {n_min}, or 0 for 2 x n_min")
 
 
-def _entropy(c: Controller) -> Iterator[Finding]:
+def _entropy(c: ControllerRules) -> Iterator[Finding]:
     if c.low >= c.high:
         rule = "low < high: entropy can not be below the one and above the other"
-        yield Finding((f"{HERE}.low", f"{HERE}.high"), rule, "the defaults are 0.6 and 1.3")
+        yield Finding((f"{RULES}.low", f"{RULES}.high"), rule, "the defaults are 0.6 and 1.3")
     elif not c.low < 1 < c.high:
         rule = "low < 1 < high: a run begins at H / H_ref = 1"
-        yield Finding((f"{HERE}.low", f"{HERE}.high"), rule, "the defaults are 0.6 and 1.3")
+        yield Finding((f"{RULES}.low", f"{RULES}.high"), rule, "the defaults are 0.6 and 1.3")
     elif c.low + c.hysteresis >= c.high - c.hysteresis:
         rule = f"low + hysteresis < high - hysteresis: the gap of {c.high - c.low:g} has no middle left"
         remedy = f"set hysteresis below {(c.high - c.low) / 2:g}"
-        yield Finding((f"{HERE}.hysteresis", f"{HERE}.low", f"{HERE}.high"), rule, remedy)
-    if c.high_t_max > c.low_t_max:
-        rule = "high_t_max <= low_t_max: high entropy asks for steps more often"
-        yield Finding((f"{HERE}.high_t_max", f"{HERE}.low_t_max"), rule, "the defaults are 250 and 1000")
+        yield Finding((f"{RULES}.hysteresis", f"{RULES}.low", f"{RULES}.high"), rule, remedy)
+    if c.high_t_max_s > c.low_t_max_s:
+        rule = "high_t_max_s <= low_t_max_s: high entropy asks for steps more often"
+        yield Finding((f"{RULES}.high_t_max_s", f"{RULES}.low_t_max_s"), rule, "the defaults are 0.25 and 1")
 
 
-def _full(c: Controller) -> Iterator[Finding]:
+def _full(c: ControllerRules) -> Iterator[Finding]:
     pairs = (("gate_on", "gate_off"), ("collapse", "gate_on"), ("ess_low", "ess_safe"), ("k3_safe", "k3_high"))
     for low, high in pairs:
         if getattr(c, low) >= getattr(c, high):
             rule = f"{low} < {high}"
-            yield Finding((f"{HERE}.{low}", f"{HERE}.{high}"), rule, f"raise {high}, or lower {low}")
+            yield Finding((f"{RULES}.{low}", f"{RULES}.{high}"), rule, f"raise {high}, or lower {low}")
     if c.shrink_at * c.grow >= 1 or c.grow_at * c.shrink <= 1:
         rule = "a move must not call for its opposite: shrink_at x grow < 1 < grow_at x shrink"
-        yield Finding((f"{HERE}.grow", f"{HERE}.shrink", f"{HERE}.grow_at", f"{HERE}.shrink_at"), rule,
+        yield Finding((f"{RULES}.grow", f"{RULES}.shrink", f"{RULES}.grow_at", f"{RULES}.shrink_at"), rule,
                       "the defaults are 1.25, 0.8, 1.5 and 0.67")  # fmt: skip
 
 
@@ -110,9 +111,9 @@ def _act(t: Topology, c: Controller) -> Iterator[Finding]:
     if t.weights.mode == "sync":
         rule = "a synchronous round is n_min groups, all admitted together: there is nothing to move"
         yield Finding((f"{HERE}.mode", "weights.mode"), rule, 'mode = "advise", or weights.mode = "batch-async"')
-    if t.learner.deterministic and c.rules == "full":
+    if t.learner.deterministic and t.experiments.controller.rules == "full":
         rule = "the full rules look at idle times, which depend on the machine"
-        yield Finding((f"{HERE}.rules", "learner.deterministic"), rule, 'rules = "entropy", or deterministic = false')
+        yield Finding((f"{RULES}.rules", "learner.deterministic"), rule, 'rules = "entropy", or deterministic = false')
     if t.learner.trigger.count == "ended":
         rule = "the controller moves the number of groups that are trained, not of those that ended"
         yield Finding((f"{HERE}.mode", "learner.trigger.count"), rule, 'count = "usable", or mode = "advise"')
@@ -129,26 +130,26 @@ def _noise(t: Topology, c: Controller) -> Iterator[Finding]:
     low = range_of(t)[0] if c.mode == "act" else t.learner.trigger.n_min
     if t.learner.updates_per_batch > 1:
         rule = "several updates per batch have no one gradient, so there is no noise scale for n_min to follow"
-        keys = (f"{HERE}.rules", "learner.updates_per_batch")
+        keys = (f"{RULES}.rules", "learner.updates_per_batch")
         yield Finding(keys, rule, 'updates_per_batch = 1, or rules = "entropy"', warning=True)
-    elif c.noise_groups >= low:
+    elif t.experiments.controller.noise_groups >= low:
         rule = f"two parts of a step are compared: one of {low} groups that arrive together is a single part"
         remedy = f"set it to {low // 2} or less" if low > 1 else "steps of 2 groups or more"
-        yield Finding((f"{HERE}.noise_groups", f"{HERE}.n_lo", "learner.trigger.n_min"), rule, remedy, warning=True)
+        yield Finding((f"{RULES}.noise_groups", f"{HERE}.n_lo", "learner.trigger.n_min"), rule, remedy, warning=True)
 
 
-def _eta(t: Topology, c: Controller) -> Iterator[Finding]:
+def _eta(t: Topology) -> Iterator[Finding]:
     """The range of the admission bound. Without `act` n_hi is not in the sums, and only max_staleness limits it."""
-    low, high = thresholds(t)
+    (low, high), least = thresholds(t), t.experiments.controller.eta_min
     if t.weights.mode != "batch-async":
-        if t.weights.mode == "fully-async" or c.eta_min:
+        if t.weights.mode == "fully-async" or least:
             rule = "without a staleness bound there is none to move: only n_min and the gate are"
-            yield Finding((f"{HERE}.rules", "weights.mode"), rule, 'weights.mode = "batch-async"', warning=True)
+            yield Finding((f"{RULES}.rules", "weights.mode"), rule, 'weights.mode = "batch-async"', warning=True)
         return
     bounds = derive(t.weights.mode, t.learner.trigger.n_min, t.weights.max_staleness, t.groups.size, low, high)
-    if c.eta_min > t.weights.max_staleness:
+    if least > t.weights.max_staleness:
         rule = "eta_min <= max_staleness: the bound moves between the two"
-        yield Finding((f"{HERE}.eta_min", "weights.max_staleness"), rule, "lower eta_min, or raise max_staleness")
-    elif 0 < c.eta_min < bounds.least_eta:
+        yield Finding((f"{RULES}.eta_min", "weights.max_staleness"), rule, "lower eta_min, or raise max_staleness")
+    elif 0 < least < bounds.least_eta:
         rule = f"a step of n_hi = {high} groups needs an admission bound of {bounds.least_eta} steps of {low}"
-        yield Finding((f"{HERE}.eta_min", f"{HERE}.n_hi"), rule, f"set it to {bounds.least_eta} or more, or 0")
+        yield Finding((f"{RULES}.eta_min", f"{HERE}.n_hi"), rule, f"set it to {bounds.least_eta} or more, or 0")

@@ -136,9 +136,9 @@ def _one_copy_learner(t: Topology, key: str, other: str) -> Iterator[Finding]:
     if learner.publish_every > 1:
         rule = "the engine has the weights of every step at once: there are none that wait to be published"
         yield Finding((key, "learner.publish_every"), rule, f"publish_every = 1, {other}")
-    if learner.forced_age:
+    if t.experiments.forced_age:
         rule = "the engine has the newest weights at once, and older ones are nowhere"
-        yield Finding((key, "learner.forced_age"), rule, f"forced_age = 0, {other}")
+        yield Finding((key, "experiments.forced_age"), rule, f"forced_age = 0, {other}")
     if learner.updates_per_batch > 1:
         rule = "the engine would see the weights between two updates of one step"
         yield Finding((key, "learner.updates_per_batch"), rule, f"updates_per_batch = 1, {other}")

@@ -22,7 +22,6 @@ class Run:
     seed: int = key(0, "seed of the data order, of sampling and of the training", low=0, high=2**31 - 1)
     max_steps: int = key(200, "the run ends after this many optimiser steps", low=1)
     max_groups: int = key(0, "or after this many trained groups, whichever comes first; 0 = no such limit", low=0)
-    validate_before: bool = key(True, "one validation round before the first step")
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,8 @@ class Model:
     """[model]: what is trained."""
 
     path: str = key(REQUIRED, "a Hugging Face model folder, or the quickstart's own model tiny:sort", path=True)
-    dtype: str = key("float32", "number type of the weights", choices=("float32", "bfloat16"))
+    dtype: str = key("auto", "number type of the weights; auto = bfloat16 on an accelerator, float32 on a CPU",
+                     choices=("auto", "float32", "bfloat16"))  # fmt: skip
     device: str = key("auto", "where the model runs: a kind of device, or the best there is; see docs/gpu.md",
                       choices=("auto", "cpu", "cuda", "npu"))  # fmt: skip
 
@@ -62,7 +62,6 @@ class Data:
     """[data]: prompts, one JSON object per line."""
 
     train: str = key(REQUIRED, "JSONL file of training prompts, or tiny:sort", path=True)
-    validation: str = key("", "JSONL file of validation prompts, or tiny:sort; empty: those of training", path=True)
     prompt_key: str = key("prompt", "the key of a line that holds the prompt")
     answer_key: str = key("answer", "the key of a line that holds the right answer")
     shuffle: bool = key(True, "draw the lines of each epoch in an order given by run.seed")
@@ -106,9 +105,6 @@ class Segments:
                     choices=("behaviour", "pois", "last_segment"))  # fmt: skip
     rounds: str = key("answers", "weights.mode = sync: a round ends with its answers, or with a segment of each",
                       choices=("answers", "segments"))  # fmt: skip
-    truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, or this",
-                                 words=("reward",))  # fmt: skip
-    truncated_penalty: float = key(0.0, "subtracted from the reward of a training answer that the limit cut", low=0)
 
     @property
     def on(self) -> bool:
@@ -126,69 +122,32 @@ class Trigger:
     """[learner.trigger]: when an optimiser step fires; counts are in groups."""
 
     n_min: int = key(32, "fire when this many groups are ready", low=1, high=65536)
-    t_max: float = key(math.inf, "fire after this many milliseconds if n_floor groups are ready; inf = never",
-                       words=("inf",), low=0, open_low=True, finite=False)  # fmt: skip
+    t_max_s: float = key(math.inf, "fire after this many seconds if n_floor groups are ready; inf = never",
+                         words=("inf",), low=0, open_low=True, finite=False)  # fmt: skip
     count: str = key("usable", "what counts against n_min: groups to train on, or every ended group (flat ones too)",
                      choices=("usable", "ended"))  # fmt: skip
-    n_floor: int = key(0, "fewest groups that t_max may fire with; 0 = max(4, n_min / 4)", low=0, high=65536)
+    n_floor: int = key(0, "fewest groups that t_max_s may fire with; 0 = max(4, n_min / 4)", low=0, high=65536)
 
 
 @dataclass(frozen=True)
 class Controller:
-    """[learner.controller]: whether and how n_min, t_max and the admission bound move; see docs/control.md."""
+    """[learner.controller]: whether n_min and t_max_s follow the entropy of the policy; see docs/control.md."""
 
-    mode: str = key("advise", "no controller, log what it would do, or do it", choices=("off", "advise", "act"))
-    rules: str = key("entropy", "n_min and t_max by H / H_ref, or safety, gate, noise scale and staleness",
-                     choices=("entropy", "full"))  # fmt: skip
+    mode: str = key("off", "no controller, log what it would do, or do it", choices=("off", "advise", "act"))
     n_lo: int = key(0, "smallest n_min that it may choose (high entropy); 0 = n_min / 2", low=0, high=65536)
     n_hi: int = key(0, "largest n_min that it may choose (low entropy); 0 = 2 x n_min", low=0, high=65536)
     every: int = key(5, "a decision every so many steps", low=1, high=10000)
     cooldown: int = key(10, "after a move nothing moves for so many steps", low=0, high=10000)
-    ema: float = key(0.9, "what a smoothed number keeps of itself per step", low=0, high=1, open_high=True)
-    probe_every: int = key(5, "the probe set is scored every so many steps", low=1, high=10000)
-    probe_samples: int = key(32, "samples of the probe set, in whole groups of the first step", low=1, high=65536)
-    reference_steps: int = key(20, "H_ref and the clip baseline are means over the first so many steps", low=1)
-    high: float = key(1.3, "entropy: H / H_ref above it is high", low=0, open_low=True, high=100)
-    low: float = key(0.6, "entropy: H / H_ref below it is low", low=0, open_low=True, high=100)
-    hysteresis: float = key(0.1, "entropy: a band is left so far inside of its threshold", low=0, high=10)
-    high_t_max: float = key(250.0, "entropy: t_max (ms) at high entropy, where t_max is finite", low=0, open_low=True)
-    low_t_max: float = key(1000.0, "entropy: t_max (ms) at low entropy, where t_max is finite", low=0, open_low=True)
-    clip_factor: float = key(5.0, "a clip fraction above so many times its baseline is a danger", low=1, high=1e6)
-    clip_floor: float = key(0.001, "least baseline of the clip fraction", low=0, open_low=True, high=1)
-    ess_low: float = key(0.5, "an ESS below it is a danger", low=0, high=1)
-    k3_high: float = key(0.05, "full: a k3 above it is a danger", low=0, open_low=True, high=100)
-    masked_high: float = key(0.02, "full: a share of masked tokens above it is a danger", low=0, high=1)
-    grad_factor: float = key(5.0, "full: a gradient norm above so many times its median is a danger", low=1, high=1e6)
-    safety_cooldown: int = key(20, "full: steps of rest after a danger", low=0, high=10000)
-    sigma: float = key(0.2, "full: target entropy of the gate in nats; 0 = half of H_ref, within [0.05, 1]",
-                       low=0, high=100)  # fmt: skip
-    gate_on: float = key(0.9, "full: the gate opens below gate_on x sigma", low=0, open_low=True, high=10)
-    gate_off: float = key(1.1, "full: and closes above gate_off x sigma", low=0, open_low=True, high=10)
-    collapse: float = key(0.5, "full: below collapse x sigma, streak times in a row, growth is frozen", low=0, high=10)
-    streak: int = key(3, "full: decisions in a row that a reason must hold", low=1, high=1000)
-    kappa: float = key(1.0, "full: wanted n_min = kappa x gradient noise scale", low=0, open_low=True, high=1000)
-    grow_at: float = key(1.5, "full: n_min grows if wanted / n_min is above it", low=1, open_low=True, high=1000)
-    shrink_at: float = key(0.67, "full: n_min shrinks if wanted / n_min is below it", low=0, high=1, open_high=True)
-    grow: float = key(1.25, "full: n_min grows by this factor", low=1, open_low=True, high=100)
-    shrink: float = key(0.8, "full: n_min shrinks by this factor", low=0, open_low=True, high=1, open_high=True)
-    noise_groups: int = key(8, "full: most groups of a part when the noise scale is measured", low=1, high=65536)
-    eta_min: int = key(0, "full: smallest admission bound in steps; 0 = as small as n_hi allows", low=0, high=1024)
-    idle_train: float = key(0.1, "full: the bound grows if the learner idles for more than this share", low=0, high=1)
-    idle_rollout: float = key(0.2, "full: the bound shrinks if the engines idle for more than this share",
-                              low=0, high=1)  # fmt: skip
-    ess_safe: float = key(0.8, "full: the bound grows only with an ESS above it", low=0, high=1)
-    k3_safe: float = key(0.01, "full: the bound grows only with a k3 below it", low=0, open_low=True, high=100)
 
 
 @dataclass(frozen=True)
 class Learner:
     """[learner]: loss, optimiser, log and checkpoints."""
 
+    lr: float = key(REQUIRED, "learning rate for steps of n_min groups; scaled by sqrt(groups / n_min)",
+                    low=0, open_low=True, high=10)  # fmt: skip
     loss: str = key("ppo_clip", "objective per token", choices=("ppo_clip", "decoupled"))
     advantage: str = key("group_std", "(R - mean) / std of the group, or R - mean", choices=("group_std", "group_mean"))
-    aggregation: str = key("token-mean", "what the sum of the loss is divided by", choices=("token-mean",))
-    lr: float = key(3e-4, "learning rate for steps of n_min groups; scaled by sqrt(groups / n_min)",
-                    low=0, open_low=True, high=10)  # fmt: skip
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, high=1, open_high=True)
     weight_decay: float = key(0.0, "AdamW weight decay", low=0, high=10)
     eps: float = key(1e-8, "AdamW epsilon", low=0, open_low=True, high=1)
@@ -211,12 +170,6 @@ class Learner:
     wal: str = key("sync", "write-ahead log: fsync before training, without fsync, or none",
                    choices=("sync", "async", "off"))  # fmt: skip
     deterministic: bool = key(False, "claim at firing and train in (group, member) order")
-    dmmpt: str = key("off", "leave out tokens that are mastered: never, always, or while the entropy is low",
-                     choices=("off", "on", "gate"))  # fmt: skip
-    dmmpt_tau: float = key(0.99, "mastered: a token of a better answer with at least this probability", low=0, high=1)
-    dmmpt_sigma: float = key(0.2, "nats; only in answers of lower mean entropy, and what the gate compares with",
-                             low=0, open_low=True, high=100)  # fmt: skip
-    forced_age: int = key(0, "experiments only: publish the weights this many steps late", low=0, high=1024)
     mismatch_limit: float = key(1.0, "the run ends if, before its first step, the engines' log-probabilities are this "
                                      "far (nats, mean) from the learner's; 0 = never", low=0)  # fmt: skip
     length_alarm: float = key(0.9, "warn if trained answers are shorter than this share of all that ended; 0 = never",
@@ -274,17 +227,22 @@ class Reward:
     timeout_s: float = key(10.0, "a single call that takes longer is killed, the sample ends as H",
                            low=0, open_low=True)  # fmt: skip
     workers: int = key(1, "child processes that call the function, per reward process", low=1, high=256)
+    truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, or this",
+                                 words=("reward",))  # fmt: skip
+    truncated_penalty: float = key(0.0, "subtracted from the reward of a training answer that the limit cut", low=0)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """[validation]: measuring without training; on when there is a process of role validator."""
+    """[validation]: measuring without training; on when `data` names prompts, and the validator is started then."""
 
+    data: str = key("", "JSONL file of validation prompts, or tiny:sort; empty = no validation", path=True)
     every: int = key(0, "a round every so many steps (of n_min groups each where the batch can vary); 0 = never "
                         "during the run", low=0)  # fmt: skip
     samples: int = key(512, "samples a round, spread over a longer file; each prompt of a shorter one counts the same",
                        low=1, high=1 << 24)  # fmt: skip
+    temperature: float = key(1.0, "0 = greedy", low=0, high=10)
+    at_start: bool = key(True, "one round before the first step")
+    at_end: bool = key(True, "one round after the last step")
     mode: str = key("hold", "pin the version during a round, or let it move and label the metric mixed",
                     choices=("hold", "free"))  # fmt: skip
-    temperature: float = key(1.0, "0 = greedy", low=0, high=10)
-    at_end: bool = key(True, "one round after the last step")

@@ -55,7 +55,7 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
     """Look at every file; keys in `skip` have a problem of their own already."""
     found: list[KeyProblem] = []
     counts: dict[str, tuple[int, int]] = {}
-    for key, path in (("data.train", topology.data.train), ("data.validation", topology.data.validation)):
+    for key, path in (("data.train", topology.data.train), ("validation.data", topology.validation.data)):
         if path and key not in skip:
             counts[key] = prompts(topology, key, path, found)
     if "data.train" in counts and "process" not in skip:
@@ -77,7 +77,7 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
         problems = keywords.read(topology.scheduler.keywords)[1]
         found.extend(KeyProblem("scheduler.keywords", problem) for problem in problems)
     lines, longest = counts.get("data.train", (0, TINY_LINE_BYTES))
-    validation_lines, validation_longest = counts.get("data.validation", (lines, longest))
+    validation_lines, validation_longest = counts.get("validation.data", (lines, longest))
     looked = Looked(lines, validation_lines, max(longest, validation_longest), token_bytes, context)
     return looked, found
 

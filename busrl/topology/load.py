@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from busrl import device
 from busrl.errors import Problem, TopologyError
 from busrl.topology import engine_rules, files, rules, vllm, weight_rules
 from busrl.topology.reader import Reader, show
 from busrl.topology.resolve import resolve
-from busrl.topology.schema import TINY, Derived, Generation, Topology
+from busrl.topology.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
 from busrl.topology.source import KeyPath, Source, read
 
 UNRESOLVED = Derived(
@@ -32,10 +33,10 @@ UNRESOLVED = Derived(
 
 # What belongs to a machine, a model or a program: a simulation neither looks at these nor obeys rules about them.
 REAL_FILES = frozenset(
-    {"model.path", "data.train", "data.validation", "reward.function", "bus.endpoint", "lora.rank", "process"}
+    {"model.path", "data.train", "validation.data", "reward.function", "bus.endpoint", "lora.rank", "process"}
 )
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
-REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend", "data.validation"})
+REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
 PLAYED_OF_PROCESS = ("role", "count")
 
 
@@ -96,9 +97,26 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     here = os.path.abspath(source.folder)
     entries = (
         dataclasses.replace(entry, command=tuple(part.replace("{here}", here) for part in entry.command))
-        for entry in draft.process
+        for entry in (*draft.process, *_implied(draft))
     )
-    return dataclasses.replace(draft, reward=reward, process=tuple(entries), generation=_generation(draft, source))
+    made = dataclasses.replace(draft, reward=reward, process=tuple(entries), generation=_generation(draft, source))
+    return dataclasses.replace(made, model=dataclasses.replace(made.model, dtype=_dtype(made)))
+
+
+def _implied(draft: Topology) -> Iterator[Process]:
+    """One process of each role that no entry names; a validator where there are prompts for it."""
+    for role in SPAWNED_ROLES:
+        wanted = role != "validator" or draft.validation.data
+        if wanted and all(entry.role != role for entry in draft.process):
+            yield Process(role)
+
+
+def _dtype(draft: Topology) -> str:
+    """The number type, decided once for all processes: bfloat16 where each of them works on a device that has it."""
+    if draft.model.dtype != "auto":
+        return draft.model.dtype
+    kinds = {device.likely(draft.device_of(process.name)) for process in draft.processes() if has_model(process.spec)}
+    return "bfloat16" if kinds and all(map(device.has_bfloat16, kinds)) else "float32"
 
 
 def _generation(draft: Topology, source: Source) -> Generation:
@@ -155,7 +173,7 @@ def _too_long(draft: Topology, found: Iterable[rules.Finding]) -> list[Problem]:
     if not isinstance(given, int) or not any("ring.slot_bytes" in finding.keys for finding in found):
         return []
     problems = []
-    for path in dict.fromkeys((draft.data.train, draft.data.validation)):
+    for path in dict.fromkeys((draft.data.train, draft.validation.data)):
         if path and not path.startswith(TINY) and os.path.isfile(path):
             number, size = files.longest_line(path)
             if size > given:

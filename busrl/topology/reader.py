@@ -22,6 +22,7 @@ from typing import Any
 from busrl.errors import Problem
 from busrl.topology import schema
 from busrl.topology.keys import Rule, rule_of
+from busrl.topology.moved import elsewhere
 from busrl.topology.source import KeyPath, Source
 
 SHOWN = 120  # characters of a value in a message
@@ -121,11 +122,13 @@ class Reader:
     def _unknown(self, path: KeyPath, known: list[str]) -> None:
         name, table = str(path[-1]), _dotted(path[:-1])
         near = difflib.get_close_matches(name, known, n=1)
-        elsewhere = _sections_with(name)
-        if near:
+        others = _sections_with(name)
+        if remedy := elsewhere(_dotted(path)):
+            pass
+        elif near:
             remedy = f"did you mean {near[0]}?"
-        elif elsewhere:
-            remedy = f"it belongs to {' or '.join(elsewhere)}"
+        elif others:
+            remedy = f"it belongs to {' or '.join(others)}"
         else:
             remedy = f"allowed are {', '.join(known)}"
         rule = f"unknown key in {_bracket(path)}" if table else "unknown section"
@@ -220,7 +223,8 @@ def _default_remedy(field: dataclasses.Field[Any]) -> str:
 
 def _sections_with(name: str) -> list[str]:
     found = []
-    nested = {"learner.trigger": schema.Trigger, "weights.sparse": schema.Sparse}
+    nested = {"learner.trigger": schema.Trigger, "weights.sparse": schema.Sparse,
+              "learner.controller": schema.Controller, "experiments.controller": schema.ControllerRules}  # fmt: skip
     for section, cls in {**SECTIONS, **nested, "process": schema.Process}.items():
         if any(f.name == name for f in dataclasses.fields(cls)):
             found.append(f"[[{section}]]" if section == "process" else f"[{section}]")

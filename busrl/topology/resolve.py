@@ -22,7 +22,7 @@ SLOTS_FROM = (
     "segments.max_segments", "segments.rounds",
 )  # fmt: skip
 BYTES_FROM = (
-    "data.train", "data.validation", "model.path", "generation.max_new_tokens", "generation.max_prompt_tokens",
+    "data.train", "validation.data", "model.path", "generation.max_new_tokens", "generation.max_prompt_tokens",
     "segments.max_segments",
 )  # fmt: skip
 ALIGN = 64  # every tensor begins at a multiple of this
@@ -56,7 +56,7 @@ def resolve(topology: Topology, looked: Looked) -> Resolved:
     found.extend(_sums(topology, bounds, slots, looked))
     derived = Derived(
         B=bounds.B, W=bounds.W, n_lo=bounds.n_lo, n_hi=bounds.n_hi,
-        eta_min=max(bounds.least_eta, topology.learner.controller.eta_min),
+        eta_min=max(bounds.least_eta, topology.experiments.controller.eta_min),
         n_floor=bounds.n_floor, g_min=bounds.g_min,
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
         slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,

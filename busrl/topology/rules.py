@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from busrl.faults import plan
 from busrl.topology.reader import show
-from busrl.topology.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, BusFault, Process, Topology
+from busrl.topology.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY, BusFault, Process, Topology
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
 
@@ -57,11 +57,11 @@ def findings(topology: Topology) -> list[Finding]:
 def _loss(t: Topology) -> Iterator[Finding]:
     learner = t.learner
     stale = t.weights.mode != "sync"
-    if learner.loss == "decoupled" and learner.updates_per_batch == 1 and (stale or learner.forced_age):
+    if learner.loss == "decoupled" and learner.updates_per_batch == 1 and (stale or t.experiments.forced_age):
         keys = ("learner.loss", "weights.mode", "learner.updates_per_batch")
         rule = "with one update per batch the proximal policy is the current one: the clip cannot act on stale samples"
         remedy = 'use loss = "ppo_clip", mode = "sync", or updates_per_batch > 1'
-        yield Finding(keys, rule, remedy, warning=bool(learner.forced_age))
+        yield Finding(keys, rule, remedy, warning=bool(t.experiments.forced_age))
     if t.generation.top_p < 1:
         rule = "the learner does not know which tokens top_p cut, so it cannot train on what was sampled"
         yield Finding(("generation.top_p",), rule, "set it to 1.0")
@@ -76,19 +76,20 @@ def _loss(t: Topology) -> Iterator[Finding]:
 
 def _trigger(t: Topology) -> Iterator[Finding]:
     trigger = t.learner.trigger
-    timed = math.isfinite(trigger.t_max)
+    timed = math.isfinite(trigger.t_max_s)
     if timed and t.weights.mode == "sync":
         rule = "a synchronous round ends when all its groups have ended, not by time"
-        yield Finding(("learner.trigger.t_max", "weights.mode"), rule, 't_max = inf, or mode = "batch-async"')
+        yield Finding(("learner.trigger.t_max_s", "weights.mode"), rule, 't_max_s = inf, or mode = "batch-async"')
     if timed and t.learner.deterministic:
         rule = "a step that fires by time depends on the load of the machine"
-        yield Finding(("learner.trigger.t_max", "learner.deterministic"), rule, "t_max = inf, or deterministic = false")
+        keys = ("learner.trigger.t_max_s", "learner.deterministic")
+        yield Finding(keys, rule, "t_max_s = inf, or deterministic = false")
     if trigger.n_floor > trigger.n_min:
         rule = "n_floor <= n_min: the floor is what a step by time may make do with"
         yield Finding(("learner.trigger.n_floor", "learner.trigger.n_min"), rule, "lower n_floor, or 0 for automatic")
     if trigger.n_floor and not timed:
-        rule = "it is used by t_max only, which is inf"
-        yield Finding(("learner.trigger.n_floor",), rule, "remove it, or set t_max in milliseconds", warning=True)
+        rule = "it is used by t_max_s only, which is inf"
+        yield Finding(("learner.trigger.n_floor",), rule, "remove it, or set t_max_s", warning=True)
 
 
 def _weights(t: Topology) -> Iterator[Finding]:
@@ -96,7 +97,7 @@ def _weights(t: Topology) -> Iterator[Finding]:
     if learner.deterministic and weights.mode != "sync":
         rule = "when weights reach an engine depends on the machine, so two runs agree only in their order of training"
         yield Finding(("learner.deterministic", "weights.mode"), rule, 'mode = "sync" for equal runs', warning=True)
-    if learner.forced_age:
+    if t.experiments.forced_age:
         yield from _forced_age(t)
     if weights.window and weights.mode == "sync":
         rule = "a round is trained whole, so its window is the round"
@@ -112,10 +113,10 @@ def _weights(t: Topology) -> Iterator[Finding]:
 def _forced_age(t: Topology) -> Iterator[Finding]:
     if t.weights.mode != "sync":
         rule = "weights can be published an exact number of steps late only in synchronous rounds"
-        yield Finding(("learner.forced_age", "weights.mode"), rule, 'mode = "sync", or forced_age = 0')
+        yield Finding(("experiments.forced_age", "weights.mode"), rule, 'mode = "sync", or forced_age = 0')
     else:
-        rule = f"an experiment: every batch is made by weights {t.learner.forced_age} steps old"
-        yield Finding(("learner.forced_age",), rule, "0 for real training", warning=True)
+        rule = f"an experiment: every batch is made by weights {t.experiments.forced_age} steps old"
+        yield Finding(("experiments.forced_age",), rule, "0 for real training", warning=True)
 
 
 def _scheduler(t: Topology) -> Iterator[Finding]:
@@ -151,9 +152,6 @@ def _segments(t: Topology) -> Iterator[Finding]:
         yield from _pois(t)
     if own.rounds == "segments":
         yield from _waves(t)
-    if own.truncated != "reward" and own.truncated_penalty:
-        rule = "a cut answer is worth either a fixed number or its reward less a penalty"
-        yield Finding(("segments.truncated", "segments.truncated_penalty"), rule, "remove one of them")
 
 
 def _segments_off(t: Topology) -> Iterator[Finding]:
@@ -192,9 +190,9 @@ def _waves(t: Topology) -> Iterator[Finding]:
     if t.weights.mode != "sync":
         rule = "only synchronous steps have rounds; elsewhere nobody waits for a segment"
         yield Finding(("segments.rounds", "weights.mode"), rule, 'mode = "sync", or rounds = "answers"')
-    if t.learner.forced_age:
+    if t.experiments.forced_age:
         rule = "an answer in several waves has tokens of several ages"
-        yield Finding(("segments.rounds", "learner.forced_age"), rule, 'forced_age = 0, or rounds = "answers"')
+        yield Finding(("segments.rounds", "experiments.forced_age"), rule, 'forced_age = 0, or rounds = "answers"')
     if t.publish_every > 1:
         rule = "the next wave begins when what this one completed is published"
         rare = "learner.publish_every" if t.learner.publish_every > 1 else "weights.restart_every"
@@ -240,6 +238,9 @@ def _reward(t: Topology) -> Iterator[Finding]:
         if reward.kind == "python":
             rule = "only exact_match extracts an answer"
             yield Finding(("reward.extract", "reward.kind"), rule, "remove it", warning=True)
+    if reward.truncated != "reward" and reward.truncated_penalty:
+        rule = "a cut answer is worth either a fixed number or its reward less a penalty"
+        yield Finding(("reward.truncated", "reward.truncated_penalty"), rule, "remove one of them")
 
 
 def _run(t: Topology) -> Iterator[Finding]:
@@ -249,18 +250,23 @@ def _run(t: Topology) -> Iterator[Finding]:
 
 
 def _validation(t: Topology) -> Iterator[Finding]:
-    has_process = count(t, "validator") > 0
-    if t.validation.every and not has_process:
-        rule = "validation rounds are asked for, but no process runs them"
-        yield Finding(("validation.every",), rule, 'add [[process]] with role = "validator", or set every = 0')
-    elif t.data.validation and not has_process:
-        rule = 'nobody validates: there is no [[process]] with role = "validator"'
-        yield Finding(("data.validation",), rule, "add one, or remove the file", warning=True)
-    if has_process and not t.data.validation:
-        yield Finding(("data.validation",), "validation uses the training prompts", "give it its own", warning=True)
-    if has_process and not wants_rounds(t):
+    on, asked = bool(t.validation.data), count(t, "validator") > 0
+    other = 'set data to a file of prompts (those of training will do), or "tiny:sort"'
+    if not on and t.validation.every:
+        yield Finding(("validation.every",), "validation rounds are asked for, and no prompts are named", other)
+    elif not on and asked:
+        index = next(i for i, entry in enumerate(t.process) if entry.role == "validator")
+        rule = "a validator is asked for, and validation.data names no prompts"
+        yield Finding((f"process.{index}.role", "validation.data"), rule, other)
+    elif on and not count(t, "validator"):
+        rule = "nobody validates: the entry of role validator has count = 0"
+        yield Finding(("validation.data",), rule, "remove that entry, or the file", warning=True)
+    if on and t.validation.data == t.data.train and not t.data.train.startswith(TINY):
+        yield Finding(("validation.data",), "these are the training prompts", "give it its own", warning=True)
+    if on and count(t, "validator") and not wants_rounds(t):
         rule = "the validator has nothing to do: no round before, during or after the run"
-        yield Finding(("validation.at_end", "validation.every", "run.validate_before"), rule, "set one", warning=True)
+        keys = ("validation.at_end", "validation.every", "validation.at_start")
+        yield Finding(keys, rule, "set one, or remove data", warning=True)
 
 
 TCP = re.compile(r"tcp://(\*|[0-9.]+|\[[0-9A-Fa-f:.]+\]|localhost):(\d{1,5})")
@@ -282,11 +288,6 @@ def _bus(t: Topology) -> Iterator[Finding]:
 
 
 def _processes(t: Topology) -> Iterator[Finding]:
-    for role in ("rollout", "reward", "learner"):
-        if all(entry.role != role for entry in t.process):
-            rule = f"no {role}: a run needs one"
-            remedy = f'add [[process]] with role = "{role}" (count = 0 if it joins from outside)'
-            yield Finding(("process",), rule, remedy, value="[[process]]")
     for index, entry in enumerate(t.process):
         yield from _entry(t, index, entry)
     total = sum(entry.count for entry in t.process) + len(IMPLIED_ROLES) + RESERVE_PROCESSES
@@ -320,7 +321,7 @@ def _mock(t: Topology) -> Iterator[Finding]:
     at = next(f"process.{i}.engine" for i, entry in enumerate(t.process) if entry.engine == "mock")
     if count(t, "validator"):
         rule = "scripted answers are made up, so there is nothing to validate"
-        yield Finding((at, "process"), rule, 'remove the [[process]] of role "validator"', value=f'{at} = "mock"')
+        yield Finding((at, "validation.data"), rule, "remove [validation]", value=f'{at} = "mock"')
     if t.weights.transport != "shm":
         rule = "a scripted engine follows the versions in shared memory"
         yield Finding((at, "weights.transport"), rule, 'set weights.transport = "shm"')
@@ -338,7 +339,7 @@ def count(t: Topology, role: str) -> int:
 
 def wants_rounds(t: Topology) -> bool:
     """Whether any validation round is due in the run."""
-    return t.run.validate_before or t.validation.every > 0 or t.validation.at_end
+    return t.validation.at_start or t.validation.every > 0 or t.validation.at_end
 
 
 def _faults(t: Topology) -> Iterator[Finding]:

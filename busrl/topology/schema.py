@@ -45,6 +45,7 @@ from busrl.topology.machinery import (
     Scheduler,
     Simulate,
 )
+from busrl.topology.research import ControllerRules, Experiments
 from busrl.topology.vllm import Vllm
 
 __all__ = [
@@ -58,9 +59,11 @@ __all__ = [
     "Bus",
     "BusFault",
     "Controller",
+    "ControllerRules",
     "CrashFault",
     "Data",
     "Derived",
+    "Experiments",
     "Faults",
     "Generation",
     "Groups",
@@ -135,6 +138,12 @@ class ProcessName:
         return self.spec.devices[self.place % len(self.spec.devices)] if self.spec.devices else ""
 
 
+def has_model(entry: Process) -> bool:
+    """Whether processes of this entry load the model: the learner, and rollouts with an engine that has one here."""
+    engines = entry.role == "rollout" and entry.engine in ("torch", "vllm")
+    return not entry.command and (entry.role == "learner" or engines)
+
+
 @dataclass(frozen=True)
 class Topology:
     """A checked topology. `source` is the file it was read from, `overrides` the --set arguments."""
@@ -161,6 +170,7 @@ class Topology:
     segments: Segments = field(default_factory=Segments)
     lora: Lora = field(default_factory=Lora)
     simulate: Simulate = field(default_factory=Simulate)
+    experiments: Experiments = field(default_factory=Experiments)
     source: str = ""
     overrides: tuple[str, ...] = ()
 
@@ -213,9 +223,10 @@ class Topology:
     @staticmethod
     def from_json(text: str) -> Topology:
         """Read a topology.json. It was checked when it was written: only its shape is looked at here."""
+        from busrl.topology.moved import modern
         from busrl.topology.plain import build
 
-        return build(Topology, json.loads(text), "topology.json")
+        return build(Topology, modern(json.loads(text)), "topology.json")
 
 
 def _plain(value: Any) -> Any:

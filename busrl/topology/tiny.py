@@ -16,11 +16,11 @@ from busrl.topology.schema import TINY, Topology
 
 def materialise(topology: Topology) -> Topology:
     """The same topology with every `tiny:` name replaced by the path of what it stands for."""
-    model, data = topology.model, topology.data
+    model, data, validation = topology.model, topology.data, topology.validation
     if model.path.startswith(TINY):
         model = dataclasses.replace(model, path=str(quickstart.ensure(model.path).model))
     if data.train.startswith(TINY):
         data = dataclasses.replace(data, train=str(quickstart.ensure(data.train).train))
-    if data.validation.startswith(TINY):
-        data = dataclasses.replace(data, validation=str(quickstart.ensure(data.validation).validation))
-    return dataclasses.replace(topology, model=model, data=data)
+    if validation.data.startswith(TINY):
+        validation = dataclasses.replace(validation, data=str(quickstart.ensure(validation.data).validation))
+    return dataclasses.replace(topology, model=model, data=data, validation=validation)

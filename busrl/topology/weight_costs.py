@@ -120,4 +120,3 @@ def require_disk(t: Topology, model: Path | None, run_dir: Path) -> None:
 def _outer(layer: str) -> bool:
     """Embeddings and output heads, which get no adapter unless they are named."""
     return layer in HEADS or "embed" in layer or layer in ("wte", "wpe")
-

@@ -19,7 +19,7 @@ class TrainerSettings:
     """Everything but the learning rate, which comes with each step."""
 
     loss: str = "ppo_clip"
-    aggregation: str = "token-mean"
+    aggregation: str = "token-mean"  # of a run always
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -36,13 +36,13 @@ class TrainerSettings:
     compute_dtype: str = "float32"  # "bfloat16": forward under autocast, parameters and gradients stay float32
 
     @classmethod
-    def from_learner(
-        cls, learner: Any, compute_dtype: str = "float32", segments_loss: str = "behaviour"
-    ) -> TrainerSettings:
-        """From the topology's [learner], [model].dtype and [segments].loss."""
-        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one"}
-        values = {name: getattr(learner, name) for name in names}
-        return cls(compute_dtype=compute_dtype, ratio_one=segments_loss == "pois", **values)
+    def of(cls, topology: Any) -> TrainerSettings:
+        """From a topology's [learner], [experiments], model.dtype and segments.loss."""
+        mastered = {name: getattr(topology.experiments, name) for name in ("dmmpt", "dmmpt_tau", "dmmpt_sigma")}
+        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one", "aggregation"} - set(mastered)
+        values = {name: getattr(topology.learner, name) for name in names}
+        ratio_one = topology.segments.loss == "pois"
+        return cls(compute_dtype=topology.model.dtype, ratio_one=ratio_one, **values, **mastered)
 
     def for_loss(self) -> LossSettings:
         return LossSettings(self.clip_low, self.clip_high, self.dual_clip, self.tis_cap)

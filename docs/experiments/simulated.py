@@ -165,10 +165,10 @@ def trigger(case: Case) -> list[Row]:
         "n_min / 2, S = 5": [f"learner.trigger.n_min={max(1, n // 2)}", "weights.max_staleness=5"],
         "n_min, S = 2": [],
         "2 n_min, S = 1": [f"learner.trigger.n_min={2 * n}", "weights.max_staleness=1"],
-        "n_min, t_max": [f"learner.trigger.t_max={limit_ms:.0f}"],
+        "n_min, t_max": [f"learner.trigger.t_max_s={limit_ms / 1000:g}"],
         "n_min, S = 5": ["weights.max_staleness=5"],
         "n_min, S <= 5, controller": [
-            "weights.max_staleness=5", "learner.controller.mode=act", "learner.controller.rules=full",
+            "weights.max_staleness=5", "learner.controller.mode=act", "experiments.controller.rules=full",
             f"learner.controller.n_lo={n}", f"learner.controller.n_hi={n}", "learner.controller.every=2",
         ],
     }  # fmt: skip

@@ -46,19 +46,19 @@ EVIDENCE = 320  # groups that the mean is taken over
 CHANGE = 1920  # groups after which a workload changes
 LONGEST_GROUPS = 12_000
 LIMIT_S = 240.0
-CONTROL = "learner.controller."
+CONTROL, RULES = "learner.controller.", "experiments.controller."
 RANGE = (f"{CONTROL}mode=act", f"{CONTROL}n_lo=16", f"{CONTROL}n_hi=64")
 ARMS: dict[str, tuple[str, ...]] = {
     "static16": ("learner.trigger.n_min=16", "learner.lr=1.4142e-4", f"{CONTROL}mode=off"),
     "static32": (f"{CONTROL}mode=off",),
     "static64": ("learner.trigger.n_min=64", "learner.lr=2.8284e-4", f"{CONTROL}mode=off"),
-    "entropy": (*RANGE, f"{CONTROL}rules=entropy"),
-    "full": (*RANGE, f"{CONTROL}rules=full"),
+    "entropy": (*RANGE, f"{RULES}rules=entropy"),
+    "full": (*RANGE, f"{RULES}rules=full"),
 }  # the learning rates of the static arms are what the coupling gives an adaptive one at their size
 ADAPTIVE = ("entropy", "full")
 WORKLOADS = ("quickstart", "harder", "slower")
 ALWAYS = (
-    "weights.max_staleness=4", "run.validate_before=false", "validation.at_end=false", "process.validator.count=0",
+    "weights.max_staleness=4", "validation.data=",
     "run.max_steps=100000", f"run.max_groups={LONGEST_GROUPS}",
 )  # fmt: skip
 

@@ -38,7 +38,7 @@ class Scripted(Topology):
 fields = {f.name: 0 for f in dataclasses.fields(Derived) if f.default is dataclasses.MISSING}
 derived = Derived(**{**fields, "slots": 8, "slot_bytes": 4096})
 topology = Scripted(run=Run(name="scripted", max_steps=10), model=Model(path="/none"), data=Data(train="/none"),
-    groups=Groups(), generation=Generation(), bus=Bus(), ring=Ring(), scheduler=Scheduler(), learner=Learner(),
+    groups=Groups(), generation=Generation(), bus=Bus(), ring=Ring(), scheduler=Scheduler(), learner=Learner(lr=1e-3),
     weights=Weights(), reward=Reward(), validation=Validation(), limits=Limits(**limits), process=(), derived=derived)
 open(f"{root}.none", "w").close()
 sys.exit(launch(topology, root))
@@ -86,9 +86,11 @@ if "holds" in does and lives == 1:
     while not ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1):
         time.sleep(0.01)
     (root / "seen" / "holding").touch()
-if "leaves_a_child" in does:
+if "leaves_a_child" in does or "leaves_a_session" in does:
     import subprocess
-    (root / "seen" / "grandchild").write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+    made = subprocess.Popen(["sleep", "1000"], start_new_session="leaves_a_session" in does)
+    (root / "seen" / "grandchild.new").write_text(str(made.pid))
+    os.rename(root / "seen" / "grandchild.new", root / "seen" / "grandchild")
 if "long_activity" in does:
     ring.activity("compiling", 1000.0)
 while not stop.wait(0.02):
@@ -134,10 +136,10 @@ class Scripted:
         self.output = ""
         self.pids: set[int] = set()
 
-    def start(self, modes: dict[str, str], **limits: float) -> subprocess.Popen[str]:
+    def start(self, modes: dict[str, str], stdout: int = subprocess.PIPE, **limits: float) -> subprocess.Popen[str]:
         limits = {"ready_s": 60.0, "progress_s": 60.0, "stop_s": 30.0, "restart_attempts": 3, **limits}
         command = [sys.executable, "-c", DRIVER, str(self.root), json.dumps(modes), json.dumps(limits), str(self.child)]
-        self.launch = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.launch = subprocess.Popen(command, stdout=stdout, stderr=subprocess.STDOUT, text=True)
         self.pids.add(self.launch.pid)
         return self.launch
 
@@ -182,6 +184,13 @@ class Scripted:
         self.launch.kill()
         self.launch.communicate()
         until(lambda: not any(alive(pid) for pid in pids), f"children {pids} to end with launch")
+
+    def grandchild(self) -> int:
+        """Pid of what a child that leaves one has started."""
+        path = self.root / "seen" / "grandchild"
+        until(path.exists, "the grandchild's pid")
+        self.pids.add(pid := int(path.read_text()))
+        return pid
 
     def finish(self) -> None:
         (self.root / "finish").touch()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import math
 import os
 import pty
 import re
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.launch.display import Display, LiveDisplay, fit, open_display, picture, sparkline
+from busrl.launch.display import Display, LiveDisplay, fit, open_display, picture, plain_line, sparkline
 from busrl.launch.progress import Progress, Rate, Row, duration, short
 from busrl.protocol import messages as m
 
@@ -71,6 +73,74 @@ def test_a_terminal_gets_a_picture_that_is_redrawn_in_place_below_the_lines_that
     assert text.count("\x1b[J") == 3 and "step 84/200" in text and "restarted 2×" in text
     after = text.split("starting it again")[1].rpartition("\x1b[J")[0].rpartition("\x1b")[0]
     assert "\x1b[J" not in after and "sort" in after
+
+
+def test_a_reader_that_reads_nothing_holds_nobody_up_and_is_told_later_what_it_missed(monkeypatch):
+    monkeypatch.setattr("busrl.launch.display.MOST_WAITING", 2000)
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    display = Display(os.fdopen(writer, "w"), Clock())
+    for number in range(1000):
+        display.say(f"line {number:03d} of many")  # returns, although pipe and memory take some 300
+    text = ""
+    while "(" not in text:
+        text += os.read(reader, 65536).decode()
+        display.say("after it")
+    first = text.partition("(")[0]
+    shown = [line for line in first.splitlines() if line.startswith("line")]
+    assert shown == [f"line {number:03d} of many" for number in range(len(shown))] and 0 < len(shown) < 1000
+    while "logs/launch.log" not in text:
+        text += os.read(reader, 65536).decode()
+    display.close()
+    os.close(reader)
+
+
+def test_the_end_waits_for_a_slow_reader_but_not_for_one_that_reads_nothing(monkeypatch):
+    monkeypatch.setattr("busrl.launch.display.UNREAD_S", 0.3)
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    display = Display(os.fdopen(writer, "w"), Clock())
+    for number in range(2000):
+        display.say(f"line {number:04d}")
+    display.close()  # returns
+    read = b""
+    while not read.endswith(b"line 1999\n"):
+        read += os.read(reader, 65536)
+    os.close(reader)
+
+
+def test_a_stream_that_can_not_write_a_character_shows_another():
+    stream = io.TextIOWrapper(io.FileIO(os.memfd_create("out"), "r+"), encoding="ascii")
+    display = Display(stream, Clock())
+    display.say("reward → 1 ✓")
+    display.close()
+    assert os.pread(stream.fileno(), 100, 0) == b"reward ? 1 ?\n"
+
+
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+COUNTS = st.integers(0, 2**64 - 1)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(
+                m.LearnerStateUpdate, step=COUNTS, version=COUNTS, groups=COUNTS, samples=COUNTS, tokens=COUNTS,
+                reward=FLOATS, entropy=FLOATS, age_mean=FLOATS,
+            ),
+            st.builds(m.ValidationStarted, round=COUNTS, version=COUNTS, samples=COUNTS),
+            st.builds(m.ValidationDone, round=COUNTS, version=COUNTS, samples=COUNTS, mean=FLOATS),
+            st.builds(m.SchedulerState, waiting=st.text(max_size=50)),
+        ),
+        max_size=12,
+    )
+)  # fmt: skip
+def test_no_message_that_the_bus_lets_pass_can_end_the_picture(messages):
+    state = progress()
+    for message in messages:
+        state.hear(message)
+        assert picture(state, 1.0, 80) and plain_line(state, 1.0)
+    assert state.recent_reward() is None or math.isfinite(state.recent_reward())
 
 
 def test_a_reader_that_went_away_does_not_end_the_run():

@@ -10,7 +10,11 @@ import pytest
 
 from busrl.errors import first_line
 from busrl.launch.children import last_words
-from busrl.launch.problems import SHOWN, TAIL_BYTES, problems
+from busrl.launch.problems import SHOWN, TAIL_BYTES, kinds, lines
+
+
+def problems(path: Path) -> list[str]:
+    return list(lines(kinds(path), path))
 
 
 def write(path: Path, *texts: str, process: str = "bus") -> None:
@@ -23,7 +27,7 @@ def write(path: Path, *texts: str, process: str = "bus") -> None:
 
 
 def test_nothing_is_said_of_a_run_without_problems(tmp_path: Path) -> None:
-    assert list(problems(tmp_path / "errors.jsonl")) == []
+    assert problems(tmp_path / "errors.jsonl") == []
 
 
 def test_lines_that_differ_in_numbers_are_one_with_their_count_and_the_latest_text(tmp_path: Path) -> None:
@@ -38,7 +42,7 @@ def test_the_newest_kinds_are_shown_and_the_others_counted(tmp_path: Path) -> No
     path = tmp_path / "errors.jsonl"
     for letter in "abcdefgh":
         write(path, f"problem {letter}")
-    lines = list(problems(path))
+    lines = problems(path)
     assert "problem h" in lines[1] and lines[-1].strip() == f"and {8 - SHOWN} older kinds"
 
 
@@ -48,7 +52,7 @@ def test_a_torn_line_a_cut_tail_and_a_huge_file_are_no_obstacle(tmp_path: Path) 
     write(path, "x" * 5000)
     with open(path, "ab") as file:
         file.write(b'{"time": 1, "process"')
-    assert len(list(problems(path))) == 2 and all(len(line) < 400 for line in problems(path))
+    assert len(problems(path)) == 2 and all(len(line) < 400 for line in problems(path))
 
 
 DEEP = "Traceback (most recent call last):\n" + '  File "/a/b.py", line 3, in f\n    g()\n' * 60

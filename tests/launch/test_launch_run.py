@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 
@@ -101,16 +102,6 @@ def test_a_process_that_does_not_become_ready_in_time_is_killed_and_counts_as_an
     assert "state starting: not ready for 1." in scripted.output
 
 
-def test_what_a_dead_process_had_started_dies_with_it(scripted):
-    scripted.start({"rollout/0": "leaves_a_child", "learner": "learner"})
-    pid = scripted.ready("rollout/0")
-    grandchild = scripted.until(lambda: (scripted.root / "seen/grandchild").read_text(), "the grandchild's pid")
-    os.kill(pid, signal.SIGKILL)
-    scripted.until(lambda: not scripted.alive(int(grandchild)), "the grandchild to end")
-    scripted.finish()
-    assert scripted.wait() == 0, scripted.output
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_in_order_with_the_usual_exit_code(scripted, number, code):
     launch = scripted.start({"rollout/0": "well", "learner": "learner"})
@@ -120,6 +111,59 @@ def test_a_signal_ends_the_run_in_order_with_the_usual_exit_code(scripted, numbe
     assert (scripted.root / "ended").read_text().split() == ["rollout/0", "learner"]
     assert not any(scripted.alive(pid) for pid in pids) and scripted.leftovers() == []
     assert scripted.paths.open_bin.exists() and scripted.summary()["outcome"] == "stopped"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_launch_was_started_to_ignore_does_not_end_the_run(scripted, number):
+    before = signal.signal(number, signal.SIG_IGN)  # as nohup does, and a shell that starts something with `&`
+    try:
+        launch = scripted.start({"rollout/0": "well", "learner": "learner"})
+    finally:
+        signal.signal(number, before)
+    scripted.ready("learner")
+    launch.send_signal(number)
+    os.kill(scripted.ready("rollout/0"), signal.SIGKILL)
+    scripted.ready("rollout/0", 2)  # launch has looked again since
+    launch.send_signal(signal.SIGTERM)
+    assert scripted.wait() == 143 and number.name not in scripted.log()
+
+
+def test_a_hangup_of_a_terminal_ends_the_run_in_order(scripted):
+    launch = scripted.start({"rollout/0": "well", "learner": "learner"})
+    scripted.ready("learner")
+    launch.send_signal(signal.SIGHUP)
+    assert scripted.wait() == 129 and "asked to by SIGHUP" in scripted.log()
+
+
+def test_output_that_nobody_reads_stops_neither_the_watch_nor_the_end(scripted):
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"." * 4096)
+    launch = scripted.start({"rollout/0": "well", "learner": "learner"}, stdout=writer)
+    for life in range(1, 4):
+        os.kill(scripted.ready("rollout/0", life), signal.SIGKILL)
+    scripted.ready("rollout/0", 4)
+    launch.send_signal(signal.SIGTERM)
+    assert launch.wait(60) == 143 and scripted.summary()["outcome"] == "stopped"
+    os.close(reader)
+    os.close(writer)
+
+
+def test_an_interrupt_whose_reader_is_gone_too_ends_the_run_in_order(scripted):
+    reader, writer = os.pipe()
+    launch = scripted.start({"rollout/0": "well", "learner": "learner"}, stdout=writer)
+    os.close(writer)
+    scripted.ready("learner")
+    os.close(reader)  # as `tee` is, which the terminal sent the same signal
+    launch.send_signal(signal.SIGINT)
+    assert launch.wait(60) == 130 and scripted.summary()["outcome"] == "stopped" and scripted.leftovers() == []
+
+
+def test_a_process_that_dies_after_ready_and_never_works_ends_the_run_by_name(scripted):
+    scripted.start({"rollout/0": "dies_when_ready", "learner": "learner"}, crash_attempts=3)
+    assert scripted.wait() == 1
+    assert "rollout/0 died 3 times in a row and did none of its work in between" in scripted.output
+    assert scripted.summary()["outcome"] == "failed" and scripted.leftovers() == []
 
 
 def test_a_process_that_ignores_sigterm_is_killed_by_name_after_its_time(scripted):

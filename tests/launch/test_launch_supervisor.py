@@ -187,6 +187,51 @@ def test_a_process_that_stays_is_killed_once_after_the_patience_of_its_stage():
     assert shutdown.step(["bus"], 21.0) == []  # its own patience begins with its own stage
 
 
+ENDING = Patience(ready_s=60.0, progress_s=30.0, restart_attempts=5, crash_attempts=8)
+
+
+def test_deaths_after_ready_with_no_work_done_in_between_end_the_run_after_growing_pauses():
+    child, now, pauses = Child("rollout/0", ENDING), 0.0, []
+    for _ in range(8):
+        child.started(4711, now)
+        child.became_ready()
+        child.looked(Sight(True, 7), 0.2)
+        death = child.ended("signal SIGKILL", now)
+        pauses.append(child.due - now)
+        now = child.due
+    assert pauses[:7] == [0, 0, 0, 0, 0, 0.25, 0.5]
+    assert death.gives_up and "it died 8 times in a row and did none of its work in between" in death.text
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["it finished a sample itself", "the run got on"])
+def test_one_that_does_its_work_between_its_deaths_is_started_again_at_once_for_ever(own):
+    child = Child("rollout/0", ENDING)
+    for life in range(100):
+        child.started(4711, 0.0)
+        child.became_ready()
+        child.looked(Sight(True, 7, samples=int(own)), 0.2)
+        assert not child.ended("exit code 1", 0.0, run_at=0 if own else life // 5).gives_up
+        assert child.is_due(0.0)
+
+
+def test_kills_from_outside_before_ready_weigh_less_than_ends_of_its_own():
+    child, deaths = Child("rollout/0", ENDING), 0
+    while child.phase is not Phase.GONE:
+        child.started(4711, 0.0)
+        death = child.ended("signal SIGKILL", 0.0)
+        deaths += 1
+    assert deaths == 15 and "5 times in a row before it was ready" in death.text and "dmesg" in death.text
+
+
+def test_a_kill_by_launch_itself_counts_as_an_end_of_its_own():
+    child = Child("rollout/0", ENDING)
+    for _ in range(5):
+        child.started(4711, 0.0)
+        assert child.looked(None, 61.0) is not None
+        death = child.ended("signal SIGKILL", 0.0)
+    assert death.gives_up
+
+
 def test_want_of_space_counts_for_nothing_and_is_told_once_until_the_child_was_ready_again() -> None:
     child = Child("rollout/0", Patience(60, 60, 2))
     child.started(1, 0.0)

@@ -31,7 +31,7 @@ run_broker(paths.frontend, paths.backend, OfdLock(str(paths.lock("bus"))), stop,
 """
 TOPOLOGY: dict[str, Any] = {
     "run": {"name": "scene", "max_steps": 200}, "groups": {"size": 4},
-    "learner": {"trigger": {"n_min": 8, "t_max": 2500}},
+    "learner": {"trigger": {"n_min": 8, "t_max_s": 2.5}},
     "weights": {"mode": "batch-async", "max_staleness": 2}, "limits": {"progress_s": 30.0}, "derived": {"slots": 16},
 }  # fmt: skip
 

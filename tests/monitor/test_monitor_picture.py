@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from busrl.monitor import plain
 from busrl.monitor.complaints import Complaints
 from busrl.monitor.draw import chart, gauge, portions, safe
-from busrl.monitor.follow import Follower
+from busrl.monitor.follow import Follower, RunFiles
 from busrl.monitor.picture import Picture, Speed
 from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, RoundSeen, StepSeen
 from busrl.monitor.snapshot import snapshot
 from busrl.monitor.steps import KEPT, Steps
 from busrl.monitor.traffic import Traffic
+from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 
 
@@ -278,3 +279,11 @@ def test_the_busy_share_of_a_process_that_tells_none_is_not_known() -> None:
         picture.look(ring(process("reward/0"), told), float(second))
     assert [row.busy for row in picture.rows(1.0)] == [None, 0.25]
     assert "busy    -" in "\n".join(plain.lines(picture, 1.0, 0.0))
+
+
+def test_the_newest_sample_is_read_once_and_a_bad_line_is_left_out(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path)
+    files = RunFiles(paths)
+    assert files.sample() == ""
+    paths.samples.write_text('{"prompt": "Q", "completion": "A"}\n[1]\n{"prompt": "R", "completion": "B"}\n{broken\n')
+    assert files.sample() == "'R' → 'B'" and files.sample() == ""

@@ -28,7 +28,9 @@ def picture(processes: int = 7, errors: int = 3, steps: int = 120, name: str = "
         made.look(RingSeen(766, occupancy, words, 9, 9, 0, 0, 9, {}, 60, 21, entries), second)
         made.tick(second)
     for step in range(1, steps + 1):
-        made.step(StepSeen(step, step + 1, step / 200, 14.0 - step / 100, age_mean=step % 7 / 7), None)
+        told = {"flat_share": 0.8, "cut_share": 0.25, "entropy": 0.5, "k3": 0.001}
+        made.step(StepSeen(step, step + 1, step / 200, 14.0 - step / 100, age_mean=step % 7 / 7, **told), None)
+    made.sample = "'1+1=' → '3', reward 0"
     for number in range(errors):
         made.error(ErrorSeen(1000.0 + number, f"rollout/{number}", "warning", "rollout", f"trouble {number}"), "file")
     for name_ in ("DATA_GENERATED", "REWARD_COMPUTED"):
@@ -55,6 +57,7 @@ def test_80_by_24_shows_every_section() -> None:
     text = "\n".join(shown(picture(), 80, 24))
     for wanted in (
         "quickstart · running", "step 120/150", "reward", "length", "rollout/0", "LATE", "generating 256",
+        "flat groups 80% · cut answers 25% · entropy 0.50 · k3 0.001", "'1+1=' → '3', reward 0",
         "21/32 groups ready", "batch-async (bound 2)", "messages/s", "trouble 2", "q quit",
     ):  # fmt: skip
         assert wanted in text, text
@@ -105,3 +108,14 @@ def test_a_controller_is_shown_with_what_it_wants_and_what_is_in_force() -> None
     assert snapshot(made, 2.0, 1010.0)["control"] == {
         "n_min": 64, "wants_n_min": 64, "moves": 1, "entropy_ratio": 0.55, "eta": 3
     }  # fmt: skip
+
+
+def test_lines_and_data_show_what_was_thrown_away_and_a_sample() -> None:
+    made = picture()
+    text = "\n".join(plain.lines(made, 2.0, 1100.0))
+    assert "policy    flat groups 80% · cut answers 25%" in text and "sample    '1+1=' → '3', reward 0" in text
+    told = snapshot(made, 2.0, 1100.0)
+    shares = {"flat_share": 0.8, "cut_share": 0.25, "entropy": 0.5}
+    assert told["policy"] == {**shares, "ess": None, "k3": pytest.approx(0.001)}
+    assert told["sample"] == made.sample
+    assert snapshot(Picture(), 0.0, 0.0)["policy"]["flat_share"] is None

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ def judge(record, completion, token_ids):
     if word == "exit": sys.exit(1)
     if word == "read": return len(sys.stdin.read())
     if word == "nan": return float("nan")
+    if word == "sleep": time.sleep(float(rest))
     if word == "die": os._exit(7)
     if word == "segv": os.kill(os.getpid(), signal.SIGSEGV)
     if word == "hang":
@@ -243,6 +245,7 @@ def gone(pid: int, timeout_ms: int = 30_000) -> bool:
 
 OWNER = """
 import sys
+import time
 sys.path.insert(0, {root!r})
 from types import SimpleNamespace
 from busrl.rewards import Item, RewardPool
@@ -273,3 +276,15 @@ def test_frames_survive_any_cut_of_the_stream(bodies: list[bytes], cut: int) -> 
     splitter = Splitter()
     found = [body for at in range(0, len(data), cut) for body in splitter.feed(data[at : at + cut])]
     assert [msgspec.msgpack.decode(body) for body in found] == bodies
+
+
+def test_a_child_s_time_in_the_function_is_counted_and_its_waiting_is_not(make: MakePool) -> None:
+    pool = make()
+    judge_all(pool, [item(k) for k in range(8)])
+    waited = time.monotonic()
+    judge_all(pool, [item(9, "sleep 0.3")])
+    assert 0.3 <= pool.stats().busy_s <= time.monotonic() - waited + 0.1
+    busy = pool.stats().busy_s
+    time.sleep(0.2)  # the passing of time is the subject: a child that has nothing to do is not busy
+    pool.poll(0.0)
+    assert pool.stats().busy_s == busy

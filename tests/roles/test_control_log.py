@@ -27,8 +27,14 @@ KEYS = {
 
 @pytest.fixture(scope="module", params=["entropy", "full"])
 def topology(request: pytest.FixtureRequest) -> Topology:
-    given = [f"learner.controller.{key}={value}" for key, value in {**KEYS, "rules": request.param}.items()]
+    given = overrides({**KEYS, "rules": request.param})
     return load(ROOT / "configs" / "quickstart.toml", [*given, "weights.max_staleness=4"])
+
+
+def overrides(given: dict[str, object]) -> list[str]:
+    """What switches it stands in the learner's table, its thresholds in that of experiments."""
+    own = ("mode", "every", "cooldown")
+    return [f"{'learner' if key in own else 'experiments'}.controller.{key}={value}" for key, value in given.items()]
 
 
 class Living:
@@ -136,8 +142,8 @@ def test_the_file_explains_every_decision_whenever_the_learner_dies(
 @pytest.mark.parametrize("dmmpt", ["gate", "on"])
 def test_full_rules_that_act_are_the_only_gate_and_it_holds_again_after_a_restart(tmp_path: Path, dmmpt: str) -> None:
     given = {**KEYS, "rules": "full", "sigma": 0.3}
-    made = [f"learner.controller.{key}={value}" for key, value in given.items()]
-    made += [f"learner.dmmpt={dmmpt}", "weights.max_staleness=4"]
+    made = overrides(given)
+    made += [f"experiments.dmmpt={dmmpt}", "weights.max_staleness=4"]
     living = Living(tmp_path, load(ROOT / "configs" / "quickstart.toml", made), seed=0)
     own = dmmpt == "on"  # not a gate: the controller has no say
     assert living.training.gate == ("its own" if own else None)

@@ -80,7 +80,7 @@ def topology(tmp_path: Path) -> Topology:
     records = [{"prompt": "x" * (9 - n), "answer": "", "tag": f"t{n}"} for n in range(8)]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     settings_ = [
-        f'data.train="{data}"', 'data.validation=""', 'scheduler.policy="sjf"', "data.shuffle=false",
+        f'data.train="{data}"', 'validation.data=""', 'scheduler.policy="sjf"', "data.shuffle=false",
         "learner.trigger.n_min=4", "groups.size=2", "process.validator.count=0",
     ]  # fmt: skip
     return load(ROOT / "configs" / "quickstart.toml", settings_)

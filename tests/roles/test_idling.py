@@ -64,6 +64,10 @@ def test_the_default_warns_after_n_min_groups_and_ends_after_four_times_as_many(
     assert sum(map(sum, told)) == 10, "each quarter is told once"
 
 
+def test_a_few_flat_groups_in_a_row_are_chance_however_small_a_step_is(tmp_path: Path) -> None:
+    assert idling(tmp_path, n_min=1).patience == 32 and idling(tmp_path, n_min=1, idle_groups=3).patience == 3
+
+
 def test_many_groups_that_end_between_two_looks_are_all_counted(tmp_path: Path) -> None:
     idle = idling(tmp_path)
     idle.look(view(ended=["ll"] * 50), [])

@@ -17,7 +17,7 @@ class Worker(Rollout):
     def __init__(self, published: int, bound: int | None = 2) -> None:
         self.limits = SimpleNamespace(max_staleness=bound, waves=0)  # type: ignore[assignment]
         self.ring = SimpleNamespace(header=lambda word: published)  # type: ignore[assignment]
-        self.topology = SimpleNamespace(learner=SimpleNamespace(forced_age=0))  # type: ignore[assignment]
+        self.topology = SimpleNamespace(experiments=SimpleNamespace(forced_age=0))  # type: ignore[assignment]
         self.receiver = SimpleNamespace(newest=lambda: (3, 3))  # type: ignore[assignment]
         self.version, self.step_of, self._behind_since = 3, {3: 3}, math.inf
         self.said: list[str] = []

@@ -218,8 +218,12 @@ def with_segments(samples: list[SampleRecord]) -> list[SampleRecord]:
 
 
 def changed(topology: Topology, loss: str = "behaviour", **learner: object) -> Topology:
-    config = dataclasses.replace(topology.learner, **learner)  # type: ignore[arg-type]
-    return dataclasses.replace(topology, learner=config, segments=Segments(length=4, loss=loss))
+    tried = {name: value for name, value in learner.items() if name.startswith("dmmpt")}
+    own = {name: value for name, value in learner.items() if name not in tried}
+    config = dataclasses.replace(topology.learner, **own)  # type: ignore[arg-type]
+    experiments = dataclasses.replace(topology.experiments, **tried)  # type: ignore[arg-type]
+    segments = Segments(length=4, loss=loss)
+    return dataclasses.replace(topology, learner=config, experiments=experiments, segments=segments)
 
 
 def test_the_loss_of_segments_says_which_tokens_are_trained(topology: Topology) -> None:
@@ -307,9 +311,12 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
 
 
 def test_the_noise_scale_is_measured_only_for_the_full_rules(topology: Topology) -> None:
-    controller = dataclasses.replace(topology.learner.controller, rules="full", noise_groups=2)
+    rules = dataclasses.replace(topology.experiments.controller, rules="full", noise_groups=2)
+    controller = dataclasses.replace(topology.learner.controller, mode="advise")
     config = dataclasses.replace(topology.learner, controller=controller)
-    metered, plain = TrainingStep(dataclasses.replace(topology, learner=config)), TrainingStep(topology)
+    experiments = dataclasses.replace(topology.experiments, controller=rules)
+    full = dataclasses.replace(topology, learner=config, experiments=experiments)
+    metered, plain = TrainingStep(full), TrainingStep(topology)
     batch = records(5)
     metered.train(batch, 4, 0)
     plain.train(batch, 4, 0)

@@ -35,17 +35,13 @@ max_new_tokens = 16
 max_prompt_tokens = 16
 [scheduler]
 policy = "sjf"
+[learner]
+lr = 3e-4
 [learner.trigger]
 n_min = 8
 [reward]
 kind = "python"
 function = "judge.py:score"
-[[process]]
-role = "rollout"
-[[process]]
-role = "reward"
-[[process]]
-role = "learner"
 """
 
 

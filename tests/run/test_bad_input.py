@@ -46,26 +46,26 @@ def both(*changes: Change) -> Change:
 
 
 LONG = json.dumps({"question": "q" * 5000, "wanted": ""})
-SYNC = 'n_min = 8\nt_max = 100\n[weights]\nmode = "sync"'
+SYNC = 'n_min = 8\nt_max_s = 0.1\n[weights]\nmode = "sync"'
 CASES: dict[str, tuple[Change, list[str]]] = {
     "a wrong type": (
-        replaced("n_min = 8", 'n_min = "many"'), ["own.toml:17:", "n_min", '"many"', "a whole number", "default is 32"]
+        replaced("n_min = 8", 'n_min = "many"'), ["own.toml:19:", "n_min", '"many"', "a whole number", "default is 32"]
     ),
     "an unknown key": (
         replaced("policy", "polcy"), ["own.toml:15:", "polcy: unknown key in [scheduler]; did you mean policy?"]
     ),
     "an impossible combination": (
-        replaced("n_min = 8", SYNC), ["own.toml:18:", "t_max = 100", 'mode = "sync"', "not by time", "t_max = inf"]
+        replaced("n_min = 8", SYNC), ["own.toml:20:", "t_max_s = 0.1", 'mode = "sync"', "not by time", "t_max_s = inf"]
     ),
     "no model folder": (
         lambda folder: shutil.rmtree(folder / "model"), ["own.toml:5:", "mine/model", "no such folder", "give a folder"]
     ),
     "a reward that can not be imported": (
         replaced("def score", "import nothing_of_the_kind\n\n\ndef score", "judge.py"),
-        ["own.toml:20:", "reward.function", "No module named 'nothing_of_the_kind' at", "judge.py:5"],
+        ["own.toml:22:", "reward.function", "No module named 'nothing_of_the_kind' at", "judge.py:5"],
     ),
     "a reward that is not there": (
-        replaced("judge.py:score", "judge.py:scor"), ["own.toml:20:", "has no 'scor'", "it has score"]
+        replaced("judge.py:score", "judge.py:scor"), ["own.toml:22:", "has no 'scor'", "it has score"]
     ),
     "a prompt longer than its slot": (
         both(line_seven(LONG), replaced("[groups]", "[ring]\nslot_bytes = 4096\n[groups]")),

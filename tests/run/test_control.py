@@ -14,10 +14,10 @@ from busrl.roles.limits import control_settings
 from busrl.scheduling.control import Controller, Inputs
 from busrl.topology import Topology
 
-HERE = "learner.controller."
+HERE, RULES = "learner.controller.", "experiments.controller."
 JUMPY = [  # thresholds so near to 1 that a few steps of learning cross them
-    f"{HERE}mode=act", f"{HERE}reference_steps=6", f"{HERE}high=1.03", f"{HERE}low=0.97", f"{HERE}hysteresis=0.005",
-    f"{HERE}ema=0", f"{HERE}probe_every=1", f"{HERE}every=2", f"{HERE}cooldown=4", "weights.max_staleness=4",
+    f"{HERE}mode=act", f"{RULES}reference_steps=6", f"{RULES}high=1.03", f"{RULES}low=0.97", f"{RULES}hysteresis=0.005",
+    f"{RULES}ema=0", f"{RULES}probe_every=1", f"{HERE}every=2", f"{HERE}cooldown=4", "weights.max_staleness=4",
 ]  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def lines_of(run: Run) -> list[dict[str, Any]]:
 def test_many_deaths_and_lost_steps_leave_a_log_that_explains_itself(
     wal: str, tmp_path: Path, quickstart: None
 ) -> None:
-    full = [f"{HERE}rules=full", f"{HERE}noise_groups=2", f"{HERE}streak=1", f"{HERE}idle_train=0.01"]
+    full = [f"{RULES}rules=full", f"{HERE}noise_groups=2", f"{RULES}streak=1", f"{HERE}idle_train=0.01"]
     run = Run(tmp_path / "run", *JUMPY, *full, f"learner.wal={wal}", "learner.checkpoint_every=4", steps=40)
     with running(run):
         run.kill_at_random_steps(["learner", "scheduler"], 3, seed=5)

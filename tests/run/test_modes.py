@@ -41,7 +41,7 @@ def test_fully_async_ends_in_order(tmp_path: Path, quickstart: None) -> None:
 
 
 def test_forced_age_is_exact(tmp_path: Path, quickstart: None) -> None:
-    run = run_to_end(tmp_path, "weights.mode=sync", "learner.forced_age=2")
+    run = run_to_end(tmp_path, "weights.mode=sync", "experiments.forced_age=2")
     assert ages(run) == [0, 1] + [2] * 8
     assert all(row["age_mean"] == row["age_max"] for row in run.metrics())
 

@@ -56,7 +56,7 @@ class Made:
         prompts.write_text("".join(json.dumps({"prompt": f"item {i}", "answer": str(i)}) + "\n" for i in range(50)))
         self.paths = RunPaths.of(root)
         self.topology: Topology = load(
-            ROOT / "configs" / "quickstart.toml", [f"data.train={prompts}", f"data.validation={prompts}"]
+            ROOT / "configs" / "quickstart.toml", [f"data.train={prompts}", f"validation.data={prompts}"]
         )
         self.paths.topology.write_text(self.topology.to_json())
         self.paths.run_json.write_text("{}")

@@ -58,7 +58,7 @@ def test_a_run_in_segments_survives_the_death_of_a_rollout_and_its_log_holds_eve
     tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(
-        tmp_path / "run", *SHORT, "learner.checkpoint_every=0", "run.validate_before=false", "validation.samples=8",
+        tmp_path / "run", *SHORT, "learner.checkpoint_every=0", "validation.at_start=false", "validation.samples=8",
         "process.rollout.count=2", steps=8,
     )  # fmt: skip
     with running(run):
@@ -76,7 +76,7 @@ def test_rollouts_that_are_killed_in_the_middle_of_segments_lose_nothing_and_the
     settings: tuple[str, ...], tmp_path: Path, quickstart: None
 ) -> None:
     run = Run(
-        tmp_path / "run", *SHORT, *settings, "learner.checkpoint_every=0", "run.validate_before=false", steps=14,
+        tmp_path / "run", *SHORT, *settings, "learner.checkpoint_every=0", "validation.at_start=false", steps=14,
         config=killed_in_segments(tmp_path),
     )  # fmt: skip
     with running(run):
@@ -97,9 +97,9 @@ def test_rollouts_that_are_killed_in_the_middle_of_segments_lose_nothing_and_the
         ("segments.loss=last_segment",),
         ("segments.loss=pois", "weights.mode=sync"),
         ("segments.loss=pois", "weights.mode=sync", "segments.rounds=segments"),
-        ("weights.mode=fully-async", "segments.truncated=-1"),
-        ("weights.over_age=drop", "weights.max_staleness=1", "segments.truncated_penalty=0.5"),
-        ("learner.dmmpt=gate", "learner.dmmpt_sigma=1.0", "learner.dmmpt_tau=0.9"),
+        ("weights.mode=fully-async", "reward.truncated=-1"),
+        ("weights.over_age=drop", "weights.max_staleness=1", "reward.truncated_penalty=0.5"),
+        ("experiments.dmmpt=gate", "experiments.dmmpt_sigma=1.0", "experiments.dmmpt_tau=0.9"),
     ],
     ids=["last_segment", "pois", "waves", "truncated", "drop", "dmmpt"],
 )
@@ -116,11 +116,11 @@ def test_every_loss_and_mode_runs_to_its_end_in_segments(
     assert max(row["segments_max"] for row in rows) == 3 and all(row["k3"] > -1e-6 for row in rows)
     masked = sum(row["masked"]["earlier_segments"] for row in rows)
     assert (masked > 0) == ("segments.loss=last_segment" in settings)
-    assert (sum(row["masked"]["mastered"] for row in rows) > 0) == ("learner.dmmpt=gate" in settings)
+    assert (sum(row["masked"]["mastered"] for row in rows) > 0) == ("experiments.dmmpt=gate" in settings)
     in_waves = LIMIT // LENGTH - 1 if "segments.rounds=segments" in settings else 0
     bound = {"weights.mode=sync": in_waves, "weights.mode=fully-async": 99, "weights.max_staleness=1": 1}
     assert max(row["age_max"] for row in rows) <= next((bound[s] for s in settings if s in bound), 2)
-    if "segments.truncated=-1" in settings:
+    if "reward.truncated=-1" in settings:
         assert min(row["reward_trained"] for row in rows) < 0.5 and any(row["cut_share"] > 0 for row in rows)
 
 

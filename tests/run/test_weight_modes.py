@@ -56,7 +56,7 @@ def test_a_run_ends_in_order_and_engine_and_learner_agree(mode: str, tmp_path: P
 
 @pytest.mark.slow
 def test_an_adapter_is_swapped_into_an_engine_exactly(tmp_path: Path, quickstart: None) -> None:
-    quick = ("validation.at_end=false", "run.validate_before=false")
+    quick = ("validation.at_end=false", "validation.at_start=false")
     run = run_in(tmp_path, "lora_hotswap", "weights.mode=sync", *quick, steps=4)
     with running(run):
         code = run.wait()

@@ -23,10 +23,10 @@ def ended_idle(tmp_path: Path, *settings: str, reward: str = own.REWARD) -> Run:
     report = run.audit()
     assert not report.errors and report.counts.lost == 0 and report.counts.trained == 0, report
     rows = run.metrics()
-    assert {row["kind"] for row in rows} == {"idle"} and rows[-1]["idle_groups"] >= 16
+    assert {row["kind"] for row in rows} == {"idle"} and rows[-1]["idle_groups"] >= 32
     told = [line for line in read_lines(run.paths.errors) if line["where"] == "learner"]
-    assert "The run ends after 16 (limits.idle_groups)" in told[0]["text"], told
-    assert told[-1]["severity"] == "critical" and "nothing to train (limits.idle_groups = 16)" in told[-1]["text"], told
+    assert "The run ends after 32 (limits.idle_groups)" in told[0]["text"], told
+    assert told[-1]["severity"] == "critical" and "nothing to train (limits.idle_groups = 32)" in told[-1]["text"], told
     assert run.restarts("learner") == 0
     return run
 

@@ -204,13 +204,18 @@ def test_a_sample_in_a_slot_without_a_fate_is_counted_because_a_damaged_table_mu
 
 
 def test_groups_that_ended_are_told_once_with_the_last_fate_of_each_member(ring: Any) -> None:
-    first = [ring.put_group(0, [1.0, 0.0, 1.0, 0.0]), ring.put_group(1, [0.5] * G)]
-    assert len(ring.view().ended_fates) == 0
-    ring.end(first[0][2], "R")
-    assert len(ring.view().ended_fates) == 0, "the member that raised is rolled once more"
-    for slot in (*first[0][:2], first[0][3], ring.put(0, 2, attempt=1, state=REWARDED)):
+    scanner = GroupScanner(ring.fates, G)
+
+    def ended() -> list[bytes]:
+        return sorted(bytes(row) for row in scanner.scan(ring.lines.copy()).ended_fates)
+
+    first, second = ring.put_group(0, [1.0, 0.0, 1.0, 0.0]), ring.put_group(1, [0.5] * G)
+    assert ended() == []
+    ring.end(first[2], "R")
+    assert ended() == [], "the member that raised is rolled once more"
+    again = ring.put(0, 2, attempt=1, state=REWARDED)
+    for slot in (*first[:2], first[3], again):
         ring.end(slot, "f")
-    for slot in first[1]:
+    for slot in second:
         ring.end(slot, "T")
-    assert sorted(bytes(row) for row in ring.view().ended_fates) == [b"TTTT", b"ffff"]
-    assert len(ring.view().ended_fates) == 0
+    assert ended() == [b"TTTT", b"ffff"] and ended() == []

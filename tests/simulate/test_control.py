@@ -20,9 +20,9 @@ SLOW_LEARNER = replace(FREE_TIMES, learner_step_s=5.0)
 def controlled(mode: str, rules: str = "full") -> Topology:
     return topology(
         "groups.size=4", "learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0",
-        "weights.max_staleness=5", f"learner.controller.mode={mode}", f"learner.controller.rules={rules}",
+        "weights.max_staleness=5", f"learner.controller.mode={mode}", f"experiments.controller.rules={rules}",
         "learner.controller.n_lo=4", "learner.controller.n_hi=4", "learner.controller.every=1",
-        "learner.controller.cooldown=1", "learner.controller.eta_min=1",
+        "learner.controller.cooldown=1", "experiments.controller.eta_min=1",
     )  # fmt: skip
 
 
@@ -55,4 +55,4 @@ def test_entropy_rules_that_would_act_are_refused_before_anything_is_played(
     given = ["--set", "weights.max_staleness=5", "--sweep", "learner.controller.mode=off,act"]
     assert main(["simulate", str(QUICKSTART), "--steps", "2", *given]) == 2
     out, err = capsys.readouterr()
-    assert "learner.controller.rules=full" in err and "samples/s" not in out
+    assert "experiments.controller.rules=full" in err and "samples/s" not in out

@@ -23,13 +23,13 @@ SOME = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 @SOME
 @example(  # a step by time leaves credit: a group that is admitted while it runs was trained one step late
     seed=10, actors=1, rows=1, n_min=5, mode="batch-async", staleness=0, over_age="wait", flat=0.4, segment=0,
-    policy="fifo", grid=None, t_max="300",
+    policy="fifo", grid=None, t_max="0.3",
 )  # fmt: skip
 @given(
     seed=st.integers(0, 10_000), actors=st.integers(1, 6), rows=st.integers(1, 9), n_min=st.integers(1, 6),
     staleness=st.integers(0, 4), mode=st.sampled_from(["batch-async", "sync", "fully-async"]),
     over_age=st.sampled_from(["wait", "drop"]), flat=st.sampled_from([0.0, 0.4]), segment=st.sampled_from([0, 7]),
-    policy=st.sampled_from(["fifo", "sjf"]), grid=st.sampled_from([None, 0.1]), t_max=st.sampled_from(["inf", "300"]),
+    policy=st.sampled_from(["fifo", "sjf"]), grid=st.sampled_from([None, 0.1]), t_max=st.sampled_from(["inf", "0.3"]),
 )  # fmt: skip
 def test_no_run_breaks_the_limits_loses_a_sample_or_trains_one_twice(
     checked: Make, seed: int, actors: int, rows: int, n_min: int, staleness: int, mode: str, over_age: str,
@@ -38,7 +38,7 @@ def test_no_run_breaks_the_limits_loses_a_sample_or_trains_one_twice(
     made = topology(
         f"learner.trigger.n_min={n_min}", f"weights.mode={mode}", f"weights.max_staleness={staleness}",
         f"weights.over_age={over_age}", f"generation.max_batch={rows}", f"scheduler.policy={policy}", "groups.size=4",
-        "learner.micro_batch_min_samples=4", f"learner.trigger.t_max={'inf' if mode == 'sync' else t_max}",
+        "learner.micro_batch_min_samples=4", f"learner.trigger.t_max_s={'inf' if mode == 'sync' else t_max}",
     )  # fmt: skip
     random = np.random.default_rng(seed)
     lengths = [tuple(random.integers(1, 60, 4).tolist()) for _ in range(97)]

@@ -12,6 +12,7 @@ import pytest
 from busrl.errors import TopologyError
 from busrl.topology import Topology, load
 
+LR = "learner.lr=3e-4"  # the one key without a default that texts of [learner] can leave out here
 BASE = """\
 [model]
 path = "model"
@@ -56,7 +57,10 @@ def loaded(here: Path) -> Loader:
 
     def run(extra: str = "", *overrides: str, base: str = BASE) -> Topology:
         (here / "t.toml").write_text(base + extra)
-        return load(here / "t.toml", overrides)
+        given = "[learner]\nlr =" in base + extra or any(
+            one.startswith(("learner.lr=", "learner.lr.")) for one in overrides
+        )
+        return load(here / "t.toml", overrides if given else (LR, *overrides))
 
     return run
 

@@ -25,7 +25,9 @@ def bus(endpoint: str, directory: str = "keys") -> str:
     return f'[bus]\nendpoint = "{endpoint}"\nkeys = "{directory}"\n'
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5600", "tcp://*:5600", "tcp://[::1]:5600", "tcp://localhost:65534"])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://0.0.0.0:5600", "tcp://*:5600", "tcp://[::1]:5600", "tcp://localhost:65534"]
+)
 def test_tcp_with_keys_is_accepted_and_explained(loaded: Loaded, key_directory: Path, endpoint: str) -> None:
     keys.add(key_directory, "laptop")
     page = report(loaded(bus(endpoint)))

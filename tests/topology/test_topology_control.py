@@ -15,27 +15,29 @@ from busrl.topology.control import batch_varies
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
+TABLE = "[experiments.controller]\n"
+RULES = f"[learner.controller]\nmode = 'advise'\n{TABLE}"
 ACT = "[weights]\nmax_staleness = 4\n[learner.controller]\nmode = 'act'\n"
 
 REFUSED = [
-    ("[learner.controller]\nlow = 1.4", "low < high", "the defaults are 0.6 and 1.3"),
-    ("[learner.controller]\nlow = 1.1", "low < 1 < high", "the defaults"),
-    ("[learner.controller]\nhysteresis = 0.5", "the gap of 0.7 has no middle left", "set hysteresis below 0.35"),
-    ("[learner.controller]\nn_lo = 33", "n_lo <= n_min", "set n_lo <= 32"),
-    ("[learner.controller]\nn_hi = 31", "n_min <= n_hi", "set n_hi >= 32"),
-    ("[learner.controller]\nhigh_t_max = 2000", "high_t_max <= low_t_max", "250 and 1000"),
-    ("[learner.controller]\nrules = 'full'\ngate_on = 1.2", "gate_on < gate_off", "raise gate_off"),
-    ("[learner.controller]\nrules = 'full'\nk3_safe = 0.06", "k3_safe < k3_high", "raise k3_high"),
-    ("[learner.controller]\nrules = 'full'\ngrow = 2", "a move must not call for its opposite", "1.25, 0.8"),
+    (f"{RULES}low = 1.4", "low < high", "the defaults are 0.6 and 1.3"),
+    (f"{RULES}low = 1.1", "low < 1 < high", "the defaults"),
+    (f"{RULES}hysteresis = 0.5", "the gap of 0.7 has no middle left", "set hysteresis below 0.35"),
+    ("[learner.controller]\nmode = 'advise'\nn_lo = 33", "n_lo <= n_min", "set n_lo <= 32"),
+    ("[learner.controller]\nmode = 'advise'\nn_hi = 31", "n_min <= n_hi", "set n_hi >= 32"),
+    (f"{RULES}high_t_max_s = 2", "high_t_max_s <= low_t_max_s", "0.25 and 1"),
+    (f"{RULES}rules = 'full'\ngate_on = 1.2", "gate_on < gate_off", "raise gate_off"),
+    (f"{RULES}rules = 'full'\nk3_safe = 0.06", "k3_safe < k3_high", "raise k3_high"),
+    (f"{RULES}rules = 'full'\ngrow = 2", "a move must not call for its opposite", "1.25, 0.8"),
     ("[learner.controller]\nmode = 'act'", "no window is left for thresholds 16 to 64", "max_staleness >= 4"),
     ("[weights]\nmode = 'sync'\n[learner.controller]\nmode = 'act'", "a synchronous round", 'mode = "advise"'),
     (f"{ACT}[learner]\nupdates_per_batch = 20", "at most 16 updates", "lower updates_per_batch"),
-    (f"{ACT}[learner.trigger]\nn_floor = 20\nt_max = 5", "n_floor <= n_lo = 16", "lower n_floor"),
+    (f"{ACT}[learner.trigger]\nn_floor = 20\nt_max_s = 5", "n_floor <= n_lo = 16", "lower n_floor"),
     (f"{ACT}[learner.trigger]\ncount = 'ended'", "not of those that ended", 'count = "usable"'),
-    (f"{ACT}rules = 'full'\n[learner]\ndeterministic = true", "idle times, which depend on the machine", "entropy"),
-    (f"{ACT}rules = 'full'\neta_min = 5", "eta_min <= max_staleness", "lower eta_min"),
-    ("[learner.controller]\nrules = 'full'\neta_min = 9", "eta_min <= max_staleness", "lower eta_min"),
-    (f"{ACT}rules = 'full'\neta_min = 2", "needs an admission bound of 3 steps of 16", "set it to 3 or more"),
+    (f"{ACT}{TABLE}rules = 'full'\n[learner]\ndeterministic = true", "idle times, which depend on the", "entropy"),
+    (f"{ACT}{TABLE}rules = 'full'\neta_min = 5", "eta_min <= max_staleness", "lower eta_min"),
+    (f"{RULES}rules = 'full'\neta_min = 9", "eta_min <= max_staleness", "lower eta_min"),
+    (f"{ACT}{TABLE}rules = 'full'\neta_min = 2", "needs an admission bound of 3 steps of 16", "set it to 3 or more"),
     ("[weights]\nwindow = 49", "weights.window = 49 is larger than the buffer", "set window <= 48"),
     ("[weights]\nmode = 'fully-async'\nwindow = 129", "larger than the buffer: B = 128", "set window <= 128"),
 ]  # fmt: skip
@@ -49,14 +51,14 @@ def test_contradictions_are_refused_with_a_remedy(refused: Refused, text: str, r
 
 WARNED = [
     ("[weights]\nmode = 'sync'\nwindow = 2", "a round is trained whole, so its window is the round", "remove it"),
-    ("[learner.controller]\nrules = 'full'\nnoise_groups = 1000", "noise_groups = 1000", "set it to 16 or less"),
-    (f"{ACT}rules = 'full'\nnoise_groups = 16", "of 16 groups that arrive together", "set it to 8 or less"),
+    (f"{RULES}rules = 'full'\nnoise_groups = 1000", "noise_groups = 1000", "set it to 16 or less"),
+    (f"{ACT}{TABLE}rules = 'full'\nnoise_groups = 16", "of 16 groups that arrive together", "set it to 8 or less"),
     (
-        "[learner.controller]\nrules = 'full'\n[learner]\nupdates_per_batch = 2\n[weights]\nmode = 'sync'",
+        f"{RULES}rules = 'full'\n[learner]\nupdates_per_batch = 2\n[weights]\nmode = 'sync'",
         "no one gradient", "updates_per_batch = 1",
     ),
     (
-        "[learner.controller]\nrules = 'full'\neta_min = 1\n[weights]\nmode = 'sync'",
+        f"{RULES}rules = 'full'\neta_min = 1\n[weights]\nmode = 'sync'",
         "without a staleness bound there is none to move", 'weights.mode = "batch-async"',
     ),
 ]  # fmt: skip
@@ -69,7 +71,7 @@ def test_settings_without_an_effect_are_warned_about(loaded: Loaded, text: str, 
 
 
 def test_off_asks_nothing_of_its_other_keys(loaded: Loaded) -> None:
-    topology = loaded("[learner.controller]\nmode = 'off'\nlow = 2.0\n")
+    topology = loaded("[learner.controller]\nmode = 'off'\n[experiments.controller]\nlow = 2.0\n")
     assert control_settings(topology) is None
 
 
@@ -86,7 +88,7 @@ def test_only_a_controller_that_acts_is_in_the_sums(loaded: Loaded) -> None:
 
 
 def test_the_defaults_are_those_of_the_outline(loaded: Loaded) -> None:
-    found = control_settings(loaded())
+    found = control_settings(loaded("[learner.controller]\nmode = 'advise'\n"))
     assert found is not None
     assert (found.mode, found.rules, found.high, found.low) == ("advise", "entropy", 1.3, 0.6)
     assert (found.n_lo, found.n_min, found.n_hi) == (16, 32, 64)

@@ -66,10 +66,13 @@ ONE_COPY = '[weights]\ntransport = "cuda_ipc"\n'
         ("", ('process.learner.devices=["0"]', 'process.rollout.devices=["1"]'), "see other devices"),
         ("", ("learner.publish_every=2",), "none that wait to be published"),
         ("", ("learner.updates_per_batch=2",), "between two updates of one step"),
-        ("", ("learner.forced_age=1", "weights.mode=sync"), "older ones are nowhere"),
+        ("", ("experiments.forced_age=1", "weights.mode=sync"), "older ones are nowhere"),
         ("[lora]\nrank = 8\n", (), "there is nothing to share"),
-        ("", ("process.rollout.engine=openai", "weights.mode=fully-async", "openai.base_url=http://127.0.0.1:1/v1"),
-         "it has no tensors that a learner could train"),
+        (
+            "",
+            ("process.rollout.engine=openai", "weights.mode=fully-async", "openai.base_url=http://127.0.0.1:1/v1"),
+            "it has no tensors that a learner could train",
+        ),
         ("", ("process.rollout.engine=mock",), "it has no tensors that a learner could train"),
     ],
 )
@@ -94,8 +97,11 @@ def test_one_copy_on_one_device_is_accepted_and_bfloat16_warned_of(loaded: Loade
     assert any("copies them into the engine's bfloat16 ones" in text for text in t.derived.warnings)
 
 
-GROUPS = ('[weights]\ntransport = "broadcast"\nbackend = "nccl"\n',
-          "model.device=cuda", 'process.learner.devices=["0"]')
+GROUPS = (
+    '[weights]\ntransport = "broadcast"\nbackend = "nccl"\n',
+    "model.device=cuda",
+    'process.learner.devices=["0"]',
+)
 
 
 @pytest.mark.parametrize(

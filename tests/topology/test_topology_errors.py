@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +12,23 @@ import pytest
 
 from busrl.errors import TopologyError
 from busrl.topology import Topology, load
+from busrl.topology.moved import MOVED, MOVED_MS
 
 Refused = Callable[..., list[str]]
 Loaded = Callable[..., Topology]
 LINES = 10  # of the text in conftest that the cases are appended to
 
 CASES = [
-    ("[run]\nmax_steps = true", 'run.max_steps = true: expected a whole number >= 1; the default is 200', 2),
+    ("[run]\nmax_steps = true", "run.max_steps = true: expected a whole number >= 1; the default is 200", 2),
     ('[run]\nseed = "7"', 'run.seed = "7": expected a whole number >= 0 and <= 2147483647; the default is 0', 2),
     ("[run]\nseed = 1.0", "run.seed = 1.0: expected a whole number", 2),
-    ("[run]\nvalidate_before = 1", "run.validate_before = 1: expected true or false; the default is true", 2),
+    ("[validation]\nat_start = 1", "validation.at_start = 1: expected true or false; the default is true", 2),
     ("[groups]\nsize = 1", "groups.size = 1: expected a whole number >= 2", 2),
-    ('[learner]\nlr = "fast"', 'learner.lr = "fast": expected a number > 0 and <= 10; the default is 0.0003', 2),
+    (
+        '[learner]\nlr = "fast"',
+        'learner.lr = "fast": expected a number > 0 and <= 10; lr is: learning rate for steps',
+        2,
+    ),
     ("[learner]\nlr = nan", "learner.lr = NaN: expected a number > 0", 2),
     ("[learner]\nlr = inf", "learner.lr = inf: expected a number > 0", 2),
     ("[learner]\nbetas = [0.9]", "learner.betas = [0.9]: expected a list of two numbers", 2),
@@ -78,13 +85,57 @@ def test_required_keys_are_asked_for_by_name(refused: Refused) -> None:
     assert told == ["t.toml: model.path is missing", "t.toml: data.train is missing"]
 
 
-def test_a_run_without_a_learner_is_refused(refused: Refused) -> None:
-    base = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n[[process]]\nrole = "rollout"\n'
-    found = refused(base=base)
-    assert [message.split(";")[0] for message in found] == [
-        "t.toml:5: [[process]]: no reward: a run needs one",
-        "t.toml:5: [[process]]: no learner: a run needs one",
-    ]
+def test_one_process_of_each_role_is_implied_and_an_entry_says_otherwise(loaded: Loaded) -> None:
+    base = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n'
+    common = ["bus", "keeper", "scheduler", "learner", "reward/0"]
+    assert [process.name for process in loaded(base=base).processes()] == [*common, "rollout/0"]
+    (rollout,) = (entry for entry in loaded(base=base).process if entry.role == "rollout")
+    assert (rollout.count, rollout.engine) == (1, "torch")
+    two = loaded('[[process]]\nrole = "rollout"\ncount = 2\nthreads = 3\n', base=base)
+    assert [process.name for process in two.processes()] == [*common, "rollout/0", "rollout/1"]
+    assert {process.spec.threads for process in two.processes() if process.role == "rollout"} == {3}
+    none = loaded("", "process.rollout.count=0", base=base)
+    assert [process.name for process in none.processes()] == common
+
+
+def test_a_validator_follows_from_validation_prompts(loaded: Loaded) -> None:
+    measured = loaded('[validation]\ndata = "tiny:sort"\n')
+    assert measured.validates and [one.name for one in measured.processes()][-1] == "validator"
+    assert not loaded("[validation]\nsamples = 7\n").validates
+    threads = loaded('[validation]\ndata = "tiny:sort"\n[[process]]\nrole = "validator"\nthreads = 2\n')
+    assert [one.spec.threads for one in threads.processes() if one.role == "validator"] == [2]
+
+
+@pytest.mark.parametrize("key", sorted(MOVED))
+def test_a_key_that_moved_is_told_its_new_place(refused: Refused, key: str) -> None:
+    (found,) = refused("", f"{key}=1")
+    assert f"--set {key}: " in found and f"it is {MOVED[key]} now" in found
+    assert ("in seconds" in found) == (key in MOVED_MS)
+
+
+def test_a_key_that_is_gone_says_why(refused: Refused) -> None:
+    (found,) = refused('[learner]\naggregation = "token-mean"\n')
+    assert "aggregation: unknown key in [learner]; the sum of the loss is always divided" in found
+
+
+def test_a_topology_json_of_an_older_busrl_is_read_as_what_it_meant(loaded: Loaded) -> None:
+    new = loaded(
+        '[validation]\ndata = "tiny:sort"\nat_start = false\n[learner.trigger]\nt_max_s = 2.5\n'
+        "[experiments]\ndmmpt_tau = 0.5\n[experiments.controller]\nhigh = 1.5\n[reward]\ntruncated = -1\n"
+    )
+    data = new.to_dict()
+    old = copy.deepcopy(data)
+    own, rules = old.pop("experiments"), data["experiments"]["controller"]
+    old["data"]["validation"], old["run"]["validate_before"] = old["validation"].pop("data"), False
+    del old["validation"]["at_start"]
+    old["learner"] |= {name: own[name] for name in ("forced_age", "dmmpt", "dmmpt_tau", "dmmpt_sigma")}
+    old["learner"]["aggregation"] = "token-mean"
+    old["learner"]["trigger"] = {**old["learner"]["trigger"], "t_max": 2500.0}
+    del old["learner"]["trigger"]["t_max_s"]
+    ms = {"high_t_max": 250.0, "low_t_max": 1000.0}
+    old["learner"]["controller"] |= {name: value for name, value in rules.items() if not name.endswith("_s")} | ms
+    old["segments"] |= {name: old["reward"].pop(name) for name in ("truncated", "truncated_penalty")}
+    assert Topology.from_json(json.dumps(old)) == new
 
 
 # --------------------------------------------------------------------------------------------------------- --set
@@ -93,16 +144,19 @@ def test_a_run_without_a_learner_is_refused(refused: Refused) -> None:
 def test_an_override_takes_toml_values_and_bare_words(loaded: Loaded) -> None:
     topology = loaded(
         "", "run.name=a-b", "learner.lr=1e-5", "learner.betas=[0.8, 0.9]", 'scheduler.policy="sjf"',
-        "learner.trigger.n_min=16", "learner.trigger.t_max=inf", "run.validate_before=false", "run.name=7",
+        "learner.trigger.n_min=16", "learner.trigger.t_max_s=inf", "validation.at_start=false", "run.name=7",
     )  # fmt: skip
     assert topology.run.name == "7"  # a string needs no quotes, even where it looks like a number
     assert topology.learner.lr == 1e-5 and topology.learner.betas == (0.8, 0.9)
     assert topology.scheduler.policy == "sjf" and topology.learner.trigger.n_min == 16
-    assert math.isinf(topology.learner.trigger.t_max) and not topology.run.validate_before
+    assert math.isinf(topology.learner.trigger.t_max_s) and not topology.validation.at_start
 
 
 def test_an_override_of_a_process_goes_by_its_role_and_may_declare_it(loaded: Loaded) -> None:
-    topology = loaded("", "process.rollout.count=3", "process.validator.threads=2", "process.rollout.env.A=b")
+    topology = loaded(
+        "", "process.rollout.count=3", "process.validator.threads=2", "process.rollout.env.A=b",
+        "validation.data=tiny:sort",
+    )  # fmt: skip
     assert [p.name for p in topology.processes() if p.role in ("rollout", "validator")] == [
         "rollout/0", "rollout/1", "rollout/2", "validator",
     ]  # fmt: skip

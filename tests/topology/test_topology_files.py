@@ -37,8 +37,8 @@ def test_many_broken_lines_are_counted_after_the_first_few(here: Path, refused: 
 
 
 def test_a_prompt_file_that_is_not_there_is_reported_at_its_key(refused: Refused) -> None:
-    (found,) = refused('[run]\nname = "x"\n', "data.validation=nowhere.jsonl", "process.validator.count=1")
-    assert found.startswith("--set data.validation: data.validation = ") and "No such file" in found
+    (found,) = refused('[run]\nname = "x"\n', "validation.data=nowhere.jsonl", "process.validator.count=1")
+    assert found.startswith("--set validation.data: validation.data = ") and "No such file" in found
 
 
 def test_an_empty_prompt_file_is_refused(here: Path, refused: Refused) -> None:
@@ -157,8 +157,7 @@ def test_a_sketch_asks_for_no_file_and_tells_which_keys_are_written(tmp_path: Pa
     path = tmp_path / "my.toml"
     path.write_text(
         '[model]\npath = "nowhere"\n[data]\ntrain = "none.jsonl"\n[reward]\nkind = "python"\nfunction = "no.py:f"\n'
-        '[[process]]\nrole = "rollout"\nengine = "vllm"\ncount = 100\n[[process]]\nrole = "reward"\n'
-        '[[process]]\nrole = "learner"\n'
+        '[learner]\nlr = 1e-4\n[[process]]\nrole = "rollout"\nengine = "vllm"\ncount = 100\n'
     )
     found = sketch(path, ["simulate.row_s=0.1"])
     assert found.topology.process[0].count == 100

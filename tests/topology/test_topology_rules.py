@@ -32,12 +32,12 @@ def test_sync_admits_one_round_and_fully_async_has_no_bound(loaded: Loaded) -> N
 
 
 def test_validation_gets_slots_of_its_own(loaded: Loaded) -> None:
-    topology = loaded("[validation]\nsamples = 50\n", "process.validator.count=1")
+    topology = loaded('[validation]\ndata = "tiny:sort"\nsamples = 50\n')
     assert topology.validates and topology.derived.val_samples == 50
     assert topology.derived.val_reserve == 50 and topology.derived.slots == 650
-    many = loaded("[validation]\nsamples = 5000\n", "process.validator.count=1", "process.rollout.count=2").derived
+    many = loaded('[validation]\ndata = "tiny:sort"\nsamples = 5000\n', "process.rollout.count=2").derived
     assert many.val_reserve == 256  # no more than the engines run at once
-    off = loaded("[validation]\nsamples = 50\n", "process.validator.count=0")
+    off = loaded("[validation]\nsamples = 50\n")
     assert not off.validates and off.derived.val_reserve == 0
 
 
@@ -65,10 +65,10 @@ def test_too_few_slots_show_the_sum_and_an_accepted_number(loaded: Loaded, refus
 REFUSED = [
     ('[learner]\nloss = "decoupled"', "the clip cannot act on stale samples", 12),
     ("[generation]\ntop_p = 0.9", "does not know which tokens top_p cut", 12),
-    ('[learner.trigger]\nt_max = 500\n[weights]\nmode = "sync"', "ends when all its groups have ended", 12),
-    ("[learner]\ndeterministic = true\n[learner.trigger]\nt_max = 5", "depends on the load of the machine", 14),
-    ("[learner.trigger]\nn_floor = 33\nt_max = 5", "n_floor <= n_min", 12),
-    ("[learner]\nforced_age = 2", "only in synchronous rounds", 12),
+    ('[learner.trigger]\nt_max_s = 0.5\n[weights]\nmode = "sync"', "ends when all its groups have ended", 12),
+    ("[learner]\ndeterministic = true\n[learner.trigger]\nt_max_s = 5", "depends on the load of the machine", 14),
+    ("[learner.trigger]\nn_floor = 33\nt_max_s = 5", "n_floor <= n_min", 12),
+    ("[experiments]\nforced_age = 2", "only in synchronous rounds", 12),
     ("[learner]\nupdates_per_batch = 40", "at most n_min updates", 12),
     ("[learner]\npublish_every = 3", "3 x n_min = 96 > B = 75; publish_every <= 2", 12),
     ('[learner]\npublish_every = 2\n[weights]\nmode = "sync"', "2 x n_min = 64 > B = 32; publish_every <= 1", 12),
@@ -83,10 +83,15 @@ REFUSED = [
     ('[reward]\nfunction = "a:b"', "exact_match calls no function", 12),
     ('[reward]\nextract = "("', "not a regular expression", 12),
     ('[run]\nname = "../x"', "it names a directory", 12),
-    ("[validation]\nevery = 5", "no process runs them", 12),
+    ("[validation]\nevery = 5", "no prompts are named", 12),
+    ('[[process]]\nrole = "validator"', "validation.data names no prompts", 12),
     ('[[process]]\nrole = "learner"', "one learner per run", 12),
-    ('[[process]]\nrole = "validator"\ncount = 2', "one validator per run", 13),
-    ('[[process]]\nrole = "validator"\ncommand = ["x"]', "only rollout and reward may be another program", 13),
+    ('[validation]\ndata = "tiny:sort"\n[[process]]\nrole = "validator"\ncount = 2', "one validator per run", 15),
+    (
+        '[validation]\ndata = "tiny:sort"\n[[process]]\nrole = "validator"\ncommand = ["x"]',
+        "only rollout and reward may be another program",
+        15,
+    ),
     ('[[process]]\nrole = "reward"\ncommand = ["sh", "{rundir}"]', "{rundir} is none of the words", 13),
     ('[[process]]\nrole = "reward"\ncommand = ["{here}/judge"]', "judge is no program that can be executed", 13),
     ("[ring]\nprocesses = 8", "11 entries are needed", 12),
@@ -104,17 +109,21 @@ def test_an_impossible_combination_is_refused_with_a_reason(
     assert found.startswith(f"t.toml:{line}: ") and message in found
 
 
-NO_ROUNDS = '[[process]]\nrole = "validator"\n[run]\nvalidate_before = false\n[validation]\nat_end = false'
+NO_ROUNDS = '[validation]\ndata = "tiny:sort"\nat_start = false\nat_end = false'
 WARNED = [
-    ('[learner]\nforced_age = 2\nloss = "decoupled"\n[weights]\nmode = "sync"', "the clip cannot act", 2),
+    (
+        '[experiments]\nforced_age = 2\n[learner]\nloss = "decoupled"\n[weights]\nmode = "sync"',
+        "the clip cannot act",
+        2,
+    ),
     ("[learner]\nmicro_batch_tokens = 100", "the longest sample has 128 tokens", 1),
     ("[learner]\ndeterministic = true", "depends on the machine", 1),
     ('[learner]\nwal = "off"', "a crash rolls back", 1),
-    ("[learner.trigger]\nn_floor = 3", "used by t_max only", 1),
+    ("[learner.trigger]\nn_floor = 3", "used by t_max_s only", 1),
     ('[weights]\nmode = "fully-async"\nover_age = "drop"', "nothing is ever over age", 2),
     ("[generation]\nmax_batch = 700", "so some rows stay empty", 1),
-    ('[[process]]\nrole = "validator"', "validation uses the training prompts", 1),
-    (NO_ROUNDS, "nothing to do", 2),
+    ('[validation]\ndata = "train.jsonl"', "these are the training prompts", 1),
+    (NO_ROUNDS, "nothing to do", 1),
     ("[weights]\nmax_staleness = 0", "one slow group holds up nearly everything", 1),
 ]
 
@@ -131,7 +140,7 @@ def test_decoupled_is_allowed_where_its_clip_can_act(loaded: Loaded) -> None:
 
 
 def test_a_rule_is_not_reported_for_a_key_that_is_wrong_itself(refused: Refused) -> None:
-    (found,) = refused('[weights]\nmode = "synchronous"\n[learner]\nforced_age = 2\n')
+    (found,) = refused('[weights]\nmode = "synchronous"\n[experiments]\nforced_age = 2\n')
     assert 'weights.mode = "synchronous"' in found
 
 

@@ -18,7 +18,7 @@ WAVES = "rounds = 'segments'\nlength = 16\n"
 REFUSED = [
     (
         "length = 7\nmax_segments = 9",
-        'segments.length = 7, segments.max_segments = 9, generation.max_new_tokens = 64: 9 segments of 7 tokens can '
+        "segments.length = 7, segments.max_segments = 9, generation.max_new_tokens = 64: 9 segments of 7 tokens can "
         "not reach the limit of 64; length >= 8, or more segments",
     ),
     ("length = 20\nmax_segments = 2\nglobal_max_length = 50", "2 segments of 20 tokens can not reach the limit of 50"),
@@ -29,15 +29,15 @@ REFUSED = [
     ('loss = "pois"\n[weights]\nmode = "sync"\n[learner]\nupdates_per_batch = 2', "is not 1 any more"),
     ('rounds = "segments"\n[weights]\nmode = "sync"', "there is nothing that a round could be made of"),
     ('rounds = "segments"\nlength = 16', "only synchronous steps have rounds"),
-    ('rounds = "segments"\nlength = 16\n[weights]\nmode = "sync"\n[learner]\nforced_age = 1', "of several ages"),
+    ('rounds = "segments"\nlength = 16\n[weights]\nmode = "sync"\n[experiments]\nforced_age = 1', "of several ages"),
     ('rounds = "segments"\nlength = 16\n[weights]\nmode = "sync"\n[learner]\npublish_every = 2', "is published"),
     (f"{WAVES}[weights]\nmode = 'sync'\n[scheduler]\npolicy = 'sjf'\nprobe = true", "siblings would wait for a probe"),
     (
         f"{WAVES}[weights]\nmode = 'sync'\ntransport = 'checkpoint_restart'\nrestart_every = 2\n",
         "weights.restart_every = 2: the next wave begins when what this one completed is published; restart_every = 1",
     ),
-    ("truncated = 0\ntruncated_penalty = 0.5", "either a fixed number or its reward less a penalty"),
-    ('truncated = "half"', 'expected a number "reward"'),
+    ("[reward]\ntruncated = 0\ntruncated_penalty = 0.5", "either a fixed number or its reward less a penalty"),
+    ('[reward]\ntruncated = "half"', 'expected a number "reward"'),
     ('length = "auto"\n[learner]\ndeterministic = true\n[weights]\nmode = "sync"', "depends on who finished first"),
     ('length = "long"', "segments.length"),
     ("length = -1", "segments.length = -1"),
@@ -95,7 +95,7 @@ def test_settings_that_do_nothing_are_warned_about(loaded: Loaded) -> None:
 
 def test_pois_is_allowed_in_synchronous_rounds_and_numbers_stand_for_cut_answers(loaded: Loaded) -> None:
     topology = loaded(
-        '[segments]\nlength = 16\nloss = "pois"\ntruncated = -0.5\n[weights]\nmode = "sync"\n', "run.name=x"
+        '[segments]\nlength = 16\nloss = "pois"\n[reward]\ntruncated = -0.5\n[weights]\nmode = "sync"\n', "run.name=x"
     )
     assert not topology.derived.warnings
-    assert Topology.from_json(topology.to_json()).segments.truncated == -0.5
+    assert Topology.from_json(topology.to_json()).reward.truncated == -0.5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,16 +159,15 @@ def test_in_bfloat16_parameters_and_gradients_stay_float32_and_published_weights
     assert trainer.named_weights()["model.norm.weight"].data_ptr() == published["model.norm.weight"].data_ptr()
 
 
-def test_settings_are_read_from_the_topologys_learner_by_name() -> None:
-    from busrl.topology.schema import Learner
+def test_settings_are_read_from_a_topology_by_name() -> None:
+    from busrl.topology import load
 
-    found = TrainerSettings.from_learner(replace(Learner(), clip_high=0.5, loss="decoupled"), compute_dtype="bfloat16")
-    assert (found.clip_high, found.loss, found.compute_dtype, found.micro_batch_tokens) == (
-        0.5,
-        "decoupled",
-        "bfloat16",
-        4096,
-    )
+    given = ["learner.clip_high=0.5", "learner.updates_per_batch=2", "learner.loss=decoupled", "model.dtype=bfloat16",
+             "experiments.dmmpt_tau=0.5"]  # fmt: skip
+    found = TrainerSettings.of(load(Path(__file__).parents[2] / "configs" / "quickstart.toml", given))
+    assert (found.clip_high, found.loss, found.compute_dtype, found.micro_batch_tokens, found.dmmpt_tau) == (
+        0.5, "decoupled", "bfloat16", 4096, 0.5,
+    )  # fmt: skip
 
 
 def test_two_trainers_with_the_same_samples_end_with_the_same_bits(lab: Any) -> None:

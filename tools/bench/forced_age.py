@@ -2,8 +2,8 @@
 
     python tools/bench/forced_age.py [--ages 0 1 2 4] [--seeds 0 1 2] [--steps 120] [--out tools/bench/results]
 
-A run with `learner.forced_age = k` publishes the weights k steps late, in mode sync: every batch is trained exactly k
-versions after the weights that made it. Rewards do not depend on the machine's load; seconds are not reported.
+A run with `experiments.forced_age = k` publishes the weights k steps late, in mode sync: every batch is trained exactly
+k versions after the weights that made it. Rewards do not depend on the machine's load; seconds are not reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run(loss: str, age: int, seed: int, steps: int) -> list[float]:
     directory = Path(tempfile.mkdtemp(prefix="busrl-age-"))
     settings = {
         "run.seed": seed, "run.max_steps": steps, "weights.mode": "sync", "learner.loss": loss,
-        "learner.forced_age": age, "run.validate_before": "false", "validation.at_end": "false",
+        "experiments.forced_age": age, "validation.at_start": "false", "validation.at_end": "false",
     }  # fmt: skip
     command = [sys.executable, "-m", "busrl.cli", "launch", "configs/quickstart.toml", "--run-dir", str(directory)]
     for key, value in settings.items():

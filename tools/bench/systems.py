@@ -29,7 +29,7 @@ POLL_S = 0.01
 # The rivals draw 32 groups and train what is left of them; so does busrl here. Nobody validates or writes checkpoints.
 TERMS = (
     "learner.trigger.count=ended",
-    "run.validate_before=false",
+    "validation.at_start=false",
     "validation.every=0",
     "validation.at_end=false",
     "learner.checkpoint_every=0",

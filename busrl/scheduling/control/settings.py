@@ -1,4 +1,4 @@
-"""The numbers of a controller: the keys of [learner.controller], and bounds that follow from the rest of a topology.
+"""The numbers of a controller: the keys of [learner.controller] and [experiments.controller], and bounds that follow.
 
 Plain data. The names are those of the keys, so that a decision can be read beside the file that asked for it.
 """
@@ -68,7 +68,9 @@ class ControlSettings:
             raise ValueError(f"mode = {self.mode!r}, rules = {self.rules!r}: one of {MODES} and one of {RULES}")
 
     @classmethod
-    def of(cls, controller: Any, **bounds: Any) -> ControlSettings:
-        """From the topology's [learner.controller]; `bounds` are the resolved values of BOUNDS."""
-        names = {field.name for field in fields(cls)} - set(BOUNDS)
-        return cls(**bounds, **{name: getattr(controller, name) for name in names})
+    def of(cls, controller: Any, rules: Any, **bounds: Any) -> ControlSettings:
+        """From the topology's [learner.controller] and [experiments.controller]; `bounds` are the values of BOUNDS."""
+        names = {field.name for field in fields(cls)} - set(BOUNDS) - {"high_t_max", "low_t_max"}
+        values = {name: getattr(controller if hasattr(controller, name) else rules, name) for name in names}
+        times = {"high_t_max": 1000 * rules.high_t_max_s, "low_t_max": 1000 * rules.low_t_max_s}  # ms here
+        return cls(**bounds, **values, **times)

@@ -1,0 +1,122 @@
+"""What a child starts itself ends with it, and with launch; nobody but busrl's own processes holds the run's lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from busrl.launch.orphans import MARK, born, end_left_behind, end_marked, mark, mark_of
+from busrl.ring import OfdLock
+
+LEAVERS = ["leaves_a_child", "leaves_a_session"]
+
+
+@pytest.mark.parametrize("mode", LEAVERS)
+def test_what_a_dead_process_had_started_dies_with_it_also_in_a_session_of_its_own(scripted, mode):
+    scripted.start({"rollout/0": mode, "learner": "learner"})
+    pid = scripted.ready("rollout/0")
+    grandchild = scripted.grandchild()
+    os.kill(pid, signal.SIGKILL)
+    scripted.until(lambda: not scripted.alive(grandchild), "the grandchild to end")
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+
+
+@pytest.mark.parametrize("mode", LEAVERS)
+def test_what_a_child_had_started_ends_with_a_killed_launch_and_the_next_start_finds_the_lock_free(scripted, mode):
+    modes = {"rollout/0": mode, "learner": "learner"}
+    scripted.start(modes)
+    scripted.ready("rollout/0")
+    grandchild = scripted.grandchild()
+    scripted.kill_launch(["learner"])
+    scripted.until(lambda: not scripted.alive(grandchild), "the grandchild to end")
+    (scripted.root / "seen" / "grandchild").unlink()
+    scripted.start(modes)
+    scripted.ready("learner", 2)
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+
+
+def test_launch_and_its_guardian_killed_at_once_leave_work_for_the_next_start(scripted):
+    modes = {"rollout/0": "leaves_a_session", "learner": "learner"}
+    launch = scripted.start(modes)
+    scripted.ready("rollout/0")
+    grandchild = scripted.grandchild()
+    guardian = next(pid for pid in children(launch.pid) if mark_of(pid).endswith("/guardian"))
+    os.kill(guardian, signal.SIGSTOP)
+    scripted.kill_launch(["learner"])
+    os.kill(guardian, signal.SIGKILL)
+    assert scripted.alive(grandchild)
+    scripted.start(modes)
+    scripted.until(lambda: not scripted.alive(grandchild), "the next start to end what was left")
+    scripted.ready("learner", 2)
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+
+
+def test_a_guardian_that_somebody_ended_is_replaced_and_leaves_with_the_run(scripted):
+    launch = scripted.start({"rollout/0": "leaves_a_child", "learner": "learner"})
+    scripted.ready("rollout/0")
+    grandchild = scripted.grandchild()
+    first = next(pid for pid in children(launch.pid) if mark_of(pid).endswith("/guardian"))
+    os.kill(first, signal.SIGKILL)
+    scripted.said("there is another one now")
+    second = next(pid for pid in children(launch.pid) if mark_of(pid).endswith("/guardian"))
+    scripted.kill_launch(["learner"])
+    scripted.until(lambda: not scripted.alive(grandchild) and not scripted.alive(second), "the guardian to do its work")
+
+
+def test_a_foreign_command_does_not_inherit_the_lock_of_the_run(scripted):
+    scripted.start({"rollout/0": "well", "learner": "learner"})
+    pid = scripted.ready("rollout/0")
+    lock = os.path.realpath(scripted.paths.lock("run"))
+    held = [os.path.realpath(f"/proc/{pid}/fd/{one}") for one in os.listdir(f"/proc/{pid}/fd")]
+    assert lock not in held
+    assert not OfdLock(str(scripted.paths.lock("run"))).try_acquire()
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output
+
+
+def test_only_processes_with_the_mark_are_ended():
+    prefix = mark("test", os.getpid())
+    env = {**os.environ, MARK: f"{prefix}rollout/0/1/"}
+    own, other = (subprocess.Popen(["sleep", "60"], env=one) for one in (env, {**env, MARK: f"{prefix}rollout/0/11/"}))
+    try:
+        waited(lambda: mark_of(own.pid) and mark_of(other.pid))
+        assert end_marked(f"{prefix}rollout/0/1/") == [own.pid]
+        assert own.wait(10) == -signal.SIGKILL and other.poll() is None
+        assert end_left_behind("test") == []  # their launch, this process, lives
+    finally:
+        for one in (own, other):
+            one.kill()
+            one.wait()
+
+
+def test_what_a_launch_that_is_gone_has_left_is_known_by_its_pid_and_the_time_it_began():
+    env = {**os.environ, MARK: f"test.{os.getpid()}.{born(os.getpid()) + 1}/rollout/0/0/"}
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env, start_new_session=True)
+    try:
+        waited(lambda: mark_of(left.pid))
+        assert end_left_behind("other") == []
+        assert end_left_behind("test") == [left.pid]
+        assert left.wait(10) == -signal.SIGKILL
+    finally:
+        left.kill()
+        left.wait()
+
+
+def children(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(one) for one in file.read().split()]
+
+
+def waited(condition) -> None:
+    """For the exec of a program that was just started."""
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "the program was not started within 10 s"

@@ -1,0 +1,113 @@
+"""What a person is told of a run's course: from the first step ever, with what was thrown away, whoever asks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from busrl.launch import status
+from busrl.launch.display import plain_line
+from busrl.launch.progress import Progress
+from busrl.launch.story import TAIL_BYTES, Story, fates, sample_line
+from busrl.ledger.fates import Fate
+from busrl.paths import RunPaths
+from busrl.protocol import messages as m
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step, "version": step, "seconds": 2.0, "groups": 2, "groups_ended": 10, "tokens": 100,
+        "reward": step / 100, "flat_share": 0.8, "cut_share": 0.25, "entropy": 0.5, "ess": None, "k3": 0.001, **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """A run directory whose run has ended after 60 steps."""
+    paths = RunPaths.of(tmp_path)
+    write(paths.metrics, *(row(step) for step in range(1, 61)))
+    write(paths.validation, *({"round": at, "val/reward": at / 100, "samples": 8} for at in (0, 30, 60)))
+    write(paths.samples, {"step": 60, "prompt": '{"prompt": "1+1=", "answer": "2"}', "completion": "3", "reward": 0.0})
+    paths.fates.write_bytes(bytes([Fate.TRAINED] * 200 + [Fate.FLAT] * 800 + [Fate.REWARD_RAISED, Fate.DISPATCHED, 0]))
+    paths.run_json.write_text(json.dumps({"run_id": "told"}))
+    paths.topology.write_text(json.dumps({"run": {"max_steps": 90}}))
+    ended = {"outcome": "stopped", "why": "asked to", "steps": 60, "max_steps": 90, "seconds": 9, "version": 60}
+    paths.summary.write_text(json.dumps(ended))
+    return paths
+
+
+def write(path: Path, *rows: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def test_a_story_begins_with_the_first_step_ever_and_ends_with_the_newest_ones(run: RunPaths) -> None:
+    story = Story.of(run)
+    assert (story.step, story.first_reward, story.recent("reward")) == (60, 0.01, pytest.approx(0.555))
+    assert story.flat_share() == pytest.approx(0.8) and story.recent("ess") is None
+    assert story.pace() == (0.5, 50.0) and story.pace(quiet_s=22.0) == (0.25, 25.0)
+    assert story.means() == [(0, 0.0, 8), (30, 0.3, 8), (60, 0.6, 8)]
+
+
+def test_a_long_file_is_read_at_both_ends_and_bad_lines_are_left_out(run: RunPaths) -> None:
+    run.metrics.write_bytes(
+        b"\xff\n[]\n" + json.dumps(row(1)).encode() + b"\n" + b"x" * TAIL_BYTES + b"\n"
+        + b'{"step": 7, "reward": 1e999}\n{"step": 8, "reward": 0.5}\n{"step": 9, "rew'
+    )  # fmt: skip
+    story = Story.of(run)
+    assert (story.first_reward, story.step, story.rewards()) == (0.01, 8, [0.5])
+    assert Story.of(RunPaths.of(run.root / "nothing")) == Story()
+
+
+def test_status_shows_reward_validation_waste_and_a_sample_in_words(run: RunPaths) -> None:
+    text = status(run.root)
+    for wanted in (
+        "reward   0.010 → 0.555 · validation 0.000 → 0.600 · entropy 0.50",
+        "80% of the groups flat (all rewards equal: thrown away) · 25% of the trained answers cut",
+        "'1+1=' → '3', reward 0",
+        "200 trained · 800 flat (all rewards of the group equal) · 1 whose reward raised · 1 open",
+    ):
+        assert wanted in text, text
+
+
+def test_status_as_json_tells_the_same_and_no_number_that_is_none(run: RunPaths) -> None:
+    told = json.loads(status(run.root, as_json=True), parse_constant=lambda word: pytest.fail(word))
+    assert (told["schema"], told["state"], told["step"], told["max_steps"]) == (1, "stopped", 60, 90)
+    assert told["reward"] == {"first": 0.01, "last_10_steps": pytest.approx(0.555)} and told["steps_per_min"] == 30
+    assert told["flat_share"] == pytest.approx(0.8) and told["ess"] is None and told["sample"]["completion"] == "3"
+    assert told["samples"]["trained"] == 200 and told["validation"][-1] == {"round": 60, "mean": 0.6, "samples": 8}
+
+
+def test_a_table_of_fates_of_any_length_is_counted_in_words(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes([0, Fate.OLD, Fate.DISPATCHED, 200]) * 700_000)
+    assert list(fates(tmp_path / "f").items())[-1] == ("open", 700_000) and len(fates(tmp_path / "f")) == 3
+    assert fates(tmp_path) == fates(tmp_path / "gone") == {}
+
+
+@pytest.mark.parametrize(
+    ("sample", "line"),
+    [
+        ({"prompt": "Q", "completion": "A\x1b[2J", "reward": 0.5}, "'Q' → 'A [2J', reward 0.5"),
+        ({"prompt": [{"role": "user", "content": "Q"}], "completion": ""},
+         """'[{"role": "user", "content": "Q"}]' → ''"""),
+        ({"prompt": "x" * 500, "completion": "y" * 500}, f"'{'x' * 90}' → '{'y' * 60} … {'y' * 60}'"),
+        ({"prompt": "{broken", "completion": "A"}, "'{broken' → 'A'"),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_a_sample_is_one_line_whatever_stands_in_it(sample: dict[str, Any], line: str) -> None:
+    assert sample_line(sample) == line
+
+
+def test_a_resumed_run_goes_on_with_its_story(run: RunPaths) -> None:
+    progress = Progress("told", 90, 0.0)
+    progress.recall(Story.of(run))
+    progress.ring(step=61, version=61, tokens=0, slots={}, now=1.0)  # the ring may tell of a step before its message
+    metrics = {"flat_share": 0.5, "groups_ended": 4.0, "cut_share": 0.0}
+    progress.hear(m.LearnerStateUpdate(step=61, version=61, reward=0.9, metrics=metrics))
+    progress.hear(m.LearnerStateUpdate(step=60, version=60, reward=0.0))
+    assert (progress.first_reward, progress.before, progress.rewards[-1]) == (0.01, 60, 0.9)
+    assert [mean for _, mean, _ in progress.validations] == [0.0, 0.3, 0.6]
+    assert "step 61/90 · reward 0.594 · 50% flat" in plain_line(progress, 2.0)

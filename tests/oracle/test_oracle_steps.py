@@ -1,0 +1,126 @@
+"""Every number that a step tells is the one that the log and the weights give, recomputed by a program of its own."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "ppo_clip": {
+        "learner": {"weight_decay": 0.3, "warmup_groups": 6, "decay": "linear", "decay_to": 0.1, "max_grad_norm": 0.05},
+    },
+    "decoupled in two mini-batches": {
+        "learner": {"loss": "decoupled", "updates_per_batch": 2, "tis_cap": 1.2, "decay": "cosine",
+                    "decay_groups": 9, "betas": (0.8, 0.9), "max_grad_norm": 0.5},
+        "segments": {"length": 4, "global_max_length": 12},
+    },
+    "ppo_clip in three mini-batches": {
+        "learner": {"updates_per_batch": 3, "advantage": "group_mean", "clip_low": 0.4, "clip_high": 0.1,
+                    "dual_clip": 1.5, "eps": 1e-4, "max_grad_norm": 100.0},
+    },
+    "the last segment": {"segments": {"length": 4, "loss": "last_segment", "global_max_length": 12},
+                         "weights": {"mode": "sync"}},
+    "pois": {"segments": {"length": 4, "loss": "pois", "global_max_length": 12}, "weights": {"mode": "sync"}},
+    "tokens that are too old": {"weights": {"max_staleness": 1}, "segments": {"length": 4, "global_max_length": 12}},
+    "mastered tokens": {"learner": {"dmmpt": "on", "dmmpt_sigma": 3.0, "dmmpt_tau": 0.05}},
+    "an adapter": {"lora": {"rank": 3, "alpha": 9}, "learner": {"checkpoint_every": 1, "keep_last": 9}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_numbers_of_a_step_are_those_that_log_and_weights_give(
+    name: str, made: Callable[..., Any], wrong: Any
+) -> None:
+    if name == "an adapter":
+        pytest.importorskip("peft")
+    run = made(3, **SETTINGS[name])
+    found = [text for text in wrong(run.paths.root) if not ("max_staleness" in text and name.startswith("tokens"))]
+    assert found == []
+
+
+def test_a_learner_that_starts_again_goes_on_with_the_very_numbers(made: Callable[..., Any], wrong: Any) -> None:
+    """Once from a checkpoint, once by the log: optimiser, groups and versions are where they were."""
+    settings = {"learner": {"warmup_groups": 30, "weight_decay": 0.1, "loss": "decoupled", "updates_per_batch": 2}}
+    run = made(2, **settings)
+    run.start()
+    run.steps(2)
+    run.stop(checkpoint=False)
+    run.start()
+    run.steps(1)
+    run.stop()
+    assert wrong(run.paths.root) == []
+
+
+def test_the_line_of_a_replayed_step_has_the_ages_of_its_groups(made: Callable[..., Any], wrong: Any) -> None:
+    run = made(3, learner={"checkpoint_every": 0})
+    run.start()
+    run.steps(2)
+    run.stop(checkpoint=False)
+    path = run.paths.metrics
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))  # it died before it wrote this one
+    run.start()
+    run.stop(checkpoint=False)
+    row = json.loads(path.read_text().splitlines()[-1])
+    assert row["replayed"] and row["step"] == 5 and row["age_max"] >= 1 and len(row["age_by_length"]) == 4
+    assert wrong(run.paths.root) == []
+
+
+FALSE: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "reward": ("metrics.jsonl", lambda row: row | {"reward": row["reward_trained"]}),
+    "grad_norm": ("metrics.jsonl", lambda row: row | {"grad_norm": row["grad_norm"] * 1.0001}),
+    "loss": ("metrics.jsonl", lambda row: row | {"loss": row["loss"] + 2e-5}),
+    "lr": ("metrics.jsonl", lambda row: row | {"lr": row["lr"] + 2e-5}),
+    "mismatch": ("metrics.jsonl", lambda row: row | {"mismatch": None}),
+    "age_max": ("metrics.jsonl", lambda row: row | {"age_max": row["age_max"] + 1}),
+    "tokens": ("metrics.jsonl", lambda row: row | {"tokens": row["tokens"] - 1}),
+    "k3": ("metrics.jsonl", lambda row: {name: value for name, value in row.items() if name != "k3"}),
+    "ended": ("groups.jsonl", lambda row: row | {"rewards": [[1.0, 2.0, 2.0, 2.0], *row["rewards"][1:]]}),
+    "fates": ("groups.jsonl", lambda row: row | {"rewards": [[2.0] * 3, *row["rewards"][1:]]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_a_number_that_was_changed_by_hand_is_found(name: str, made: Callable[..., Any], wrong: Any) -> None:
+    run = made(2, weights={"max_staleness": 2})
+    file, change = FALSE[name]
+    path = run.paths.root / file
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[-1] = change(rows[-1])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert any(text.startswith(f"{name}:") for text in wrong(run.paths.root))
+
+
+def test_a_flat_group_that_no_step_counted_is_found(made: Callable[..., Any], wrong: Any) -> None:
+    run = made(4, derived={"W": 1})
+    path = run.paths.root / "groups.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for name in ("draws", "fates", "rewards", "lengths"):
+        rows[0][name] = rows[0][name][1:]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert any(text.startswith("fates: groups [4] are flat") for text in wrong(run.paths.root))
+
+
+def test_the_program_says_so_with_its_exit_code(
+    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made(1)
+    monkeypatch.setattr(sys, "argv", ["oracle", str(run.paths.root)])
+    path = run.paths.root / "metrics.jsonl"
+    for code, line in ((0, "all numbers are right"), (1, "1 wrong")):
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "tools" / "oracle"), run_name="__main__")
+        assert (ended.value.code, capsys.readouterr().out.splitlines()[-1]) == (code, line)
+        path.write_text(path.read_text().replace('"ess":0.', '"ess":0.1'))
+
+
+def test_the_oracle_shares_no_code_with_the_run() -> None:
+    for path in (ROOT / "tools" / "oracle").glob("*.py"):
+        assert "import busrl" not in path.read_text() and "from busrl" not in path.read_text(), path

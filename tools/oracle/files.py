@@ -1,0 +1,146 @@
+"""The files of a run directory, read by their documented formats alone.
+
+Knows nothing of formulas or models. A file that is not there gives an empty result; a damaged one is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+EOS, LENGTH = 1, 2
+HEAD, FRAME = struct.Struct("<8sII"), struct.Struct("<4sII")
+
+
+@dataclass
+class Sample:
+    """One trained answer as the log has it; arrays have one entry per generated token."""
+
+    uid: int
+    group: int
+    member: int
+    prompt_crc: int
+    reward: float
+    temperature: float
+    version: int  # at admission (older if a token is),
+    step: int  # and the learner's step of it
+    finish: int
+    prompt: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    segments: list[int]  # tokens of each
+
+    @property
+    def last_begins(self) -> int:
+        """Where the last segment begins."""
+        return sum(self.segments[:-1])
+
+
+@dataclass
+class Step:
+    """One record of the log: the samples of a step in the order trained, and the newest version before it."""
+
+    step: int
+    version: int
+    cause: str
+    groups: list[int]
+    samples: list[Sample]
+    dmmpt: bool = False
+
+    def members(self, group: int) -> list[int]:
+        return [i for i, sample in enumerate(self.samples) if sample.group == group]
+
+
+@dataclass
+class RunFiles:
+    """Everything that the checks read."""
+
+    root: Path
+    topology: dict[str, Any]
+    steps: list[Step]
+    rows: dict[int, dict[str, Any]]  # metrics.jsonl, by step
+    ended: dict[int, dict[str, Any]]  # groups.jsonl, by step
+    fates: bytes
+    validation: list[dict[str, Any]]  # validation.log
+    rounds: list[dict[str, Any]]  # validation.jsonl
+    checkpoints: dict[int, Path] = field(default_factory=dict)
+
+
+def read(root: Path) -> RunFiles:
+    rows = [row for row in _lines(root / "metrics.jsonl") if row.get("lr") is not None]
+    return RunFiles(
+        root=root,
+        topology=json.loads((root / "topology.json").read_text()),
+        steps=read_log(root / "wal"),
+        rows={row["step"]: row for row in rows},
+        ended={row["step"]: row for row in _lines(root / "groups.jsonl") if "draws" in row},
+        fates=(root / "fates.bin").read_bytes() if (root / "fates.bin").exists() else b"",
+        validation=_lines(root / "validation.log"),
+        rounds=_lines(root / "validation.jsonl"),
+        checkpoints={
+            int(found[1]): path
+            for path in (root / "checkpoints").glob("*")
+            if (found := re.fullmatch(r"global_step_(\d+)", path.name))
+        },
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    data = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in data.split(b"\n")[:-1] if line.strip()]
+
+
+def read_log(directory: Path) -> list[Step]:
+    """All records of `<number>.wal`, in order; half a record at the very end is left out."""
+    steps = []
+    for path in sorted(directory.glob("*.wal"), key=lambda path: int(path.stem)):
+        data = path.read_bytes()
+        if len(data) < HEAD.size:
+            continue
+        magic, layout, crc = HEAD.unpack_from(data)
+        if magic != b"BUSRLWAL" or layout not in (1, 2) or crc != zlib.crc32(data[:12]):
+            raise ValueError(f"{path}: no log of layout 1 or 2")
+        steps += [_step(payload) for payload in _payloads(path, data)]
+    return steps
+
+
+def _payloads(path: Path, data: bytes) -> list[bytes]:
+    found, at = [], HEAD.size
+    while at + FRAME.size <= len(data):
+        mark, length, crc = FRAME.unpack_from(data, at)
+        payload = data[at + FRAME.size : at + FRAME.size + length]
+        if mark != b"WREC" or len(payload) < length or zlib.crc32(data[at + 4 : at + 8] + payload) != crc:
+            if data.find(b"WREC", at + 1) >= 0:
+                raise ValueError(f"{path}: the record at byte {at} is damaged")
+            break
+        found.append(payload)
+        at += FRAME.size + length
+    return found
+
+
+def _step(payload: bytes) -> Step:
+    raw = msgspec.msgpack.decode(payload)
+    samples = [_sample(one) for one in raw["samples"]]
+    return Step(raw["step"], raw["version"], raw["cause"], raw["groups"], samples, raw.get("dmmpt", False))
+
+
+def _sample(raw: dict[str, Any]) -> Sample:
+    tokens = np.frombuffer(raw["token_ids"], "<i4").astype(np.int64)
+    same = ("uid", "group", "member", "prompt_crc", "reward", "temperature", "version", "step", "finish")
+    return Sample(
+        **{name: raw[name] for name in same},
+        prompt=np.frombuffer(raw["prompt_ids"], "<i4").astype(np.int64),
+        tokens=tokens,
+        logprobs=np.frombuffer(raw["logprobs"], "<f4").astype(np.float64),
+        versions=np.frombuffer(raw["versions"], "<u4").astype(np.int64),
+        segments=list(raw.get("segments") or [len(tokens)]),
+    )

@@ -1,0 +1,140 @@
+"""The formulas of a step, each written out plainly: advantages, loss, schedule, AdamW, ages, drawing a token.
+
+In float64, one sample after the other, with no thought of speed. Knows nothing of files or model folders.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def advantages(kind: str, rewards: Sequence[float]) -> list[float]:
+    """R - mean, for group_std divided by (std + 1e-6) with n - 1 under the root; all 0 for equal rewards."""
+    mean = math.fsum(rewards) / len(rewards)
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    if kind == "group_mean":
+        return [reward - mean for reward in rewards]
+    variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
+    return [(reward - mean) / (math.sqrt(variance) + 1e-6) for reward in rewards]
+
+
+def mini_batches(groups: Sequence[int], count: int) -> list[list[int]]:
+    """The groups of a step in `count` shares, in order: group number i is in share i * count // groups."""
+    count = min(count, len(groups))
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for i, group in enumerate(groups):
+        shares[i * count // len(groups)].append(group)
+    return shares
+
+
+def ratio(logp: Tensor, reference: Tensor) -> Tensor:
+    return torch.exp(torch.clamp(logp - reference, -20.0, 20.0))
+
+
+def loss(name: str, logp: Tensor, behaviour: Tensor, prox: Tensor, advantage: float, numbers: dict[str, Any]) -> Tensor:
+    """Per token, to be minimised. ppo_clip: against the recorded log-probabilities. decoupled: against the weights at
+    the start of the step, times min(prox / behaviour, tis_cap)."""
+    r = ratio(logp, behaviour if name == "ppo_clip" else prox)
+    clipped = torch.clamp(r, 1 - numbers["clip_low"], 1 + numbers["clip_high"])
+    objective = torch.minimum(r * advantage, clipped * advantage)
+    if advantage < 0:
+        objective = torch.clamp(objective, min=numbers["dual_clip"] * advantage)
+    if name == "decoupled":
+        objective = objective * torch.clamp(ratio(prox, behaviour), max=numbers["tis_cap"])
+    return -objective
+
+
+def learning_rate(learner: dict[str, Any], run: dict[str, Any], trained: int, groups: int) -> float:
+    """For a step of `groups` groups after `trained` others: warm-up x decay x sqrt(groups / n_min) in [0.5, 2]."""
+    n_min, warm = learner["trigger"]["n_min"], learner["warmup_groups"]
+    rate = learner["lr"] * min(2.0, max(0.5, math.sqrt(groups / n_min)))
+    if warm:
+        rate *= min(1.0, (trained + groups) / warm)
+    if learner["decay"] != "none":
+        total = run["max_groups"] or run["max_steps"] * n_min
+        share = min(1.0, max(0, trained - warm) / (learner["decay_groups"] or max(1, total - warm)))
+        shape = 1 - share if learner["decay"] == "linear" else (1 + math.cos(math.pi * share)) / 2
+        rate *= learner["decay_to"] + (1 - learner["decay_to"]) * shape
+    return float(rate)
+
+
+class AdamW:
+    """Decay of matrices only (not of norms and biases), bias-corrected moments, eps outside of the root."""
+
+    def __init__(self, learner: dict[str, Any]) -> None:
+        self.betas, self.eps, self.decay = learner["betas"], learner["eps"], learner["weight_decay"]
+        self.count = 0
+        self.first: dict[str, Tensor] = {}
+        self.second: dict[str, Tensor] = {}
+
+    def step(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], rate: float) -> None:
+        """Changes `weights` in place."""
+        self.count += 1
+        b1, b2 = self.betas
+        for name, g in gradients.items():
+            m = self.first.get(name, torch.zeros_like(g)) * b1 + (1 - b1) * g
+            v = self.second.get(name, torch.zeros_like(g)) * b2 + (1 - b2) * g * g
+            self.first[name], self.second[name] = m, v
+            with torch.no_grad():
+                w = weights[name]
+                if w.ndim >= 2:
+                    w *= 1 - rate * self.decay
+                root = torch.sqrt(v / (1 - b2**self.count)) + self.eps
+                w -= rate * (m / (1 - b1**self.count)) / root
+
+
+def clipped(gradients: dict[str, Tensor], limit: float) -> tuple[dict[str, Tensor], float]:
+    """The gradient with a norm of at most `limit`, and the norm that it had."""
+    norm = math.sqrt(math.fsum(float((g * g).sum()) for g in gradients.values()))
+    if norm <= limit:
+        return gradients, norm
+    return {name: g * (limit / (norm + 1e-6)) for name, g in gradients.items()}, norm
+
+
+class VersionSteps:
+    """Which step made a version, from the log alone: record n names the newest version before step n."""
+
+    def __init__(self, steps: Sequence[tuple[int, int]]) -> None:
+        """`steps`: (step, version) of every record, in order."""
+        self._versions = [version for _, version in steps]
+        self._steps = [step - 1 for step, _ in steps]
+        self._last = steps[-1][0] if steps else 0
+
+    def __call__(self, version: int) -> int:
+        i = bisect_left(self._versions, version)
+        return self._steps[i] if i < len(self._steps) else self._last
+
+
+def uniforms(seed: int, uid: int, segment: int, count: int) -> np.ndarray:
+    """The random numbers of a segment's tokens: Philox 4x64, key (uid, seed), counter (0, 0, segment, 0), 32 bits."""
+    key = (uid & (2**64 - 1)) | (seed << 64)
+    raw = np.random.Philox(key=key, counter=segment << 128).random_raw(count)
+    return ((raw >> np.uint64(32)).astype(np.float64) + 0.5) / 2**32
+
+
+def drawn(logits: np.ndarray, temperature: float, uniform: float) -> tuple[int, float]:
+    """The token that a uniform number picks, and how far the number is from picking another one."""
+    if temperature <= 0:
+        ordered = np.sort(logits)
+        return int(np.argmax(logits)), float(ordered[-1] - ordered[-2])
+    scores = logits / temperature
+    weights = np.exp(scores - scores.max())
+    sums = np.cumsum(weights) / weights.sum()
+    token = min(int(np.searchsorted(sums, uniform, side="right")), len(sums) - 1)
+    edges = [sums[token] - uniform, uniform - (sums[token - 1] if token else 0.0)]
+    return token, float(min(abs(edge) for edge in edges))
+
+
+def mismatched(found: float, expected: float, tolerance: float) -> bool:
+    """Whether two numbers differ by more than the tolerance: relative, and absolute below 1."""
+    if not (math.isfinite(found) and math.isfinite(expected)):
+        return not (found == expected or (math.isnan(found) and math.isnan(expected)))
+    return abs(found - expected) > tolerance * max(1.0, abs(expected))
