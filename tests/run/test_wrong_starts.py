@@ -10,7 +10,7 @@ from harness import Run, read_lines, running
 
 ZERO = "def score(record, completion, token_ids):\n    return 0.0\n"
 RAISES = "def score(record, completion, token_ids):\n    return record['answer']\n"
-SETTINGS = ["learner.trigger.n_min=4", "run.validate_before=false"]
+SETTINGS = ["learner.trigger.n_min=4"]
 
 
 def ended_idle(tmp_path: Path, *settings: str, reward: str = own.REWARD) -> Run:
