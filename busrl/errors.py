@@ -82,6 +82,12 @@ class RunInUse(UserError):
     """Another living process holds the lock of this run directory; the message names its pid."""
 
 
+class RunFinished(UserError):
+    """A run that reached its goal was started again: there is nothing to do, and that is no failure."""
+
+    exit_code = 0
+
+
 class NoSuchRun(UserError):
     """A directory that is not a run directory, or one whose run has ended."""
 

@@ -287,6 +287,8 @@ class Learner(Actor):
 
     def _fire(self, action: Fire, view: GroupView) -> None:
         with self.activity("step", self.work_s):
+            if not self._history_stands():
+                return
             groups = [self.claimed[draw] for draw in action.draws]
             record = self._record(action, groups)
             exact = self._present_version()
@@ -344,6 +346,14 @@ class Learner(Actor):
             samples=[record for group in groups for record in group.records],
             dmmpt=self.training.skip_mastered,
         )
+
+    def _history_stands(self) -> bool:
+        """What a death would lose, since somebody removed it from the disk, is written again before it can happen."""
+        fault = self.history.fault()
+        if not fault:
+            return True
+        self.warn("learner", f"{fault}; a checkpoint is written at once, so nothing is lost", "error", kind="history")
+        return self.until_written("training", self._write_checkpoint)
 
     def _commit(self, record: Record) -> bool:
         """Append to the log: the commit point. With the disk full, hold the batch and say so until there is room."""

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +20,8 @@ import numpy.typing as npt
 
 from busrl.errors import MachineError
 from busrl.inference.base import LENGTH
-from busrl.ledger.files import LineFile, json_lines
+from busrl.ledger.files import LineFile
+from busrl.ledger.trainlog import last_step
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.roles.gather import Claimed
@@ -32,14 +32,13 @@ if TYPE_CHECKING:
 
 QUARTILES = 4
 IDLE = "idle"  # `kind` of a line about groups without a step; a step's line has none
-TAIL = 1 << 16  # of a file of lines: many of them
 
 
 class StepMetrics:
     """Counts since the last step, and the files they are written to."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self._told = _last_step(paths.metrics)
+        self._told = last_step(paths.metrics)
         self._metrics = LineFile(paths.metrics)
         self._samples = LineFile(paths.samples)
         self._groups = LineFile(paths.groups)
@@ -205,15 +204,6 @@ class StepMetrics:
         self._metrics.close()
         self._samples.close()
         self._groups.close()
-
-
-def _last_step(path: Path) -> int:
-    """The last step that has a line, 0 without one."""
-    for tail in (TAIL, 0):  # the whole file only where its end is damaged
-        steps = [int(row["step"]) for row in json_lines(path, tail) if isinstance(row.get("step"), int)]
-        if steps:
-            return max(steps)
-    return 0
 
 
 def _segments(sample: SampleRecord) -> int:

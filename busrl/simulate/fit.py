@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl.data.prompt import plain_text
 from busrl.data.stream import JsonlStream
 from busrl.data.trace import Task
 from busrl.errors import DataError, NoSuchRun, UserError
@@ -115,7 +116,7 @@ def fit(run_dir: str | Path) -> Fitted:
 def task_of(stream: JsonlStream, draw: int) -> Task:
     """A draw as policies see it."""
     record = stream.record(stream.item(draw))
-    return Task(str(record[stream.prompt_key]), (1,), tag=str(record.get("tag", "")))
+    return Task(plain_text(record[stream.prompt_key]), (1,), tag=str(record.get("tag", "")))
 
 
 # ------------------------------------------------------------------------------------------------------- the parts

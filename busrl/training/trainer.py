@@ -93,7 +93,7 @@ class Trainer:
         logp, entropy = self._logp(samples, padded, flat)
         tokens = losses.Tokens(
             logp=logp, behaviour=flat.behaviour, prox=logp.detach() if prox is None else self._flat_prox(prox, logp),
-            advantage=flat.per_token(batch.spread(advantages), self._dtype), mask=flat.mask)  # fmt: skip
+            advantage=flat.per_token(advantages, self._dtype), mask=flat.mask)  # fmt: skip
         weights = token_weights(self.settings.aggregation, flat, self._dtype)
         if self.skip_mastered:
             weights = weights.masked_fill(self._find_mastered(tokens, flat, entropy), 0)

@@ -77,7 +77,8 @@ def test_a_cache_that_grows_keeps_what_it_holds(model: Any, monkeypatch: pytest.
 def test_the_topology_makes_the_engine(model_folder: Folder) -> None:
     topology: Any = SimpleNamespace(
         model=SimpleNamespace(path=str(model_folder("qwen3")), dtype="bfloat16"),
-        generation=Generation(max_batch=3, max_prompt_tokens=20, max_new_tokens=30),
+        generation=Generation(max_batch=3, max_new_tokens=30),
+        max_prompt_tokens=20,
         data=SimpleNamespace(template="none"),
         process=(),
         processes=list,
