@@ -297,6 +297,13 @@ def model(topology: Topology, found: list[KeyProblem]) -> tuple[int, int]:
     return token_bytes(folder), context_of(config)
 
 
+def model_folder(path: str) -> str:
+    """The model folder that a path means: a checkpoint of a run (global_step_N) holds it as `model`."""
+    inner = Path(path) / "model"
+    is_checkpoint = (inner / "config.json").is_file() and not (Path(path) / "config.json").exists()
+    return str(inner) if path and not path.startswith(TINY) and is_checkpoint else path
+
+
 def _missing(folder: Path) -> Problem | None:
     if not folder.is_dir():
         remedy = "give a folder with config.json, a tokenizer and weights; a model of the hub is downloaded first"
