@@ -28,6 +28,7 @@ from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor
 from busrl.roles.agreement import Agreement
+from busrl.roles.alarms import Alarms
 from busrl.roles.control import Control
 from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back, glimpse
 from busrl.roles.history import History
@@ -70,7 +71,7 @@ class Learner(Actor):
         self.worth = Worth(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
         self.idling = Idling(self.topology, self.paths)
-        self.agreement = Agreement(self.topology)
+        self.agreement, self.alarms = Agreement(self.topology), Alarms()
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan, self.ring)
         self.claimed: dict[int, Claimed] = {}
@@ -312,6 +313,8 @@ class Learner(Actor):
                 **self._lengths(groups, view), **self.control.numbers(),
             }  # fmt: skip
             row = self.metrics.step(record, groups, stats, sample, self.publisher.version, published, more)
+            for text in () if self.topology.scripted else self.alarms.step(row):
+                self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
             self.control.step(record, stats, row, self._warn_of_control)
             self._tell(stats)
             self._maybe_checkpoint(len(groups))
