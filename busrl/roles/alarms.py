@@ -1,4 +1,4 @@
-"""Alarms over the numbers of the newest steps: a policy that has left the one that sampled, or that learns nothing more.
+"""Alarms over the numbers of the newest steps: a policy that left the one that sampled, or that learns nothing more.
 
 Used by the learner with each line of metrics.jsonl. Pure; knows nothing of the bus or of files.
 

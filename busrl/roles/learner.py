@@ -30,7 +30,7 @@ from busrl.roles.actor import Actor
 from busrl.roles.agreement import Agreement
 from busrl.roles.alarms import Alarms
 from busrl.roles.control import Control
-from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back, glimpse
+from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back, glimpse, parts_of
 from busrl.roles.history import History
 from busrl.roles.idling import QUARTERS, Idling
 from busrl.roles.intervals import checkpoint_is_due
@@ -207,6 +207,7 @@ class Learner(Actor):
         lines = self.copy_lines()
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate)
+        self.metrics.reward_parts(parts_of(self.ring, slots))
         self.idling.set_aside(lines[slots], action.fate, lambda: glimpse(self.ring, slots[0], lines[slots[0]]))
         self.skew.ended(action.draw, lines["response_tokens"][slots].tolist(), action.fate)
         for slot in slots:
@@ -299,6 +300,7 @@ class Learner(Actor):
                 return
             sample = excerpt(self.ring, groups[0])
             for group in groups:
+                self.metrics.reward_parts(parts_of(self.ring, [slot for slot, _ in group.slots]))
                 end(self.ring, group, "T")
             self.claimed.clear()
             self.training.old.at(record.version, self.history.step)
