@@ -22,14 +22,15 @@ from busrl.topology.schema import TINY, Faults, ProcessName, Topology
 from busrl.topology.weight_costs import Cost
 from busrl.topology.weight_rules import ADAPTERS
 
-SECTIONS_OF = {
-    "bus": ("bus",),
-    "keeper": ("ring", "limits"),
-    "scheduler": ("run", "data", "groups", "generation", "scheduler", "weights"),
-    "learner": ("run", "model", "lora", "groups", "generation", "learner", "weights", "mock"),
-    "rollout": ("run", "model", "lora", "data", "generation", "weights", "mock", "vllm"),
-    "reward": ("reward", "data"),
-    "validator": ("run", "data", "generation", "validation"),
+COMMON = ("run", "data", "groups", "generation", "learner", "weights", "segments", "experiments", "bus", "limits")
+SECTIONS_OF = {  # the tables that a process of the role reads; a test compares with the code
+    "bus": ("bus", "limits"),
+    "keeper": (*COMMON, "model", "reward", "ring"),
+    "scheduler": (*COMMON, "scheduler"),
+    "learner": (*COMMON, "model", "lora", "reward", "scheduler", "mock", "openai"),
+    "rollout": (*COMMON, "model", "lora", "reward", "mock", "vllm", "openai"),
+    "reward": ("reward", "data", "groups", "learner", "bus", "limits"),
+    "validator": ("run", "data", "generation", "learner", "validation", "bus", "limits"),
 }
 
 

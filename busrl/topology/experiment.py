@@ -221,7 +221,7 @@ class Weights:
 class Reward:
     """[reward]: what an answer is worth."""
 
-    kind: str = key("exact_match", "compare with the answer, or call a Python function",
+    kind: str = key("exact_match", "compare with the answer, or call a Python function (so where one is given)",
                     choices=("exact_match", "python"))  # fmt: skip
     function: str = key("", "kind = python: package.module:function or file.py:function")
     extract: str = key("", "exact_match: regular expression; its last match (group 1, or what follows) is the answer")

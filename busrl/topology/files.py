@@ -177,7 +177,8 @@ def prompts(
         return tiny_prompts(key, path), TINY_LINE_BYTES
     from busrl.data.check import scan  # brings NumPy, which only launch and check need
 
-    answer = answer_key(topology) if topology.reward.kind == "exact_match" else ""
+    compares = topology.reward.kind == "exact_match" and not topology.reward.function  # else the reward is to blame
+    answer = answer_key(topology) if compares else ""
     try:
         result = scan(path, topology.data.prompt_key, answer)
     except DataError as error:
@@ -297,6 +298,13 @@ def model(topology: Topology, found: list[KeyProblem]) -> tuple[int, int]:
         rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
         found.append(KeyProblem("model.path", Problem(str(folder / "config.json"), "", rule, "add them")))
     return token_bytes(folder), context_of(config)
+
+
+def model_folder(path: str) -> str:
+    """The model folder that a path means: a checkpoint of a run (global_step_N) holds it as `model`."""
+    inner = Path(path) / "model"
+    is_checkpoint = (inner / "config.json").is_file() and not (Path(path) / "config.json").exists()
+    return str(inner) if path and not path.startswith(TINY) and is_checkpoint else path
 
 
 def _missing(folder: Path) -> Problem | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 SHM = "/dev/shm"
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 
@@ -51,9 +52,9 @@ def model_facts(folder: Path, context: int) -> ModelFacts:
     kinds = config.get("architectures") or [config.get("model_type", "unknown")]
     return ModelFacts(
         kind=str(kinds[0]),
-        hidden=_whole(text, "hidden_size", "n_embd", "d_model"),
-        layers=_whole(text, "num_hidden_layers", "n_layer", "num_layers"),
-        vocabulary=_whole(text, "vocab_size"),
+        hidden=whole(text, "hidden_size", "n_embd", "d_model"),
+        layers=whole(text, *LAYERS),
+        vocabulary=whole(text, "vocab_size"),
         context=context,
         parameters=sum(elements(shape) for shape in tensor_shapes(folder).values()),
     )
@@ -122,7 +123,8 @@ def _ids(value: Any) -> list[int]:
     return [i for i in found if isinstance(i, int) and i >= 0]
 
 
-def _whole(config: Any, *names: str) -> int:
+def whole(config: Any, *names: str) -> int:
+    """The first of these keys that holds a whole number; 0 if none does."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
 
 

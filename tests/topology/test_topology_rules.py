@@ -80,7 +80,7 @@ REFUSED = [
         13,
     ),
     ('[reward]\nkind = "python"', "needs a function as package.module:name or file.py:name", 12),
-    ('[reward]\nfunction = "a:b"', "exact_match calls no function", 12),
+    ('[reward]\nkind = "exact_match"\nfunction = "a:b"', "exact_match calls no function", 13),
     ('[reward]\nextract = "("', "not a regular expression", 12),
     ('[run]\nname = "../x"', "it names a directory", 12),
     ("[validation]\nevery = 5", "no prompts are named", 12),
