@@ -291,6 +291,9 @@ def model(topology: Topology, found: list[KeyProblem]) -> tuple[int, int]:
         broken = Problem(str(folder / "config.json"), "", "not a JSON object", "copy it again")
         found.append(KeyProblem("model.path", broken))
         return DEFAULT_TOKEN_BYTES, 0
+    if config.get("is_encoder_decoder"):
+        rule = f"{config.get('model_type', 'it')} is an encoder-decoder model, and busrl trains decoder-only ones"
+        found.append(KeyProblem("model.path", Problem("", "", rule, "give a causal language model")))
     if topology.scripted and machine.vocabulary(folder) is None:
         rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
         found.append(KeyProblem("model.path", Problem(str(folder / "config.json"), "", rule, "add them")))

@@ -235,3 +235,21 @@ def test_a_start_beside_a_long_table_of_ended_groups_takes_little_memory(table: 
     tracemalloc.stop()
     assert view.draws.tolist() == [(1 << 20) - 3]
     assert peak < fates.nbytes / 4, peak
+
+
+def test_groups_that_ended_are_told_once_with_the_last_fate_of_each_member(ring: Any) -> None:
+    scanner = GroupScanner(ring.fates, G)
+
+    def ended() -> list[bytes]:
+        return sorted(bytes(row) for row in scanner.scan(ring.lines.copy()).ended_fates)
+
+    first, second = ring.put_group(0, [1.0, 0.0, 1.0, 0.0]), ring.put_group(1, [0.5] * G)
+    assert ended() == []
+    ring.end(first[2], "R")
+    assert ended() == [], "the member that raised is rolled once more"
+    again = ring.put(0, 2, attempt=1, state=REWARDED)
+    for slot in (*first[:2], first[3], again):
+        ring.end(slot, "f")
+    for slot in second:
+        ring.end(slot, "T")
+    assert ended() == [b"TTTT", b"ffff"] and ended() == []
