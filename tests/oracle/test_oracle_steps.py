@@ -18,6 +18,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "learner": {"weight_decay": 0.3, "warmup_groups": 6, "decay": "linear", "decay_to": 0.1, "max_grad_norm": 0.05},
     },
     "decoupled in two mini-batches": {
+        "trigger": {"n_min": 7},
         "learner": {"loss": "decoupled", "updates_per_batch": 2, "tis_cap": 1.2, "decay": "cosine",
                     "decay_groups": 9, "betas": (0.8, 0.9), "max_grad_norm": 0.5},
         "segments": {"length": 4, "global_max_length": 12},

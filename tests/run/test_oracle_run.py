@@ -18,7 +18,7 @@ from harness import ROOT, Run, running
 sys.path.insert(0, str(ROOT / "tools"))
 STEPS = 8
 SETTINGS = (
-    "learner.trigger.n_min=4", "groups.size=4", "generation.max_batch=24", "learner.checkpoint_every=0",
+    "learner.trigger.n_min=4", "groups.size=4", "generation.max_batch=8", "learner.checkpoint_every=0",
     "learner.micro_batch_min_samples=4", "generation.temperature=0.7", "validation.temperature=0.3",
     "validation.samples=12", "validation.every=4", "segments.length=8", "segments.global_max_length=24",
     "generation.max_new_tokens=24", "segments.truncated_penalty=0.5", "weights.max_staleness=2",
