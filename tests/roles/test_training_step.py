@@ -74,9 +74,11 @@ def test_a_step_streamed_in_parts_equals_the_step_at_once(topology: Topology) ->
     assert torch.allclose(weights(whole), weights(parts), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_killed_learner_comes_back_to_the_same_weights_by_checkpoint_and_log(
-    topology: Topology, tmp_path: Path
+    topology: Topology, tmp_path: Path, dtype: str
 ) -> None:
+    topology = dataclasses.replace(topology, model=dataclasses.replace(topology.model, dtype=dtype))
     paths = RunPaths.of(tmp_path)
     living, history = TrainingStep(topology), History(paths, topology)
     for step in range(1, 6):
@@ -99,6 +101,8 @@ def test_a_killed_learner_comes_back_to_the_same_weights_by_checkpoint_and_log(
     assert successor.step == 5 and successor.groups == 20 and successor.highest_version == 5
     assert len(successor.trained) == 5 * 16
     assert torch.allclose(weights(living), weights(again), atol=1e-6)
+    for one, other in zip(living.trainer.parameters, again.trainer.parameters, strict=True):
+        assert torch.allclose(one, other, atol=1e-6), "not the rounded weights of the folder"
     successor.close()
 
 
