@@ -174,5 +174,10 @@ class RunPaths:
         return self.root / "open.bin"
 
     @property
+    def starts(self) -> Path:
+        """A line per start: what differs from the one before, and what its files held."""
+        return self.root / "starts.jsonl"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"

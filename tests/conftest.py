@@ -7,6 +7,7 @@ are new in each run (HYPOTHESIS_PROFILE=explore), and what they find becomes an 
 
 import contextlib
 import os
+import sys
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -16,3 +17,25 @@ with contextlib.suppress(ImportError):  # the environment of vLLM has no hypothe
     settings.register_profile("same", derandomize=True)
     settings.register_profile("explore")
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers that several folders of tests share
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`chat_folder("chatml")` is a real model folder with that chat template; see chat_folders.py for the others."""
+    from chat_folders import make
+
+    made: dict[str, Path] = {}
+
+    def of(template: str = "chatml") -> Path:
+        if template not in made:
+            made[template] = make(tmp_path_factory.mktemp(template or "plain") / "model", template)
+        return made[template]
+
+    return of

@@ -7,14 +7,19 @@ ping through the proxy and reports progress only when it came back, so a supervi
   subscribes to nothing on the bus itself, so publishers and subscribers can not tell whether anybody does; a listener
   that does not keep up loses what is beyond `TAP_HWM`, and nobody else waits for it or loses anything.
 - One broker per address: the lock is taken before bind, since an ipc bind silently takes an address over.
+- Sockets whose files somebody removed (a cleaner of temporary files) would be found by nobody new: the broker ends by
+  name as soon as they can be made again, and its successor makes them.
 - A broker has no state. Killed and started again, subscriptions come back from the subscribers by themselves; what was
   sent meanwhile is lost, which is safe (see `core.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Protocol
 
 import zmq
@@ -23,11 +28,12 @@ from busrl.bus.core import DEFAULT_HWM, DEFAULT_MAX_BYTES, configure
 from busrl.bus.door import Door, Refusal
 from busrl.bus.endpoint import Endpoint
 from busrl.bus.security import bind, prepare
-from busrl.errors import BrokerRunning, BrokerStuck, BusNotReady
+from busrl.errors import BadEndpoint, BrokerRunning, BrokerStuck, BusNotReady, InsecureDirectory
 
 TAP_HWM: Final = 4096  # messages kept for a listener at the tap that does not read; the rest is dropped for it
 EVERYTHING: Final = b"\x01"  # what a subscriber to every topic sends upstream
 KNOCKS = 4
+IPC: Final = "ipc://"
 
 
 class Lock(Protocol):
@@ -69,6 +75,7 @@ def run_broker(
             _knock(proxy, probe, stuck_s)
             on_ready()
             while not stop.wait(ping_s):
+                proxy.check_files()
                 _knock(proxy, probe, stuck_s)
                 for refusal in door.refusals() if door else ():
                     on_refused(refusal)
@@ -102,6 +109,7 @@ class Proxy:
         self.failure: BaseException | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
+        self._files: dict[str, os.stat_result] = {}  # endpoint -> its socket's file as it was bound
         try:
             self._bind(zmq.XSUB, frontend, hwm, max_bytes)
             self._bind(zmq.XPUB, backend, hwm, max_bytes)
@@ -122,6 +130,21 @@ class Proxy:
         configure(socket, hwm, max_bytes)
         prepare(endpoint)
         bind(socket, endpoint)
+        if endpoint.startswith(IPC):
+            self._files[endpoint] = os.stat(endpoint.removeprefix(IPC))
+
+    def check_files(self) -> None:
+        """BrokerStuck if a socket's file was removed or replaced and could be made again. Who is connected stays so."""
+        for endpoint, bound in self._files.items():
+            path = Path(endpoint.removeprefix(IPC))
+            try:
+                if os.path.samestat(path.stat(), bound):
+                    continue
+            except OSError:
+                pass
+            with contextlib.suppress(OSError, BadEndpoint, InsecureDirectory):
+                prepare(endpoint)
+                raise BrokerStuck(f"{path} was removed or replaced by somebody else; the next broker makes it again")
 
     def _serve(self) -> None:
         try:

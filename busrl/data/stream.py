@@ -3,6 +3,7 @@
 Talks to one file, which it never changes. Knows nothing of JSON (that is `check`), groups, fates or tokenizers.
 
 - Draw d is item d mod N of epoch d div N; an epoch's order depends on (seed, epoch) alone, so nothing is remembered.
+- Empty lines at the end of the file and a byte order mark at its beginning belong to no prompt.
 - The bytes of a line, without its newline, are the task: their crc32 identifies the prompt in the ledger and the log.
 - A file that changes under a run is refused as soon as it shows, never silently read differently.
 """
@@ -18,7 +19,8 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from busrl.data.check import decode_line, open_file
+from busrl.data.check import BOM, decode_line, open_file
+from busrl.data.prompt import plain_text
 from busrl.errors import DataError
 
 CHUNK = 8 << 20
@@ -47,7 +49,7 @@ class JsonlStream:
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
         self._fd = open_file(self.path)
         try:
-            self._bounds = line_bounds(self._fd)
+            self._bounds = prompt_bounds(self._fd)
             if len(self) == 0:
                 raise DataError(f"{self.path}: the file is empty: it must hold one JSON object per line; write some")
         except BaseException:
@@ -81,8 +83,8 @@ class JsonlStream:
         return decode_line(item.line, f"{self.path}:{item.index + 1}", self.prompt_key, self.answer_key)
 
     def prompt(self, item: Item) -> str:
-        """The text under `prompt_key`, before any template."""
-        return str(self.record(item)[self.prompt_key])
+        """The text under `prompt_key`, or that of its messages, before any template."""
+        return plain_text(self.record(item)[self.prompt_key])
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -104,6 +106,17 @@ class JsonlStream:
             for old in list(self._orders)[:-EPOCHS_KEPT]:  # oldest use first
                 del self._orders[old]
         return order
+
+
+def prompt_bounds(fd: int) -> npt.NDArray[np.int64]:
+    """`line_bounds` without the empty lines at the end and without a byte order mark."""
+    bounds = line_bounds(fd)
+    if os.pread(fd, len(BOM), 0) == BOM:
+        bounds[0] = len(BOM)
+    count = len(bounds)
+    while count > 1 and not os.pread(fd, int(bounds[count - 1] - bounds[count - 2]), int(bounds[count - 2])).strip():
+        count -= 1
+    return bounds[:count]
 
 
 def line_bounds(fd: int) -> npt.NDArray[np.int64]:

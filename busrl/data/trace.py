@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from busrl.data.check import decode_line, open_file
+from busrl.data.check import decode_line, open_file, prompt_lines
+from busrl.data.prompt import plain_text
 from busrl.errors import DataError
 
 MAX_TOKENS = 1 << 30
@@ -49,7 +50,8 @@ def read(path: str | Path, prompt_key: str = "prompt") -> list[Task]:
     """Every line of a trace, checked. `DataError` names file:line, the value, the rule and the remedy."""
     path = Path(path)
     with open(open_file(path), "rb") as file:
-        tasks = [parse(raw.removesuffix(b"\n"), f"{path}:{number}", prompt_key) for number, raw in enumerate(file, 1)]
+        lines = enumerate(prompt_lines(file), 1)
+        tasks = [parse(line, f"{path}:{number}", prompt_key) for number, (_, line) in lines]
     if not tasks:
         raise DataError(f"{path}: the file is empty: a trace has one JSON object per line; write some")
     if len({task.arrival_s is None for task in tasks}) > 1:
@@ -73,7 +75,7 @@ def parse(line: bytes, place: str, prompt_key: str = "prompt") -> Task:
     if arrival is not None and arrival < 0:
         raise DataError(f"{place}: arrival_s = {arrival}: must be >= 0 seconds; correct the line")
     return Task(
-        prompt=str(record[prompt_key]),
+        prompt=plain_text(record[prompt_key]),
         lengths=tuple(int(n) for n in lengths),
         answer=str(record.get("answer", "")),
         tag=str(record.get("tag", "")),

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from busrl.data import Prompt
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
@@ -152,8 +153,8 @@ class Engine(Protocol):
 
     def statistics(self) -> Statistics: ...
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a rendered prompt."""
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, or of a chat as the model's template writes it, up to the start of the answer."""
         ...
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:

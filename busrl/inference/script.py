@@ -10,6 +10,7 @@ Knows nothing of time or of rows. Imports no torch.
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections import OrderedDict
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from busrl.data import JsonlStream, trace
+from busrl.data import JsonlStream, Prompt, plain_text, trace
 from busrl.errors import UserError
 from busrl.topology.machine import Vocabulary, vocabulary
 
@@ -81,9 +82,9 @@ class Script:
             return line.answer
         return WRONG if line.answer != WRONG else f"not {WRONG}"
 
-    def encode(self, text: str) -> list[int]:
-        """A prompt as plain ids, one for each four bytes."""
-        data = text.encode()
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt as plain ids, one for each four bytes; of a chat the words count, not the template."""
+        data = plain_text(prompt).encode()
         words = np.frombuffer(data.ljust(-(-len(data) // BYTES_PER_TOKEN) * BYTES_PER_TOKEN, b" "), "<u4")
         found: list[int] = self._plain[words % len(self._plain)].tolist()
         return found
@@ -100,7 +101,8 @@ class Script:
     def _read(self, draw: int) -> _Line:
         item = self.stream.item(draw)
         place = f"{self.stream.path}:{item.index + 1}"
-        answer = str(self.stream.record(item).get(self.answer_key, "")).strip()
+        given = self.stream.record(item).get(self.answer_key, "")
+        answer = (given if isinstance(given, str) else json.dumps(given)).strip()
         return _Line(trace.parse(item.line, place, self.stream.prompt_key), answer)
 
     def _coin(self, uid: int) -> float:

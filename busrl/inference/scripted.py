@@ -27,6 +27,7 @@ from busrl.inference.script import Script, make_script
 from busrl.weights.versions import VersionReceiver
 
 if TYPE_CHECKING:
+    from busrl.data import Prompt
     from busrl.topology import Topology
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
@@ -185,8 +186,8 @@ class ScriptedEngine:
             pause_s=self._pauses.seconds,
         )  # fmt: skip
 
-    def encode(self, text: str) -> list[int]:
-        return self.script.encode(text)
+    def encode(self, prompt: Prompt) -> list[int]:
+        return self.script.encode(prompt)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
         """The ids as numbers: they mean nothing. Answers bring their own text."""
@@ -262,6 +263,6 @@ def make(topology: Topology, process: str) -> ScriptedEngine:
         make_script(topology),
         Pace(mock.token_s, mock.per_sequence_s, mock.prefill_s_per_token, mock.jitter),
         capacity=generation.max_batch,
-        max_length=generation.max_prompt_tokens + generation.max_new_tokens,
+        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
         seed=(topology.run.seed, number),
     )

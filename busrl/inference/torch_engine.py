@@ -35,6 +35,7 @@ from busrl.inference.seats import Index, Seats
 from busrl.inference.tokens import Tokens, eos_ids_of
 
 if TYPE_CHECKING:
+    from busrl.data import Prompt
     from busrl.topology import Topology
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings as WeightSettings
@@ -215,8 +216,8 @@ class TorchEngine:
             pause_s=self._pauses.seconds + self._update_s,
         )  # fmt: skip
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokens.encode(text)
+    def encode(self, prompt: Prompt) -> list[int]:
+        return self._tokens.encode(prompt)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
         return self._tokens.decode(ids, ended)
@@ -348,7 +349,7 @@ def make(topology: Topology, process: str = "") -> TorchEngine:
     return TorchEngine.load(
         topology.model.path,
         capacity=generation.max_batch,
-        max_length=generation.max_prompt_tokens + generation.max_new_tokens,
+        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
         dtype=topology.model.dtype,
         device=choose_device(topology.device_of(process)),
         chat=topology.data.template == "chat",

@@ -19,22 +19,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from busrl.errors import UserError
 from busrl.inference.base import ABORTED, Event, Finished, Pause, Request, Statistics
 from busrl.inference.vllm_core import Core
 from busrl.inference.vllm_meter import Meter
 from busrl.inference.vllm_requests import Running, empty, settings_of
 from busrl.inference.vllm_start import Start
 from busrl.inference.vllm_updates import Adapter, Updates
+from busrl.topology.machine import vocabulary_size
 
 if TYPE_CHECKING:
-    from busrl.inference.tokens import Tokens
+    from busrl.data import Prompt
     from busrl.topology import Topology
     from busrl.topology.vllm import Vllm
     from busrl.weights.base import Receiver
@@ -54,7 +53,11 @@ class VllmEngine:
         """`temperature`: that of the samples that are trained, at which new weights are checked."""
         self.start, self.own, self.temperature = start, own, temperature
         self.version = 0
-        self._text, self._stops, self._vocabulary = _tokenizer(start.model, chat)
+        from busrl.inference.tokens import tokens_of  # brings transformers
+
+        self._text = tokens_of(start.model, chat)
+        self._stops = sorted(self._text.eos_ids)
+        self._vocabulary = vocabulary_size(Path(start.model))
         self._lock = threading.Lock()
         self._running: dict[int, Running] = {}
         self._ended: list[Running] = []  # in the loop's hands until gathered
@@ -184,8 +187,8 @@ class VllmEngine:
                 updates=self._updates.count, update_s=self._updates.seconds, pause_s=self._pause_s,
             )  # fmt: skip
 
-    def encode(self, text: str) -> list[int]:
-        return self._text.encode(text)
+    def encode(self, prompt: Prompt) -> list[int]:
+        return self._text.encode(prompt)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
         return self._text.decode(ids, ended)
@@ -375,21 +378,3 @@ class VllmEngine:
         for running in ended:
             del self._running[running.request.key]
             self._ready.append(running.finished())
-
-
-def _tokenizer(folder: str, chat: bool) -> tuple[Tokens, list[int], int]:
-    """Text to ids and back, the ids that end a sequence (as in the torch engine), and how many ids there are."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-    from busrl.inference.tokens import Tokens, eos_ids_of
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as problem:
-        raise UserError(f"{folder}: no causal language model and tokenizer ({problem}); see model.path") from problem
-    generation = None
-    if (Path(folder) / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    eos = eos_ids_of(SimpleNamespace(config=config, generation_config=generation), tokenizer)
-    return Tokens(tokenizer, eos, chat), sorted(eos), int(config.vocab_size)

@@ -46,7 +46,7 @@ class Start:
     @classmethod
     def of(cls, topology: Topology) -> Start:
         own, generation = topology.vllm, topology.generation
-        longest = generation.max_prompt_tokens + generation.max_new_tokens
+        longest = topology.max_prompt_tokens + generation.max_new_tokens
         # Any other transport brings the merged weights: a vLLM with places for adapters has wrapped their layers.
         rank = topology.lora.rank if topology.weights.transport in ADAPTERS else 0
         return cls(

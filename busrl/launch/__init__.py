@@ -15,7 +15,7 @@ from typing import TextIO
 
 import setproctitle
 
-from busrl.errors import MachineError
+from busrl.errors import MachineError, RunFinished
 from busrl.launch.closing import audit_run, close_run
 from busrl.launch.display import Display, open_display
 from busrl.launch.run import Launch
@@ -44,7 +44,11 @@ def launch(
     setproctitle.setproctitle("busrl:launch")
     with Signals() as signals, contextlib.closing(open_display(stream or sys.stdout, time.monotonic)) as display:
         topology = materialise(topology)
-        opened = open_run(run_dir, topology, resume=resume)
+        try:
+            opened = open_run(run_dir, topology, resume=resume)
+        except RunFinished as nothing_to_do:
+            display.say(str(nothing_to_do))
+            return nothing_to_do.exit_code
         display.say(f"{topology.run.name} in {opened.paths.root}")
         for note in opened.notes:
             display.say(note)

@@ -10,7 +10,7 @@ bus. Recovery is the ordinary path: a first start is a start that finds nothing.
 - A ring is adopted only if it is this run's (uuid), of this boot and of this layout. With a ring nothing is put back:
   its slots still hold their samples. Without one, samples in no slot are settled before the new ring has its name.
 - A ring whose samples have lost their fates is not adopted: who was trained can be told only by checkpoint and log.
-- What a uid means (seed, prompts, order, group size) never changes in a run directory.
+- Whether it is the same run, with something left to do, is settled before anything is written (`earlier`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 
 from busrl.bus.security import prepare as prepare_endpoint
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunInUse, UserError
+from busrl.launch.earlier import Start, compare
 from busrl.launch.fatewatch import lost_fates
 from busrl.launch.orphans import end_left_behind
 from busrl.launch.putback import PutBack, put_back
@@ -41,7 +42,6 @@ from busrl.topology import Topology
 
 PAUSE_STARTING = 1  # header word generation_pause
 LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
-IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
 
 
 @dataclass
@@ -128,10 +128,10 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
     _make_directories(paths)
     lock = take_lock(paths)
     try:
-        _check_same_run(paths, topology, resume)
+        start = compare(paths, topology, _read_json(paths.topology), resume)
         for endpoint in (paths.frontend, paths.backend):
             prepare_endpoint(endpoint)
-        return _opened(paths, topology, lock)
+        return _opened(paths, topology, lock, start)
     except BaseException:
         remove_runtime_dir(paths)
         lock.release()
@@ -214,13 +214,14 @@ def _wait_for_children(paths: RunPaths, lock: OfdLock, timeout_s: float) -> None
         ) from None
 
 
-def _opened(paths: RunPaths, topology: Topology, lock: OfdLock) -> OpenRun:
+def _opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) -> OpenRun:
     before = _read_json(paths.run_json)
     uuid = _uuid_of(before, paths.run_json) if before else uuids.uuid4().bytes
     written = _write_files(paths, topology, uuid, before)
     fates, validate_fates = (Fates(str(path), create=True) for path in (paths.fates, paths.validate_fates))
     mended = mend_trained_set(paths)
-    notes = [mended] if mended else []
+    start.record(paths)
+    notes = [*start.notes, mended] if mended else start.notes
     ring = adopt(paths, topology, uuid)
     if ring is not None and (lost := lost_fates(paths.fates, paths.validate_fates, ring, topology.groups.size)):
         notes.append(f"the ring that an earlier launch left is not used: {lost}")
@@ -346,26 +347,6 @@ def remove_runtime_dir(paths: RunPaths) -> None:
     shutil.rmtree(paths.runtime_dir, ignore_errors=True)
     with contextlib.suppress(OSError):
         paths.runtime_dir.parent.rmdir()
-
-
-def _check_same_run(paths: RunPaths, topology: Topology, resume: bool) -> None:
-    if not paths.topology.exists():
-        return
-    if not resume:
-        raise UserError(
-            f"{paths.root} holds a run already, and it is not to be resumed; choose another directory, or remove it"
-        )
-    before, now = _read_json(paths.topology), json.loads(topology.to_json())
-    for key in IDENTITY:
-        section, _, name = key.partition(".")
-        if not isinstance(before.get(section), dict):
-            raise UserError(f"{paths.topology}: no section {section!r}; was it edited? Restore it")
-        old, new = before[section].get(name), now[section][name]
-        if old != new:
-            raise UserError(
-                f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "
-                "sample of the run is, so it can not change: choose another run directory"
-            )
 
 
 def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[str, Any]) -> dict[Path, bytes]:

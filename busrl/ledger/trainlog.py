@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 
-from busrl.ledger.files import LineFile
+from busrl.ledger.files import LineFile, json_lines
 from busrl.ledger.wal import Record, SampleRecord
+
+TAIL_BYTES = 1 << 20  # of lines of thousands of samples
 
 
 class TrainLine(msgspec.Struct, kw_only=True):
@@ -26,6 +29,15 @@ class TrainLine(msgspec.Struct, kw_only=True):
     version: int
     cause: str
     samples: list[tuple[int, int, int]]
+
+
+def last_step(path: Path) -> int:
+    """The newest step that has a line, by the end of the file; 0 if none has."""
+    for tail in (TAIL_BYTES, 0):  # the whole file only where its end is damaged
+        steps = [int(row["step"]) for row in json_lines(path, tail) if isinstance(row.get("step"), int)]
+        if steps:
+            return steps[-1]
+    return 0
 
 
 class TrainLog:

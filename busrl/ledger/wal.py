@@ -6,7 +6,8 @@ ring, of tensors or of the optimiser.
 - A record is in the log whole or not at all: `append` returns after it is written (and durable, with `sync`), and
   raises after it is taken back. A disk that fills up leaves the log as it was.
 - Steps grow strictly; records are read in that order. Nothing is ever changed in place.
-- Half a record at the very end is what a killed writer leaves: it is cut at opening. Damage anywhere else is refused.
+- Half a record at the very end is what a killed writer leaves: it is cut at opening. Damage anywhere else is refused,
+  but among records that a checkpoint has made superfluous, which are passed over.
 - Old segments go only after a checkpoint, oldest first, so what remains always joins on to it. A checkpoint ends the
   segment, so that what it makes superfluous can go.
 
@@ -113,6 +114,7 @@ class _Segment:
     path: Path
     steps: list[int]  # of its records, ascending
     size: int
+    file: tuple[int, int] = (0, 0)  # device and inode
     old: bool = False  # of an earlier layout: nothing is appended
 
     @property
@@ -132,9 +134,9 @@ class WalStats:
     cut_bytes: int
 
 
-def frames(data: bytes) -> Iterator[tuple[memoryview, int]]:
-    """Each whole record's payload and the offset after it, until the first that is not whole."""
-    view, at = memoryview(data), len(HEAD)
+def frames(data: bytes, start: int = len(HEAD)) -> Iterator[tuple[memoryview, int]]:
+    """Each whole record's payload and the offset after it, from `start` until the first that is not whole."""
+    view, at = memoryview(data), start
     while (end := _frame_end(view, at)) > 0:
         yield view[at + _FRAME.size : end], end
         at = end
@@ -151,6 +153,10 @@ def _frame_end(view: memoryview, at: int) -> int:
     return end if zlib.crc32(view[at + _FRAME.size : end], zlib.crc32(view[at + 4 : at + 8])) == crc else 0
 
 
+def _file_of(info: os.stat_result) -> tuple[int, int]:
+    return info.st_dev, info.st_ino
+
+
 def _later_record(data: bytes, at: int) -> int:
     """Where a whole record begins after `at`; 0 if nowhere."""
     while (at := data.find(MARK, at + 1)) > 0:
@@ -163,15 +169,25 @@ class Wal:
     """The log in `directory`, opened for appending.
 
     `sync=True` makes every record durable before `append` returns; without it a record survives the death of every
-    process, but not a power cut.
+    process, but not a power cut. `superseded`: the step up to which nobody needs the records any more. `damage` says
+    what was passed over.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, sync: bool = True, segment_bytes: int = SEGMENT_BYTES
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        sync: bool = True,
+        segment_bytes: int = SEGMENT_BYTES,
+        superseded: int = -1,
     ) -> None:
         self.directory = Path(directory)
         self.sync = sync
         self.segment_bytes = segment_bytes
+        self.damage: list[str] = []
+        self._superseded = superseded
+        self._looks = 0
+        self._doubts: list[str] = []  # damage whose extent only the next whole record shows
         self._encoder = msgspec.msgpack.Encoder()
         self._segments: list[_Segment] = []
         self._last_step = -1
@@ -221,10 +237,14 @@ class Wal:
         for segment in list(self._segments):
             if segment.last_step <= after:
                 continue
-            for payload, _ in frames(segment.path.read_bytes()):
-                record = decoder.decode(payload)
-                if record.step > after:
-                    yield record
+            data, at = segment.path.read_bytes(), len(HEAD)
+            while at:
+                for payload, end in frames(data, at):
+                    at = end
+                    record = decoder.decode(payload)
+                    if record.step > after:
+                        yield record
+                at = _later_record(data, at) if at < segment.size else 0
 
     def drop_before(self, step: int) -> int:
         """Remove the segments that hold only records with a step below `step`; how many. After a checkpoint of step n,
@@ -239,6 +259,35 @@ class Wal:
         if dropped:
             sync_dir(self.directory)
         return dropped
+
+    def fault(self) -> str:
+        """What somebody else did to the files, so that a restart would not find all records; empty if nothing.
+        Each call looks at the newest segment and, in turn, at one of all."""
+        self._looks += 1
+        one_of_all = self._segments[self._looks % len(self._segments)] if self._segments else None
+        for segment in [*self._segments[-1:], one_of_all]:
+            if segment is None:
+                continue
+            try:
+                now = os.stat(segment.path)
+            except OSError as exc:
+                return f"{segment.path} can not be found any more ({exc.strerror})"
+            if (now.st_dev, now.st_ino) != segment.file:
+                return f"{segment.path} is another file than the one that was written"
+            if now.st_size != segment.size:
+                return f"{segment.path} has {now.st_size} bytes, {segment.size} were written"
+        return ""
+
+    def renew(self) -> None:
+        """Begin anew, after a checkpoint that has made all records superfluous."""
+        self._close_segment()
+        for segment in self._segments:
+            try:
+                segment.path.unlink(missing_ok=True)
+            except OSError:  # something else has the name now
+                segment.path.rename(segment.path.with_name(f"{segment.path.name}.aside"))
+        self._segments.clear()
+        self.damage.clear()
 
     def end_segment(self) -> None:
         """Let the next record begin a new segment."""
@@ -281,6 +330,7 @@ class Wal:
         path = self.directory / f"{self._number + 1:08d}.wal"
         fd = -1
         try:
+            self.directory.mkdir(exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             write_all(fd, [HEAD], 0)
             if self.sync:
@@ -293,7 +343,7 @@ class Wal:
             raise write_error(path, len(HEAD), exc) from exc
         self._close_segment()
         self._fd, self._number = fd, self._number + 1
-        self._segments.append(_Segment(path, [], len(HEAD)))
+        self._segments.append(_Segment(path, [], len(HEAD), _file_of(os.fstat(fd))))
 
     def _commit(self, segment: _Segment, parts: list[bytes]) -> int:
         try:
@@ -325,6 +375,8 @@ class Wal:
         for path in paths:
             self._number = max(self._number, int(path.stem))
             self._read_segment(path, newest=path == paths[-1])
+        if self._doubts:
+            raise FileCorrupt(self._doubts[0])
         if self._segments and not self._segments[-1].old and self._segments[-1].size < self.segment_bytes:
             self._fd = os.open(self._segments[-1].path, os.O_RDWR | os.O_CLOEXEC)
 
@@ -335,18 +387,32 @@ class Wal:
             self._cut_bytes += len(data)
             return
         if data[: len(HEAD)] not in HEADS:
-            raise FileCorrupt(
-                f"{path}: does not begin with {MAGIC!r}, layout {OLD_LAYOUT} or {LAYOUT}; it is not a log of this busrl"
-            )
-        segment = _Segment(path, [], len(HEAD), data[: len(HEAD)] == OLD_HEAD)
-        for payload, end in frames(data):
-            self._note(segment, payload, end)
-        if segment.size < len(data):
-            self._cut(segment, data, newest=newest)
+            text = f"{path}: does not begin with {MAGIC!r}, layout {OLD_LAYOUT} or {LAYOUT}; it is no log of this busrl"
+            if newest:
+                raise FileCorrupt(text)
+            self._doubts.append(text)
+            self._segments.append(_Segment(path, [], len(data), _file_of(path.stat()), old=True))
+            return
+        segment = _Segment(path, [], len(HEAD), _file_of(path.stat()), data[: len(HEAD)] == OLD_HEAD)
         self._segments.append(segment)
+        while True:
+            for payload, end in frames(data, segment.size):
+                self._note(segment, payload, end)
+            if segment.size == len(data):
+                break
+            later = _later_record(data, segment.size)
+            if newest and not later:
+                self._cut(segment, data)
+                break
+            self._doubt(segment, later)
+            segment.size = later or len(data)
 
     def _note(self, segment: _Segment, payload: memoryview, end: int) -> None:
         brief = msgspec.msgpack.decode(payload, type=_Brief)
+        if self._doubts and brief.step - 1 > self._superseded:
+            raise FileCorrupt(self._doubts[0])
+        self.damage += self._doubts
+        self._doubts.clear()
         if brief.step <= self._last_step:
             raise FileCorrupt(f"{segment.path}: step {brief.step} after step {self._last_step}: steps must grow")
         segment.steps.append(brief.step)
@@ -354,14 +420,14 @@ class Wal:
         segment.size = end
         self._last_version = max(self._last_version, brief.version)
 
-    def _cut(self, segment: _Segment, data: bytes, *, newest: bool) -> None:
-        """Cut half a record off the newest segment; anything else is damage."""
-        later = _later_record(data, segment.size)
-        if not newest or later:
-            raise FileCorrupt(
-                f"{segment.path}: the record at byte {segment.size} is damaged, and records follow it"
-                f"{f' at byte {later}' if later else ''}; they were trained, so the log must be repaired, not cut"
-            )
+    def _doubt(self, segment: _Segment, later: int) -> None:
+        self._doubts.append(
+            f"{segment.path}: the record at byte {segment.size} is damaged, and records follow it"
+            f"{f' at byte {later}' if later else ''}; they were trained, so the log must be repaired, not cut"
+        )
+
+    def _cut(self, segment: _Segment, data: bytes) -> None:
+        """Cut half a record off the newest segment."""
         fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             os.ftruncate(fd, segment.size)

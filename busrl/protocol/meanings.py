@@ -82,7 +82,8 @@ MEANINGS: Final[dict[str, str]] = {
     "model": "Folder of the model.",
     "prompt_key": "Key of the prompt in a record.",
     "answer_key": "Key of the reference answer in a record.",
-    "template": '`"none"`: the prompt as it stands; `"chat"`: as a user turn of the model\'s chat template.',
+    "template": '`"none"`: the prompt as it stands; `"chat"`: by the model\'s chat template, a text as a user turn, '
+    "a list of messages as it is.",
     "GATEWAY_WELCOME.index": "The worker's entry in the ring's process table.",
     "tasks": "The tasks.",
     "code": "What became of the request, below.",

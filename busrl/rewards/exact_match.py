@@ -4,11 +4,13 @@ Talks to nothing. Knows nothing of numbers or mathematics: text is compared as t
 
 - `extract` empty: the whole completion is the answer.
 - `extract` with a group: group 1 of the last match. Without a group: the text after the last match that is not empty.
+- A right answer that is no text counts as JSON writes it (72, 0.5, true); a whole number with a point also without.
 - No match: reward 0. That is a wrong answer, not a broken reward.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -27,7 +29,7 @@ class ExactMatch:
 
     def __call__(self, record: dict[str, Any], completion: str, token_ids: list[int]) -> float:
         answer = self.find(completion)
-        return float(answer is not None and answer == str(record[self.answer_key]).strip())
+        return float(answer is not None and answer in spellings(record[self.answer_key]))
 
     def find(self, completion: str) -> str | None:
         """The answer in a completion, stripped; None if there is none."""
@@ -40,3 +42,12 @@ class ExactMatch:
             return (matches[-1].group(1) or "").strip()
         last = next((m for m in reversed(matches) if m.group()), matches[0])
         return completion[last.end() :].strip()
+
+
+def spellings(answer: object) -> tuple[str, ...]:
+    """How a right answer may be written."""
+    if isinstance(answer, str):
+        return (answer.strip(),)
+    if isinstance(answer, float) and answer.is_integer():
+        return (json.dumps(answer), str(int(answer)))
+    return (json.dumps(answer),)

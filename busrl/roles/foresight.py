@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from busrl.data import JsonlStream
+from busrl.data import JsonlStream, plain_text
 from busrl.paths import RunPaths
 from busrl.scheduling.finished import FinishedAnswers
 from busrl.scheduling.groups import GroupView, Lines
@@ -76,7 +76,7 @@ class Foresight:
 
     def _candidate(self, draw: int) -> Candidate:
         record = self.stream.record(self.stream.item(draw))
-        prompt = str(record[self.topology.data.prompt_key])
+        prompt = plain_text(record[self.topology.data.prompt_key])
         return Candidate(draw, prompt, self.topology.generation.max_new_tokens, str(record.get(TAG_KEY, "")))
 
     # -- told by it -----------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Gateway:
         self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
         book = RemoteBook(ring, self.steps, self._announce, SegmentCuts.of(topology))
         self.desk = Desk(book, settings_of(topology), self.tally, time.monotonic())
-        self._prompt_tokens = topology.generation.max_prompt_tokens
+        self._prompt_tokens = topology.max_prompt_tokens
         self._vocabulary = model_facts(Path(topology.model.path), 0).vocabulary
         self._next_save = 0.0
         self._named: set[str] = set()
@@ -156,7 +156,7 @@ def settings_of(topology: Topology) -> Settings:
         reserved=frozenset(address(p.name) for p in topology.processes() if not p.spec.command) | {"launch"},
         welcome=g.GatewayWelcome(
             life=0,
-            max_prompt_tokens=topology.generation.max_prompt_tokens,
+            max_prompt_tokens=topology.max_prompt_tokens,
             seed=topology.run.seed,
             model=topology.model.path,
             prompt_key=data.prompt_key,

@@ -190,6 +190,19 @@ def excerpt(ring: Ring, claimed: Claimed) -> dict[str, object]:
     }
 
 
+def glimpse(ring: Ring, slot: int, line: np.void) -> dict[str, object]:
+    """A sample that nobody claimed, as a person reads it; its slot may move meanwhile, which costs the texts."""
+    word = int(line["word"])
+    return {
+        "uid": int(line["uid"]),
+        "group": int(line["group"]),
+        "prompt": _for_people(lambda: read_task(ring, slot).decode("utf-8", "replace")),
+        "completion": _for_people(lambda: read_text(ring, slot, segments_of(word))),
+        "reward": float(line["reward"]),
+        "version": int(line["version"]),
+    }
+
+
 def _for_people(read_it: Callable[[], str]) -> str:
     """A text that training does not need: a sample without it is trained all the same."""
     try:

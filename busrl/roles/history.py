@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from busrl.errors import DiskFull, UserError, WriteFailed
-from busrl.ledger.mend import mend_trained_set
+from busrl.ledger.mend import mend_trained_set, newest_checkpoint
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.trainlog import TrainLog, last_step
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates
@@ -47,13 +47,16 @@ class History:
     def __init__(self, paths: RunPaths, topology: Topology) -> None:
         self.paths, self.topology = paths, topology
         mode = topology.learner.wal
-        self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync")
+        newest = newest_checkpoint(paths)
+        superseded = _step_of(newest) if newest is not None else -1
+        self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync", superseded=superseded)
         if self.wal is not None and (cut := self.wal.stats().cut_bytes):
             log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
         self.train_log = TrainLog(paths.train_log)
         self.trained = TrainedSet()
         self.told: list[str] = []  # what a person should know of the start
         self._unwritten: list[Record] = []
+        self._saved: Path | None = None  # the checkpoint that a restart would begin with
         self.step = self.groups = self.highest_version = 0
         # Slots of trained samples may still be REWARDED, or come back so when their dead owner is reaped.
         self.unfinished = True
@@ -69,6 +72,7 @@ class History:
         self._pass_over(torn, found.step if found is not None else 0)
         if found is not None:
             self.trained = TrainedSet.load(found.path / "trained.bin")
+            self._saved = found.path
             self.step, self.groups = found.step, int(found.meta["groups"])
             self.highest_version = int(found.meta["version"])
             training.old.load(found.meta.get("version_steps", []))
@@ -83,7 +87,15 @@ class History:
         if self.wal is not None:
             newest = max([self.wal.last_step, *(_step_of(path) for path in torn)])
             if missing := sorted({*range(start + 1, newest + 1)} - {*self.wal.steps()}):
-                raise _history_torn(self.paths, torn, start, missing)
+                raise _history_torn(self.paths, torn, self.wal.damage, start, missing)
+            self.told += [f"{text}. A checkpoint has made them superfluous" for text in self.wal.damage]
+            trained = last_step(self.paths.train_log)
+            if trained > max(newest, start):
+                self.told.append(
+                    f"{self.paths.train_log.name} names steps up to {trained}, but checkpoint and log end at step "
+                    f"{max(newest, start)}: the end of the log was lost; training goes on from there, and `busrl "
+                    "audit` names the samples of the steps after it as trained_unlogged"
+                )
         for path, fault in torn.items():
             aside = _free_name(path.with_name(f"{TORN}{path.name}"))
             path.rename(aside)
@@ -124,6 +136,13 @@ class History:
         with contextlib.suppress(DiskFull):
             self._write_lines()
 
+    def fault(self) -> str:
+        """What somebody did to log or checkpoint, so that a restart would not come back here; empty if nothing."""
+        if self._saved is not None and not (self._saved / "meta.json").is_file():
+            return f"{self._saved} was removed or emptied by somebody else"
+        fault = self.wal.fault() if self.wal is not None else ""
+        return fault and f"{fault}: somebody else was there"
+
     def _write_lines(self) -> None:
         """Lines of the train log that a full disk refused; neither a step nor a checkpoint comes before them."""
         while self._unwritten:
@@ -157,8 +176,10 @@ class History:
 
         self._write_lines()
         self.train_log.flush()
-        training.save_checkpoint(self.paths.checkpoints, self.step, meta, extras)
-        if self.wal is not None:
+        self._saved = training.save_checkpoint(self.paths.checkpoints, self.step, meta, extras).path
+        if self.wal is not None and self.wal.fault():
+            self.wal.renew()
+        elif self.wal is not None:
             self.wal.end_segment()
             self.wal.drop_before(self._log_begins() + 1)
         return time.monotonic() - begun
@@ -190,9 +211,11 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _history_torn(paths: RunPaths, torn: Mapping[Path, str], start: int, missing: list[int]) -> UserError:
+def _history_torn(
+    paths: RunPaths, torn: Mapping[Path, str], damage: list[str], start: int, missing: list[int]
+) -> UserError:
     """Why no training goes on, and the two ways out."""
-    why = "; ".join(f"{path.name} is damaged: {fault}" for path, fault in torn.items())
+    why = "; ".join([*(f"{path.name} is damaged: {fault}" for path, fault in torn.items()), *damage])
     which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps from {missing[0]} to {missing[-1]}"
     names = ", ".join([*(str(path) for path in torn), str(paths.wal)])
     base = f"the checkpoint of step {start}" if start else "the model that the run began with"

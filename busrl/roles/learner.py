@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from busrl.errors import DiskFull, WriteFailed
+from busrl.errors import DiskFull, NothingToTrain, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor
 from busrl.roles.agreement import Agreement
 from busrl.roles.control import Control
-from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back
+from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back, glimpse
 from busrl.roles.history import History
+from busrl.roles.idling import QUARTERS, Idling
 from busrl.roles.intervals import checkpoint_is_due
 from busrl.roles.limits import admission_limits
 from busrl.roles.plan import make_plan
@@ -68,6 +69,7 @@ class Learner(Actor):
         self.training.moved = self.ring.progress
         self.worth = Worth(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
+        self.idling = Idling(self.topology, self.paths)
         self.agreement = Agreement(self.topology)
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan, self.ring)
@@ -107,6 +109,7 @@ class Learner(Actor):
                 self._publish()
             elif late:
                 self.publisher.remember(0, self.training.weights())
+        self.begun_at = self.history.step
         self.ring.set_header("unpublished_groups", 0)
         self.ring.set_header("step", self.history.step)
         self.ring.set_header("generation_pause", self.ring.header("generation_pause") & ~PAUSE_STARTING)
@@ -141,6 +144,8 @@ class Learner(Actor):
             aside=self.metrics.groups_aside,
             wave_over=self._wave_over(view),
         )
+        self.idling.look(view, [action.draw for action in actions if isinstance(action, SetAside)])
+        self._look_at_idling()
         moved = False
         for action in actions:
             if isinstance(action, SetAside):
@@ -201,11 +206,28 @@ class Learner(Actor):
         lines = self.copy_lines()
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate)
+        self.idling.set_aside(lines[slots], action.fate, lambda: glimpse(self.ring, slots[0], lines[slots[0]]))
         self.skew.ended(action.draw, lines["response_tokens"][slots].tolist(), action.fate)
         for slot in slots:
             if int(lines["state"][slot]) == State.REWARDED and int(lines["group"][slot]) == action.draw:
                 self.ring.drop(slot, int(lines["word"][slot]), action.fate)
         return True
+
+    def _look_at_idling(self) -> None:
+        """Groups end and none can be trained: a line of the metrics at each quarter of the patience, a warning at the
+        first, and the end of the run, with the cause, at the last."""
+        quarters = self.idling.quarters()
+        if not quarters:
+            return
+        idling, text = self.idling, self.idling.text(self.history.step)
+        self.metrics.idle(self.history.step, self.publisher.version, idling)
+        if 1 in quarters:
+            self.warn("learner", f"{text}. The run ends after {idling.patience} (limits.idle_groups)", kind="idle")
+        if QUARTERS in quarters:
+            self._return_claims()
+            if self.history.step > self.begun_at:
+                self._checkpoint()
+            raise NothingToTrain(f"nothing to train (limits.idle_groups = {idling.limit}): {text}")
 
     def _claim(self, view: GroupView, action: Claim) -> bool:
         for draw, got in zip(action.draws, self._taken(view, action.draws)):
@@ -265,6 +287,8 @@ class Learner(Actor):
 
     def _fire(self, action: Fire, view: GroupView) -> None:
         with self.activity("step", self.work_s):
+            if not self._history_stands():
+                return
             groups = [self.claimed[draw] for draw in action.draws]
             record = self._record(action, groups)
             exact = self._present_version()
@@ -278,6 +302,7 @@ class Learner(Actor):
             self.claimed.clear()
             self.training.old.at(record.version, self.history.step)
             stats = self._train(record.samples, len(groups))
+            self.idling.stepped()
             self._compare(stats, exact)
             self.history.finished(record)
             self.ring.set_header("step", self.history.step)
@@ -321,6 +346,14 @@ class Learner(Actor):
             samples=[record for group in groups for record in group.records],
             dmmpt=self.training.skip_mastered,
         )
+
+    def _history_stands(self) -> bool:
+        """What a death would lose, since somebody removed it from the disk, is written again before it can happen."""
+        fault = self.history.fault()
+        if not fault:
+            return True
+        self.warn("learner", f"{fault}; a checkpoint is written at once, so nothing is lost", "error", kind="history")
+        return self.until_written("training", self._write_checkpoint)
 
     def _commit(self, record: Record) -> bool:
         """Append to the log: the commit point. With the disk full, hold the batch and say so until there is room."""

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.data import render
+from busrl.data import prompt_of
 from busrl.errors import WeightsRefused, WeightsTimeout
 from busrl.inference import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.protocol import messages as m
@@ -331,11 +331,11 @@ class Rollout(Actor):
             earlier: Ids = read_prompt_ids(self.ring, slot).copy()
             return earlier
         try:
-            ids = np.asarray(self.engine.encode(render(msgspec.json.decode(task), self.topology.data)), np.int32)
+            ids = np.asarray(self.engine.encode(prompt_of(msgspec.json.decode(task), self.topology.data)), np.int32)
         except Exception as problem:
             self._drop(slot, word, "X", f"the prompt cannot be rendered: {problem}")
             return None
-        limit = self.topology.generation.max_prompt_tokens
+        limit = self.topology.max_prompt_tokens
         if not 0 < len(ids) <= limit:
             self._drop(slot, word, "l", f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}")
             return None

@@ -1,4 +1,5 @@
-"""What the learner writes down per step: one line of metrics.jsonl, one of samples.jsonl, and LEARNER_STATE_UPDATE.
+"""What the learner writes down per step: one line of metrics.jsonl, one of samples.jsonl, and LEARNER_STATE_UPDATE; and
+a line for groups that end without a step.
 
 Pure counting plus two append-only files. Knows nothing of the ring or of torch. `reward` is the mean over all samples
 of all groups that ended since the last step, flat ones included; `reward_trained` over the trained ones.
@@ -11,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,23 +20,25 @@ import numpy.typing as npt
 
 from busrl.errors import MachineError
 from busrl.inference.base import LENGTH
-from busrl.ledger.files import LineFile, json_lines
+from busrl.ledger.files import LineFile
+from busrl.ledger.trainlog import last_step
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.roles.gather import Claimed
+from busrl.roles.idling import Idling
 
 if TYPE_CHECKING:
     from busrl.training.settings import StepStats
 
 QUARTILES = 4
-TAIL = 1 << 16  # of a file of lines: many of them
+IDLE = "idle"  # `kind` of a line about groups without a step; a step's line has none
 
 
 class StepMetrics:
     """Counts since the last step, and the files they are written to."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self._told = _last_step(paths.metrics)
+        self._told = last_step(paths.metrics)
         self._metrics = LineFile(paths.metrics)
         self._samples = LineFile(paths.samples)
         self._groups = LineFile(paths.groups)
@@ -128,6 +130,27 @@ class StepMetrics:
         self._clear()
         return row
 
+    def idle(self, step: int, version: int, idling: Idling) -> None:
+        """Write the line of groups that ended and gave no step, cumulated since the last step: `kind` is "idle"; and an
+        answer of them for samples.jsonl. The counts go on: the next step's line has these groups too."""
+        now = time.monotonic()
+        row: dict[str, Any] = {
+            "kind": IDLE, "step": step, "version": version, "time_s": round(now - (self._started or now), 4),
+            "seconds": round(now - self._last, 4), "groups": 0, "groups_ended": self.groups_aside, "samples": 0,
+            "samples_ended": len(self._aside_rewards), "tokens": 0, "set_aside": dict(self._aside),
+            "idle_groups": idling.streak, "idle_limit": idling.patience, "idle_causes": dict(idling.causes),
+            "wait_s": {reason: round(seconds, 4) for reason, seconds in self._waited.items()},
+        }  # fmt: skip
+        if self._aside_rewards:
+            row |= {
+                "reward": float(np.mean(self._aside_rewards)), "length_ended": float(np.mean(self._aside_lengths)),
+                "flat_share": self._aside["f"] / max(1, self.groups_aside),
+            }  # fmt: skip
+        with contextlib.suppress(MachineError, OSError):
+            self._metrics.append(msgspec.json.encode(row))
+            if idling.flat.last is not None:
+                self._samples.append(msgspec.json.encode({"kind": IDLE, "step": step, **idling.flat.last}))
+
     def replayed(self, record: Record, stats: StepStats) -> None:
         """The line of a step that a predecessor logged, but died before it wrote it; what only it knew is left out."""
         if record.step <= self._told:
@@ -181,15 +204,6 @@ class StepMetrics:
         self._metrics.close()
         self._samples.close()
         self._groups.close()
-
-
-def _last_step(path: Path) -> int:
-    """The last step that has a line, 0 without one."""
-    for tail in (TAIL, 0):  # the whole file only where its end is damaged
-        steps = [int(row["step"]) for row in json_lines(path, tail) if isinstance(row.get("step"), int)]
-        if steps:
-            return max(steps)
-    return 0
 
 
 def _segments(sample: SampleRecord) -> int:

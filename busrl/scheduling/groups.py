@@ -76,6 +76,7 @@ class GroupView:
     queued: int  # slots of any class that wait for a worker
     generating: int  # slots of any class that a worker has a row for
     unrecorded: int  # samples that stand in a slot without a fate: the table was damaged from outside
+    ended_fates: Bytes  # [group, member]: of each group that was not seen finished before, the last fate of each member
     _cells: _Cells
     _keep: Ints  # our groups among those of the cells
     _unopened: Ints
@@ -218,6 +219,7 @@ class GroupScanner:
             queued=self._queued,
             generating=self._generating,
             unrecorded=c.unrecorded,
+            ended_fates=c.fate[c.opened & c.finished & ~c.ended[c.rows]],
             _cells=c,
             _keep=keep,
             _unopened=low + np.flatnonzero(~c.touched),

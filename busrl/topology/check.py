@@ -22,14 +22,15 @@ from busrl.topology.schema import TINY, Faults, ProcessName, Topology
 from busrl.topology.weight_costs import Cost
 from busrl.topology.weight_rules import ADAPTERS
 
-SECTIONS_OF = {
-    "bus": ("bus",),
-    "keeper": ("ring", "limits"),
-    "scheduler": ("run", "data", "groups", "generation", "scheduler", "weights"),
-    "learner": ("run", "model", "lora", "groups", "generation", "learner", "weights", "mock"),
-    "rollout": ("run", "model", "lora", "data", "generation", "weights", "mock", "vllm"),
-    "reward": ("reward", "data"),
-    "validator": ("run", "data", "generation", "validation"),
+COMMON = ("run", "data", "groups", "generation", "learner", "weights", "segments", "experiments", "bus", "limits")
+SECTIONS_OF = {  # the tables that a process of the role reads; a test compares with the code
+    "bus": ("bus", "limits"),
+    "keeper": (*COMMON, "model", "reward", "ring"),
+    "scheduler": (*COMMON, "scheduler"),
+    "learner": (*COMMON, "model", "lora", "reward", "scheduler", "mock", "openai"),
+    "rollout": (*COMMON, "model", "lora", "reward", "mock", "vllm", "openai"),
+    "reward": ("reward", "data", "groups", "learner", "bus", "limits"),
+    "validator": ("run", "data", "generation", "learner", "validation", "bus", "limits"),
 }
 
 
@@ -209,7 +210,8 @@ def _data(t: Topology) -> Iterator[str]:
     if t.validates:
         yield f"  validation: {t.validation.data}, {t.derived.validation_prompts} prompts"
     yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
-    yield f"  {_tokens(t)}"
+    if t.derived.prompt_text:
+        yield f"  {t.derived.prompt_text}"
     if t.scripted:
         yield f"  {_answers(t)}"
 
@@ -223,25 +225,6 @@ def _answers(t: Topology) -> str:
     cut = sum(length > limit for length in lengths)
     told = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
     return f"scripted answers: {told}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
-
-
-def _tokens(t: Topology) -> str:
-    limit = t.generation.max_prompt_tokens
-    if t.scripted:
-        return f"tokens: one for four bytes of a prompt; longer than {limit} would be set aside"
-    if t.data.train.startswith(TINY) or t.model.path.startswith(TINY):
-        return f"tokens: not counted for tiny tasks; longer than {limit} would be set aside"
-    if t.data.template != "none":
-        return f"tokens: not counted (template = {t.data.template}); longer than {limit} is set aside"
-    found = machine.too_long(Path(t.data.train), t.data.prompt_key, Path(t.model.path), limit)
-    if found is None:
-        return "tokens: not counted, which needs the package tokenizers and a tokenizer.json"
-    if not found.count:
-        return f"tokens: every prompt has at most {limit} (generation.max_prompt_tokens)"
-    return (
-        f"tokens: {found.count} prompts have more than generation.max_prompt_tokens = {limit} and will be set aside; "
-        f"the longest is {t.data.train}:{found.line} with {found.tokens}"
-    )
 
 
 def _model(t: Topology) -> Iterator[str]:

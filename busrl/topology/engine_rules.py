@@ -90,4 +90,13 @@ def _chat(t: Topology, at: str) -> Iterator[Finding]:
         yield Finding(("openai.endpoint", "data.template", at), rule, 'template = "chat"')
 
 
-CHECKS: tuple[Check, ...] = (_openai,)
+def _system(t: Topology) -> Iterator[Finding]:
+    if t.data.system and t.data.template != "chat":
+        rule = "a text has no place for a system prompt"
+        yield Finding(("data.system", "data.template"), rule, 'template = "chat", or write it into the prompts')
+    if t.data.system and any(e.role == "rollout" and (e.count == 0 or e.command) for e in t.process):
+        rule = "rollouts from outside are not told of it, and their prompts would be without it"
+        yield Finding(("data.system", "process"), rule, "write the prompts as messages, the system message first")
+
+
+CHECKS: tuple[Check, ...] = (_openai, _system)

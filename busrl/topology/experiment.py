@@ -66,8 +66,9 @@ class Data:
     answer_key: str = key("answer", "the key of a line that holds the right answer")
     shuffle: bool = key(True, "draw the lines of each epoch in an order given by run.seed")
     arrivals: bool = key(False, "an open stream: a prompt is there arrival_s seconds (of its line) after the start")
-    template: str = key("none", "the prompt as it stands, or as a user turn of the model's chat template",
-                        choices=("none", "chat"))  # fmt: skip
+    template: str = key("none", "the prompt as it stands, or by the model's chat template: as a user turn, or as the "
+                        "messages that it is a list of", choices=("none", "chat"))  # fmt: skip
+    system: str = key("", "template = chat: the system message of every prompt that has none of its own")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Generation:
     temperature: float = key(1.0, "sampling temperature of training tasks", low=0, open_low=True, high=10)
     top_p: float = key(1.0, "nucleus sampling; training needs 1.0", low=0, open_low=True, high=1)
     max_batch: int = key(128, "sequences that one rollout process generates at the same time", low=1, high=65536)
-    max_prompt_tokens: int = key(64, "a longer prompt is set aside (fate l)", low=1, high=1 << 20)
+    max_prompt_tokens: int | str = key("auto", "a longer prompt is set aside (fate l); auto = the longest of the data",
+                                       words=("auto",), low=1, high=1 << 20)  # fmt: skip
     prefill_tokens: int = key(2048, "torch engine: prompt tokens that are computed between two decoding steps, at most",
                               low=1, high=1 << 20)  # fmt: skip
     on_update: str = key("auto", "keys and values of running sequences after new weights: kept, or computed again; "
@@ -219,7 +221,7 @@ class Weights:
 class Reward:
     """[reward]: what an answer is worth."""
 
-    kind: str = key("exact_match", "compare with the answer, or call a Python function",
+    kind: str = key("exact_match", "compare with the answer, or call a Python function (so where one is given)",
                     choices=("exact_match", "python"))  # fmt: skip
     function: str = key("", "kind = python: package.module:function or file.py:function")
     extract: str = key("", "exact_match: regular expression; its last match (group 1, or what follows) is the answer")

@@ -15,15 +15,20 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from busrl import keys, quickstart
 from busrl.errors import BadKeys, DataError, Problem
 from busrl.topology import keywords, machine, vllm, weight_costs
+from busrl.topology.prompts import UNKNOWN, Limit, limit_of
 from busrl.topology.rules import FUNCTION
 from busrl.topology.schema import FOREIGN_ROLES, TINY, Topology
 
+if TYPE_CHECKING:
+    from busrl.data.check import Scan
+
 REWARD_DEADLINE_S = 60.0
+CHAT_KEYS = {"data.template", "model.path"}  # nothing is counted while one of these has a problem
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
 DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 TINY_TOKEN_BYTES = 16
@@ -34,13 +39,16 @@ _LOAD_REWARD = "import sys; from busrl.rewards.base import load; load(sys.argv[1
 
 @dataclass(frozen=True)
 class Looked:
-    """What the files say: lines and longest line per prompt file, longest token, context length (0 = unknown)."""
+    """What the files say: lines and longest line per prompt file, longest token, context length (0 = unknown), and
+    the limit on prompts in tokens."""
 
     train_prompts: int = 0
     validation_prompts: int = 0
     task_bytes: int = TINY_LINE_BYTES
     token_bytes: int = DEFAULT_TOKEN_BYTES
     context: int = 0
+    prompt_tokens: int = UNKNOWN  # generation.max_prompt_tokens, "auto" worked out
+    prompt_text: str = ""  # how it was counted
 
 
 @dataclass(frozen=True)
@@ -55,11 +63,14 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
     """Look at every file; keys in `skip` have a problem of their own already."""
     found: list[KeyProblem] = []
     counts: dict[str, tuple[int, int]] = {}
+    scans: dict[str, Scan] = {}
     for key, path in (("data.train", topology.data.train), ("validation.data", topology.validation.data)):
         if path and key not in skip:
-            counts[key] = prompts(topology, key, path, found)
+            counts[key] = prompts(topology, key, path, found, scans)
     if "data.train" in counts and "process" not in skip:
         traces(topology, found)
+    if topology.data.template == "chat" and not skip & {"data.template", "model.path", "process"}:
+        chat_template(topology, found)
     token_bytes, context = (DEFAULT_TOKEN_BYTES, 0) if "model.path" in skip else model(topology, found)
     asked = topology.reward.kind == "python" and FUNCTION.fullmatch(topology.reward.function)
     if asked and not skip & {"reward.function", "reward.kind"}:
@@ -78,8 +89,19 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
         found.extend(KeyProblem("scheduler.keywords", problem) for problem in problems)
     lines, longest = counts.get("data.train", (0, TINY_LINE_BYTES))
     validation_lines, validation_longest = counts.get("validation.data", (lines, longest))
-    looked = Looked(lines, validation_lines, max(longest, validation_longest), token_bytes, context)
+    unsound = skip & {"data.template", "model.path", "generation.max_prompt_tokens", "generation.max_new_tokens"}
+    countable = "data.train" in counts and not unsound and not {one.key for one in found} & CHAT_KEYS
+    limit = limit_of(topology, scans, context) if countable else _limit_unseen(topology)
+    found.extend(KeyProblem(key, problem) for key, problem in limit.problems)
+    looked = Looked(
+        lines, validation_lines, max(longest, validation_longest), token_bytes, context, limit.tokens, limit.text
+    )
     return looked, found
+
+
+def _limit_unseen(topology: Topology) -> Limit:
+    given = topology.generation.max_prompt_tokens
+    return Limit(given if isinstance(given, int) else UNKNOWN)
 
 
 def lora(topology: Topology, found: list[KeyProblem]) -> None:
@@ -146,14 +168,17 @@ def tiny_prompts(key: str, path: str) -> int:
     return recipe.train_prompts if key == "data.train" else recipe.validation_prompts
 
 
-def prompts(topology: Topology, key: str, path: str, found: list[KeyProblem]) -> tuple[int, int]:
-    """Lines and bytes of the longest line of a prompt file."""
+def prompts(
+    topology: Topology, key: str, path: str, found: list[KeyProblem], scans: dict[str, Scan]
+) -> tuple[int, int]:
+    """Lines and bytes of the longest line of a prompt file; a scan without findings is added to `scans`."""
     if path.startswith(TINY):
         tiny(key, path, found)
         return tiny_prompts(key, path), TINY_LINE_BYTES
     from busrl.data.check import scan  # brings NumPy, which only launch and check need
 
-    answer = answer_key(topology) if topology.reward.kind == "exact_match" else ""
+    compares = topology.reward.kind == "exact_match" and not topology.reward.function  # else the reward is to blame
+    answer = answer_key(topology) if compares else ""
     try:
         result = scan(path, topology.data.prompt_key, answer)
     except DataError as error:
@@ -161,10 +186,29 @@ def prompts(topology: Topology, key: str, path: str, found: list[KeyProblem]) ->
         found.append(KeyProblem(key, Problem("", "", rule, remedy)))
         return 0, TINY_LINE_BYTES
     found.extend(KeyProblem(key, problem) for problem in result.problems)
-    if result.broken > len(result.problems):
-        rest = result.broken - len(result.problems)
-        found.append(KeyProblem(key, Problem(path, "", f"and {rest} more broken lines", "correct those above first")))
+    if not result.problems:
+        scans[key] = result
+    if result.more:
+        rest = ", ".join(f"{number} x {rule}" for rule, number in result.more)
+        text = f"and {sum(number for _, number in result.more)} more broken lines ({rest})"
+        found.append(KeyProblem(key, Problem(path, "", text, "correct those above first")))
+    if result.chats and topology.data.template == "none" and not topology.scripted:
+        rule = f"{result.chats} of the {result.count} prompts of {path} are lists of messages"
+        found.append(KeyProblem("data.template", Problem("", "", rule, 'set data.template = "chat"')))
     return result.count, result.longest_line
+
+
+def chat_template(topology: Topology, found: list[KeyProblem]) -> None:
+    """Chats need a template that writes them, of the tokenizer in the model folder."""
+    path = topology.model.path
+    from busrl.data.chat import template_of  # brings NumPy
+
+    uses_it = any(entry.role == "rollout" and entry.engine != "mock" for entry in topology.process)
+    if not uses_it or (not path.startswith(TINY) and template_of(Path(path))):
+        return
+    rule = f"the tokenizer of {path} has no chat template"
+    remedy = 'use a chat model, put a chat_template.jinja into its folder, or set template = "none"'
+    found.append(KeyProblem("data.template", Problem("", "", rule, remedy)))
 
 
 def traces(topology: Topology, found: list[KeyProblem]) -> None:
@@ -247,10 +291,20 @@ def model(topology: Topology, found: list[KeyProblem]) -> tuple[int, int]:
         broken = Problem(str(folder / "config.json"), "", "not a JSON object", "copy it again")
         found.append(KeyProblem("model.path", broken))
         return DEFAULT_TOKEN_BYTES, 0
+    if config.get("is_encoder_decoder"):
+        rule = f"{config.get('model_type', 'it')} is an encoder-decoder model, and busrl trains decoder-only ones"
+        found.append(KeyProblem("model.path", Problem("", "", rule, "give a causal language model")))
     if topology.scripted and machine.vocabulary(folder) is None:
         rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
         found.append(KeyProblem("model.path", Problem(str(folder / "config.json"), "", rule, "add them")))
     return token_bytes(folder), context_of(config)
+
+
+def model_folder(path: str) -> str:
+    """The model folder that a path means: a checkpoint of a run (global_step_N) holds it as `model`."""
+    inner = Path(path) / "model"
+    is_checkpoint = (inner / "config.json").is_file() and not (Path(path) / "config.json").exists()
+    return str(inner) if path and not path.startswith(TINY) and is_checkpoint else path
 
 
 def _missing(folder: Path) -> Problem | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from busrl import device
 from busrl.errors import Problem, TopologyError
-from busrl.topology import engine_rules, files, rules, vllm, weight_rules
+from busrl.topology import engine_rules, files, rates, rules, vllm, weight_rules
 from busrl.topology.reader import Reader, show
 from busrl.topology.resolve import resolve
 from busrl.topology.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
@@ -37,6 +37,7 @@ REAL_FILES = frozenset(
 )
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
+RULES = (rules, weight_rules, engine_rules, vllm, rates)
 PLAYED_OF_PROCESS = ("role", "count")
 
 
@@ -64,12 +65,13 @@ def sketch(path: str | Path, overrides: Sequence[str] = ()) -> Sketch:
 def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -> Topology:
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
-    problems, bad = reader.problems, reader.bad
+    problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
     looked, broken = files.look(draft, bad | REAL_FILES if sketched else bad)
     problems.extend(_placed(source, draft, item) for item in broken)
     bad |= {item.key for item in broken}
+    draft = dataclasses.replace(draft, derived=dataclasses.replace(UNRESOLVED, prompt_tokens=looked.prompt_tokens))
     resolved = resolve(draft, looked)
-    ruled = [finding for part in (rules, weight_rules, engine_rules, vllm) for finding in part.findings(draft)]
+    ruled = [finding for part in RULES for finding in part.findings(draft)]
     told = [one for one in (*ruled, *resolved.findings) if not (sketched and any(map(_real, one.keys)))]
     found = [f for f in told if not _depends((*f.keys, *f.depends), bad)]
     problems.extend(_problem(source, draft, finding) for finding in found if not finding.warning)
@@ -78,6 +80,13 @@ def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -
         raise TopologyError(sorted(problems, key=source.order))
     warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
     return dataclasses.replace(draft, derived=dataclasses.replace(resolved.derived, warnings=warnings))
+
+
+def _with_advice(problem: Problem, draft: Topology) -> Problem:
+    """The one key that no default can stand for gets advice for the model that is there."""
+    if problem.rule != "learner.lr is missing":
+        return problem
+    return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {rates.advice(draft)}")
 
 
 def _real(key: str) -> bool:
@@ -93,14 +102,16 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     sections: dict[str, Any] = reader.sections()
     draft = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
     function = _function_path(draft.reward.function, source)
-    reward = dataclasses.replace(draft.reward, answer_key=files.answer_key(draft), function=function)
+    kind = "python" if function and not _written(source, "reward", "kind") else draft.reward.kind
+    reward = dataclasses.replace(draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function)
     here = os.path.abspath(source.folder)
     entries = (
         dataclasses.replace(entry, command=tuple(part.replace("{here}", here) for part in entry.command))
         for entry in (*draft.process, *_implied(draft))
     )
     made = dataclasses.replace(draft, reward=reward, process=tuple(entries), generation=_generation(draft, source))
-    return dataclasses.replace(made, model=dataclasses.replace(made.model, dtype=_dtype(made)))
+    model = dataclasses.replace(made.model, dtype=_dtype(made), path=files.model_folder(made.model.path))
+    return dataclasses.replace(made, model=model)
 
 
 def _implied(draft: Topology) -> Iterator[Process]:
@@ -121,11 +132,14 @@ def _dtype(draft: Topology) -> str:
 
 def _generation(draft: Topology, source: Source) -> Generation:
     """An answer has one limit: that of [segments] stands for max_new_tokens where the latter is not written."""
-    key, limit = ("generation", "max_new_tokens"), draft.segments.global_max_length
-    written = key in source.lines or key in source.overridden
-    if not (limit and draft.segments.on) or written:
+    limit = draft.segments.global_max_length
+    if not (limit and draft.segments.on) or _written(source, "generation", "max_new_tokens"):
         return draft.generation
     return dataclasses.replace(draft.generation, max_new_tokens=limit)
+
+
+def _written(source: Source, *key: str) -> bool:
+    return key in source.lines or key in source.overridden
 
 
 def _function_path(function: str, source: Source) -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 SHM = "/dev/shm"
-TOKENISED_AT_MOST = 5000  # prompts; the longest by bytes are looked at first
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 
@@ -30,15 +30,6 @@ class ModelFacts:
     vocabulary: int
     context: int
     parameters: int
-
-
-@dataclass(frozen=True)
-class TooLong:
-    """Prompts above generation.max_prompt_tokens: how many, and the longest with its line."""
-
-    count: int
-    line: int
-    tokens: int
 
 
 def shm_free() -> int:
@@ -61,9 +52,9 @@ def model_facts(folder: Path, context: int) -> ModelFacts:
     kinds = config.get("architectures") or [config.get("model_type", "unknown")]
     return ModelFacts(
         kind=str(kinds[0]),
-        hidden=_whole(text, "hidden_size", "n_embd", "d_model"),
-        layers=_whole(text, "num_hidden_layers", "n_layer", "num_layers"),
-        vocabulary=_whole(text, "vocab_size"),
+        hidden=whole(text, "hidden_size", "n_embd", "d_model"),
+        layers=whole(text, *LAYERS),
+        vocabulary=whole(text, "vocab_size"),
         context=context,
         parameters=sum(elements(shape) for shape in tensor_shapes(folder).values()),
     )
@@ -74,12 +65,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read(folder / "config.json")
 
 
+def read_list(path: Path) -> list[Any]:
+    """A JSON list, empty where it can not be read."""
+    found = _json(path)
+    return found if isinstance(found, list) else []
+
+
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
+    found = _json(path)
     return found if isinstance(found, dict) else {}
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,29 @@ class Vocabulary:
 
 def vocabulary(folder: Path) -> Vocabulary | None:
     """From config.json and generation_config.json; None where they do not say how many ids there are, and the end."""
-    config = read_config(folder)
-    nested = config.get("text_config")
-    parts = [config, nested if isinstance(nested, dict) else {}, _read(folder / "generation_config.json")]
+    parts = _parts(folder)
     ends = [end for part in parts for end in _ids(part.get("eos_token_id"))]
     special = {i for part in parts for name in SPECIAL for i in _ids(part.get(name))}
-    size = next((part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)), 0)
+    size = vocabulary_size(folder)
     plain = tuple(i for i in range(size) if i not in special)
     return Vocabulary(ends[0], plain) if ends and ends[0] < size and plain else None
+
+
+def end_ids(folder: Path) -> frozenset[int]:
+    """Every id that config.json or generation_config.json says ends a sequence."""
+    return frozenset(end for part in _parts(folder) for end in _ids(part.get("eos_token_id")))
+
+
+def vocabulary_size(folder: Path) -> int:
+    """How many token ids the model has by its config.json; 0 if it does not say."""
+    return next((part["vocab_size"] for part in _parts(folder) if isinstance(part.get("vocab_size"), int)), 0)
+
+
+def _parts(folder: Path) -> list[dict[str, Any]]:
+    """The places of a model folder that name token ids."""
+    config = read_config(folder)
+    nested = config.get("text_config")
+    return [config, nested if isinstance(nested, dict) else {}, _read(folder / "generation_config.json")]
 
 
 def _ids(value: Any) -> list[int]:
@@ -107,7 +123,8 @@ def _ids(value: Any) -> list[int]:
     return [i for i in found if isinstance(i, int) and i >= 0]
 
 
-def _whole(config: Any, *names: str) -> int:
+def whole(config: Any, *names: str) -> int:
+    """The first of these keys that holds a whole number; 0 if none does."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
 
 
@@ -134,30 +151,3 @@ def elements(shape: tuple[int, ...]) -> int:
     for size in shape:
         total *= size
     return total
-
-
-def too_long(prompts: Path, key: str, folder: Path, limit: int) -> TooLong | None:
-    """Prompts with more than `limit` tokens, None if it can not be told. A prompt of n bytes has at most n tokens."""
-    tokenizer = _tokenizer(folder)
-    if tokenizer is None:
-        return None
-    texts = []
-    with open(prompts, "rb") as file:
-        for number, line in enumerate(file, 1):
-            text = str(json.loads(line)[key])
-            if len(text.encode()) > limit:
-                texts.append((len(text), number, text))
-    texts.sort(reverse=True)
-    texts = texts[:TOKENISED_AT_MOST]
-    counts = [len(encoding.ids) for encoding in tokenizer.encode_batch([text for _, _, text in texts])] if texts else []
-    longest, where = max(((n, number) for n, (_, number, _) in zip(counts, texts)), default=(0, 0))
-    return TooLong(sum(n > limit for n in counts), where, longest)
-
-
-def _tokenizer(folder: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # no such package, or a tokenizer of another kind: then nothing is counted
-        return None

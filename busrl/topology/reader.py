@@ -23,6 +23,7 @@ from busrl.errors import Problem
 from busrl.topology import schema
 from busrl.topology.keys import Rule, rule_of
 from busrl.topology.moved import elsewhere
+from busrl.topology.rivals import counterpart
 from busrl.topology.source import KeyPath, Source
 
 SHOWN = 120  # characters of a value in a message
@@ -123,15 +124,19 @@ class Reader:
         name, table = str(path[-1]), _dotted(path[:-1])
         near = difflib.get_close_matches(name, known, n=1)
         others = _sections_with(name)
-        if remedy := elsewhere(_dotted(path)):
+        if remedy := elsewhere(_dotted(path)) or ("" if others else counterpart(name)):
             pass
-        elif near:
+        elif near and not (others and not table):
             remedy = f"did you mean {near[0]}?"
         elif others:
             remedy = f"it belongs to {' or '.join(others)}"
         else:
             remedy = f"allowed are {', '.join(known)}"
-        rule = f"unknown key in {_bracket(path)}" if table else "unknown section"
+        if table:
+            rule = f"unknown key in {_bracket(path)}"
+        else:
+            is_table = isinstance(self.source.data[name], (dict, list))
+            rule = "unknown section" if is_table else "a key outside of any table"
         self.bad.add(_dotted(path))
         self.problems.append(Problem(self.source.place(path), name, rule, remedy))
 

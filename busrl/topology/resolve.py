@@ -61,6 +61,7 @@ def resolve(topology: Topology, looked: Looked) -> Resolved:
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
         slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,
         slot_bytes=slot_bytes, task_bytes=looked.task_bytes,
+        prompt_tokens=looked.prompt_tokens, prompt_text=looked.prompt_text,
         train_prompts=looked.train_prompts, validation_prompts=looked.validation_prompts if rounds else 0,
         ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
         explain=(*bounds.explain(), _order(topology), *_segments(topology), *control.explain(topology), slots_text,
@@ -116,7 +117,7 @@ def slot_parts(topology: Topology, looked: Looked) -> list[tuple[str, int]]:
     text = min(looked.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR))
     return [
         ("longest line", looked.task_bytes),
-        ("prompt ids", 4 * topology.generation.max_prompt_tokens),
+        ("prompt ids", 4 * topology.max_prompt_tokens),
         (f"{tokens} tokens x {PER_TOKEN}", PER_TOKEN * tokens),
         ("text", text),
         ("reward parts", REWARD_BYTES),
@@ -160,7 +161,7 @@ def _sums(topology: Topology, bounds: limits.Limits, slots: int, looked: Looked)
         rare = every > topology.learner.publish_every
         keys = (*(("weights.restart_every",) if rare else ()), "learner.publish_every")
         yield Finding((*keys, "learner.trigger.n_min", "weights.mode"), rule, _publish_remedy(bounds, rare))
-    longest = generation.max_prompt_tokens + generation.max_new_tokens
+    longest = topology.max_prompt_tokens + generation.max_new_tokens
     if looked.context and longest > looked.context:
         rule = f"prompt and completion have {longest} tokens, the model takes {looked.context}"
         keys = ("generation.max_new_tokens", "generation.max_prompt_tokens")

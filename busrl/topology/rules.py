@@ -68,7 +68,7 @@ def _loss(t: Topology) -> Iterator[Finding]:
     if learner.updates_per_batch > learner.trigger.n_min:
         rule = "mini-batches are whole groups, so a step of n_min groups has at most n_min updates"
         yield Finding(("learner.updates_per_batch", "learner.trigger.n_min"), rule, "lower updates_per_batch")
-    longest = t.generation.max_prompt_tokens + t.generation.max_new_tokens
+    longest = t.max_prompt_tokens + t.generation.max_new_tokens
     if learner.micro_batch_tokens < longest:
         rule = f"the longest sample has {longest} tokens; each that exceeds the budget is a micro-batch of its own"
         yield Finding(("learner.micro_batch_tokens",), rule, f"set it to {longest} or more", warning=True)

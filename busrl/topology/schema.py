@@ -118,6 +118,8 @@ class Derived:
     validation_prompts: int  # lines of the file that validation uses, 0 if there is no validation
     ring_bytes: int  # size of the shared-memory file
     val_samples: int  # samples of one validation round, 0 = validation is off
+    prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before
+    prompt_text: str = ""  # how the tokens of the prompts were counted
     explain: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -173,6 +175,12 @@ class Topology:
     experiments: Experiments = field(default_factory=Experiments)
     source: str = ""
     overrides: tuple[str, ...] = ()
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """A prompt with more tokens is set aside: the key, or what "auto" came to."""
+        given = self.generation.max_prompt_tokens
+        return given if isinstance(given, int) else self.derived.prompt_tokens
 
     @property
     def task_message_bytes(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 from busrl.errors import Problem, TopologyError
 from busrl.topology import lines
+from busrl.topology.rivals import counterpart
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -100,8 +101,29 @@ def _syntax_problem(path: Path, text: str, message: str) -> Problem:
     number = int(match.group(1)) if match else text.count("\n") + 1
     rows = text.splitlines()
     shown = rows[number - 1].strip() if 0 < number <= len(rows) else ""
-    rule = "not TOML: " + re.sub(r" ?\(at .*\)$", "", message)
-    return Problem(f"{path}:{number}", shown, rule, "strings need quotes, every key stands once")
+    rule, remedy = _in_words(rows, number, re.sub(r" ?\(at .*\)$", "", message))
+    return Problem(f"{path}:{number}", shown, rule, remedy)
+
+
+def _in_words(rows: list[str], number: int, message: str) -> tuple[str, str]:
+    """Rule and remedy for what a parser refuses at a line; its own words where the cause is none of the usual ones."""
+    row = rows[number - 1] if 0 < number <= len(rows) else ""
+    header = re.fullmatch(r"\s*(\[\[?)\s*([^\]\s]+)\s*\]\]?\s*(#.*)?", row)
+    if quote := re.search("[\u201c\u201d\u201e\u2018\u2019\u00ab\u00bb]", row):
+        return f"not TOML: {quote[0]} is a typographic quote", 'write a straight one: "'
+    if header and header[2] == "process":
+        return "processes are an array of tables, and [process] is one table", "write [[process]] every time"
+    if header and (first := _first(rows, number, re.escape(row.split("#")[0].strip()) + r"\s*(#.*)?")):
+        return f"[{header[2]}] stands twice, first on line {first}", "put the keys of both below one heading"
+    key = re.match(r"\s*([A-Za-z0-9_.-]+)\s*=", row)
+    if key and "overwrite" in message and (first := _first(rows, number, rf"{re.escape(key[1])}\s*=.*")):
+        return f"{key[1]} stands twice, first on line {first}", "remove one of the two"
+    return f"not TOML: {message}", "strings need quotes, every key stands once"
+
+
+def _first(rows: list[str], number: int, pattern: str) -> int:
+    """The nearest line above `number` that is so, from 1; 0 if none is."""
+    return next((at for at in range(number - 1, 0, -1) if re.fullmatch(pattern, rows[at - 1].strip())), 0)
 
 
 def _apply(source: Source, override: str) -> list[Problem]:
@@ -110,7 +132,8 @@ def _apply(source: Source, override: str) -> list[Problem]:
     keys = [part.strip() for part in name.split(".")]
     if not equals or not all(keys) or len(keys) < 2:
         rule = "an override is section.key=value"
-        return [Problem(f"--set {override}", "", rule, "for example --set learner.trigger.n_min=16")]
+        remedy = counterpart(keys[0]) if len(keys) == 1 else ""
+        return [Problem(f"--set {override}", "", rule, remedy or "for example --set learner.trigger.n_min=16")]
     for path in _targets(source, keys, (name.strip(), text.strip())):
         problem = _put(source.data, path, parse_value(text), f"--set {name.strip()}")
         if problem:

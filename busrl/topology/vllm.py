@@ -128,7 +128,7 @@ def findings(topology: Topology) -> Iterator[Finding]:
             yield Finding((name, at), rule, f"set it to {COLDEST} or more")
         if value > HOTTEST:
             yield Finding((name, at), f"vLLM refuses a temperature above {HOTTEST:g}", f"set it to {HOTTEST:g} or less")
-    longest = topology.generation.max_prompt_tokens + topology.generation.max_new_tokens
+    longest = topology.max_prompt_tokens + topology.generation.max_new_tokens
     if 0 < own.max_model_len < longest:
         rule = f"prompt and completion have {longest} tokens"
         yield Finding(("vllm.max_model_len", at), rule, f"set it to {longest} or more, or 0")

@@ -171,7 +171,7 @@ class Flat:
     uids: list[int] = field(default_factory=list)
 
     def per_token(self, per_sample: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """A value of each sample, repeated for its tokens."""
+        """A value of each sample, repeated for its tokens: all of them share its advantage."""
         return torch.tensor(list(per_sample), dtype=dtype, device=self.rows.device)[self.rows]
 
     def to(self, device: torch.device) -> Flat:
@@ -179,11 +179,6 @@ class Flat:
         mask = None if self.mask is None else self.mask.to(device)
         moved = {name: getattr(self, name).to(device) for name in ("targets", "behaviour", "rows", "lengths")}
         return replace(self, temperature=temperature, mask=mask, **moved)
-
-
-def spread(advantages: Sequence[float]) -> Sequence[float]:
-    """The advantage of each sample of a micro-batch, in its order: all tokens of a sample share its own."""
-    return advantages
 
 
 def flatten(samples: Sequence[Sample], padded: Padded, dtype: torch.dtype) -> Flat:

@@ -43,9 +43,10 @@ ARROWS: dict[str, set[str]] = {
     },
     "simulate": {"errors", "paths", "topology", "scheduling", "data", "ledger", "roles"},
     "monitor": {"errors", "paths", "protocol", "ring", "bus", "scheduling", "launch"},
+    "evaluate": {"errors", "data", "inference", "rewards", "topology"},
     "cli": {
         "errors", "paths", "topology", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor", "data",
-        "simulate", "roles",
+        "simulate", "roles", "evaluate",
     },
 }  # fmt: skip
 TORCH_ALLOWED = {"device", "algorithms", "training", "inference", "weights", "quickstart"}
@@ -58,7 +59,13 @@ def part_of(path: Path) -> str:
 
 def imports(path: Path, runtime_only: bool = False) -> set[str]:
     """Full names that a file imports, those in `if TYPE_CHECKING` left out when asked for."""
-    tree = ast.parse(path.read_text())
+    package = ".".join(("busrl", *path.relative_to(ROOT).parts[:-1]))
+    return imported(path.read_text(), package, runtime_only)
+
+
+def imported(text: str, package: str, runtime_only: bool = False) -> set[str]:
+    """The same of a module's text; what it imports relatively is relative to `package`."""
+    tree = ast.parse(text)
     skipped: set[int] = set()
     if runtime_only:
         for node in ast.walk(tree):
@@ -70,9 +77,24 @@ def imports(path: Path, runtime_only: bool = False) -> set[str]:
             continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names if node.module == "busrl"}
+        elif isinstance(node, ast.ImportFrom):
+            module = absolute(package, node.level, node.module or "")
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names if module == "busrl"}
     return found
+
+
+def absolute(package: str, level: int, module: str) -> str:
+    """The full name of what `from ..module import` means in a package."""
+    if not level:
+        return module
+    parts = package.split(".")
+    return ".".join([*parts[: len(parts) - level + 1], *([module] if module else [])])
+
+
+def test_relative_imports_are_seen_as_what_they_import() -> None:
+    text = "from . import near\nfrom .deep import one\nfrom ..training import trainer\nfrom .. import weights\n"
+    found = imported(text, "busrl.scheduling")
+    assert {"busrl.scheduling", "busrl.scheduling.deep", "busrl.training", "busrl.weights"} <= found
 
 
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py" or path.parent != ROOT)

@@ -76,6 +76,21 @@ def test_subscriptions_come_back_after_the_broker_was_killed_and_started_again(b
     assert isinstance(got, m.RewardComputed) and got.uid == 2
 
 
+def test_a_broker_whose_sockets_were_removed_ends_by_name_and_its_successor_serves_old_and_new_endpoints(
+    broker, endpoint, short_dir
+):
+    before = endpoint("learner", topic(m.RewardComputed))
+    for name in ("pub.sock", "sub.sock"):
+        (short_dir / name).unlink()
+    _, said = broker.process.communicate(timeout=PATIENCE_S)
+    assert broker.process.returncode and "was removed or replaced by somebody else" in said
+    broker.start()
+    sender = endpoint("reward/0")
+    before.ready(PATIENCE_S)
+    sender.send(m.RewardComputed(slot_id=0, seq=0, uid=2))
+    assert isinstance(before.recv(PATIENCE_S), m.RewardComputed)
+
+
 def test_sends_return_at_once_and_are_counted_while_there_is_no_broker(short_dir):
     with Endpoint("alone", f"ipc://{short_dir}/a", f"ipc://{short_dir}/b", hwm=10) as alone:
         for _ in range(1000):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.data import JsonlStream, render, scan
+from busrl.data import JsonlStream, prompt_of, scan
 from busrl.data.stream import line_bounds
 from busrl.errors import DataError
 
@@ -81,13 +81,14 @@ def test_the_index_finds_the_same_lines_as_splitting(lines: list[bytes], ends: b
         ('["prompt"]', ["must be a JSON object"]),
         ('{"question": "a"}', ["['question']", "'prompt'", "data.prompt_key"]),
         ('{"prompt": 7, "answer": "7"}', ["prompt = 7", "must be a string", "quotes"]),
+        ('{"prompt": "7", "answer": [7]}', ["answer = [7]", "a number, true or false", "quotes"]),
         ('{"prompt": "a"}', ["'answer'", "data.answer_key"]),
         ("", ["empty line", "delete the line"]),
     ],
 )
 def test_a_bad_line_is_named_with_value_rule_and_remedy(tmp_path: Path, line: str, words: list[str]) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "ok", "answer": "1"}\n' + line + "\n")
+    path.write_text('{"prompt": "ok", "answer": "1"}\n' + line + '\n{"prompt": "ok", "answer": ""}\n')
     stream = JsonlStream(path, 0, False, "prompt", "answer")
     with pytest.raises(DataError) as caught:
         stream.record(stream.item(1))
@@ -127,19 +128,105 @@ def test_a_clean_scan_finds_nothing_and_an_empty_file_is_a_finding(tmp_path: Pat
 class Plain:
     prompt_key = "q"
     template = "none"
+    system = ""
 
 
 class Chat(Plain):
     template = "chat"
 
 
-def test_a_prompt_is_rendered_as_it_stands_or_as_a_user_turn() -> None:
-    assert render({"q": " 1+1="}, Plain()) == " 1+1="
-    assert render({"q": "hi"}, Chat(), lambda m: f"<{m[0]['role']}>{m[0]['content']}") == "<user>hi"
+class Instructed(Chat):
+    system = "Be short."
 
 
-def test_a_prompt_that_can_not_be_rendered_says_why() -> None:
-    with pytest.raises(DataError, match="must be a string"):
-        render({"q": None}, Plain())
-    with pytest.raises(DataError, match="no chat template"):
-        render({"q": "hi"}, Chat())
+TURNS = (("user", "a"), ("assistant", "b"), ("user", "c"))
+CONVERSATION = [{"role": role, "content": content} for role, content in TURNS]
+
+
+def test_a_prompt_is_a_text_as_it_stands_or_a_user_turn_or_the_chat_that_it_is() -> None:
+    assert prompt_of({"q": " 1+1="}, Plain()) == " 1+1="
+    assert prompt_of({"q": "hi"}, Chat()) == [{"role": "user", "content": "hi"}]
+    assert prompt_of({"q": CONVERSATION}, Chat()) == CONVERSATION
+
+
+def test_the_system_prompt_begins_every_chat_that_has_none_of_its_own() -> None:
+    system = {"role": "system", "content": "Be short."}
+    assert prompt_of({"q": "hi"}, Instructed()) == [system, {"role": "user", "content": "hi"}]
+    assert prompt_of({"q": CONVERSATION}, Instructed()) == [system, *CONVERSATION]
+    own = [{"role": "system", "content": "Be long."}, *CONVERSATION]
+    assert prompt_of({"q": own}, Instructed()) == own
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "must be a string, or a list of messages"),
+        (7, "must be a string, or a list of messages"),
+        ([], "a chat needs one"),
+        (["hi"], "every message must be"),
+        ([{"role": "user"}], "every message must be"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "every message must be"),
+        (CONVERSATION[:2], "the last message is the assistant's own"),
+    ],
+)
+def test_a_prompt_that_is_neither_says_why(value: object, words: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=words):
+        prompt_of({"q": value}, Chat())
+    (found,) = scan(write(tmp_path / "p.jsonl", [{"q": value}]), "q").problems
+    assert words in found.rule
+
+
+def test_messages_without_a_chat_template_are_refused_with_the_key_to_set() -> None:
+    with pytest.raises(DataError, match=r'set data\.template = "chat"'):
+        prompt_of({"q": CONVERSATION}, Plain())
+
+
+def written_by_people(path: Path) -> Path:
+    """A byte order mark, Windows line ends, a chat, answers that are no text, empty lines at the end."""
+    lines = [{"q": "é", "a": 72}, {"q": CONVERSATION, "a": 0.5}, {"q": "x", "a": True}, {"q": "y", "a": "t"}]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\r\n" for line in lines)
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode() + b"\r\n \n\n")
+    return path
+
+
+def test_files_are_read_as_people_write_them(tmp_path: Path) -> None:
+    path = written_by_people(tmp_path / "p.jsonl")
+    found = scan(path, "q", "a")
+    assert (found.count, found.broken, found.problems, found.chats) == (4, 0, (), 1)
+    assert list(found.sizes) == [2, 5, 1, 1]
+    stream = JsonlStream(path, 0, False, "q", "a")
+    assert len(stream) == 4
+    assert [stream.record(stream.item(i))["a"] for i in range(4)] == [72, 0.5, True, "t"]
+    assert stream.prompt(stream.item(0)) == "é" and stream.prompt(stream.item(1)) == "a\nb\nc"
+    data = path.read_bytes()
+    for index, start in enumerate(found.starts):
+        line = stream.at(index).line
+        assert data[start : start + len(line)] == line
+
+
+def test_the_audit_reads_the_same_lines_by_itself(tmp_path: Path) -> None:
+    from busrl.ledger.audit.prompts import Prompts
+
+    path = written_by_people(tmp_path / "p.jsonl")
+    stream, prompts = JsonlStream(path, 3, True, "q"), Prompts(path, 3, True)
+    assert len(prompts) == 4
+    assert prompts.crcs(np.arange(20)).tolist() == [stream.item(draw).crc for draw in range(20)]
+
+
+def test_an_empty_line_in_the_middle_is_an_error_at_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n\n')
+    found = scan(path)
+    assert found.count == 3 and [str(one.place) for one in found.problems] == [f"{path}:2"]
+
+
+def test_broken_lines_beyond_the_first_few_are_counted_by_what_is_wrong(tmp_path: Path) -> None:
+    records: list[object] = [*({"prompt": 1} for _ in range(6)), *({"text": "a"} for _ in range(9)), [1]]
+    path = write(tmp_path / "p.jsonl", records)
+    path.write_text(path.read_text() + "nonsense\n" * 3)
+    found = scan(path)
+    assert found.broken == 19 and sum(n for _, n in found.more) == 14
+    assert dict(found.more) == {
+        "must be a string, or a list of messages": 1, "the key 'prompt' is missing": 9, "not JSON": 3,
+        "every line must be a JSON object": 1,
+    }  # fmt: skip

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -309,3 +311,64 @@ def test_a_log_of_a_layout_to_come_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "wal" / "00000001.wal").write_bytes(start + struct.pack("<I", zlib.crc32(start)))
     with pytest.raises(FileCorrupt, match="layout 1 or 2"):
         Wal(tmp_path / "wal")
+
+
+def test_damage_among_records_that_a_checkpoint_made_superfluous_is_passed_over_and_told(tmp_path: Path) -> None:
+    with Wal(tmp_path / "wal") as wal:
+        for step in range(1, 7):
+            wal.append(record(step))
+            if step in (2, 4):
+                wal.end_segment()
+    assert segments(tmp_path / "wal") == ["00000001.wal", "00000002.wal", "00000003.wal"]
+    first, second = (tmp_path / "wal" / f"0000000{k}.wal" for k in (1, 2))
+    flip(first, -1)  # the end of the record of step 2
+    flip(second, len(HEAD) + 20)  # the record of step 3
+    with pytest.raises(FileCorrupt, match=r"00000001\.wal: the record at byte"):
+        Wal(tmp_path / "wal", superseded=1)
+    with Wal(tmp_path / "wal", superseded=3) as wal:
+        assert wal.steps() == [1, 4, 5, 6] == [one.step for one in wal.records()]
+        assert len(wal.damage) == 2 and "00000002.wal: the record at byte 16 is damaged" in wal.damage[1]
+        wal.append(record(7))
+        assert wal.drop_before(5) == 2
+    first.write_bytes(b"no log at all")
+    with Wal(tmp_path / "wal", superseded=4) as wal:
+        assert [one.step for one in wal.records()] == [5, 6, 7]
+    with pytest.raises(FileCorrupt, match="it is no log of this busrl"):
+        Wal(tmp_path / "wal", superseded=3)
+
+
+def gone(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+def emptied(directory: Path) -> None:
+    os.truncate(directory / "00000002.wal", 0)
+
+
+def other(directory: Path) -> None:
+    (directory / "00000001.wal").unlink()
+    (directory / "00000001.wal").write_bytes(HEAD)
+
+
+def folder(directory: Path) -> None:
+    (directory / "00000002.wal").unlink()
+    (directory / "00000002.wal").mkdir()
+
+
+@pytest.mark.parametrize("damage", [gone, emptied, other, folder])
+def test_a_log_sees_what_somebody_did_to_its_files_and_begins_anew_after_a_checkpoint(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    with Wal(tmp_path / "wal") as wal:
+        wal.append(record(1))
+        wal.end_segment()
+        wal.append(record(2))
+        assert not any(wal.fault() for _ in range(4))
+        damage(tmp_path / "wal")
+        found = [fault for _ in range(2) if (fault := wal.fault())]
+        assert found and str(tmp_path / "wal") in found[0], found
+        wal.renew()
+        wal.append(record(3))
+        assert not any(wal.fault() for _ in range(4))
+    with Wal(tmp_path / "wal") as wal:
+        assert [one.step for one in wal.records()] == [3]

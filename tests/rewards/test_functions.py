@@ -101,3 +101,19 @@ def test_a_cause_is_one_line_that_begins_with_what_was_raised_and_ends_with_the_
     assert told[1].startswith("JSONDecodeError: Expecting") and told[1].endswith(f"({tmp_path}/own.py:3, in f)")
     assert cause(RewardNotLoaded("what to do\nabout it")) == "what to do about it"
     assert cause(SystemExit()) == "SystemExit"
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (72, ["72", " 72 "], ["72.0", "7", "seventy-two"]),
+        (0.5, ["0.5"], [".5", "0.50"]),
+        (3.0, ["3.0", "3"], ["3.00"]),
+        (True, ["true"], ["True", "1"]),
+        ("72", ["72"], ["72.0"]),
+    ],
+)
+def test_an_answer_that_is_no_text_counts_as_json_writes_it(answer: object, right: list[str], wrong: list[str]) -> None:
+    judge = ExactMatch()
+    assert [judge({"answer": answer}, text, []) for text in right] == [1.0] * len(right)
+    assert [judge({"answer": answer}, text, []) for text in wrong] == [0.0] * len(wrong)

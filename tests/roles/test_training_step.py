@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -73,9 +74,11 @@ def test_a_step_streamed_in_parts_equals_the_step_at_once(topology: Topology) ->
     assert torch.allclose(weights(whole), weights(parts), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_killed_learner_comes_back_to_the_same_weights_by_checkpoint_and_log(
-    topology: Topology, tmp_path: Path
+    topology: Topology, tmp_path: Path, dtype: str
 ) -> None:
+    topology = dataclasses.replace(topology, model=dataclasses.replace(topology.model, dtype=dtype))
     paths = RunPaths.of(tmp_path)
     living, history = TrainingStep(topology), History(paths, topology)
     for step in range(1, 6):
@@ -98,6 +101,8 @@ def test_a_killed_learner_comes_back_to_the_same_weights_by_checkpoint_and_log(
     assert successor.step == 5 and successor.groups == 20 and successor.highest_version == 5
     assert len(successor.trained) == 5 * 16
     assert torch.allclose(weights(living), weights(again), atol=1e-6)
+    for one, other in zip(living.trainer.parameters, again.trainer.parameters, strict=True):
+        assert torch.allclose(one, other, atol=1e-6), "not the rounded weights of the folder"
     successor.close()
 
 
@@ -397,4 +402,51 @@ def test_steps_that_neither_a_whole_checkpoint_nor_the_log_holds_are_refused_by_
     again, successor = TrainingStep(topology), History(paths, topology)
     successor.load(again, lambda meta, folder: None)
     assert successor.step == 0 and not list(successor.to_replay())
+    successor.close()
+
+
+@pytest.mark.parametrize("removed", ["wal", "checkpoints"])
+def test_log_or_checkpoints_that_vanish_under_a_living_learner_are_seen_before_the_next_step_and_made_good(
+    topology: Topology, tmp_path: Path, removed: str
+) -> None:
+    paths = RunPaths.of(tmp_path)
+    living, history = TrainingStep(topology), History(paths, topology)
+
+    def train(step: int) -> None:
+        record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3], samples=records(step))
+        history.append(record)
+        living.train(record.samples, 4, record.version)
+        history.finished(record)
+
+    for step in (1, 2, 3):
+        train(step)
+    history.checkpoint(living, 3, {}, lambda folder: None)
+    train(4)
+    assert not history.fault()
+    shutil.rmtree(tmp_path / removed)
+    assert removed in history.fault() and "somebody else" in history.fault()
+    history.checkpoint(living, 4, {}, lambda folder: None)
+    assert not history.fault()
+    train(5)
+    history.close()
+    again, successor = TrainingStep(topology), History(paths, topology)
+    successor.load(again, lambda meta, folder: None)
+    for record in successor.to_replay():
+        again.train(record.samples, len(record.groups), record.version)
+        successor.finished(record)
+    assert successor.step == 5 and not successor.told
+    assert torch.allclose(weights(living), weights(again), atol=1e-6)
+    successor.close()
+
+
+def test_a_log_that_ends_before_the_train_log_does_is_told(topology: Topology, tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path)
+    run_to(topology, paths, last=5, every=3)
+    newest = max(paths.wal.glob("*.wal"))
+    newest.write_bytes(newest.read_bytes()[:20])
+    again, successor = TrainingStep(topology), History(paths, topology)
+    successor.load(again, lambda meta, folder: None)
+    assert successor.step == 3 and not list(successor.to_replay())
+    [told] = successor.told
+    assert "train.jsonl names steps up to 5, but checkpoint and log end at step 3" in told
     successor.close()

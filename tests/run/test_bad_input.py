@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         line_seven('{"question": "abc'), ["prompts.jsonl:7:", '{"question": "abc', "not JSON", "one complete JSON"]
     ),
     "a line without the prompt's key": (
-        line_seven('{"text": "abc"}'), ["prompts.jsonl:7:", "keys ['text']", "'question' (data.prompt_key) is missing"]
+        line_seven('{"text": "abc"}'), ["prompts.jsonl:7:", "keys ['text']", "'question' is missing (data.prompt_key)"]
     ),
     "half a topology": (replaced("size = 4", "size = = 4"), ["own.toml:10:", "size = = 4", "not TOML"]),
     "a model that can not be read": (

@@ -201,3 +201,21 @@ def test_a_sample_in_a_slot_without_a_fate_is_counted_because_a_damaged_table_mu
     ring.put(2, 0, state=RESERVED)
     ring.fates[uid_of(2, 0, 0, G)] = 0  # its dispatch is being written
     assert ring.view().unrecorded == 1
+
+
+def test_groups_that_ended_are_told_once_with_the_last_fate_of_each_member(ring: Any) -> None:
+    scanner = GroupScanner(ring.fates, G)
+
+    def ended() -> list[bytes]:
+        return sorted(bytes(row) for row in scanner.scan(ring.lines.copy()).ended_fates)
+
+    first, second = ring.put_group(0, [1.0, 0.0, 1.0, 0.0]), ring.put_group(1, [0.5] * G)
+    assert ended() == []
+    ring.end(first[2], "R")
+    assert ended() == [], "the member that raised is rolled once more"
+    again = ring.put(0, 2, attempt=1, state=REWARDED)
+    for slot in (*first[:2], first[3], again):
+        ring.end(slot, "f")
+    for slot in second:
+        ring.end(slot, "T")
+    assert ended() == [b"TTTT", b"ffff"] and ended() == []

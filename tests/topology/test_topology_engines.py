@@ -47,7 +47,10 @@ def test_an_endpoint_that_can_not_work_is_refused_with_the_rule_and_the_remedy(
 
 
 @pytest.mark.parametrize("transport", ["checkpoint_restart", "lora_restart"])
-def test_by_chat_a_restart_lets_answers_end_or_is_refused(refused: Refused, loaded: Loaded, transport: str) -> None:
+def test_by_chat_a_restart_lets_answers_end_or_is_refused(
+    here: Path, refused: Refused, loaded: Loaded, transport: str
+) -> None:
+    (here / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     text = f'[openai]\n{URL}endpoint = "chat"\nupdate = "vllm"\n[weights]\ntransport = "{transport}"\n'
     found = refused(text, *ENGINE, "data.template=chat")
     assert any("what runs when new weights come would be lost" in line for line in found), found

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from busrl.errors import TopologyError
-from busrl.topology import Topology, load
+from busrl.topology import Topology, load, reference, rivals
 from busrl.topology.moved import MOVED, MOVED_MS
 
 Refused = Callable[..., list[str]]
 Loaded = Callable[..., Topology]
+BASE = (Path(__file__).parent / "conftest.py").read_text().partition('BASE = """\\\n')[2].partition('"""')[0]
 LINES = 10  # of the text in conftest that the cases are appended to
 
 CASES = [
@@ -70,7 +71,78 @@ def test_a_text_that_is_no_toml_is_refused_with_its_line(refused: Refused) -> No
 
 def test_a_key_that_stands_twice_is_refused_with_its_line(refused: Refused) -> None:
     (found,) = refused("[run]\nseed = 1\nseed = 2\n")
-    assert found.startswith(f"t.toml:{LINES + 3}: seed = 2: not TOML: ")
+    assert found.startswith(f"t.toml:{LINES + 3}: seed = 2: seed stands twice, first on line {LINES + 2}; remove one")
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("[run]\nseed = 1\n[learner]\n[run] # again", f"4: [run] # again: [run] stands twice, first on line {LINES + 1};"),
+    ("[process]\nrole = 'rollout'\n", "1: [process]: processes are an array of tables, and [process] is one table; "
+                                        "write [[process]] every time"),
+    ("[run]\nname = \u201cmine\u201d",
+     "2: name = \u201cmine\u201d: not TOML: \u201c is a typographic quote; write a straight one"),
+])  # fmt: skip
+def test_slips_of_toml_are_told_in_words(refused: Refused, text: str, told: str) -> None:
+    (found,) = refused(text)
+    line, _, rest = told.partition(":")
+    assert found.startswith(f"t.toml:{LINES + int(line)}:{rest}")
+
+
+def test_two_tables_of_processes_with_single_brackets_are_told_in_words(refused: Refused) -> None:
+    base = "[model]\npath = 'model'\n[data]\ntrain = 'train.jsonl'\n[process]\nrole = 'rollout'\n[process]\ncount = 2\n"
+    (found,) = refused(base=base)
+    assert found.startswith("t.toml:7: [process]: processes are an array of tables")
+    once = base.partition("[process]\ncount")[0]
+    (found,) = refused(base=once)
+    assert "processes are an array of tables; write [[process]], twice bracketed" in found
+
+
+@pytest.mark.parametrize(("key", "told"), [
+    ("learner.learning_rate", "unknown key in [learner]; did you mean learner.lr?"),
+    ("learner.kl_coef", "unknown key in [learner]; there is none yet: the clip"),
+    ("learner.beta", "unknown key in [learner]; there is none yet: the clip"),
+    ("learner.batch_size", "did you mean learner.trigger.n_min?"),
+    ("learner.temperature", "it belongs to [generation] or [validation]"),
+    ("run.epochs", "did you mean run.max_steps?"),
+    ("run.gpus", 'give a [[process]] entry devices = ["0"]'),
+    ("generation.stop", "there is none yet: an answer ends with an end token"),
+    ("generation.max_length", "did you mean generation.max_new_tokens?"),
+    ("groups.num_generations", "did you mean groups.size?"),
+    ("grpo.size", "unknown section; did you mean learner.advantage?"),
+    ("actor_rollout_ref.model.path", "unknown section; tables are [model]"),
+])  # fmt: skip
+def test_names_of_other_trainers_are_told_what_they_are_called_here(refused: Refused, key: str, told: str) -> None:
+    (found,) = refused("", f"{key}=1")
+    assert told in found
+
+
+def test_a_key_outside_of_any_table_is_told_where_it_belongs(refused: Refused) -> None:
+    (found,) = refused(base="learning_rate = 1e-6\n" + BASE)
+    assert found.startswith("t.toml:1: learning_rate: a key outside of any table; did you mean learner.lr?")
+    (found,) = refused(base="max_steps = 7\n" + BASE)
+    assert found.startswith("t.toml:1: max_steps: a key outside of any table; it belongs to [run]")
+    (found,) = refused("", "learning_rate=1")
+    assert "an override is section.key=value; did you mean learner.lr?" in found
+
+
+def test_every_key_that_is_named_to_people_of_other_trainers_is_one() -> None:
+    known = {key for table, cls in reference._tables() for key, _ in reference._lines(table, cls)}
+    named = {one for keys in rivals._KEYS for one in keys.split(" and ")}
+    assert named <= known
+
+
+def test_a_reward_function_needs_no_kind(loaded: Loaded, refused: Refused, here: Path) -> None:
+    (here / "judge.py").write_text("def score(record, completion, token_ids):\n    return 1.0\n")
+    assert loaded('[reward]\nfunction = "judge.py:score"\n').reward.kind == "python"
+    (found,) = refused('[reward]\nkind = "exact_match"\nfunction = "judge.py:score"\n')
+    assert "exact_match calls no function" in found
+
+
+def test_one_problem_of_the_reward_is_not_buried_under_those_of_the_data(refused: Refused, here: Path) -> None:
+    (here / "train.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(9500)))
+    (found,) = refused('[reward]\nkind = "exact_match"\nfunction = "judge.py:score"\n')
+    assert "exact_match calls no function" in found
+    (found,) = refused('[reward]\nfunction = "judge.py:score"\n')
+    assert "there is no file" in found
 
 
 def test_a_file_that_is_not_there_suggests_a_near_name(here: Path) -> None:

@@ -119,7 +119,7 @@ CHECKS: list[Callable[[Any, Any, Any], None]] = [
 # ------------------------------------------------------------------------------------------------------ the mutants
 
 good_positions, good_weights, good_plan = batch.predicting_positions, trainer.token_weights, lean_plan.plan_of
-good_spot, good_flatten = lean_plan._spot, batch.flatten
+good_spot, good_flatten, good_per_token = lean_plan._spot, batch.flatten, batch.Flat.per_token
 
 
 def shifted_by_one(prompts: Any, responses: Any) -> Any:
@@ -141,8 +141,8 @@ def mean_per_micro_batch(kind: str, flat: Any, dtype: Any) -> Any:
     return good_weights(kind, flat, dtype) / len(flat.targets) * 30
 
 
-def siblings(values: Any) -> Any:
-    return [*values[1:], values[0]]
+def siblings(flat: Any, values: Any, dtype: Any) -> Any:
+    return good_per_token(flat, [*values[1:], values[0]], dtype)
 
 
 def behaviour_of_a_neighbour(samples: Any, padded: Any, dtype: Any) -> Any:
@@ -204,7 +204,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
         entropy_of_the_sampling_distribution,
     ),
     "a mean per micro-batch": (trainer, "token_weights", mean_per_micro_batch, step_gradient),
-    "a sample is trained with a sibling's advantage": (batch, "spread", siblings, step_gradient),
+    "a sample is trained with a sibling's advantage": (batch.Flat, "per_token", siblings, step_gradient),
     "log-probabilities of the token before": (batch, "flatten", behaviour_of_a_neighbour, step_gradient),
     "the recorded log-probabilities are not used": (losses, "log_ratio", no_log_ratio, step_gradient),
     "drift is measured against oneself": (losses, "log_ratio", no_log_ratio, drift_is_measured),

@@ -105,6 +105,12 @@ def read(data: dict[str, Any], vocabulary: int = 0) -> Part:
     return Part(ids, [min(0.0, value) for value in logprobs], finish, prompt if isinstance(prompt, list) else None)
 
 
+def until_end(part: Part, ends: frozenset[int]) -> Part:
+    """The tokens up to the first that ends an answer: a server that does not know all of these goes on behind them."""
+    at = next((k for k, token in enumerate(part.ids) if token in ends), None)
+    return part if at is None else Part(part.ids[: at + 1], part.logprobs[: at + 1], "stop", part.prompt_ids)
+
+
 def _measured(choice: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """Tokens as the server writes them, and their log-probabilities."""
     found = choice.get("logprobs")

@@ -27,7 +27,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from busrl.errors import PeerTimeout, UserError
-from busrl.inference.served.answers import Garbage, Part, Whole, load, read
+from busrl.inference.served.answers import Garbage, Part, Whole, load, read, until_end
 from busrl.inference.served.backoff import Backoff, retry_after_s
 from busrl.inference.served.messages import Ask, Message
 from busrl.inference.served.settings import Endpoint
@@ -205,9 +205,7 @@ class Client:
                 # Closed here: left to the collector it may outlive the loop that has to close it.
                 async with contextlib.aclosing(self._events(response)) as events:
                     async for data in events:
-                        part = read(load(data), self.endpoint.vocabulary)
-                        self._take(ask, part)
-                        if part.finish is not None:
+                        if self._take(ask, read(load(data), self.endpoint.vocabulary)):
                             return
                 raise Garbage("the stream ends before the answer does")
         except Garbage as problem:
@@ -270,10 +268,12 @@ class Client:
                     deadline = time.monotonic() + self.endpoint.timeout_s
                     yield data
 
-    def _take(self, ask: Ask, part: Part) -> None:
-        """Tokens came: pass them on. An answer that the server cut off on its own account goes on."""
+    def _take(self, ask: Ask, part: Part) -> bool:
+        """Tokens came: pass them on; True if the answer ends with them. An answer that the server cut off on its own
+        account goes on."""
         if part.finish not in (None, "stop", "length", "tool_calls", "function_call", "abort"):
             raise Garbage(f"finish_reason {part.finish!r}")
+        part = until_end(part, self.endpoint.eos_ids)
         if len(ask.ids) + len(part.ids) > ask.limit:
             raise Garbage(f"{len(ask.ids) + len(part.ids)} tokens where {ask.limit} were asked for")
         ask.ids += part.ids
@@ -284,6 +284,7 @@ class Client:
         if part.ids or part.finish:
             self._succeed(ask)
             self._tell(Message(ask.key, part, self.version, ended=part.finish is not None))
+        return part.finish is not None
 
     # -- failures ---------------------------------------------------------------------------------------------------
 

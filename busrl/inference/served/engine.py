@@ -22,7 +22,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -38,9 +37,10 @@ from busrl.inference.served.messages import Ask, Message
 from busrl.inference.served.restore import Restore
 from busrl.inference.served.settings import endpoint_of, tools_of
 from busrl.inference.served.updates import NAME, Updates
-from busrl.topology.machine import read_config
+from busrl.topology.machine import vocabulary_size
 
 if TYPE_CHECKING:
+    from busrl.data import Prompt
     from busrl.inference.tokens import Tokens
     from busrl.topology import Topology
     from busrl.topology.machinery import Openai
@@ -70,12 +70,13 @@ class ServedEngine:
         update_s: float = 120.0,
     ) -> None:
         self._settings, self._tokens, self._eos_ids = settings, tokens, eos_ids
+        self._stops = sorted(eos_ids)
         self._capacity, self._max_length = capacity, max_length
         self._chat = settings.endpoint == "chat"
         self._tools = tools_of(settings)
         self._client = Client(endpoint_of(settings, vocabulary, eos_ids))
         self._books: dict[int, Book] = {}
-        self._texts: OrderedDict[bytes, str] = OrderedDict()  # by chat: the text of a prompt's ids
+        self._chats: OrderedDict[bytes, Prompt] = OrderedDict()  # by chat: the messages of a prompt's ids
         self._taken: list[Message] = []  # news that the next step is about
         self._done: list[Finished] = []
         self._events: list[Event] = []
@@ -222,12 +223,13 @@ class ServedEngine:
             update_s=self._update_s, pause_s=self._pauses.seconds, errors=self._client.errors,
         )  # fmt: skip
 
-    def encode(self, text: str) -> list[int]:
-        ids = self._tokens.encode(text)
+    def encode(self, prompt: Prompt) -> list[int]:
+        ids = self._tokens.encode(prompt)
         if self._chat:
-            self._texts[np.asarray(ids, np.int32).tobytes()] = text
-            if len(self._texts) > PROMPTS_KEPT:
-                self._texts.popitem(last=False)
+            chat: Prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            self._chats[np.asarray(ids, np.int32).tobytes()] = chat
+            if len(self._chats) > PROMPTS_KEPT:
+                self._chats.popitem(last=False)
         return ids
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
@@ -246,13 +248,13 @@ class ServedEngine:
     def _ask(self, request: Request, limit: int) -> Ask:
         body: dict[str, Any] = {
             "n": 1, "temperature": request.temperature, "top_p": request.top_p, "return_token_ids": True,
-            "stream": True,
+            "stream": True, "stop_token_ids": self._stops,
         }  # fmt: skip
         if self._chat:
-            text = self._texts.get(request.prompt_ids.astype(np.int32).tobytes())
-            if text is None or len(request.prefix_ids):
-                raise ValueError(f"request {request.key}: by chat a prompt is text, and an answer is made in one go")
-            body |= {"messages": [{"role": "user", "content": text}], "logprobs": True}
+            chat = self._chats.get(request.prompt_ids.astype(np.int32).tobytes())
+            if chat is None or len(request.prefix_ids):
+                raise ValueError(f"request {request.key}: by chat a prompt is a chat, and an answer is made in one go")
+            body |= {"messages": chat, "logprobs": True}
             body["stream_options"] = {"include_usage": True}
             body |= {"tools": self._tools} if self._tools else {}
         else:
@@ -369,21 +371,16 @@ class ServedEngine:
 
 def make(topology: Topology) -> ServedEngine:
     """The engine of a rollout process whose topology says `engine = "openai"`."""
-    from transformers import AutoTokenizer
-
-    from busrl.inference.tokens import Tokens, eos_ids_of
+    from busrl.inference.tokens import tokens_of
 
     folder, generation = Path(topology.model.path), topology.generation
-    config = read_config(folder)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    own = SimpleNamespace(eos_token_id=config.get("eos_token_id"))
-    eos_ids = eos_ids_of(SimpleNamespace(config=own), tokenizer)
+    tokens = tokens_of(folder, topology.data.template == "chat", tools_of(topology.openai))
     return ServedEngine(
         topology.openai,
-        Tokens(tokenizer, eos_ids, topology.data.template == "chat", tools=tools_of(topology.openai)),
+        tokens,
         capacity=generation.max_batch,
-        max_length=generation.max_prompt_tokens + generation.max_new_tokens,
-        vocabulary=int(config.get("vocab_size") or 0),
-        eos_ids=eos_ids,
+        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
+        vocabulary=vocabulary_size(folder),
+        eos_ids=tokens.eos_ids,
         update_s=topology.limits.ready_s,
     )

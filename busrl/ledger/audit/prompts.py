@@ -1,6 +1,9 @@
 """Which prompt a draw selects, worked out again from the prompt file, the seed and the shuffle switch.
 
 Talks to one JSONL file. Knows nothing of the stream that the run itself reads.
+
+- Proven is the line: the bytes of a draw's task, whatever its prompt is made of (a text, messages).
+- Not proven is what an engine made of it: chat template, system prompt and tokenizer are not applied again here.
 """
 
 from __future__ import annotations
@@ -22,12 +25,17 @@ class Prompts:
         self._ends: list[int] = []
         self._crc: dict[int, int] = {}
         self._path = path
-        offset = 0
+        offset = last = 0
         with path.open("rb") as file:
             for line in file:
                 self._starts.append(offset)
                 offset += len(line)
                 self._ends.append(offset - line.endswith(b"\n"))
+                last = len(self._ends) if line.strip(b" \t\r\n\v\f\xef\xbb\xbf") else last
+        del self._starts[last:], self._ends[last:]  # empty lines at the end are no prompts
+        with path.open("rb") as file:
+            if self._starts and file.read(3) == b"\xef\xbb\xbf":  # a byte order mark
+                self._starts[0] = 3
 
     def __len__(self) -> int:
         return len(self._starts)

@@ -28,7 +28,7 @@ Uids = npt.NDArray[np.uint64]
 BLOCK = 4 << 20
 CHECKPOINT_LOOKS = 10
 WAL_HEAD = struct.Struct("<8sII")
-WAL_LAYOUTS = (1, 2)  # 2 says where the segments of an answer end, which is of no interest here
+WAL_LAYOUTS = (1, 2)  # 2 says where the segments of an answer end
 WAL_FRAME = struct.Struct("<4sII")
 TRAINED_HEAD = struct.Struct("<8sIIQQ")
 OPEN_HEAD = struct.Struct("<8sIIII")
@@ -46,6 +46,8 @@ class LoggedSample(msgspec.Struct):
     token_ids: bytes
     logprobs: bytes
     versions: bytes
+    step: int = -1  # that its age counts from
+    segments: list[int] = []  # tokens of each, where there are several
 
 
 class LoggedStep(msgspec.Struct):

@@ -1,0 +1,156 @@
+"""Chat templates and token counts of a model folder without transformers, whose import brings torch.
+
+Used where no model is loaded: `busrl check` counts tokens with it. Reads tokenizer.json, tokenizer_config.json and the
+template files; needs the packages tokenizers and jinja2, which transformers brings. An engine encodes with the
+folder's own tokenizer (`busrl.inference.tokens`); tests hold the two to the same ids. Knows nothing of prompt files.
+
+- A template writes every special token itself, so what it wrote is encoded without adding any.
+- A template is foreign code: it runs in jinja2's sandbox, and sees plain data only.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from busrl.data.prompt import Message, Prompt
+from busrl.errors import DataError
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+
+
+def template_of(folder: Path, tools: bool = False) -> str:
+    """The chat template of a model folder, "" if it has none; with `tools` the one for tools, if there is one."""
+    named = _templates(folder)
+    if tools and TOOL_USE in named:
+        return named[TOOL_USE]
+    return named.get(DEFAULT, "")
+
+
+def _templates(folder: Path) -> dict[str, str]:
+    """Templates by name: files of their own stand above what tokenizer_config.json holds."""
+    found: dict[str, str] = {}
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files[DEFAULT] = folder / "chat_template.jinja"
+    for name, path in files.items():
+        found[name] = path.read_text(encoding="utf-8")
+    if found:
+        return found
+    for source in ("tokenizer_config.json", "chat_template.json"):
+        value = _object(folder / source).get("chat_template")
+        if isinstance(value, str):
+            return {DEFAULT: value}
+        if isinstance(value, list):
+            parts = [one for one in value if isinstance(one, dict) and {"name", "template"} <= one.keys()]
+            return {str(one["name"]): str(one["template"]) for one in parts}
+    return {}
+
+
+class LightTokenizer:
+    """Text and token counts of prompts as the tokenizer of `folder` makes them; `of` gives None where it can not."""
+
+    def __init__(self, folder: Path, core: Any, tools: Sequence[Any] = ()) -> None:
+        self._core = core
+        self._tools = list(tools) or None
+        self._special = special_tokens(folder)
+        self._template = template_of(folder, bool(tools))
+        self._render: Callable[..., str] | None = None
+
+    @classmethod
+    def of(cls, folder: Path, tools: Sequence[Any] = ()) -> LightTokenizer | None:
+        """None without the packages, or for a tokenizer that is not in tokenizer.json."""
+        try:
+            import jinja2  # noqa: F401
+            from tokenizers import Tokenizer
+
+            return cls(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), tools)
+        except Exception:  # no such package, or a file of another kind: then nothing is counted
+            return None
+
+    def text(self, prompt: Prompt) -> str:
+        """The prompt as the model reads it, up to the start of the answer; DataError says why the template refuses."""
+        if isinstance(prompt, str):
+            return prompt
+        if not self._template:
+            raise DataError('data.template = "chat": the model\'s tokenizer has no chat template')
+        if self._render is None:
+            self._render = _compiled(self._template)
+        try:
+            return self._render(
+                messages=prompt, tools=self._tools, documents=None, add_generation_prompt=True, **self._special
+            )
+        except Exception as problem:  # the template is foreign code
+            raise DataError(f"the chat template refuses the messages: {problem}") from problem
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt."""
+        found: list[int] = self._core.encode(self.text(prompt), add_special_tokens=isinstance(prompt, str)).ids
+        return found
+
+    def counts(self, prompts: Sequence[Prompt]) -> list[int]:
+        """How many tokens each prompt has; all are texts, or all are chats."""
+        plain = bool(prompts) and isinstance(prompts[0], str)
+        return self.counts_of_texts([self.text(prompt) for prompt in prompts], plain)
+
+    def counts_of_texts(self, texts: Sequence[str], plain: bool) -> list[int]:
+        """The same for what `text` gave; `plain`: of texts that no template wrote."""
+        return [len(one) for one in self._core.encode_batch_fast(list(texts), add_special_tokens=plain)]
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The named special tokens that a template may write, such as bos_token."""
+    found: dict[str, str] = {}
+    for source in ("special_tokens_map.json", "tokenizer_config.json"):
+        for name, value in _object(folder / source).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
+    return found
+
+
+def _compiled(template: str) -> Callable[..., str]:
+    """The template in the surroundings that transformers gives it."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's words for training on them; a prompt has none."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template).render
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+             sort_keys: bool = False) -> str:  # fmt: skip
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+__all__ = ["LightTokenizer", "Message", "special_tokens", "template_of"]

@@ -1,0 +1,89 @@
+"""What people who come from other trainers write, and what it is called here.
+
+Names of TRL, verl, OpenRLHF and of their configuration files. Used for unknown keys only: a name that is a key of busrl
+never gets here. Pure.
+
+- A remedy is a key of busrl, or says that there is none yet, and what does the work instead.
+"""
+
+from __future__ import annotations
+
+NONE = "there is none yet"
+
+_KEYS = {
+    "run.name": "run_name experiment_name project_name exp_name",
+    "run.max_steps": "steps total_steps total_training_steps num_train_steps train_steps max_train_steps",
+    "run.seed": "random_seed data_seed",
+    "model.path": "model model_name model_name_or_path pretrain checkpoint base_model tokenizer tokenizer_name",
+    "model.dtype": "bf16 fp16 torch_dtype precision param_dtype mixed_precision",
+    "data.train": "dataset dataset_name train_file train_files train_dataset prompt_data input_file data_path",
+    "data.prompt_key": "input_key prompt_column prompt_field question_key",
+    "data.answer_key": "label_key answer_column ground_truth_key reference_key",
+    "data.template": "chat_template apply_chat_template",
+    "validation.data": "val_file val_files validation_file eval_dataset eval_data test_file test_files",
+    "validation.every": "eval_steps eval_every test_freq eval_interval val_every eval_freq",
+    "groups.size": "num_generations n rollout_n group_size n_samples n_samples_per_prompt samples_per_prompt "
+                   "num_samples num_return_sequences",
+    "generation.max_new_tokens": "max_length max_tokens max_completion_length max_response_length response_length "
+                                 "generate_max_len completion_length",
+    "generation.max_prompt_tokens": "max_prompt_length prompt_max_len prompt_length max_input_length",
+    "generation.max_batch": "rollout_batch max_num_seqs micro_rollout_batch_size",
+    "learner.lr": "learning_rate actor_learning_rate lrate step_size",
+    "learner.trigger.n_min": "batch_size train_batch_size per_device_train_batch_size rollout_batch_size "
+                             "global_batch_size prompts_per_step num_prompts_per_step",
+    "learner.updates_per_batch": "mini_batch_size ppo_mini_batch_size num_iterations ppo_epochs mu num_mini_batches",
+    "learner.micro_batch_tokens": "micro_batch_size micro_train_batch_size gradient_accumulation_steps "
+                                  "ppo_max_token_len_per_gpu",
+    "learner.advantage": "grpo algorithm adv_estimator advantage_estimator scale_rewards rloo gae",
+    "learner.clip_low and learner.clip_high": "epsilon clip_eps clip_ratio cliprange clip_range eps_clip epsilon_high "
+                                              "clip_ratio_low clip_ratio_high",
+    "learner.betas": "adam_beta1 adam_beta2 adam_betas",
+    "learner.eps": "adam_epsilon",
+    "learner.max_grad_norm": "grad_clip gradient_clipping max_norm",
+    "learner.warmup_groups": "warmup warmup_steps warmup_ratio lr_warmup_steps num_warmup_steps",
+    "learner.decay": "lr_scheduler lr_scheduler_type lr_schedule scheduler_type",
+    "learner.checkpoint_every": "save_steps save_freq save_every save_interval checkpoint_interval",
+    "learner.keep_last": "save_total_limit max_ckpt_num",
+    "reward.function": "reward_fn reward_func reward_funcs reward_function reward_model custom_reward_function",
+    "reward.truncated": "mask_truncated_completions overlong_penalty overlong_filter",
+    "lora.rank": "lora_r lora_rank use_peft peft r",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "target_modules lora_target_modules",
+    "lora.dropout": "lora_dropout",
+    "weights.max_staleness": "staleness max_lag async_level off_policy_steps max_off_policyness",
+    "vllm.tensor_parallel": "tensor_parallel_size tensor_model_parallel_size tp",
+}  # fmt: skip
+_SAYINGS = {
+    "num_train_epochs num_epochs total_epochs epochs epoch":
+        "did you mean run.max_steps? An epoch is as many steps as there are prompts / learner.trigger.n_min",
+    "kl_coef kl_coeff kl beta init_kl_coef kl_loss_coef use_kl_loss kl_penalty target_kl":
+        f"{NONE}: the clip (learner.clip_low, learner.clip_high) bounds how far a step goes, and metrics.jsonl has k3",
+    "entropy_coef entropy_coeff entropy_bonus ent_coef":
+        f"{NONE}: metrics.jsonl has the entropy; learner.clip_high above clip_low keeps it from falling",
+    "ref_model reference_model ref_model_name_or_path": f"{NONE}: no reference policy is held, so there is no KL to it",
+    "critic value_model vf_coef value_coef gamma lam gae_lambda":
+        f"{NONE}: an answer has one reward, and the mean of its group is the baseline",
+    "stop stop_sequences stop_strings stop_words stop_token_ids":
+        f"{NONE}: an answer ends with an end token of the model's generation_config.json, or at "
+        "generation.max_new_tokens",
+    "top_k min_p repetition_penalty presence_penalty frequency_penalty":
+        f"{NONE}: training needs the probabilities that tokens were drawn with, so only temperature shapes them",
+    "gpus num_gpus n_gpus n_gpus_per_node gpu_ids num_processes world_size nproc_per_node":
+        'give a [[process]] entry devices = ["0"], or count for more processes of a role',
+    "use_vllm vllm rollout_engine backend_engine inference_engine":
+        'write engine = "vllm" in a [[process]] of role = "rollout"',
+    "output_dir save_path ckpt_path log_dir default_local_dir": "give `busrl launch --run-dir DIR`",
+    "wandb report_to use_wandb logger logging_steps tensorboard":
+        f"{NONE}: every step is a line of metrics.jsonl in the run directory, and `busrl monitor` shows it",
+    "resume resume_from_checkpoint resume_mode": "a start in the same --run-dir goes on by itself",
+    "deepspeed fsdp zero_stage strategy gradient_checkpointing": f"{NONE}: one process trains, on one device",
+    "trainer actor actor_rollout_ref rollout training train":
+        "tables are [model], [data], [groups], [generation], [learner], [reward], ...: see configs/reference.toml",
+}  # fmt: skip
+RIVALS = {name: f"did you mean {key}?" for key, names in _KEYS.items() for name in names.split()}
+RIVALS |= {name: text for names, text in _SAYINGS.items() for name in names.split()}
+
+
+def counterpart(name: str) -> str:
+    """What to write instead of another trainer's name; empty for one that nobody uses."""
+    return RIVALS.get(name.lower().replace("-", "_"), "")

@@ -1,0 +1,150 @@
+"""A start where something lies already: the same run or not, what differs, and whether anything is left to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from busrl.errors import RunFinished, UserError
+from busrl.launch.earlier import Start, compare, digests
+from busrl.paths import RunPaths
+from busrl.topology import Topology, load
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+
+
+class Place:
+    """Prompts, a reward file, and a run directory that a start may have been in."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.paths = root, RunPaths.of(root / "run")
+        self.paths.root.mkdir()
+        self.prompts("train.jsonl", "1+1=")
+        self.prompts("held-out.jsonl", "2+2=")
+        (root / "judge.py").write_text("def score(record, completion, token_ids): return 1.0\n")
+
+    def prompts(self, name: str, prompt: str) -> None:
+        (self.root / name).write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
+
+    def topology(self, *settings: str) -> Topology:
+        own = [f"data.train={self.root}/train.jsonl", f"validation.data={self.root}/held-out.jsonl"]
+        own += ["reward.kind=python", f"reward.function={self.root}/judge.py:score", "run.max_steps=60"]
+        return load(QUICKSTART, [*own, *settings])
+
+    def start(self, *settings: str, resume: bool = True) -> Start:
+        """What a start does with the files before anything runs."""
+        topology, before = self.topology(*settings), {}
+        if self.paths.topology.exists():
+            before = json.loads(self.paths.topology.read_text())
+        found = compare(self.paths, topology, before, resume)
+        self.paths.topology.write_text(topology.to_json())
+        self.paths.run_json.write_text("{}")
+        found.record(self.paths)
+        return found
+
+    def stepped(self, steps: int) -> None:
+        rows = [{"step": step, "reward": step / 100} for step in range(1, steps + 1)]
+        self.paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_what_changed_since_the_last_start_is_said_key_by_key_and_kept(place: Place) -> None:
+    assert place.start().notes == []
+    place.stepped(30)
+    found = place.start("learner.lr=0.5", "limits.progress_s=99", "process.rollout.threads=2")
+    told = "\n".join(found.notes)
+    assert "changed since the last start:" in told and "learner.lr 0.0" in told and "→ 0.5" in told
+    assert "limits.progress_s" in told and ".threads 1 → 2" in told
+    assert "goes on after step 30 of 60, reward 0.010 → 0.255" in told
+    rows = [json.loads(line) for line in place.paths.starts.read_text().splitlines()]
+    assert rows[0]["changes"] == {} and rows[1]["changes"]["learner.lr"]["now"] == 0.5 and rows[1]["step"] == 30
+    assert not any("changed" in note for note in place.start("learner.lr=0.5", "limits.progress_s=99",
+                                                             "process.rollout.threads=2").notes)  # fmt: skip
+
+
+def test_an_edited_prompt_file_is_refused_at_the_start_and_a_moved_one_is_not(place: Place) -> None:
+    place.start()
+    (place.root / "train.jsonl").rename(place.root / "moved.jsonl")
+    assert any("moved.jsonl" in note for note in place.start(f"data.train={place.root}/moved.jsonl").notes)
+    place.prompts("moved.jsonl", "1+2=")
+    with pytest.raises(UserError, match=r"moved.jsonl: its content is not what it was.*put it back.*model\.path"):
+        place.start(f"data.train={place.root}/moved.jsonl")
+    place.prompts("other.jsonl", "1+2=")
+    with pytest.raises(UserError, match=r"holds a run with data\.train"):
+        place.start(f"data.train={place.root}/other.jsonl")
+
+
+def test_edited_validation_prompts_and_an_edited_reward_are_said(place: Place) -> None:
+    place.start()
+    place.prompts("held-out.jsonl", "3+3=")
+    (place.root / "judge.py").write_text("def score(record, completion, token_ids): return 2.0\n")
+    told = "\n".join(place.start().notes)
+    assert "held-out.jsonl was edited: validation" in told and "judge.py was edited: rewards" in told
+    assert place.start().notes == []
+
+
+def test_a_run_directory_of_before_there_were_digests_goes_on(place: Place) -> None:
+    place.start()
+    place.paths.starts.unlink()
+    place.prompts("train.jsonl", "1+2=")
+    assert place.start().notes == []
+
+
+@pytest.mark.parametrize("key", ["run.seed=7", "groups.size=3", "data.shuffle=false"])
+def test_a_key_that_says_what_a_sample_is_can_not_change(place: Place, key: str) -> None:
+    place.start()
+    with pytest.raises(UserError, match="it can not change: choose another run directory"):
+        place.start(key)
+
+
+def test_a_goal_behind_what_was_done_is_refused_and_a_reached_one_is_said(place: Place) -> None:
+    place.start()
+    place.stepped(60)
+    assert any("goes on after step 60 of 60" in note for note in place.start().notes), "its end may be missing"
+    place.paths.summary.write_text(json.dumps({"outcome": "finished"}))
+    with pytest.raises(RunFinished, match=r"60 of 60 steps are done; to go on set run\.max_steps above 60") as told:
+        place.start()
+    assert told.value.exit_code == 0
+    with pytest.raises(UserError, match=r"run\.max_steps = 40: the run in .* has done 60 steps; to go on") as refused:
+        place.start("run.max_steps=40")
+    assert refused.value.exit_code == 2
+    assert place.start("run.max_steps=61").step == 60
+
+
+def test_a_run_that_is_not_to_be_resumed_is_refused(place: Place) -> None:
+    assert place.start(resume=False).notes == []
+    with pytest.raises(UserError, match="holds a run already"):
+        place.start(resume=False)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "fates.bin", "checkpoints/global_step_7/x"])
+def test_a_directory_with_half_a_run_is_refused(place: Place, name: str) -> None:
+    (place.paths.root / name).parent.mkdir(parents=True, exist_ok=True)
+    (place.paths.root / name).write_text("x")
+    with pytest.raises(UserError, match=rf"it holds {name.split('/')[0]}, but neither topology.json nor run.json"):
+        place.start()
+
+
+def test_other_files_in_a_new_run_directory_are_named_and_left_alone(place: Place) -> None:
+    for name in ("my.toml", "notes.txt", "run.lock", ".hidden", *(f"{n}.bin" for n in range(9))):
+        (place.paths.root / name).touch()
+    for name in ("logs", "checkpoints"):
+        (place.paths.root / name).mkdir()
+    (told,) = place.start().notes
+    assert "0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 6 more" in told and "left alone" in told
+    assert place.start().notes == []
+
+
+def test_a_digest_is_of_what_can_be_read(place: Place) -> None:
+    found: dict[str, Any] = digests(place.topology())
+    assert set(found) == {"data.train", "validation.data", "reward.function"} and len(set(found.values())) == 3
+    topology = place.topology("validation.data=")
+    (place.root / "judge.py").unlink()
+    assert set(digests(topology)) == {"data.train"}
