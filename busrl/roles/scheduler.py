@@ -73,7 +73,7 @@ class Scheduler(Actor):
         self.foresight = Foresight(self.topology, self.paths, self.stream, guard, self._complain)
         self.policy = self.foresight.policy
         self.probes = Probes(derived.W if self.topology.scheduler.probe else 0)
-        self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S, most=self.topology.ring.processes)
+        self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
         self.arrivals = make_arrivals(self.topology)
         self.waves = waves_of(limits)
         if self.waves is not None:
