@@ -14,9 +14,6 @@ import signal
 import sys
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
 with contextlib.suppress(ImportError):  # the environment of vLLM has no hypothesis, and its tests need none
     from hypothesis import settings
 
@@ -28,6 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers that several folders of tests share
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
