@@ -118,5 +118,5 @@ def test_a_run_whose_directory_is_removed_ends_and_leaves_nothing_in_shared_memo
     scripted.ready("keeper")
     scripted.root.rename(tmp_path / "elsewhere")
     assert scripted.wait() == 1, scripted.output
-    assert "can not be found any more" in scripted.output and "Traceback" not in scripted.output
+    assert "was moved to" in scripted.output and "Traceback" not in scripted.output
     assert scripted.leftovers() == []
