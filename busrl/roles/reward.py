@@ -50,7 +50,8 @@ class Load:
 
     def seen(self, busy_s: float) -> int:
         """Nanoseconds more since the last call."""
-        more, self.busy_s = busy_s - self.busy_s, busy_s
+        more = max(0.0, busy_s - self.busy_s)
+        self.busy_s += more
         return int(more * 1e9)
 
     def due(self, now: float) -> bool:
