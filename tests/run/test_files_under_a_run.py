@@ -1,5 +1,5 @@
-"""What others do to the files of a living run: every one of them removed, emptied or replaced while it trains, a disk whose
-syncs fail, a full disk and a death. It goes on and loses nothing."""
+"""What others do to the files of a living run: removed, emptied, replaced while it trains; a disk whose syncs fail.
+It goes on and loses nothing."""
 
 from __future__ import annotations
 
