@@ -44,10 +44,3 @@ def test_a_reward_that_raises_on_every_sample(tmp_path: Path) -> None:
     run = ended_idle(tmp_path, reward=RAISES)
     text = run.text()
     assert "had the fate R (reward raised)" in text and "KeyError: 'answer'" in text and "mend the reward" in text, text
-
-
-@pytest.mark.slow
-def test_prompts_that_are_all_too_long(tmp_path: Path) -> None:
-    run = ended_idle(tmp_path, "generation.max_prompt_tokens=2")
-    text = run.text()
-    assert "had the fate l (prompt too long)" in text and "generation.max_prompt_tokens is 2" in text, text
