@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +171,41 @@ def present(wanted: str = "auto") -> bool:
 def name_of(device: torch.device) -> str:
     """What a person calls it: "NVIDIA H200", "CPU"."""
     return "CPU" if device.type == "cpu" else str(_module(device).get_device_name(device))
+
+
+class Stopwatch:
+    """Times of work on a device: `mark` before and after it, `seconds` between two marks once all of it is done.
+
+    On an accelerator a mark is an event in its queue: marking waits for nothing, asking for the seconds does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: Any = None if device.type == "cpu" else _module(device)
+
+    def mark(self) -> Any:
+        """Now, or when the device will have come this far."""
+        if self._events is None:
+            return time.perf_counter()
+        event = self._events.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, before: Any, after: Any) -> float:
+        """What the device needed from one mark to a later one."""
+        if self._events is None:
+            return float(after - before)
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1e3
+
+
+def random_state(device: torch.device) -> torch.Tensor | None:
+    """Of the device's own generator; None of the CPU, whose generator is torch's."""
+    return None if device.type == "cpu" else _module(device).get_rng_state(device)
+
+
+def restore_random(device: torch.device, state: torch.Tensor) -> None:
+    """Puts that generator where it was."""
+    _module(device).set_rng_state(state, device)
 
 
 def identity(device: torch.device) -> str:

@@ -66,6 +66,10 @@ class EngineDisagrees(UserError):
     """An engine's log-probabilities are not those of a plain forward pass with the same weights: do not use it."""
 
 
+class NothingToTrain(UserError):
+    """Groups end and none of them can be trained; the message says how many, of what, and what to look at."""
+
+
 class ModelNotLoaded(UserError):
     """A model folder that can not be loaded or trained; the message holds the path, the cause and the remedy."""
 
@@ -290,7 +294,7 @@ def process_code(problem: BusrlError) -> int:
     """What a process of a run ends with: AGAIN if it may go better another time; NO_USE if somebody has to mend
     something first, for a process that never was ready; ENDS_RUN if nothing more may be trained as it is; NO_SPACE if
     it only has to wait until there is room again."""
-    if isinstance(problem, EngineDisagrees):
+    if isinstance(problem, (EngineDisagrees, NothingToTrain)):
         return ENDS_RUN
     if isinstance(problem, (DiskFull, SharedMemoryFull)):
         return NO_SPACE

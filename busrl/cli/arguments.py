@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from busrl.cli.options import positive
+
 
 def add_simulate_arguments(made: argparse.ArgumentParser) -> None:
     """Of `busrl simulate`."""
@@ -28,3 +30,28 @@ def add_simulate_arguments(made: argparse.ArgumentParser) -> None:
     add("--median", type=float, metavar="T", help="with --generate: median length (default 400)")
     add("--limit", type=int, metavar="T", help="with --generate: longest answer (default 8192)")
     add("--arrivals", type=float, metavar="R", help="with --generate: prompts per second, 0 = all at once")
+
+
+def add_evaluate_arguments(made: argparse.ArgumentParser) -> None:
+    """Of `busrl evaluate`."""
+    add = made.add_argument
+    add("target", type=Path, metavar="TOPOLOGY|RUN_DIR", help="where engine, prompts and reward are described")
+    text = "a step of the run, or a folder: a checkpoint or any model (default: the newest of the run, or model.path)"
+    add("--checkpoint", default="", metavar="STEP|PATH", help=text)
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change a key of a topology")
+    add("--data", type=Path, metavar="FILE", help="prompts (default: validation.data, else data.train)")
+    add("--samples", type=_count, metavar="N", help="how many (default: validation.samples)")
+    add("--temperature", type=_temperature, metavar="T", help="0 = greedy (default: validation.temperature)")
+    add("--out", type=Path, metavar="FILE", help="a line per sample (default: RUN_DIR/evaluated/step_N.jsonl)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _count(text: str) -> int:
+    number = positive(text)
+    if number != int(number):
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number")
+    return int(number)
+
+
+def _temperature(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else positive(text)

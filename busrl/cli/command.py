@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from busrl.cli.arguments import add_simulate_arguments
+from busrl.cli.arguments import add_evaluate_arguments, add_simulate_arguments
 from busrl.cli.options import positive
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError
 
@@ -23,7 +23,7 @@ A first run:     busrl launch configs/quickstart.toml
 Look before:     busrl check my.toml --set learner.lr=1e-4
 Try a schedule:  busrl simulate my.toml --actors 64 --sweep learner.trigger.n_min=16,32,64
 From outside:    busrl monitor           busrl status            busrl stop runs/NAME
-Afterwards:      busrl audit runs/NAME
+Afterwards:      busrl audit runs/NAME    busrl evaluate runs/NAME
 """
 Verb = Callable[[argparse.Namespace], int]
 
@@ -94,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     _add_status(verbs)
     _add_stop(verbs)
     _add_audit(verbs)
+    _add_evaluate(verbs)
     _add_ring(verbs)
     _add_keys(verbs)
     _add_monitor(verbs)
@@ -161,6 +162,11 @@ def _add_audit(verbs: Verbs) -> None:
     made = _verb(verbs, "audit", audit, "recompute the fate of every sample from the files of a run", more)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     made.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_evaluate(verbs: Verbs) -> None:
+    text = "measure a model or a checkpoint on held-out prompts, without a run"
+    add_evaluate_arguments(_verb(verbs, "evaluate", evaluate, text))
 
 
 def _add_ring(verbs: Verbs) -> None:
@@ -278,6 +284,12 @@ def audit(options: argparse.Namespace) -> int:
     from busrl.cli.audit import audit as look
 
     return look(options.run_dir, options.json)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    from busrl.cli.evaluate import evaluate as measure
+
+    return measure(options)
 
 
 def ring_list(options: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ import torch
 from transformers.cache_utils import Cache
 
 FIRST_ROOM = 128
+StateKey = tuple[str, int, int]  # kind (conv, recurrent), layer, number in the layer
 
 
 class Staging:
@@ -27,6 +28,8 @@ class Staging:
         self.done = 0
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.states: dict[StateKey, torch.Tensor] = {}  # of layers that keep their past in states
+        self.pieces: list[torch.Tensor] = []  # the tokens so far, for a decoder that keeps nothing else
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a piece [1, heads, positions, width] to a layer; returns all that the piece attends to."""
@@ -55,6 +58,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self._active = 0
         self._positions: torch.Tensor | None = None
         self._flat: dict[int, torch.Tensor] = {}
+        self._places: dict[int, int] = {}  # of the layers that attend, among themselves: others may lie in between
 
     # -- what the next forward does -----------------------------------------------------------------------------
 
@@ -80,15 +84,15 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values of a layer; returns those that this forward attends to."""
+        layer = self._places.setdefault(layer_idx, len(self._places))
         if self._staging is not None:
-            return self._staging.store(layer_idx, key_states, value_states)
-        if layer_idx >= len(self.keys):
-            self._grow_layers(layer_idx, key_states, value_states)
+            return self._staging.store(layer, key_states, value_states)
         if self._prefill is not None:
-            self._store_prefill(self.keys[layer_idx], key_states)
-            self._store_prefill(self.values[layer_idx], value_states)
+            self._grow_layers(layer, key_states, value_states)
+            self._store_prefill(self.keys[layer], key_states)
+            self._store_prefill(self.values[layer], value_states)
             return key_states, value_states
-        return self.store_step(layer_idx, key_states, value_states)
+        return self.store_step(layer, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Always 0: positions and masks are passed explicitly, so nothing may be derived from this."""
@@ -106,6 +110,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
 
     def store_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store one position of each active row ([rows, heads, 1, width] or without the 1); returns the used prefix."""
+        self._grow_layers(layer, keys, values)
         for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
             heads, width = store.shape[1], store.shape[3]
             store.view(-1, width).index_copy_(0, self._flat_positions(heads), new.reshape(-1, width))
@@ -116,8 +121,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         """Write a sequence that is complete into each of `rows`."""
         self._reserve(staging.length)
         for layer, (keys, values) in enumerate(zip(staging.keys, staging.values)):
-            if layer >= len(self.keys):
-                self._grow_layers(layer, keys, values)
+            self._grow_layers(layer, keys, values)
             self.keys[layer][rows, :, : staging.length] = keys
             self.values[layer][rows, :, : staging.length] = values
 
@@ -125,6 +129,9 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         """Copy the first `span` positions of rows `source` to rows `target`."""
         for store in (*self.keys, *self.values):
             store[target, :, :span] = store[source, :, :span]
+
+    def begin(self, rows: torch.Tensor) -> None:
+        """Sequences without a prefill begin in these rows: nothing to do, since a mask hides what others left there."""
 
     def clear(self, rows: torch.Tensor) -> None:
         """Zero rows that hold numbers which are not finite: a masked NaN would still spoil the row's next sequence."""
@@ -146,11 +153,13 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         return index
 
     def _grow_layers(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Allocate the next layer: its shape is only known from its first keys and values."""
+        """Allocate a layer that is the next one: its shape is only known from its first keys and values."""
+        if layer < len(self.keys):
+            return
         if layer != len(self.keys):
             raise IndexError(f"cache layer {layer} came before layer {len(self.keys)}; layers must come in order")
         for stores, like in ((self.keys, keys), (self.values, values)):
-            shape = (self.rows, like.shape[1], self.room, like.shape[3])
+            shape = (self.rows, like.shape[1], self.room, like.shape[-1])
             stores.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
 
     def _reserve(self, length: int) -> None:

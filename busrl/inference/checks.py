@@ -1,7 +1,7 @@
 """Checks a decoder against the model's own forward when an engine is built, and chooses the decoder.
 
 Used by the torch engine. A decoder that computes something else would train the model on wrong log-probabilities and
-nobody would see it, so disagreement is an error (generic) or a fall back with a line in the log (fast).
+nobody would see it, so what disagrees, or raises, is not used: the next slower way is tried, and the log says why.
 """
 
 from __future__ import annotations
@@ -16,31 +16,47 @@ from busrl.errors import UserError
 from busrl.inference.cache import Staging
 from busrl.inference.decoder import Decoder, GenericDecoder
 from busrl.inference.fast_decoder import FastDecoder, NotRecognised
+from busrl.inference.states import StateDecoder, WholeDecoder, whole_by_logits
 
 log = logging.getLogger("busrl")
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 LOOSE = 0.15  # bfloat16 and float16: rounding in another order
 Maker = Callable[[Any, int, int], Decoder]
+WAYS: tuple[Any, ...] = (FastDecoder, GenericDecoder, StateDecoder, WholeDecoder, whole_by_logits)  # quickest first
+SLOW = (WholeDecoder, whole_by_logits)
+SLOW_TEXT = "every token costs a forward pass over its whole sequence; engine = vllm is quicker"
 
 
 def choose(model: Any, rows: int, max_length: int, fast: bool) -> Decoder:
-    """The fast decoder if it knows the model and agrees with it, else the generic one, which must agree."""
-    if fast:
-        try:
-            gap = disagreement(model, FastDecoder, max_length)
-            if gap <= _allowed(model):
-                return FastDecoder(model, rows, max_length)
-            why = f"its logits differ from the model's by {gap:.2g}"
-        except NotRecognised as problem:
-            why = str(problem)
-        log.info("generic decoder for %s: %s", type(model).__name__, why)
-    gap = disagreement(model, GenericDecoder, max_length)
-    if gap > _allowed(model):
-        raise UserError(
-            f"{type(model).__name__}: decoding with a key-value cache differs from its plain forward by {gap:.2g} "
-            f"(allowed {_allowed(model):.2g}); the torch engine can not run this architecture, use another engine"
-        )
-    return GenericDecoder(model, rows, max_length)
+    """The quickest decoder that agrees with the model; UserError if none does."""
+    name = type(model).__name__
+    told: list[str] = []
+    maker: Maker
+    for maker in WAYS if fast else WAYS[1:]:
+        why = _objection(model, maker, max_length)
+        if not why:
+            if maker in SLOW:
+                log.warning("%s: %s; %s", name, "; ".join(told), SLOW_TEXT)
+            return maker(model, rows, max_length)
+        told.append(f"{maker.__name__}: {why}")
+        if maker is FastDecoder:
+            log.info("generic decoder for %s: %s", name, why)
+    raise UserError(
+        f"{name}: decoding differs from its plain forward ({'; '.join(told)}); the torch engine can not run this "
+        "architecture, use another engine"
+    )
+
+
+def _objection(model: Any, maker: Maker, max_length: int) -> str:
+    """Why this decoder is not for the model; "" if it is."""
+    try:
+        gap = disagreement(model, maker, max_length)
+    except NotRecognised as problem:
+        return str(problem)
+    except Exception as problem:  # a model that asks its cache for something else: whatever it raises
+        return f"{type(problem).__name__}: {problem}"
+    allowed = _allowed(model)
+    return "" if gap <= allowed else f"its logits differ from the model's by {gap:.2g} (allowed {allowed:.2g})"
 
 
 def disagreement(model: Any, maker: Maker, max_length: int) -> float:
@@ -60,7 +76,12 @@ def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
     known = torch.tensor([length // 2, length // 3, length // 2], device=device)  # tokens prefilled, per row
     order = torch.tensor([2, 0, 1], device=device)
     if length // 2:
-        decoder.prefill(ids[order, : length // 2], torch.arange(rows, device=device)[order], None)
+        everyone = torch.arange(rows, device=device)
+        if decoder.equal_lengths:
+            decoder.prefill(ids[[2, 0], : length // 2], everyone[[2, 0]], None)
+            decoder.prefill(ids[1:2, : length // 3], everyone[1:2], None)
+        else:
+            decoder.prefill(ids[order, : length // 2], everyone[order], None)
         staging = Staging(length // 2)
         for piece in torch.split(ids[:1, : length // 2], -(-length // 4), dim=1):
             decoder.prefill_piece(piece, staging)

@@ -1,7 +1,8 @@
 """Runs a causal language model over rows of a cache: the interface, and the implementation for any architecture.
 
 Used by the torch engine. `GenericDecoder` calls the model's own forward with explicit positions and 4-D masks;
-`fast_decoder` has one for the common block structure. Knows nothing of sampling, requests or weights arriving.
+`fast_decoder` has one for the common block structure, `states` those for models that keep more than keys and values.
+Knows nothing of sampling, requests or weights arriving.
 
 - A prefill computes all tokens of a prompt but the last; the last one enters the next decoding step with all others.
   So there is one place where logits are made, and a prefill never needs the output layer.
@@ -10,6 +11,7 @@ Used by the torch engine. `GenericDecoder` calls the model's own forward with ex
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,10 +19,22 @@ import torch
 from busrl.inference.cache import RowCache, Staging
 
 
-class Decoder(Protocol):
-    """A model bound to a cache."""
+class Rows(Protocol):
+    """What a decoder keeps of the sequences, row by row; see `RowCache`."""
 
-    cache: RowCache
+    def adopt(self, staging: Staging, rows: torch.Tensor) -> None: ...
+    def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None: ...
+    def begin(self, rows: torch.Tensor) -> None: ...
+    def clear(self, rows: torch.Tensor) -> None: ...
+
+
+class Decoder(Protocol):
+    """A model bound to a cache. `equal_lengths`: a prefill has to be without padding."""
+
+    equal_lengths: bool
+
+    @property
+    def cache(self) -> Rows: ...
 
     def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
         """Fill `rows` from position 0 with `ids` [sequences, length]; row i holds sequence `source[i]` (None: i)."""
@@ -38,14 +52,19 @@ class Decoder(Protocol):
 class GenericDecoder:
     """Any Hugging Face causal language model that keeps its past in keys and values."""
 
+    equal_lengths = False
+
     def __init__(self, model: Any, rows: int, max_length: int) -> None:
-        self.cache = RowCache(rows, max_length)
+        self.cache = self._make_cache(rows, max_length)
         self._model = model
         self._base = model.base_model
         config = model.config.get_text_config()
         self._layer_types: tuple[str, ...] = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
         self._window = window_of(config)
         self._dtype = next(model.parameters()).dtype
+
+    def _make_cache(self, rows: int, max_length: int) -> RowCache:
+        return RowCache(rows, max_length)
 
     def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
         self.cache.plan_prefill(rows, source, ids.shape[1])
@@ -80,7 +99,9 @@ class GenericDecoder:
         ).logits
         return logits[:, -1]
 
-    def _masks(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+    def _masks(
+        self, queries: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor | Mapping[str, torch.Tensor | None]:
         """Additive masks, one per kind of layer where a model has several (all positions, a sliding window)."""
         full = self._additive(keys <= queries)
         if self._window is None:

@@ -48,6 +48,8 @@ class Block:
 class FastDecoder:
     """Pre-norm blocks with rotary positions, grouped-query attention and a gated MLP."""
 
+    equal_lengths = False
+
     def __init__(self, model: Any, rows: int, max_length: int) -> None:
         base = _recognise(model)
         attention = base.layers[0].self_attn

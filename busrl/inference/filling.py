@@ -90,6 +90,8 @@ class Filling:
             self._begin_long()
             return 0
         rows = [take_row(seat) for seat in joined]
+        if b"" in rows_of:
+            self._decoder.cache.begin(self._tensor([rows[k] for k in rows_of[b""]]))
         self._batches({ids: [rows[k] for k in members] for ids, members in rows_of.items() if ids})
         return len(joined)
 
@@ -137,7 +139,8 @@ class Filling:
         real = 0
         for ids in sorted(rows_of, key=len):
             length = len(ids) // 4
-            if batch and (len(batch) + 1) * length - (real + length) > max(real, PADDING):
+            padded = (len(batch) + 1) * length - (real + length)
+            if batch and padded > (0 if self._decoder.equal_lengths else max(real, PADDING)):
                 self._batch(batch, rows_of)
                 batch, real = [], 0
             batch.append(ids)

@@ -36,7 +36,7 @@ DATA = ("metrics.jsonl", "train.jsonl", "fates.bin", "samples.jsonl", "open.bin"
 OURS = {
     *DATA, "logs", "checkpoints", "wal", "pace", "published", "topology.json", "topology.toml", "run.json",
     "starts.jsonl", "errors.jsonl", "supervisor.json", "gateway.json", "summary.json", "fates.validate.bin",
-    "validation.jsonl", "validation.log", "decisions.jsonl", "scheduler.jsonl", "predictor.npz",
+    "validation.jsonl", "validation.log", "evaluated", "decisions.jsonl", "scheduler.jsonl", "predictor.npz",
 }  # fmt: skip
 MISSING = object()
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from busrl.errors import first_line
 from busrl.launch.progress import duration
+from busrl.ledger.files import TAIL_BYTES, tail
 
-TAIL_BYTES = 1 << 16
+__all__ = ["SHOWN", "TAIL_BYTES", "kinds", "lines", "tail"]
+
 SHOWN = 5
 TEXT = 240
 
@@ -46,14 +48,3 @@ def lines(found: list[dict[str, Any]], path: Path) -> Iterator[str]:
         yield f"    {times}{ago} ago  {kind['process']} {kind['severity']}: {kind['text']}"
     if len(found) > SHOWN:
         yield f"    and {len(found) - SHOWN} older kinds"
-
-
-def tail(path: Path) -> list[bytes]:
-    """The last lines of a file that somebody may be writing, the first of them perhaps cut; none if it is not there."""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            return file.read(TAIL_BYTES).split(b"\n")
-    except OSError:
-        return []

@@ -53,10 +53,12 @@ class Story:
     @classmethod
     def of(cls, paths: RunPaths) -> Story:
         """Empty where there is nothing (yet)."""
-        rows = [row for row in tail_rows(paths.metrics) if isinstance(row.get("step"), int)]
+        found = [row for row in tail_rows(paths.metrics) if isinstance(row.get("step"), int)]
+        # A line about groups without a step is the newest there is to tell; the next step's has its groups as well.
+        rows = [row for row in found if not row.get("kind") or row is found[-1]]
         rounds = [row for row in tail_rows(paths.validation) if isinstance(row.get("round"), int)]
         samples = tail_rows(paths.samples)
-        first = next((row for row in _head(paths.metrics) if "reward" in row), {})
+        first = next((row for row in _head(paths.metrics) if "reward" in row and not row.get("kind")), {})
         return cls(first, tuple(rows), tuple(rounds), samples[-1] if samples else {})
 
     @property
@@ -94,7 +96,7 @@ class Story:
         steps, tokens, span = 0, 0.0, 0.0
         for row in reversed(self.rows):
             seconds = number(row.get("seconds")) or 0.0
-            if seconds > 0:
+            if seconds > 0 and not row.get("kind"):
                 steps, tokens, span = steps + 1, tokens + (number(row.get("tokens")) or 0.0), span + seconds
             if span >= PACE_S:
                 break

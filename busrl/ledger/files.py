@@ -24,6 +24,7 @@ import msgspec
 from busrl.errors import DiskFull, MachineError, UserError, WriteFailed
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+TAIL_BYTES = 1 << 16  # of a file of lines, as `tail` reads it
 REPLACED = ".replaced-"  # a directory whose successor is about to have its name
 
 
@@ -211,3 +212,14 @@ def _cut_half_line(fd: int) -> int:
     if end < size:
         os.ftruncate(fd, end)
     return end
+
+
+def tail(path: Path) -> list[bytes]:
+    """The last lines of a file that somebody may be writing, the first of them perhaps cut; none if it is not there."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            return file.read(TAIL_BYTES).split(b"\n")
+    except OSError:
+        return []

@@ -20,7 +20,7 @@ import msgspec
 from busrl.errors import NoSuchRun
 from busrl.launch.state import read_map, restarts_of
 from busrl.launch.story import sample_line
-from busrl.monitor.seen import ErrorSeen, Facts, RoundSeen, StepSeen
+from busrl.monitor.seen import ErrorSeen, Facts, MetricsLine, RoundSeen, StepSeen
 from busrl.paths import RunPaths
 
 TAIL_BYTES: Final = 4 << 20
@@ -110,7 +110,7 @@ class RunFiles:
 
     def steps(self) -> list[StepSeen]:
         """Steps that were written since the last call."""
-        return list(_decoded(self._metrics.new(), StepSeen))
+        return [row for row in _decoded(self._metrics.new(), MetricsLine) if not row.kind]
 
     def step_age_s(self) -> float | None:
         """Seconds since a step was written; None if none was."""

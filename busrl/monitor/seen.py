@@ -102,6 +102,12 @@ class StepSeen(msgspec.Struct, frozen=True):
         return self.length_ended or self.length_mean
 
 
+class MetricsLine(StepSeen, frozen=True):
+    """A line of metrics.jsonl: a step, or with `kind` "idle" groups that ended without one."""
+
+    kind: str = ""
+
+
 class RoundSeen(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
     """One round of validation: a line of validation.jsonl, or a VALIDATION_DONE."""
 

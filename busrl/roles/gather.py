@@ -24,6 +24,7 @@ from busrl.ring import Ring, State
 from busrl.roles.trajectory import (
     UNREADABLE,
     read_many,
+    read_parts,
     read_prompt_ids,
     read_segment,
     read_task,
@@ -187,6 +188,31 @@ def excerpt(ring: Ring, claimed: Claimed) -> dict[str, object]:
         "version": record.version,
         "versions": sorted(set(np.frombuffer(record.versions, np.uint32).tolist())),
         "rewards_of_group": claimed.rewards.tolist(),
+        **({"reward_parts": parts} if (parts := read_parts(ring, slot)) else {}),
+    }
+
+
+def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
+    """The parts of the rewards in these slots; nothing is looked for where the first has none."""
+    found: list[dict[str, float]] = []
+    for slot in slots:
+        parts = read_parts(ring, slot)
+        if not parts and not found:
+            return []
+        found.append(parts)
+    return found
+
+
+def glimpse(ring: Ring, slot: int, line: np.void) -> dict[str, object]:
+    """A sample that nobody claimed, as a person reads it; its slot may move meanwhile, which costs the texts."""
+    word = int(line["word"])
+    return {
+        "uid": int(line["uid"]),
+        "group": int(line["group"]),
+        "prompt": _for_people(lambda: read_task(ring, slot).decode("utf-8", "replace")),
+        "completion": _for_people(lambda: read_text(ring, slot, segments_of(word))),
+        "reward": float(line["reward"]),
+        "version": int(line["version"]),
     }
 
 

@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from busrl.errors import DiskFull, WriteFailed
+from busrl.errors import DiskFull, NothingToTrain, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor
 from busrl.roles.agreement import Agreement
+from busrl.roles.alarms import Alarms
 from busrl.roles.control import Control
-from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back
+from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back, glimpse, parts_of
 from busrl.roles.history import History
+from busrl.roles.idling import QUARTERS, Idling
 from busrl.roles.intervals import checkpoint_is_due
 from busrl.roles.limits import admission_limits
 from busrl.roles.plan import make_plan
@@ -68,7 +70,8 @@ class Learner(Actor):
         self.training.moved = self.ring.progress
         self.worth = Worth(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
-        self.agreement = Agreement(self.topology)
+        self.idling = Idling(self.topology, self.paths)
+        self.agreement, self.alarms = Agreement(self.topology), Alarms()
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan, self.ring)
         self.claimed: dict[int, Claimed] = {}
@@ -107,6 +110,7 @@ class Learner(Actor):
                 self._publish()
             elif late:
                 self.publisher.remember(0, self.training.weights())
+        self.begun_at = self.history.step
         self.ring.set_header("unpublished_groups", 0)
         self.ring.set_header("step", self.history.step)
         self.ring.set_header("generation_pause", self.ring.header("generation_pause") & ~PAUSE_STARTING)
@@ -141,6 +145,8 @@ class Learner(Actor):
             aside=self.metrics.groups_aside,
             wave_over=self._wave_over(view),
         )
+        self.idling.look(view, [action.draw for action in actions if isinstance(action, SetAside)])
+        self._look_at_idling()
         moved = False
         for action in actions:
             if isinstance(action, SetAside):
@@ -201,11 +207,29 @@ class Learner(Actor):
         lines = self.copy_lines()
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate)
+        self.metrics.reward_parts(parts_of(self.ring, slots))
+        self.idling.set_aside(lines[slots], action.fate, lambda: glimpse(self.ring, slots[0], lines[slots[0]]))
         self.skew.ended(action.draw, lines["response_tokens"][slots].tolist(), action.fate)
         for slot in slots:
             if int(lines["state"][slot]) == State.REWARDED and int(lines["group"][slot]) == action.draw:
                 self.ring.drop(slot, int(lines["word"][slot]), action.fate)
         return True
+
+    def _look_at_idling(self) -> None:
+        """Groups end and none can be trained: a line of the metrics at each quarter of the patience, a warning at the
+        first, and the end of the run, with the cause, at the last."""
+        quarters = self.idling.quarters()
+        if not quarters:
+            return
+        idling, text = self.idling, self.idling.text(self.history.step)
+        self.metrics.idle(self.history.step, self.publisher.version, idling)
+        if 1 in quarters:
+            self.warn("learner", f"{text}. The run ends after {idling.patience} (limits.idle_groups)", kind="idle")
+        if QUARTERS in quarters:
+            self._return_claims()
+            if self.history.step > self.begun_at:
+                self._checkpoint()
+            raise NothingToTrain(f"nothing to train (limits.idle_groups = {idling.limit}): {text}")
 
     def _claim(self, view: GroupView, action: Claim) -> bool:
         for draw, got in zip(action.draws, self._taken(view, action.draws)):
@@ -276,10 +300,12 @@ class Learner(Actor):
                 return
             sample = excerpt(self.ring, groups[0])
             for group in groups:
+                self.metrics.reward_parts(parts_of(self.ring, [slot for slot, _ in group.slots]))
                 end(self.ring, group, "T")
             self.claimed.clear()
             self.training.old.at(record.version, self.history.step)
             stats = self._train(record.samples, len(groups))
+            self.idling.stepped()
             self._compare(stats, exact)
             self.history.finished(record)
             self.ring.set_header("step", self.history.step)
@@ -289,6 +315,8 @@ class Learner(Actor):
                 **self._lengths(groups, view), **self.control.numbers(),
             }  # fmt: skip
             row = self.metrics.step(record, groups, stats, sample, self.publisher.version, published, more)
+            for text in () if self.topology.scripted else self.alarms.step(row):
+                self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
             self.control.step(record, stats, row, self._warn_of_control)
             self._tell(stats)
             self._maybe_checkpoint(len(groups))

@@ -1,4 +1,5 @@
-"""What the learner writes down per step: one line of metrics.jsonl, one of samples.jsonl, and LEARNER_STATE_UPDATE.
+"""What the learner writes down per step: one line of metrics.jsonl, one of samples.jsonl, and LEARNER_STATE_UPDATE; and
+a line for groups that end without a step.
 
 Pure counting plus two append-only files. Knows nothing of the ring or of torch. `reward` is the mean over all samples
 of all groups that ended since the last step, flat ones included; `reward_trained` over the trained ones.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,13 @@ from busrl.ledger.trainlog import last_step
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.roles.gather import Claimed
+from busrl.roles.idling import Idling
 
 if TYPE_CHECKING:
     from busrl.training.settings import StepStats
 
 QUARTILES = 4
+IDLE = "idle"  # `kind` of a line about groups without a step; a step's line has none
 
 
 class StepMetrics:
@@ -49,6 +52,7 @@ class StepMetrics:
         self._aside: Counter[str] = Counter()
         self._aside_rewards: list[float] = []
         self._aside_lengths: list[int] = []
+        self._parts: dict[str, list[float]] = {}  # of the rewards of all samples that ended
         self._ended: list[tuple[int, str, int, list[int], list[float]]] = []  # draw, fate, step of birth, each member
         self._waited: Counter[str] = Counter()
         self._waiting_for = "start"
@@ -69,6 +73,16 @@ class StepMetrics:
         self._aside_lengths += lengths
         if rewards:
             self._ended.append((int(lines["group"][0]), fate, int(lines["step"].min()), lengths, rewards))
+
+    def reward_parts(self, found: Iterable[Mapping[str, float]]) -> None:
+        """Parts of the rewards of samples that ended, trained or not."""
+        for parts in found:
+            for name, value in parts.items():
+                self._parts.setdefault(name, []).append(value)
+
+    def _part_means(self) -> dict[str, dict[str, float]]:
+        means = {name: float(np.mean(values)) for name, values in self._parts.items()}
+        return {"reward_parts": means} if means else {}
 
     @property
     def groups_aside(self) -> int:
@@ -108,6 +122,7 @@ class StepMetrics:
             "samples_ended": len(ended),
             "tokens": stats.tokens,
             "reward": float(ended.mean()),
+            **self._part_means(),
             "flat_share": self._aside["f"] / (len(groups) + self.groups_aside),
             "set_aside": dict(self._aside),
             "skipped": stats.skipped,
@@ -126,6 +141,27 @@ class StepMetrics:
         self._row, self._last, self.checkpoint_s = row, now, 0.0
         self._clear()
         return row
+
+    def idle(self, step: int, version: int, idling: Idling) -> None:
+        """Write the line of groups that ended and gave no step, cumulated since the last step: `kind` is "idle"; and an
+        answer of them for samples.jsonl. The counts go on: the next step's line has these groups too."""
+        now = time.monotonic()
+        row: dict[str, Any] = {
+            "kind": IDLE, "step": step, "version": version, "time_s": round(now - (self._started or now), 4),
+            "seconds": round(now - self._last, 4), "groups": 0, "groups_ended": self.groups_aside, "samples": 0,
+            "samples_ended": len(self._aside_rewards), "tokens": 0, "set_aside": dict(self._aside),
+            "idle_groups": idling.streak, "idle_limit": idling.patience, "idle_causes": dict(idling.causes),
+            "wait_s": {reason: round(seconds, 4) for reason, seconds in self._waited.items()},
+        }  # fmt: skip
+        if self._aside_rewards:
+            row |= {
+                "reward": float(np.mean(self._aside_rewards)), "length_ended": float(np.mean(self._aside_lengths)),
+                "flat_share": self._aside["f"] / max(1, self.groups_aside), **self._part_means(),
+            }  # fmt: skip
+        with contextlib.suppress(MachineError, OSError):
+            self._metrics.append(msgspec.json.encode(row))
+            if idling.flat.last is not None:
+                self._samples.append(msgspec.json.encode({"kind": IDLE, "step": step, **idling.flat.last}))
 
     def replayed(self, record: Record, stats: StepStats) -> None:
         """The line of a step that a predecessor logged, but died before it wrote it; what only it knew is left out."""
@@ -163,6 +199,7 @@ class StepMetrics:
         """Fields of LEARNER_STATE_UPDATE for the step just written, and numbers that hold from now on."""
         row = self._row
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+        numbers.update({f"reward_parts/{name}": value for name, value in row.get("reward_parts", {}).items()})
         numbers.update(more)
         return {
             "entropy": row["entropy"],

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from busrl import device
@@ -239,7 +240,7 @@ class TrainingStep:
         if found is not None:
             self._load_model(found)
             self.changed = self.trainer.load_optimizer_state(found.optimizer_state())
-            found.restore_random()
+            found.restore_random(self.device)
             self.groups = int(found.meta["groups"])
             if self.gate is not None and "dmmpt_gate" in found.meta:
                 self.gate.load(found.meta["dmmpt_gate"])
@@ -283,13 +284,17 @@ class TrainingStep:
             extras=files,
             keep_last=self.config.keep_last,
             moved=self.moved,
+            where=self.device,
         )
 
     def _named(self) -> dict[str, Tensor] | None:
-        """What a checkpoint holds where it is not the model's own tensors as they are."""
-        if self.adapter is not None:
-            return self.adapter.merged(self.trainer.model)
-        return copied_weights(self.trainer.model) if self.shared else None
+        """What a checkpoint's model holds where it is not the trained tensors as they are: base and adapter as one, a
+        copy of what another process shares, in the number type that is published."""
+        if self.shared and self.adapter is None:
+            copied = copied_weights(self.trainer.model)
+            dtype = getattr(torch, self.settings.compute_dtype)
+            return {name: tensor.to(dtype) for name, tensor in copied.items()}
+        return None if self.adapter is None and not self.trainer.rounded else self.trainer.named_weights()
 
 
 def _nothing() -> None:

@@ -16,30 +16,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from busrl.data import JsonlStream
+from busrl.data.held_out import VALIDATE_BIT, lines_of, mean_over_prompts
 from busrl.ledger.files import LineFile, json_lines
 from busrl.protocol import messages as m
 from busrl.ring import BadTensor, State
 from busrl.roles import hold
 from busrl.roles.actor import Actor
-from busrl.roles.trajectory import UNREADABLE, read, segments_of
+from busrl.roles.trajectory import UNREADABLE, read, read_parts, segments_of
 from busrl.topology.control import batch_varies
 from busrl.topology.control import due as due_by
 
 log = logging.getLogger("busrl")
-VALIDATE_BIT = 1 << 62
 CLS_VALIDATE = 1
 FINISHED = 1
 PRIORITY = 1 << 20
-SUBSET_SEED = 0  # runs that differ in run.seed are compared on the same prompts
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -51,25 +48,7 @@ class Result(msgspec.Struct, frozen=True):
     version: int  # of the newest weights that drew a token of it,
     oldest: int  # and of the oldest
     tokens: int
-
-
-def lines_of(samples: int, lines: int) -> npt.NDArray[np.int64]:
-    """The line of the file that each sample of a round asks: one drawn from each of `samples` equal stretches of a
-    longer file (the same for every round and seed of a run), a shorter file from its beginning, again and again."""
-    places = np.arange(samples, dtype=np.int64)
-    if samples >= lines:
-        return places % lines
-    edges = np.arange(samples + 1, dtype=np.int64) * lines // samples
-    return np.random.Generator(np.random.PCG64(SUBSET_SEED)).integers(edges[:-1], edges[1:])
-
-
-def mean_over_prompts(values: Mapping[int, float], asked: npt.NDArray[np.int64]) -> float:
-    """The mean over prompts of the mean over each one's samples; `values` by a sample's place in the round. 0.0 without
-    any."""
-    of_prompt: dict[int, list[float]] = {}
-    for place, value in values.items():
-        of_prompt.setdefault(int(asked[place]), []).append(value)
-    return float(np.mean([np.mean(found) for found in of_prompt.values()])) if of_prompt else 0.0
+    parts: dict[str, float] = {}  # of its reward
 
 
 class Rounds:
@@ -104,9 +83,7 @@ class Validator(Actor):
         self.asked = lines_of(self.samples, len(self.stream))
         self.log_path = self.paths.root / "validation.log"
         self.log, self.rows = LineFile(self.log_path), LineFile(self.paths.validation)
-        self.rounds = Rounds(
-            config.at_start, config.every, config.at_end, _finished_rounds(self.paths.validation)
-        )
+        self.rounds = Rounds(config.at_start, config.every, config.at_end, _finished_rounds(self.paths.validation))
         # Where the batch can vary an interval is so many groups; how many were trained is told by the learner.
         self.interval = config.every * self.topology.learner.trigger.n_min if batch_varies(self.topology) else 0
         self.groups, self.groups_done = 0, _groups_done(self.paths.validation)
@@ -224,6 +201,7 @@ class Validator(Actor):
             version=int(versions.max()),
             oldest=int(versions.min()),
             tokens=int(line["response_tokens"]),
+            parts=read_parts(self.ring, slot),
         )
 
     def _append(self, result: Result) -> bool:
@@ -255,6 +233,12 @@ class Validator(Actor):
                 mixed=record["mixed"],
             )
         )
+        if record["dropped"]:
+            self.warn(
+                "validator",
+                f"round {round_number}: {record['dropped']} of {self.samples} samples ended without a reward; "
+                f"{'its mean is over the others' if samples else 'it has no mean, and says 0'}",
+            )
         log.info("round %d: mean reward %.3f over %d samples of versions %s", round_number, mean, samples, versions)
         self.rounds.done.add(round_number)
         self.round = None
@@ -267,9 +251,17 @@ class Validator(Actor):
             mean_over_prompts({place_of[uid]: getattr(one, name) for uid, one in self.results.items()}, self.asked)
             for name in ("reward", "tokens")
         )
+        names = dict.fromkeys(name for one in self.results.values() for name in one.parts)
+        parts = {
+            name: mean_over_prompts(
+                {place_of[uid]: one.parts[name] for uid, one in self.results.items() if name in one.parts}, self.asked
+            )
+            for name in names
+        }
         return {
-            "round": round_number, "val/reward": reward, "samples": len(self.results),
-            "dropped": self.samples - len(self.results), "version": versions[0] if versions else 0,
+            "round": round_number, "val/reward": reward, **({"val/parts": parts} if parts else {}),
+            "samples": len(self.results), "dropped": self.samples - len(self.results),
+            "version": versions[0] if versions else 0,
             "versions": versions, "mixed": len(versions) > 1, "seconds": round(time.monotonic() - self.started, 3),
             "groups": self.groups_done, "val/length": length,
         }  # fmt: skip

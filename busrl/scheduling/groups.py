@@ -76,6 +76,7 @@ class GroupView:
     queued: int  # slots of any class that wait for a worker
     generating: int  # slots of any class that a worker has a row for
     unrecorded: int  # samples that stand in a slot without a fate: the table was damaged from outside
+    ended_fates: Bytes  # [group, member]: of each group that was not seen finished before, the last fate of each member
     _cells: _Cells
     _keep: Ints  # our groups among those of the cells
     _unopened: Ints
@@ -162,7 +163,20 @@ class GroupScanner:
         self._ended = np.empty(0, np.bool_)  # groups from _low on that were seen finished
         self._look = max(1, horizon)
         self._admissions: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
+        self._skip_ended()
         self._raise_high(max(LOOKAHEAD, horizon))
+
+    def _skip_ended(self) -> None:
+        """Raise low over the groups at the beginning that ended long ago, some at a time: in a long run they are
+        millions, and to look at all of them closely takes a gigabyte. One that still has a line comes back by it."""
+        while True:
+            rows = self.fates[self._low * self._width : (self._low + LOOKAHEAD) * self._width]
+            cells = rows[: len(rows) // self._width * self._width].reshape(-1, self._width)
+            over = _CLOSES[cells[:, : self.group_size]].any(1) & ~(cells == DISPATCHED).any(1)
+            past = len(over) if over.all() else int(np.argmin(over))
+            self._low = self._high = self._low + past
+            if past < LOOKAHEAD:
+                return
 
     def scan(self, lines: Lines) -> GroupView:
         """The view that follows from a copy of the ring's lines and from the fates as they are now."""
@@ -218,6 +232,7 @@ class GroupScanner:
             queued=self._queued,
             generating=self._generating,
             unrecorded=c.unrecorded,
+            ended_fates=c.fate[c.opened & c.finished & ~c.ended[c.rows]],
             _cells=c,
             _keep=keep,
             _unopened=low + np.flatnonzero(~c.touched),

@@ -45,6 +45,7 @@ STEP_KEYS = (
     "step", "seconds", "wait_s", "publish_s", "checkpoint_s", "tokens", "forward_s", "backward_s", "groups",
     "groups_ended",
 )  # fmt: skip
+IDLE = "idle"  # `kind` of a line of metrics.jsonl that is no step
 GROUP_KEYS = ("draws", "born", "lengths", "rewards")
 
 
@@ -270,18 +271,22 @@ def nonnegative(sums: Floats, seconds: Floats) -> Line:
 
 
 def _rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The whole lines of a file that grew, each with these keys; none if there is no file."""
+    """The whole lines of a file that grew, each with these keys; none if there is no file. Lines about groups without a
+    step are left out."""
     if not path.is_file():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return [_row(line, f"{path}:{number}", keys) for number, line in enumerate(whole.splitlines(), 1) if line]
+    found = [_row(line, f"{path}:{number}", keys) for number, line in enumerate(whole.splitlines(), 1) if line]
+    return [row for row in found if row is not None]
 
 
-def _row(line: bytes, place: str, keys: Sequence[str]) -> dict[str, Any]:
+def _row(line: bytes, place: str, keys: Sequence[str]) -> dict[str, Any] | None:
     try:
         row = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         raise UserError(f"{place}: a line is not JSON ({error}); was it edited? Fit another run") from None
+    if isinstance(row, dict) and row.get("kind") == IDLE:
+        return None
     missing = [key for key in keys if not isinstance(row, dict) or key not in row]
     if missing:
         raise UserError(

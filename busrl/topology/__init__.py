@@ -6,9 +6,10 @@ names the tables have is said in `schema`, and nowhere else. Knows nothing of th
 """
 
 from busrl.topology import schema
+from busrl.topology.files import model_folder
 from busrl.topology.load import Sketch, load, sketch
 from busrl.topology.schema import *  # noqa: F403
 from busrl.topology.tiny import materialise
 
-__all__ = ["Sketch", "load", "materialise", "sketch"]
+__all__ = ["Sketch", "load", "materialise", "model_folder", "sketch"]
 __all__ += schema.__all__

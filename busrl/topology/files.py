@@ -289,10 +289,20 @@ def model(topology: Topology, found: list[KeyProblem]) -> tuple[int, int]:
         broken = Problem(str(folder / "config.json"), "", "not a JSON object", "copy it again")
         found.append(KeyProblem("model.path", broken))
         return DEFAULT_TOKEN_BYTES, 0
+    if config.get("is_encoder_decoder"):
+        rule = f"{config.get('model_type', 'it')} is an encoder-decoder model, and busrl trains decoder-only ones"
+        found.append(KeyProblem("model.path", Problem("", "", rule, "give a causal language model")))
     if topology.scripted and machine.vocabulary(folder) is None:
         rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
         found.append(KeyProblem("model.path", Problem(str(folder / "config.json"), "", rule, "add them")))
     return token_bytes(folder), context_of(config)
+
+
+def model_folder(path: str) -> str:
+    """The model folder that a path means: a checkpoint of a run (global_step_N) holds it as `model`."""
+    inner = Path(path) / "model"
+    is_checkpoint = (inner / "config.json").is_file() and not (Path(path) / "config.json").exists()
+    return str(inner) if path and not path.startswith(TINY) and is_checkpoint else path
 
 
 def _missing(folder: Path) -> Problem | None:

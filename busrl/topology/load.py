@@ -118,7 +118,8 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
         for entry in (*draft.process, *_implied(draft))
     )
     made = dataclasses.replace(draft, reward=reward, process=tuple(entries), generation=_generation(draft, source))
-    return dataclasses.replace(made, model=dataclasses.replace(made.model, dtype=_dtype(made)))
+    model = dataclasses.replace(made.model, dtype=_dtype(made), path=files.model_folder(made.model.path))
+    return dataclasses.replace(made, model=model)
 
 
 def _implied(draft: Topology) -> Iterator[Process]:

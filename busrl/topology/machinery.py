@@ -66,6 +66,9 @@ class Limits:
     stop_s: float = key(10.0, "a stopping process is killed after this time", low=0, open_low=True)
     lease_s: float = key(20.0, "a task of a worker without a mapping of the ring goes back after this silence",
                          low=0, open_low=True, high=3600)  # fmt: skip
+    idle_groups: int | str = key("auto", "the run ends, with the cause, after so many groups in a row of which none "
+                                 "could be trained; auto = 4 x n_min, at least 32; 0 = never",
+                                 words=("auto",), low=0)  # fmt: skip
     restart_attempts: int = key(5, "deaths before ready, in a row, until the run gives up", low=0, high=1000)
     crash_attempts: int = key(8, "deaths after ready, in a row and with no work done in between, until the run gives "
                               "up; 0 = it never does", low=0, high=1000)  # fmt: skip

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from busrl import checksums
+from busrl import checksums, device
 
 from . import durable
 
@@ -56,10 +56,12 @@ class Checkpoint:
         state: dict[str, Any] = torch.load(self.path / OPTIMIZER, map_location="cpu", weights_only=True)
         return state
 
-    def restore_random(self) -> None:
-        """Puts torch's generator where it was."""
+    def restore_random(self, where: torch.device | None = None) -> None:
+        """Puts torch's generator where it was, and that of the device `where`, if it was one of the same kind."""
         saved = json.loads((self.path / RANDOM).read_text())
-        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(saved["torch"])), dtype=torch.uint8))
+        torch.set_rng_state(_tensor(saved["torch"]))
+        if where is not None and where.type in saved:
+            device.restore_random(where, _tensor(saved[where.type]))
 
 
 def save(
@@ -74,12 +76,13 @@ def save(
     extras: Callable[[Path], None] | None = None,
     keep_last: int = 2,
     moved: Callable[[], None] = lambda: None,
+    where: torch.device | None = None,
 ) -> Checkpoint:
     """Writes checkpoint `step` under `root` and removes old ones.
 
     `named` are the weights where they are not the model's own. `source` is the folder the model came from: its
-    tokenizer goes along. `extras(directory)` writes the caller's own files, `moved` is called after each part. DiskFull
-    leaves what was there before as it was.
+    tokenizer goes along. `extras(directory)` writes the caller's own files, `moved` is called after each part. `where`:
+    the device that trains. DiskFull leaves what was there before as it was.
     """
     final = root / f"global_step_{step}"
     with durable.whole_directory(final, moved) as directory:
@@ -90,8 +93,7 @@ def save(
         moved()
         (directory / OPTIMIZER).write_bytes(buffer.getbuffer())
         moved()
-        state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
-        (directory / RANDOM).write_text(json.dumps({"torch": state}))
+        (directory / RANDOM).write_text(json.dumps(_random(where)))
         (directory / META).write_text(json.dumps({**meta, "step": step}, indent=1))
         if extras is not None:
             extras(directory)
@@ -100,11 +102,25 @@ def save(
     return Checkpoint(final, step, {**meta, "step": step})
 
 
+def _random(where: torch.device | None) -> dict[str, str]:
+    """The generators' states by name: "torch" for the CPU's, and the kind of an accelerator."""
+    own = None if where is None else device.random_state(where)
+    states = {"torch": torch.get_rng_state()} | ({} if where is None or own is None else {where.type: own})
+    return {name: base64.b64encode(state.cpu().numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
 def export(model: Any, folder: Path, source: Path | None, named: Mapping[str, Any] | None = None) -> None:
-    """A Hugging Face folder of the model, or of its architecture with the weights `named`; with its tokenizer."""
+    """A Hugging Face folder of the model, or of its architecture with the weights `named`, in their number type; with
+    its tokenizer."""
     try:
         more = {} if named is None else {"state_dict": {**_buffers(model), **named}}
         model.save_pretrained(str(folder), **more)
+        if named is not None:
+            _name_type(folder / "config.json", named)
     except Exception as error:
         # The weights are written by a library whose errors are no OSError but quote the number of one.
         number = OS_ERROR.search(str(error))
@@ -116,6 +132,18 @@ def export(model: Any, folder: Path, source: Path | None, named: Mapping[str, An
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(NOT_COPIED) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
+
+
+def _name_type(config: Path, named: Mapping[str, Any]) -> None:
+    """The folder's config has the number type of the model that is trained; its weights may have fewer bits."""
+    types = {str(tensor.dtype).removeprefix("torch.") for tensor in named.values() if tensor.is_floating_point()}
+    if len(types) != 1:
+        return
+    described = json.loads(config.read_text())
+    (name,) = types
+    for key in {"dtype", "torch_dtype"} & described.keys():
+        described[key] = name
+    config.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
 
 
 def _buffers(model: Any) -> dict[str, Any]:

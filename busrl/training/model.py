@@ -3,6 +3,8 @@
 Used by the learner, the engines' makers and the tests. Talks to the file system only: nothing is ever downloaded.
 
 - Parameters are float32 whatever the folder holds: gradients and optimiser add small numbers to large ones.
+- How attention is computed is the model's own choice: sdpa where it can, eager where that would be wrong (softcaps,
+  sinks). Both are causal without a mask, so rows padded at the right are right.
 - Dropout is off: a ratio between two forwards of the same weights has to be 1.
 """
 
@@ -32,7 +34,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.dev
     quiet.disable_progress_bar()  # who trains is a process with a log, not a terminal
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation="sdpa", local_files_only=True)  # fmt: skip
+            str(folder), dtype=dtype, local_files_only=True)  # fmt: skip
     except Exception as error:  # whatever type it has: a library of readers, each with its own
         raise ModelNotLoaded(
             f"{folder}: transformers can not load it as a causal language model: {error}; check that config.json "

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from busrl import device
 from busrl.algorithms import aggregation, diagnostics, dmmpt, losses
 
 from . import batch, logprobs
@@ -53,6 +54,7 @@ class Trainer:
         self._loss_settings = settings.for_loss()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device = self._parameters[0].device
+        self._watch = device.Stopwatch(self._device)
         self._dtype = torch.promote_types(self._parameters[0].dtype, torch.float32)
         self.optimizer = _adamw(self._parameters, settings)
         self.moved: Callable[[], None] = _nothing  # called after each micro-batch, a scored one too
@@ -66,7 +68,7 @@ class Trainer:
         self._tokens = self._sequences = self._computed = self._real = self._context = 0
         self._mastered = torch.zeros((), dtype=torch.int64, device=self._device)
         self._blame: list[tuple[list[int], Tensor]] = []
-        self._forward_s = self._backward_s = 0.0
+        self._marks: list[tuple[Any, Any, Any]] = []  # before and after a forward, after its backward
 
     # ------------------------------------------------------------------------------------------------- streaming
 
@@ -86,7 +88,7 @@ class Trainer:
 
     def _micro_batch(self, samples: Sequence[Sample], advantages: Sequence[float], prox: Sequence[Floats] | None,
                      version: int | None) -> None:  # fmt: skip
-        started = time.perf_counter()
+        started = self._watch.mark()
         padded, flat = self._tensors(samples)
         logp, entropy = self._logp(samples, padded, flat)
         tokens = losses.Tokens(
@@ -99,10 +101,9 @@ class Trainer:
         trained = replace(tokens, behaviour=logp.detach()) if self.settings.ratio_one else tokens
         weighted = self.loss.per_token(trained, self._loss_settings) * weights
         total = weighted.sum()
-        forwarded = time.perf_counter()
+        forwarded = self._watch.mark()
         total.backward()  # type: ignore[no-untyped-call]
-        self._forward_s += forwarded - started
-        self._backward_s += time.perf_counter() - forwarded
+        self._marks.append((started, forwarded, self._watch.mark()))
         self._count(samples, padded, flat, tokens, weighted.detach(), entropy, version)
         self.moved()
 
@@ -184,6 +185,7 @@ class Trainer:
 
     def step(self, lr: float) -> StepStats:
         """Divides, clips and updates with that learning rate; or skips, and says why."""
+        device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
         count = aggregation.denominator(self.settings.aggregation, self._tokens, self._sequences)
         norm, reason, culprits = 0.0, "", ()  # type: float, str, tuple[str, ...]
@@ -221,7 +223,9 @@ class Trainer:
             lr=lr, loss=told.loss / max(count, 1), grad_norm=norm, tokens=self._tokens, sequences=self._sequences,
             micro_batches=len(self._blame), padding=1.0 - self._real / self._computed if self._computed else 0.0,
             diagnostics=told, skipped=reason, culprits=culprits, context_tokens=self._context,
-            mastered_tokens=int(self._mastered), forward_s=self._forward_s, backward_s=self._backward_s,
+            mastered_tokens=int(self._mastered),
+            forward_s=sum(self._watch.seconds(begun, between) for begun, between, _ in self._marks),
+            backward_s=sum(self._watch.seconds(between, ended) for _, between, ended in self._marks),
             step_s=time.perf_counter() - started, sums=sums)  # fmt: skip
 
     @property
@@ -243,20 +247,35 @@ class Trainer:
         if self.settings.compute_dtype == "float32":
             return named
         for name, value in named.items():
-            self._published[name] = self._published.get(name, torch.empty_like(value, dtype=dtype)).copy_(value)
+            if name not in self._published:
+                self._published[name] = torch.empty_like(value, dtype=dtype)
+            self._published[name].copy_(value)
         return self._published
 
     def optimizer_state(self) -> dict[str, Any]:
-        """For `checkpoint`; tensors, numbers and lists only."""
-        return self.optimizer.state_dict()
+        """For `checkpoint`; tensors, numbers and lists only. `master`: the trained parameters as they are, where the
+        model's folder has them rounded."""
+        return {**self.optimizer.state_dict(), **({MASTER: self._masters()} if self.rounded else {})}
 
+    @property
+    def rounded(self) -> bool:
+        """Whether weights are given away in fewer bits than they are trained in."""
+        return str(self._dtype) != f"torch.{self.settings.compute_dtype}" and self._dtype != torch.float64
+
+    def _masters(self) -> dict[str, Tensor]:
+        return {name: one.detach() for name, one in self.model.named_parameters() if one.requires_grad}
+
+    @torch.no_grad()
     def load_optimizer_state(self, state: dict[str, Any]) -> list[str]:
         """The counterpart; the model's weights are loaded from the checkpoint's model folder.
 
         The settings stay those of this trainer: returns in words which of them are others than those of `state`.
         """
         own = [{name: group[name] for name in OPTIMISER_KEYS} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict({name: value for name, value in state.items() if name != MASTER})
+        for name, parameter in self._masters().items():
+            if MASTER in state:
+                parameter.copy_(state[MASTER][name])
         changed = []
         for mine, group in zip(own, self.optimizer.param_groups, strict=True):
             for name, value in mine.items():
@@ -271,6 +290,7 @@ def _nothing() -> None:
     """Nobody wants to know how far it is."""
 
 
+MASTER = "master"
 OPTIMISER_KEYS = ("betas", "eps", "weight_decay")  # names of the topology and of AdamW; the rate comes with each step
 
 

@@ -43,9 +43,10 @@ ARROWS: dict[str, set[str]] = {
     },
     "simulate": {"errors", "paths", "topology", "scheduling", "data", "ledger", "roles"},
     "monitor": {"errors", "paths", "protocol", "ring", "bus", "scheduling", "launch"},
+    "evaluate": {"errors", "data", "inference", "rewards", "topology"},
     "cli": {
         "errors", "paths", "topology", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor", "data",
-        "simulate", "roles",
+        "simulate", "roles", "evaluate",
     },
 }  # fmt: skip
 TORCH_ALLOWED = {"device", "algorithms", "training", "inference", "weights", "quickstart"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -142,3 +143,30 @@ def test_learner_and_engine_name_the_device_that_is_not_there(tmp_path: Path) ->
     for make in (lambda: make_engine(topology, "rollout/0"), lambda: TrainingStep(topology)):
         with pytest.raises(DeviceMissing, match=r'model\.device = "cuda": this torch'):
             make()
+
+
+def test_a_stopwatch_of_an_accelerator_asks_events_and_waits_only_when_the_time_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            told.append("record")
+
+        def synchronize(self) -> None:
+            told.append("wait")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1500.0  # milliseconds
+
+    monkeypatch.setattr(device, "_module", lambda where: SimpleNamespace(Event=Event))
+    watch = device.Stopwatch(torch.device("cuda", 0))
+    begun, ended = watch.mark(), watch.mark()
+    assert told == ["record", "record"]
+    assert watch.seconds(begun, ended) == 1.5 and told[-1] == "wait"
+    plain = device.Stopwatch(torch.device("cpu"))
+    assert plain.seconds(plain.mark(), plain.mark()) >= 0.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +24,8 @@ from transformers import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
+from architectures import OTHERS
+
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it does
 
 LETTERS = string.ascii_lowercase + " ,=:.+"
@@ -43,7 +46,6 @@ LLAMA_LIKE: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 
-
 def config_of(kind: str) -> PretrainedConfig:
     if kind == "qwen3":
         return Qwen3Config(**LLAMA_LIKE, head_dim=8, tie_word_embeddings=True, **SHARED)
@@ -56,6 +58,12 @@ def config_of(kind: str) -> PretrainedConfig:
         return LlamaConfig(**LLAMA_LIKE, **SHARED)
     if kind == "mistral-window":
         return MistralConfig(**LLAMA_LIKE, sliding_window=6, **SHARED)
+    if kind in OTHERS:
+        name, changes = OTHERS[kind]
+        shared = {key: value for key, value in LLAMA_LIKE.items() if changes.get(key, value) is not None}
+        own = {key: value for key, value in changes.items() if value is not None}
+        made: PretrainedConfig = getattr(transformers, name)(**{**SHARED, **shared, **own})
+        return made
     return GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **SHARED)
 
 

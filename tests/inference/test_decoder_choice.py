@@ -16,6 +16,7 @@ from busrl.errors import UserError
 from busrl.inference import checks, make_engine
 from busrl.inference.decoder import GenericDecoder
 from busrl.inference.fast_decoder import FastDecoder
+from busrl.inference.states import StateDecoder, WholeDecoder
 from busrl.topology.schema import Generation
 
 Folder = Callable[[str], Path]
@@ -40,11 +41,14 @@ def test_a_fast_decoder_that_differs_is_not_used_and_the_log_says_by_how_much(
     assert "generic decoder for LlamaForCausalLM: its logits differ from the model's by" in caplog.text
 
 
-def test_an_architecture_that_can_not_be_decoded_with_a_cache_is_refused(
+def test_an_architecture_that_can_not_be_decoded_with_a_cache_is_computed_anew_for_every_token(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    masks = GenericDecoder._masks
-    monkeypatch.setattr(GenericDecoder, "_masks", lambda *a: torch.zeros_like(masks(*a)))
+    for kind in (GenericDecoder, StateDecoder):
+        masks = kind._masks
+        monkeypatch.setattr(kind, "_masks", lambda *a, masks=masks: torch.zeros_like(masks(*a)))
+    assert isinstance(checks.choose(model, 2, 64, fast=False), WholeDecoder)
+    monkeypatch.setattr(checks, "WAYS", checks.WAYS[:3])
     with pytest.raises(UserError, match="can not run this architecture"):
         checks.choose(model, 2, 64, fast=False)
 

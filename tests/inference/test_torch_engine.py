@@ -239,4 +239,4 @@ def test_with_a_chat_template_a_prompt_is_one_user_turn(model_folder: Folder) ->
     tokenizer = AutoTokenizer.from_pretrained(model_folder("qwen3"))
     tokenizer.chat_template = "<bos>{{ messages[0]['content'] }}:{% if add_generation_prompt %} {% endif %}"
     chat = TorchEngine(plain._model, tokenizer, capacity=1, chat=True)
-    assert chat.decode(chat.encode("cab")) == "<bos>cab: "
+    assert chat.decode(chat.encode([{"role": "user", "content": "cab"}])) == "<bos>cab: "

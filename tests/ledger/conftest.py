@@ -67,9 +67,9 @@ class FakeRun:
     def sample(self, uid: int, tokens: int = 3, **lies: object) -> SampleRecord:
         fields: dict[str, object] = {
             "uid": uid, "group": uid // self.size // 2, "admission": 0, "member": uid % self.size, "attempt": 0,
-            "prompt_crc": self.crc(uid), "reward": 1.0, "temperature": 1.0, "version": 1, "step": 1, "finish": 1,
+            "prompt_crc": self.crc(uid), "reward": 1.0, "temperature": 1.0, "version": 0, "step": 0, "finish": 1,
             "prompt_ids": np.arange(4, dtype="<i4").tobytes(), "token_ids": np.arange(tokens, dtype="<i4").tobytes(),
-            "logprobs": np.full(tokens, -0.5, "<f4").tobytes(), "versions": np.ones(tokens, "<u4").tobytes(),
+            "logprobs": np.full(tokens, -0.5, "<f4").tobytes(), "versions": np.zeros(tokens, "<u4").tobytes(),
         }  # fmt: skip
         return SampleRecord(**{**fields, **lies})  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ class FakeRun:
     def record(self, step: int, uids: Iterable[int], lies: dict[int, dict[str, object]] | None = None) -> Record:
         samples = [self.sample(uid, **(lies or {}).get(uid, {})) for uid in uids]
         groups = sorted({sample.group for sample in samples})
-        return Record(step=step, version=step, cause="count", groups=groups, samples=samples)
+        return Record(step=step, version=step - 1, cause="count", groups=groups, samples=samples)
 
     def step(self, step: int, uids: Iterable[int], *, lies: dict[int, dict[str, object]] | None = None,
              fate: str = "T", log: bool = True, line: bool = True) -> Record:  # fmt: skip

@@ -358,3 +358,106 @@ def test_an_open_bin_with_a_sample_that_was_logged_is_settled_by_the_next_start(
     write_open(run.root / "open.bin", [OpenSlot(uid, 6, slot) for slot, uid in enumerate(run.group(0))])
     report = run.audit()
     assert (report.errors, report.counts.unsettled, report.counts.open) == ((), 4, 0)
+
+
+def aged(run, **terms: object) -> None:
+    """Three steps of the same run, in a topology that promises something of ages."""
+    path = run.root / "topology.json"
+    content = json.loads(path.read_text())
+    content["weights"] = {"mode": "batch-async", "max_staleness": 2, "over_age": "wait", **terms}
+    path.write_text(json.dumps(content))
+    run.step(1, run.group(0))
+    run.step(2, run.group(1))
+
+
+def of(version: int, step: int, tokens: int = 3, **more: object) -> dict[str, object]:
+    return {"version": version, "step": step, "versions": np.full(tokens, version, "<u4").tobytes(), **more}
+
+
+def test_the_age_of_a_group_is_that_of_its_oldest_member(run) -> None:
+    aged(run)
+    run.step(3, run.group(2), lies={run.uid(2, member): of(2, 2) for member in range(3)})
+    run.open()
+    report = run.audit()
+    assert not report.errors and report.counts.oldest == 2
+    assert "their groups at most 2 steps old" in render(report)
+
+
+@pytest.mark.parametrize("over_age", ["wait", "drop"])
+def test_a_group_one_step_above_the_bound_is_found(run, over_age) -> None:
+    aged(run, over_age=over_age)
+    run.step(3, run.group(2))
+    fresh = np.array([1, 3, 3], "<u4").tobytes()  # admitted with version 0, but no token is of it
+    run.step(4, run.group(3), lies={run.uid(3, member): {"versions": fresh} for member in range(4)})
+    run.open()
+    assert found(run.audit(), "too_old") == (3,)
+
+
+def test_a_group_above_the_bound_is_a_note_where_its_old_tokens_are_left_out_and_an_error_under_drop(run) -> None:
+    aged(run)
+    run.step(3, run.group(2))
+    run.step(4, run.group(3))
+    run.open()
+    report = run.audit()
+    assert not report.errors and [(f.kind, f.examples) for f in report.findings] == [("old_tokens", (3,))]
+    content = json.loads((run.root / "topology.json").read_text())
+    content["weights"]["over_age"] = "drop"
+    (run.root / "topology.json").write_text(json.dumps(content))
+    assert found(run.audit(), "too_old") == (3,)
+
+
+@pytest.mark.parametrize(
+    ("terms", "forced"), [({"mode": "fully-async"}, 0), ({}, 4), ({"mode": "sync"}, 1), ({"max_staleness": 3}, 0)]
+)
+def test_nothing_is_too_old_where_no_bound_is_promised(run, terms, forced) -> None:
+    aged(run, **terms)
+    content = json.loads((run.root / "topology.json").read_text())
+    content["learner"]["forced_age"] = forced
+    (run.root / "topology.json").write_text(json.dumps(content))
+    run.step(3, run.group(2))
+    run.step(4, run.group(3))
+    run.open()
+    assert not run.audit().errors
+
+
+def test_in_rounds_nothing_is_older_than_its_round(run) -> None:
+    aged(run, mode="sync")
+    run.open()
+    assert found(run.audit(), "too_old") == (1,)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        of(2, 2, versions=np.array([1, 2, 2], "<u4").tobytes()),  # counts from its last version
+        of(0, 1),  # from a later step than any of its tokens
+        of(2, 3),  # from a step that is not finished yet
+    ],
+)
+def test_a_sample_that_counts_its_age_from_a_later_step_than_its_oldest_token_is_found(run, lie) -> None:
+    aged(run)
+    run.step(3, run.group(2), lies={run.uid(2, 1): lie})
+    run.open()
+    assert found(run.audit(), "wrong_age") == (run.uid(2, 1),)
+
+
+def test_where_only_the_last_segment_is_trained_it_alone_counts(run) -> None:
+    aged(run)
+    content = json.loads((run.root / "topology.json").read_text())
+    lie = of(2, 2, versions=np.array([1, 2, 2], "<u4").tobytes(), segments=[1, 2])
+    run.step(3, run.group(2), lies={run.uid(2, 1): lie})
+    run.open()
+    assert found(run.audit(), "wrong_age") == (run.uid(2, 1),)
+    content["segments"] = {"loss": "last_segment"}
+    (run.root / "topology.json").write_text(json.dumps(content))
+    assert not run.audit().errors
+
+
+def test_versions_from_before_the_log_accuse_nobody(run) -> None:
+    aged(run)
+    run.checkpoint(2)
+    with Wal(run.root / "wal", sync=False) as wal:
+        wal.drop_before(3)
+    run.step(3, run.group(2), lies={run.uid(2, 1): of(1, 2)})
+    run.open()
+    assert not run.audit().errors

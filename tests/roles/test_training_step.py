@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from busrl.errors import UserError
+from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
+from busrl.ring import Fates
 from busrl.roles.history import History
 from busrl.roles.training_step import TrainingStep, _split, to_sample
 from busrl.topology import Topology, load
@@ -74,9 +77,11 @@ def test_a_step_streamed_in_parts_equals_the_step_at_once(topology: Topology) ->
     assert torch.allclose(weights(whole), weights(parts), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_killed_learner_comes_back_to_the_same_weights_by_checkpoint_and_log(
-    topology: Topology, tmp_path: Path
+    topology: Topology, tmp_path: Path, dtype: str
 ) -> None:
+    topology = dataclasses.replace(topology, model=dataclasses.replace(topology.model, dtype=dtype))
     paths = RunPaths.of(tmp_path)
     living, history = TrainingStep(topology), History(paths, topology)
     for step in range(1, 6):
@@ -99,6 +104,8 @@ def test_a_killed_learner_comes_back_to_the_same_weights_by_checkpoint_and_log(
     assert successor.step == 5 and successor.groups == 20 and successor.highest_version == 5
     assert len(successor.trained) == 5 * 16
     assert torch.allclose(weights(living), weights(again), atol=1e-6)
+    for one, other in zip(living.trainer.parameters, again.trainer.parameters, strict=True):
+        assert torch.allclose(one, other, atol=1e-6), "not the rounded weights of the folder"
     successor.close()
 
 
@@ -446,3 +453,22 @@ def test_a_log_that_ends_before_the_train_log_does_is_told(topology: Topology, t
     [told] = successor.told
     assert "train.jsonl names steps up to 5, but checkpoint and log end at step 3" in told
     successor.close()
+
+
+def test_fates_of_millions_of_trained_samples_are_stored_without_spelling_them_out(
+    topology: Topology, tmp_path: Path
+) -> None:
+    count = 1 << 22
+    (tmp_path / "fates.bin").write_bytes(b"T" * 1000 + b"DD" + b"T" * (count - 1004))  # and two not even dispatched
+    history, fates = History(RunPaths.of(tmp_path), topology), Fates(str(tmp_path / "fates.bin"))
+    TrainedSet([count - 1]).save(tmp_path / "trained.bin")
+    history.trained = TrainedSet.load(tmp_path / "trained.bin")
+    history.trained._bits[:] = 255
+    tracemalloc.start()
+    history.store_fates(fates)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    history.close()
+    assert (tmp_path / "fates.bin").read_bytes()[:count] == b"T" * count
+    assert sum(map(len, history.trained.blocks())) == count
+    assert peak < 8 * count, peak

@@ -49,7 +49,15 @@ def make_model(folder: Path, kind: str, positions: int = 64) -> Path:
     """A tiny model with fresh weights and a tokenizer of single characters, as transformers saves them."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+    )
 
     vocabulary = {token: index for index, token in enumerate([PAD, END, *CHARACTERS])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
@@ -63,10 +71,14 @@ def make_model(folder: Path, kind: str, positions: int = 64) -> Path:
             vocab_size=len(vocabulary), n_positions=positions, n_embd=32, n_layer=2, n_head=2, **tokens
         ))  # fmt: skip
     else:
-        model = LlamaForCausalLM(LlamaConfig(
-            vocab_size=len(vocabulary), max_position_embeddings=positions, hidden_size=32, intermediate_size=64,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **tokens,
-        ))  # fmt: skip
+        shape: dict[str, Any] = {
+            "vocab_size": len(vocabulary), "max_position_embeddings": positions, "hidden_size": 32,
+            "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        }  # fmt: skip
+        if kind == "lfm2":  # one layer of convolutions
+            model = Lfm2ForCausalLM(Lfm2Config(layer_types=["conv", "full_attention"], **shape, **tokens))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**shape, **tokens))
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END).save_pretrained(folder)
     return folder

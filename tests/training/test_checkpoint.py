@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from busrl.errors import DiskFull
 from busrl.training import checkpoint, durable
@@ -50,6 +51,50 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(lab: Any, tmp_path: Path
     train(lab, again, 2)
     for name, value in trainer.named_weights().items():
         assert torch.equal(value, again.named_weights()[name]), name
+
+
+def test_in_bfloat16_the_folder_is_half_as_large_and_training_goes_on_bit_for_bit(lab: Any, tmp_path: Path) -> None:
+    def made(model: Any) -> Any:
+        return Trainer(model, TrainerSettings(compute_dtype="bfloat16", max_grad_norm=1e9, micro_batch_tokens=60))
+
+    trainer = made(lab.model("qwen3", double=False))
+    train(lab, trainer, 0)
+    found = save(tmp_path, 1, trainer, named=trainer.named_weights())
+    described = json.loads((found.model / "config.json").read_text())
+    assert described.get("dtype", described.get("torch_dtype")) == "bfloat16"
+    stored = load_file(found.model / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    again = made(load(found.model))
+    again.load_optimizer_state(found.optimizer_state())
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, dict(again.model.named_parameters())[name]), name
+    train(lab, trainer, 1)
+    train(lab, again, 1)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, dict(again.model.named_parameters())[name]), name
+
+
+def test_a_checkpoint_of_before_without_master_weights_is_read(lab: Any, tmp_path: Path) -> None:
+    trainer = lab.trainer("qwen3", double=False, compute_dtype="bfloat16")
+    train(lab, trainer, 0)
+    found = checkpoint.save(tmp_path, 1, model=trainer.model, optimizer_state=trainer.optimizer.state_dict(), meta={})
+    again = Trainer(load(found.model), trainer.settings)
+    again.load_optimizer_state(found.optimizer_state())
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, dict(again.model.named_parameters())[name]), name
+
+
+def test_the_generator_of_an_accelerator_goes_on_as_well(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, state, put = torch.device("cuda", 0), torch.arange(16, dtype=torch.uint8), []
+    monkeypatch.setattr(checkpoint.device, "random_state", lambda device: state if device == where else None)
+    monkeypatch.setattr(checkpoint.device, "restore_random", lambda device, told: put.append((device, told)))
+    found = save(tmp_path, 1, lab.trainer("qwen3", double=False), where=where)
+    found.restore_random(torch.device("cpu"))
+    assert put == []
+    found.restore_random(where)
+    assert [device for device, _ in put] == [where] and torch.equal(put[0][1], state)
 
 
 def test_settings_of_the_optimiser_are_those_of_now_and_a_change_is_told(lab: Any, tmp_path: Path) -> None:

@@ -159,6 +159,37 @@ def test_in_bfloat16_parameters_and_gradients_stay_float32_and_published_weights
     assert trainer.named_weights()["model.norm.weight"].data_ptr() == published["model.norm.weight"].data_ptr()
 
 
+def test_a_publication_in_bfloat16_allocates_nothing_after_the_first(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, made = lab.trainer("qwen3", double=False, compute_dtype="bfloat16"), []
+    for name in ("empty", "empty_like", "zeros", "zeros_like"):
+        original = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, _original=original, **k: made.append(1) or _original(*a, **k))
+    first = trainer.named_weights()
+    assert len(made) == len(first)
+    trainer.named_weights()
+    assert len(made) == len(first)
+
+
+def test_times_of_forward_and_backward_are_those_of_the_device(lab: Any) -> None:
+    """A clock that the device moves: a launch takes no time, what was launched does."""
+    trainer, samples = lab.trainer("qwen3"), lab.samples()
+
+    class Watch:
+        marks = 0
+
+        def mark(self) -> int:
+            self.marks += 1
+            return self.marks
+
+        def seconds(self, before: int, after: int) -> float:
+            return {(1, 2): 10.0, (2, 3): 100.0}[((before - 1) % 3 + 1, (after - 1) % 3 + 1)]
+
+    trainer._watch = Watch()
+    trainer.accumulate(samples, lab.advantages(len(samples)))
+    stats = trainer.step(1e-3)
+    assert (stats.forward_s, stats.backward_s) == (10.0 * stats.micro_batches, 100.0 * stats.micro_batches)
+
+
 def test_settings_are_read_from_a_topology_by_name() -> None:
     from busrl.topology import load
 

@@ -424,7 +424,7 @@ class _Check:
             self.found.done["ages"] += 1
             begin = sample.last_begins if self.segments["loss"] == "last_segment" else 0
             oldest = min(self.step_of(version) for version in sample.versions[begin:].tolist())
-            if sample.step > oldest or sample.step != self.step_of(sample.version):
+            if not self.step_of(sample.version) <= sample.step <= oldest:
                 text = f"sample {sample.uid} counts from step {sample.step} (version {sample.version})"
                 self.found.error("age", f"{text}, its oldest token is of step {oldest}")
         for group in step.groups:

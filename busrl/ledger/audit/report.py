@@ -65,6 +65,7 @@ class Counts:
     checkpoint_step: int = -1  # -1: no checkpoint
     log_records: int = 0
     groups: int = 0  # groups in the history
+    oldest: int = -1  # steps that the oldest group of the log was old when it was trained; -1: no record
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def render(report: AuditReport) -> str:
     lines.append(
         f"  step {counts.step}: {counts.trained:,} samples in {counts.groups:,} groups trained; {saved}, "
         f"{counts.log_records:,} records in the log"
+        + (f", their groups at most {counts.oldest} steps old" if counts.oldest >= 0 else "")
     )
     lines += _table("training samples by fate", report.histogram, report)
     lines += _table("validation samples by fate", report.validation, report)

@@ -47,6 +47,9 @@ class Terms:
     shuffle: bool
     wal: str
     train: str
+    bound: int | None = None  # steps that a trained group may be old; None = nothing is promised
+    masks_old: bool = False  # a group above the bound is trained without its tokens that are too old
+    last_segment: bool = False  # only the last segment of an answer is trained
 
     @property
     def g_min(self) -> int:
@@ -170,12 +173,31 @@ def read_terms(run_dir: Path) -> Terms:
             shuffle=bool(data["shuffle"]),
             wal=str(topology["learner"]["wal"]),
             train=str(data["train"]),
+            **_age_terms(topology),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise NoSuchRun(
             f"{run_dir}: topology.json is missing or lacks {exc}: only the directory of a run that was started can be "
             "audited; name the directory that holds fates.bin"
         ) from exc
+
+
+def _age_terms(topology: dict[str, Any]) -> dict[str, Any]:
+    """What is promised of ages; nothing where the topology does not say, or asks for them (`forced_age`)."""
+    weights, segments = topology.get("weights", {}), topology.get("segments", {})
+    by_mode = {"batch-async": weights.get("max_staleness"), "sync": _waves(segments) - 1}
+    forced = topology["learner"].get("forced_age", 0)
+    return {
+        "bound": None if forced else by_mode.get(weights.get("mode")),
+        "masks_old": weights.get("mode") == "batch-async" and weights.get("over_age") == "wait",
+        "last_segment": segments.get("loss") == "last_segment",
+    }
+
+
+def _waves(segments: dict[str, Any]) -> int:
+    """Rounds that an answer may take in mode sync."""
+    in_waves = segments.get("length") and segments.get("rounds") == "segments"
+    return int(segments.get("max_segments", 1)) if in_waves else 1
 
 
 def _slots(run_dir: Path, found: readers.Findings) -> tuple[Slots | None, bool]:

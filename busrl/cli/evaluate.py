@@ -1,0 +1,151 @@
+"""`busrl evaluate`: the mean reward of a model folder or a checkpoint on held-out prompts, without a run.
+
+Finds out what is meant (a topology or a run directory, a step or a folder), hands it to `busrl.evaluate` and prints the
+figures. Changes nothing but the file of rows that it writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from busrl.errors import UserError
+from busrl.paths import RunPaths
+from busrl.topology import TINY, Topology, load, materialise, model_folder
+
+if TYPE_CHECKING:
+    from busrl.evaluate import Evaluation, Found, Row
+
+PATIENCE_S = 5.0
+STEP = re.compile(r"global_step_([0-9]+)")
+SHOWN = 3  # kinds of failures that are printed
+
+
+@dataclass(frozen=True)
+class Target:
+    """The topology with the model to measure, the step that its weights are of, and where the rows go."""
+
+    topology: Topology
+    step: int
+    out: Path
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Measure and print; 1 if no sample got a reward."""
+    from busrl.evaluate import Asked, Evaluation, write_rows
+
+    target = find(options.target, options.checkpoint, options.overrides)
+    topology = materialise(target.topology)
+    config = topology.validation
+    asked = Asked(
+        _prompts(topology, options.data),
+        options.samples or config.samples,
+        config.temperature if options.temperature is None else options.temperature,
+        target.step,
+    )
+    begun, evaluation = time.monotonic(), Evaluation(topology, asked)
+    rows = evaluation.run(_Patience())
+    out = options.out or target.out
+    write_rows(out, rows)
+    found = evaluation.found()
+    if options.json:
+        print(json.dumps({"model": topology.model.path, **found.to_json(), "rows": str(out)}))
+    else:
+        print("\n".join(_lines(topology, asked.prompts, found, rows, time.monotonic() - begun, out)))
+    return 0 if found.samples else 1
+
+
+def find(named: Path, checkpoint: str, overrides: list[str]) -> Target:
+    """What the command line means; UserError if there is no such checkpoint."""
+    paths = RunPaths.of(named)
+    if not named.is_dir():
+        topology = load(named, overrides)
+        step, folder = _folder(checkpoint) if checkpoint else (0, topology.model.path)
+        out = Path("evaluated") / f"{topology.run.name}{f'-{Path(checkpoint).name}' if checkpoint else ''}.jsonl"
+        return Target(_with_model(topology, folder), step, out)
+    if not paths.topology.is_file():
+        raise UserError(f"{named}: no topology.json in it; give a topology file, or the directory of a run")
+    if overrides:
+        raise UserError(f"--set changes a topology file, and {named} is a run with its own; give a file instead")
+    topology = Topology.from_json(paths.topology.read_text())
+    step, folder = _of_run(paths, topology, checkpoint)
+    return Target(_with_model(topology, folder), step, paths.root / "evaluated" / f"step_{step}.jsonl")
+
+
+def _of_run(paths: RunPaths, topology: Topology, checkpoint: str) -> tuple[int, str]:
+    """Step and model folder: 0 is what the run began with, nothing the newest checkpoint."""
+    if checkpoint == "0":
+        return 0, topology.model.path
+    if checkpoint and not checkpoint.isdigit():
+        return _folder(checkpoint)
+    steps = sorted(int(found[1]) for one in paths.checkpoints.glob("*") if (found := STEP.fullmatch(one.name)))
+    wanted = int(checkpoint) if checkpoint else steps[-1] if steps else 0
+    if wanted not in (*steps, 0):
+        known = f"it has those of steps {', '.join(map(str, steps))}, and 0, the model that it began with"
+        raise UserError(f"--checkpoint {checkpoint}: {paths.checkpoints} has no such step; {known}")
+    return (wanted, str(paths.checkpoints / f"global_step_{wanted}")) if wanted else (0, topology.model.path)
+
+
+def _folder(checkpoint: str) -> tuple[int, str]:
+    """A model folder, or a checkpoint of any run, whose step its name tells."""
+    found = STEP.fullmatch(Path(checkpoint).resolve().name)
+    return int(found[1]) if found else 0, str(Path(checkpoint).resolve())
+
+
+def _with_model(topology: Topology, folder: str) -> Topology:
+    folder = model_folder(folder)
+    if not folder.startswith(TINY) and not (Path(folder) / "config.json").is_file():
+        raise UserError(
+            f"{folder}: no config.json in it; --checkpoint takes a step of the run, the folder of a checkpoint "
+            "(global_step_N), or any Hugging Face model folder"
+        )
+    return dataclasses.replace(topology, model=dataclasses.replace(topology.model, path=folder))
+
+
+def _prompts(topology: Topology, given: Path | None) -> str:
+    if given is not None:
+        return str(given)
+    if not topology.validation.data:
+        print("busrl: no validation.data in the topology: prompts of data.train are asked", file=sys.stderr)
+    return topology.validation.data or topology.data.train
+
+
+def _lines(topology: Topology, prompts: str, found: Found, rows: list[Row], seconds: float, out: Path) -> list[str]:
+    error = f" ± {found.standard_error:.4f}" if found.standard_error is not None else ""
+    lines = [
+        f"{topology.model.path}",
+        f"  mean reward {found.mean:.4f}{error} (standard error over {found.prompts} prompts), {found.samples} samples "
+        f"of {prompts}",
+        f"  {found.length:.1f} tokens per answer, {found.cut_share:.0%} cut at {topology.generation.max_new_tokens}; "
+        f"{seconds:.1f} s",
+    ]
+    kinds: dict[str, int] = {}
+    for row in rows:
+        if row.error:
+            kind = row.error.split("\n", 1)[0]
+            kinds[kind] = kinds.get(kind, 0) + 1
+    if kinds:
+        lines.append(f"  {found.failed} samples without a reward are not in the mean:")
+        most = sorted(kinds.items(), key=lambda one: -one[1])[:SHOWN]
+        lines += [f"    {count}× {kind[:300]}" for kind, count in most]
+    return [*lines, f"  rows: {out}"]
+
+
+class _Patience:
+    """A line on stderr now and then."""
+
+    def __init__(self) -> None:
+        self._told = time.monotonic()
+
+    def __call__(self, evaluation: Evaluation) -> None:
+        if time.monotonic() >= self._told + PATIENCE_S:
+            self._told = time.monotonic()
+            done, mean = len(evaluation.rewards), evaluation.found().mean
+            print(f"{done} of {evaluation.asked.samples} samples, mean {mean:.3f}", file=sys.stderr, flush=True)

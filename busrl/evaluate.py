@@ -1,0 +1,184 @@
+"""Measuring a model without a run: held-out prompts through an engine and a reward, in this process.
+
+Talks to an engine (`busrl.inference`), to reward children and to a prompt file. Knows nothing of rings, the bus or run
+directories. The prompts, what is drawn for each and how the mean is taken are those of a round of validation.
+
+- A sample is a function of seed, uid and weights: the checkpoint of step N, asked as the run's own round N, gives the
+  numbers of that round (where the engine draws by the sample, see docs/engines.md).
+- Every sample has one row: its reward, or why it has none; the mean is over those that have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.data import JsonlStream, prompt_of
+from busrl.data.held_out import VALIDATE_BIT, lines_of, mean_over_prompts, standard_error
+from busrl.data.stream import Item as Line
+from busrl.errors import UserError
+from busrl.inference import EOS, Engine, Finished, Request, make_engine
+from busrl.rewards import Item, Outcome, RewardPool
+from busrl.topology import Topology
+
+READY_S = 120.0
+NO_TOKENS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is measured: `samples` answers to the prompts of a file, drawn as the round of that number draws them."""
+
+    prompts: str
+    samples: int
+    temperature: float
+    round: int = 0
+
+
+@dataclass
+class Row:
+    """One sample. `line`: of the prompt file, from 1; `finish`: "end", "length" or "aborted"; `error`: why it has no
+    reward."""
+
+    line: int
+    prompt: Any
+    completion: str = ""
+    reward: float | None = None
+    parts: dict[str, float] | None = None
+    tokens: int = 0
+    finish: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The figures of a measurement, over `samples` of `prompts` different prompts; `failed`: those without a reward."""
+
+    mean: float
+    standard_error: float | None
+    samples: int
+    prompts: int
+    failed: int
+    length: float
+    cut_share: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+class Evaluation:
+    """`run` once: rows by their place in the round. The engine lives in this process, or where it puts itself."""
+
+    def __init__(self, topology: Topology, asked: Asked) -> None:
+        self.topology, self.asked = topology, asked
+        self.stream = JsonlStream(asked.prompts, topology.run.seed, False, topology.data.prompt_key)
+        self.lines: npt.NDArray[np.int64] = lines_of(asked.samples, len(self.stream))
+        self.rows: dict[int, Row] = {}
+        self._waiting: list[Request] = []
+
+    def run(self, watch: Callable[[Evaluation], None] = lambda _: None) -> list[Row]:
+        """Every row in order; `watch` is called now and then while it lasts."""
+        rollouts = [one.name for one in self.topology.processes() if one.role == "rollout"]
+        with RewardPool(self.topology.reward) as pool:
+            if not pool.wait_ready(READY_S):
+                raise UserError(f"reward.function: not loaded within {READY_S:g} s; see what it does when imported")
+            engine = make_engine(self.topology, rollouts[0] if rollouts else "")
+            try:
+                self._waiting = list(self._requests(engine))[::-1]
+                self._until_done(engine, pool, watch)
+            finally:
+                engine.close()
+        return [self.rows[place] for place in range(self.asked.samples)]
+
+    @property
+    def rewards(self) -> dict[int, float]:
+        """By place, of the samples that have one (so far)."""
+        return {place: row.reward for place, row in self.rows.items() if row.reward is not None}
+
+    def found(self) -> Found:
+        """The figures now."""
+        rewards = self.rewards
+        judged = [self.rows[place] for place in rewards]
+        return Found(
+            mean_over_prompts(rewards, self.lines),
+            standard_error(rewards, self.lines),
+            len(judged),
+            len({row.line for row in judged}),
+            sum(bool(row.error) for row in self.rows.values()),
+            float(np.mean([row.tokens for row in judged])) if judged else 0.0,
+            float(np.mean([row.finish == "length" for row in judged])) if judged else 0.0,
+        )
+
+    def _requests(self, engine: Engine) -> Iterator[Request]:
+        """One for each sample; a prompt that can not be asked has its row already."""
+        limit, generation = self.topology.max_prompt_tokens, self.topology.generation
+        first = VALIDATE_BIT | self.asked.round * self.asked.samples
+        for place in range(self.asked.samples):
+            line = self.stream.at(int(self.lines[place]))
+            row = self.rows[place] = Row(line.index + 1, None)
+            ids = self._ids(engine, line, row)
+            if not 0 < len(ids) <= limit:
+                row.error = row.error or f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
+                continue
+            yield Request(
+                key=place, uid=first + place, segment=0, prompt_ids=ids, prefix_ids=NO_TOKENS,
+                max_new_tokens=generation.max_new_tokens, temperature=self.asked.temperature, top_p=1.0,
+                seed=self.topology.run.seed,
+            )  # fmt: skip
+
+    def _ids(self, engine: Engine, line: Line, row: Row) -> npt.NDArray[np.int32]:
+        try:
+            row.prompt = prompt_of(msgspec.json.decode(line.line), self.topology.data)
+            return np.asarray(engine.encode(row.prompt), np.int32)
+        except Exception as problem:  # a chat template is foreign code
+            row.error = f"the prompt cannot be rendered: {problem}"
+            return NO_TOKENS
+
+    def _until_done(self, engine: Engine, pool: RewardPool, watch: Callable[[Evaluation], None]) -> None:
+        while self._waiting or engine.active or len(pool):
+            room = engine.capacity - engine.active
+            joining = [self._waiting.pop() for _ in range(min(room, len(self._waiting)))]
+            if joining:
+                engine.submit(joining)
+            if engine.active:
+                self._ended(engine, pool, engine.step())
+            self._judged(pool.poll(0.0 if engine.active or self._waiting else 1.0))
+            watch(self)
+
+    def _ended(self, engine: Engine, pool: RewardPool, finished: Sequence[Finished]) -> None:
+        items = []
+        for one in finished:
+            row, ids = self.rows[one.key], one.token_ids.tolist()
+            if one.refused:
+                row.error = f"the engine refused it: {one.refused}"
+                continue
+            row.completion = one.text if one.text is not None else engine.decode(ids, one.finish == EOS)
+            row.tokens = len(ids)
+            row.finish = {EOS: "end"}.get(one.finish, "length")
+            line = self.stream.at(int(self.lines[one.key]))
+            items.append(Item(one.key, line.line, row.completion, ids))
+        pool.submit(items)
+
+    def _judged(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            row = self.rows[outcome.key]
+            if outcome.error:
+                row.error = f"reward {outcome.error}: {outcome.text}"
+            else:
+                row.reward, row.parts = outcome.value, outcome.parts or None
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """One line of JSON per sample; what is empty is left out."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        for row in rows:
+            told = {key: value for key, value in asdict(row).items() if value not in ("", None)}
+            file.write(msgspec.json.encode(told) + b"\n")

@@ -1,0 +1,169 @@
+"""A run that ends groups and trains none: counts them, names the commonest cause, and says when to warn and to end.
+
+Used by the learner with each look at the groups. Talks to the tail of errors.jsonl for the last error behind the cause.
+Knows nothing of the ring or of tensors.
+
+- Counted is a streak: groups that ended, by whatever process, since the last step and since the last group that could
+  be trained. A task of which most groups are flat is slow, not idle: where groups that can be trained were rare before,
+  the limit is what RARE of them would have taken on average.
+- What ended before this process looked for the first time is not counted: a start after a correction begins at 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.inference.base import LENGTH
+from busrl.ledger.fates import name_of
+from busrl.ledger.files import tail
+from busrl.paths import RunPaths
+from busrl.scheduling.groups import ACCIDENTS, GroupView
+from busrl.topology import Topology
+
+AUTO, LEAST = 4, 32  # x n_min, and at least so many: a few flat groups in a row are chance
+RARE = 32  # a streak in which so many usable groups were to be expected is no chance
+QUARTERS = 4
+TRAINED = ord("T")
+WHERE = {"R": "reward", "H": "reward", "X": "rollout", "l": "rollout"}  # who tells of a fate
+MOST_TEXT = 200
+REMEDY = {
+    "f": "look at what the reward compares (reward.extract or the function, data.answer_key) and at the answers in "
+         "samples.jsonl; a task that is too easy or too hard for this model has no signal either",
+    "o": "raise weights.max_staleness, or generate less ahead of training",
+    "l": "raise generation.max_prompt_tokens, or shorten the prompts",
+    "R": "mend the reward function", "H": "mend the reward function, or raise reward.timeout_s",
+    "X": "look at data.template and data.prompt_key", "P": "look at the engine's log",
+    "M": "look at the process that wrote it", "i": "look at errors.jsonl",
+}  # fmt: skip
+
+
+@dataclass
+class Flat:
+    """Of the flat groups of a streak: the lowest and highest reward, answers, those that were cut, and the last one."""
+
+    low: float = np.inf
+    high: float = -np.inf
+    answers: int = 0
+    cut: int = 0
+    last: dict[str, object] | None = None
+
+    def text(self) -> str:
+        worth = f"every reward was {self.low:g}" if self.low == self.high else "all rewards of each group were equal"
+        cut = f", {self.cut / self.answers:.0%} of the answers were cut at generation.max_new_tokens"
+        return f"{worth}{cut if self.cut else ''}"
+
+
+class Idling:
+    """`look` with each view, `set_aside` for flat groups, `stepped` after a step; `quarters` say what is to be done."""
+
+    def __init__(self, topology: Topology, paths: RunPaths) -> None:
+        wanted, n_min = topology.limits.idle_groups, topology.learner.trigger.n_min
+        self.limit = max(LEAST, AUTO * n_min) if isinstance(wanted, str) else wanted
+        self.paths, self._n_min = paths, n_min
+        self._usable = self._ended = 0  # groups in this life; those that ended unused, without the streak
+        self._ready: set[int] = set()
+        self._looked = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.streak, self._told = 0, 0
+        self.causes: Counter[str] = Counter()
+        self.flat = Flat()
+
+    # -- what happens ---------------------------------------------------------------------------------------------
+
+    def look(self, view: GroupView, asides: Collection[int]) -> None:
+        """Groups that ended since the last view, and such as can be trained now (`asides` are just being dropped)."""
+        if self._looked:
+            for fates in view.ended_fates:
+                if not (fates == TRAINED).any():
+                    self.streak += 1
+                    self.causes[cause_of(fates)] += 1
+        self._looked = True
+        ready = {*view.draws[view.usable & ~view.flat].tolist()} - {*asides}
+        if new := len(ready - self._ready):
+            self._usable += new
+            self.stepped()
+        self._ready = ready
+
+    def set_aside(self, lines: npt.NDArray[Any], fate: str, sample: Callable[[], dict[str, object]]) -> None:
+        """A group's survivors are about to be dropped; of a flat one `sample` gives an answer, for people."""
+        if fate == "f" and len(lines):
+            rewards, own = lines["reward"], self.flat
+            own.low, own.high = min(own.low, float(rewards.min())), max(own.high, float(rewards.max()))
+            own.answers += len(lines)
+            own.cut += int(np.count_nonzero(lines["finish"] == LENGTH))
+            own.last = sample()
+
+    def stepped(self) -> None:
+        """A step was made, or there is a group for one."""
+        self._ended += self.streak
+        self._begin()
+
+    # -- what follows ---------------------------------------------------------------------------------------------
+
+    @property
+    def patience(self) -> int:
+        """Groups in a row without one that can be trained until the run ends; 0 = it never does."""
+        if not self.limit:
+            return 0
+        seen = self._usable + self._ended + self._n_min
+        return max(self.limit, RARE * seen // self._usable if self._usable else 0)
+
+    def quarters(self) -> range:
+        """The quarters of the patience that were reached since the last call; with the last one the run is to end."""
+        reached = min(QUARTERS, self.streak * QUARTERS // self.patience) if self.patience else 0
+        told, self._told = self._told, max(reached, self._told)
+        return range(told + 1, reached + 1)
+
+    def text(self, step: int) -> str:
+        """What ended the groups, in words: the commonest cause with its count, the last error or answer behind it."""
+        cause, count = self.causes.most_common(1)[0] if self.causes else ("i", 0)
+        share = f"all {self.streak}" if count == self.streak else f"{count} of {self.streak}"
+        since = f"since step {step}" if step else "since the start"
+        said = self.flat.text() if cause == "f" and self.flat.answers else ""
+        example = self._answer() if cause == "f" else self._error(cause)
+        parts = [f"{share} groups that ended {since} had the fate {cause} ({name_of(cause)})", said, example]
+        return f"{'; '.join(part for part in parts if part)}; {REMEDY.get(cause, REMEDY['i'])}"
+
+    def _answer(self) -> str:
+        last = self.flat.last
+        if last is None:
+            return ""
+        return f"the last: {_short(last['prompt'])} was answered {_short(last['completion'])}, worth {last['reward']:g}"
+
+    def _error(self, cause: str) -> str:
+        found = last_error(self.paths, WHERE.get(cause, ""))
+        return f"the last error: {found}" if found else ""
+
+
+def cause_of(fates: npt.NDArray[np.uint8]) -> str:
+    """The fate of a group, from those of its members: the rule that ended it, else its commonest accident."""
+    counts = Counter(chr(int(fate)) for fate in fates if fate)
+    accidents = Counter({fate: count for fate, count in counts.items() if ord(fate) in ACCIDENTS})
+    rule = next((fate for fate in "feol" if counts[fate]), "")
+    return rule or (accidents.most_common(1)[0][0] if accidents else "i")
+
+
+def last_error(paths: RunPaths, where: str) -> str:
+    """The newest line of errors.jsonl that is about samples, of that role; of any with `where` empty. "" if none."""
+    for line in reversed(tail(paths.errors)):
+        try:
+            row = json.loads(line)
+            if row.get("uids") and where in ("", row["where"]):
+                return _short(row["text"], quoted=False)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+    return ""
+
+
+def _short(text: object, quoted: bool = True) -> str:
+    whole = repr(text) if quoted else str(text)
+    return whole if len(whole) <= MOST_TEXT else f"{whole[:MOST_TEXT]} ..."

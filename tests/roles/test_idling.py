@@ -1,0 +1,187 @@
+"""A streak of groups of which none can be trained: what is counted, when it is told, and what is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.errors import ENDS_RUN, NothingToTrain, process_code
+from busrl.inference.base import LENGTH
+from busrl.ledger.errorlog import record_error
+from busrl.paths import RunPaths
+from busrl.roles.idling import Idling, cause_of
+from busrl.roles.stepmetrics import StepMetrics
+from busrl.topology import Topology, load
+
+QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
+DTYPE = [("reward", "f8"), ("finish", "u1")]
+
+
+def topology(n_min: int = 8, idle_groups: int | str = "auto") -> Topology:
+    base = load(QUICK, [f"learner.trigger.n_min={n_min}"])
+    return replace(base, limits=replace(base.limits, idle_groups=idle_groups))
+
+
+def idling(tmp_path: Path, n_min: int = 8, idle_groups: int | str = "auto") -> Idling:
+    made = Idling(topology(n_min, idle_groups), RunPaths.of(tmp_path))
+    made.look(view(), [])
+    return made
+
+
+def view(ended: Sequence[str] = (), ready: Sequence[int] = (), flat: Sequence[int] = ()) -> Any:
+    """Groups of two that ended with these fates, and open ones that can be trained or are flat."""
+    draws = np.array([*ready, *flat], np.int64)
+    fates = [[ord(fate) if fate != "." else 0 for fate in group] for group in ended]
+    return SimpleNamespace(
+        draws=draws, usable=np.ones(len(draws), np.bool_), flat=np.isin(draws, np.array(flat, np.int64)),
+        ended_fates=np.array(fates, np.uint8).reshape(-1, 2),
+    )  # fmt: skip
+
+
+def lines(*rewards: float, cut: int = 0) -> Any:
+    return np.array([(reward, LENGTH if k < cut else 1) for k, reward in enumerate(rewards)], DTYPE)
+
+
+def sample() -> dict[str, object]:
+    return {"prompt": '{"prompt": "3 1 2"}', "completion": "1 2 3 and more", "reward": 0.0}
+
+
+def test_the_default_warns_after_n_min_groups_and_ends_after_four_times_as_many(tmp_path: Path) -> None:
+    idle, told = idling(tmp_path), []
+    for _ in range(40):
+        idle.look(view(ended=["ff"]), [])
+        told.append([*idle.quarters()])
+    assert {quarter: told.index([quarter]) + 1 for quarter in (1, 2, 3, 4)} == {1: 8, 2: 16, 3: 24, 4: 32}
+    assert sum(map(sum, told)) == 10, "each quarter is told once"
+
+
+def test_a_few_flat_groups_in_a_row_are_chance_however_small_a_step_is(tmp_path: Path) -> None:
+    assert idling(tmp_path, n_min=1).patience == 32 and idling(tmp_path, n_min=1, idle_groups=3).patience == 3
+
+
+def test_many_groups_that_end_between_two_looks_are_all_counted(tmp_path: Path) -> None:
+    idle = idling(tmp_path)
+    idle.look(view(ended=["ll"] * 50), [])
+    assert [*idle.quarters()] == [1, 2, 3, 4] and idle.streak == 50
+
+
+def test_zero_means_never(tmp_path: Path) -> None:
+    idle = idling(tmp_path, idle_groups=0)
+    idle.look(view(ended=["ff"] * 10_000), [])
+    assert not idle.quarters() and idle.patience == 0
+
+
+def test_what_ended_before_the_first_look_is_another_starts_business(tmp_path: Path) -> None:
+    idle = Idling(topology(), RunPaths.of(tmp_path))
+    idle.look(view(ended=["ff"] * 1000), [])
+    assert idle.streak == 0
+
+
+def test_a_step_and_a_group_that_can_be_trained_end_the_streak_and_trained_groups_are_not_in_it(tmp_path: Path) -> None:
+    idle = idling(tmp_path)
+    idle.look(view(ended=["ff", "TT", "ff"], flat=[8]), [])
+    assert idle.streak == 2
+    idle.look(view(ended=["ff"], ready=[9]), [])
+    assert idle.streak == 0
+    idle.look(view(ended=["ff"], ready=[9]), [])
+    assert idle.streak == 1, "the same group is no news"
+    idle.look(view(ended=["oo"], ready=[9, 10]), [10])
+    assert idle.streak == 2, "a group that is just being dropped as too old can not be trained"
+    idle.stepped()
+    assert idle.streak == 0 and not idle.quarters()
+
+
+def test_a_task_of_which_most_groups_are_flat_is_slow_and_not_idle(tmp_path: Path) -> None:
+    """One group in twenty can be trained: a step takes five times more groups than the limit."""
+    chance, idle = np.random.default_rng(0), idling(tmp_path)
+    told = 0
+    for draw in range(40_000):
+        if chance.random() < 0.05:
+            idle.look(view(ready=[draw]), [])
+        else:
+            idle.look(view(ended=["ff"]), [])
+        told = max([told, *idle.quarters()])
+    assert told <= 1, "a warning by chance, once in a long run"
+    for _ in range(2_000):
+        idle.look(view(ended=["ff"]), [])
+        told = max([told, *idle.quarters()])
+    assert told == 4, "and it is idle once they stop"
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_whatever_came_before_a_run_without_anything_to_train_ends(before: list[bool]) -> None:
+    idle = Idling(topology(), RunPaths.of("/nowhere"))
+    idle.look(view(), [])
+    for draw, usable in enumerate(before):
+        idle.look(view(ready=[draw]) if usable else view(ended=["ff"]), [])
+    idle.stepped()
+    idle.look(view(ended=["ff"] * (32 * (len(before) + 8) + 32)), [])
+    assert 4 in idle.quarters()
+
+
+@pytest.mark.parametrize(
+    ("fates", "cause"), [("ff", "f"), ("fR", "f"), ("RR", "R"), ("Ri", "R"), ("l.", "l"), ("oo", "o"), ("ii", "i")]
+)
+def test_a_group_has_the_cause_of_the_rule_that_ended_it_or_of_its_commonest_accident(fates: str, cause: str) -> None:
+    assert cause_of(np.array([ord(fate) if fate != "." else 0 for fate in fates], np.uint8)) == cause
+
+
+def test_flat_groups_are_told_with_their_rewards_the_cut_answers_and_one_of_them(tmp_path: Path) -> None:
+    idle = idling(tmp_path)
+    for _ in range(3):
+        idle.set_aside(lines(0.0, 0.0, cut=1), "f", sample)
+        idle.look(view(ended=["ff"]), [])
+    text = idle.text(0)
+    assert "all 3 groups that ended since the start had the fate f (flat group)" in text
+    assert "every reward was 0, 50% of the answers were cut at generation.max_new_tokens" in text
+    assert "'1 2 3 and more', worth 0" in text and "reward.extract" in text
+    idle.set_aside(lines(1.0, 1.0), "f", sample)
+    idle.look(view(ended=["ff", "RR"]), [])
+    text = idle.text(7)
+    assert "4 of 5 groups that ended since step 7" in text and "all rewards of each group were equal" in text
+
+
+def test_accidents_are_told_with_the_last_error_behind_them(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path)
+    record_error(paths, "rollout/0", "warning", "rollout", "sample 4 is dropped: its prompt has 99 tokens", uids=[4])
+    record_error(paths, "reward/0", "warning", "reward", "sample 5 raised: KeyError: 'answer' (judge.py:3)", uids=[5])
+    record_error(paths, "learner", "warning", "learner", "something else")
+    with open(paths.errors, "ab") as file:
+        file.write(b'[1]\n{"half": ')
+    idle = idling(tmp_path)
+    idle.look(view(ended=["RR", "RR", "l."]), [])
+    assert "the last error: sample 5 raised: KeyError: 'answer' (judge.py:3); mend the reward function" in idle.text(0)
+    idle.stepped()
+    idle.look(view(ended=["l."]), [])
+    assert "prompt too long" in idle.text(0) and "its prompt has 99 tokens; raise generation.max_prompt" in idle.text(0)
+
+
+def test_the_end_of_such_a_run_is_final() -> None:
+    assert process_code(NothingToTrain("x")) == ENDS_RUN
+
+
+def test_groups_without_a_step_have_a_line_of_their_own_kind_and_count_for_the_next_step_too(tmp_path: Path) -> None:
+    metrics, idle = StepMetrics(RunPaths.of(tmp_path)), idling(tmp_path)
+    own = np.zeros(2, [("reward", "f8"), ("finish", "u1"), ("response_tokens", "u4"), ("group", "u8"), ("step", "u8")])
+    for _ in range(3):
+        metrics.set_aside(own, "f")
+        idle.set_aside(own, "f", sample)
+        idle.look(view(ended=["ff"]), [])
+    metrics.idle(5, 6, idle)
+    metrics.close()
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (row["kind"], row["step"], row["version"], row["groups"], row["tokens"]) == ("idle", 5, 6, 0, 0)
+    assert (row["groups_ended"], row["samples_ended"], row["reward"], row["flat_share"]) == (3, 6, 0.0, 1.0)
+    assert (row["idle_groups"], row["idle_limit"], row["idle_causes"]) == (3, 32, {"f": 3})
+    assert metrics.groups_aside == 3
+    (shown,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert shown["kind"] == "idle" and shown["completion"] == "1 2 3 and more"

@@ -1,0 +1,112 @@
+"""A checkpoint measured without a run gives the numbers of the run's own round; a new run begins from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ROOT, Run, running
+
+from busrl.cli.command import main
+from busrl.errors import UserError
+from busrl.topology import load
+
+STEPS = 3
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, quickstart: None) -> Iterator[Run]:
+    """A finished run of a few steps, validated before and after them."""
+    run = Run(tmp_path_factory.mktemp("evaluated") / "run", "learner.checkpoint_every=1", steps=STEPS)
+    with running(run):
+        assert run.wait() == 0, run.tail()
+        yield run
+
+
+def rounds(run: Run) -> dict[int, dict[str, Any]]:
+    return {row["round"]: row for row in map(json.loads, run.paths.validation.read_text().splitlines())}
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main(["evaluate", *map(str, arguments), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("step", [0, STEPS])
+def test_a_checkpoint_has_the_mean_of_the_run_s_own_round(
+    done: Run, step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, told = evaluated(capsys, done.directory, "--checkpoint", step), rounds(done)[step]
+    assert found["mean"] == pytest.approx(told["val/reward"], abs=1e-9) and found["samples"] == told["samples"]
+    assert found["length"] == pytest.approx(told["val/length"]) and found["failed"] == 0
+    rows = [json.loads(line) for line in Path(found["rows"]).read_text().splitlines()]
+    assert Path(found["rows"]) == done.directory / "evaluated" / f"step_{step}.jsonl" and len(rows) == 32
+    mean = sum(row["reward"] for row in rows) / 32
+    spread = (sum((row["reward"] - mean) ** 2 for row in rows) / 31 / 32) ** 0.5
+    assert found["mean"] == pytest.approx(mean) and found["standard_error"] == pytest.approx(spread)
+    assert all(row["prompt"].endswith("=") and row["completion"] and row["finish"] == "end" for row in rows)
+
+
+def test_the_newest_checkpoint_is_meant_and_a_folder_of_it_is_the_same(
+    done: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = evaluated(capsys, done.directory)
+    assert newest["model"].endswith(f"global_step_{STEPS}/model")
+    folder = done.paths.checkpoints / f"global_step_{STEPS}"
+    same = evaluated(capsys, QUICKSTART, "--checkpoint", folder, "--samples", 32, "--out", tmp_path / "rows.jsonl")
+    assert same["mean"] == newest["mean"] and same["model"] == newest["model"]
+
+
+def test_rewards_that_raise_are_counted_shown_and_left_out_of_the_mean(
+    done: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "judge.py").write_text(
+        "def score(record, completion, token_ids):\n"
+        "    return {'n': 2.0} if len(record['prompt']) % 2 else {}['answer']\n"
+    )
+    settings = ["--set", "reward.kind=python", "--set", f"reward.function={tmp_path}/judge.py:score"]
+    out = tmp_path / "rows.jsonl"
+    more = ["--samples", "16", "--temperature", "0", "--out", str(out)]
+    assert main(["evaluate", str(QUICKSTART), *settings, *more]) == 0
+    rows, text = [json.loads(line) for line in out.read_text().splitlines()], capsys.readouterr().out
+    failed = [row for row in rows if "error" in row]
+    assert 0 < len(failed) < 16 and all("KeyError: 'answer'" in row["error"].split("\n")[0] for row in failed)
+    assert "mean reward 2.0000" in text and f"{len(failed)} samples without a reward" in text
+    assert all(row["parts"] == {"n": 2.0} for row in rows if row not in failed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["{run}", "--checkpoint", "7"], "has no such step; it has those of steps 2, 3, and 0"),
+        (["{run}", "--checkpoint", "{run}/logs"], "no config.json in it"),
+        (["{run}", "--set", "groups.size=2"], "give a file instead"),
+        (["{run}/logs"], "no topology.json in it"),
+    ],
+)
+def test_what_can_not_be_measured_is_said(
+    done: Run, arguments: list[str], rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", *(part.format(run=done.directory) for part in arguments)]) == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_a_new_run_begins_with_what_a_checkpoint_has_learned(done: Run, tmp_path: Path) -> None:
+    folder = done.paths.checkpoints / f"global_step_{STEPS}"
+    settings = (f"model.path={folder}", "validation.at_end=false")
+    assert load(QUICKSTART, settings).model.path == f"{folder}/model"
+    run = Run(tmp_path / "run", *settings, steps=1)
+    with running(run):
+        assert run.wait() == 0, run.tail()
+    assert json.loads(run.paths.topology.read_text())["model"]["path"] == f"{folder}/model"
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match=r"no config\.json in this folder"):
+        load(QUICKSTART, [f"model.path={tmp_path}"])
