@@ -25,7 +25,7 @@ def start(topology: Topology, run_dir: Path | None, resume: str) -> int:
     if not RunPaths.of(directory).ring_file.exists():  # an adopted ring has its memory already
         require_memory(topology)
     for text in warnings(topology):
-        print(f"busrl: warning: {text}", file=sys.stderr)
+        print(f"warning: {text}", file=sys.stderr)
     require_cores(topology)
     require_disk(topology, directory)
     return int(launch(topology, directory, resume=resume != "never"))

@@ -294,6 +294,8 @@ def warnings(t: Topology) -> list[str]:
     if outside and t.task_message_bytes > t.bus.max_message_bytes:
         text = f"workers without a mapping can not join: a message with a sample may have {t.task_message_bytes} bytes"
         found.append(f"bus.max_message_bytes = {t.bus.max_message_bytes}: {text}")
+    if text := trial.ends(t):
+        found.append(text)
     for kind in sorted({t.device_of(one.name) for one in t.processes() if has_model(one.spec)} - {"auto"}):
         if not device.there(kind):
             text = f"this machine shows no {kind} device, or torch was not built for one: a start here would end"

@@ -29,7 +29,8 @@ from busrl.data.chat import LightTokenizer
 from busrl.data.check import open_file, prompt_lines
 from busrl.data.prompt import prompt_of
 from busrl.errors import DataError
-from busrl.topology.schema import TINY, Topology
+from busrl.topology import machine
+from busrl.topology.schema import TINY, Topology, has_model
 
 LOAD_S = 60.0  # importing a reward may take so long
 SHOWN_TEXT, SHOWN_IDS = 160, 12
@@ -109,6 +110,11 @@ def _is_ours(t: Topology) -> bool:
     return any(entry.role == "reward" and entry.count and not entry.command for entry in t.process)
 
 
+def _generates(t: Topology) -> bool:
+    """Whether an engine of busrl's makes answers here with the model's own end tokens."""
+    return any(entry.role == "rollout" and has_model(entry) for entry in t.process)
+
+
 def _tokenizer(t: Topology) -> LightTokenizer | None:
     folder = Path(t.model.path)
     if t.model.path.startswith(TINY):
@@ -154,6 +160,28 @@ def _judged(tried: list[Tried]) -> Iterator[str]:
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= SHOWN_TEXT else f"{text[: SHOWN_TEXT // 2]} ... {text[-SHOWN_TEXT // 2 :]}"
+
+
+def ends(t: Topology) -> str:
+    """What is wrong with the tokens that end an answer; empty where nothing is, or where no model runs here."""
+    tokenizer = _tokenizer(t) if not t.model.path.startswith(TINY) and _generates(t) else None
+    if tokenizer is None:
+        return ""
+    folder = Path(t.model.path)
+    own = tokenizer.id_of(tokenizer.end) if tokenizer.end else None
+    known = machine.end_ids(folder) | ({own} if own is not None else set())
+    shown, size = ", ".join(map(str, sorted(known))), machine.vocabulary_size(folder)
+    limit = f"generation.max_new_tokens = {t.generation.max_new_tokens}"
+    if size and all(one >= size for one in known):
+        what = f"its end tokens ({shown}) are none of its {size} ids" if known else "it names no end token"
+        return f"model.path: {what}, so every answer is cut at {limit}; set eos_token_id in generation_config.json"
+    turn = tokenizer.turn_end() if t.data.template == "chat" else None
+    if turn is not None and turn[0] not in known:
+        return (
+            f"model.path: its chat template ends a turn with {turn[1]} (id {turn[0]}), and the end tokens are {shown}: "
+            f"an answer may go on to {limit}; add {turn[0]} to eos_token_id in generation_config.json"
+        )
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------ the other process
