@@ -2,7 +2,7 @@
 
 Used by the learner with each line of metrics.jsonl. Pure; knows nothing of the bus or of files.
 
-- One step decides nothing: two of the newest three, or the groups of the newest ten, do.
+- One step decides nothing: two of the newest three, or the groups and answers of the newest ten, do.
 - Each alarm is told when it begins, and again only after it was over.
 - The limits are far from what healthy runs show (ess above 0.9, k3 below 0.05), and are no settings.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 ESS_LOW, K3_HIGH, MOVED_STEPS = 0.3, 0.3, 3
 FLAT_HIGH, FLAT_STEPS, FLAT_GROUPS = 0.9, 10, 64  # of at least so many groups
+CUT_HIGH, CUT_ANSWERS = 0.99, 64  # of at least so many answers
 
 
 class Alarms:
@@ -24,6 +25,7 @@ class Alarms:
     def __init__(self) -> None:
         self._moved: deque[tuple[float, float]] = deque(maxlen=MOVED_STEPS)
         self._groups: deque[tuple[float, float, float]] = deque(maxlen=FLAT_STEPS)  # ended, of them flat, reward
+        self._answers: deque[tuple[float, float]] = deque(maxlen=FLAT_STEPS)  # trained, of them cut
         self._on: set[str] = set()
 
     def step(self, row: Mapping[str, Any]) -> list[str]:
@@ -31,7 +33,8 @@ class Alarms:
         self._moved.append((row["ess"], row["k3"]))
         ended = row["groups_ended"]
         self._groups.append((ended, row["flat_share"] * ended, row["reward"]))
-        found = {"moved": self._left(row), "flat": self._flat(row)}
+        self._answers.append((row["samples"], row["cut_share"] * row["samples"]))
+        found = {"moved": self._left(row), "flat": self._flat(row), "cut": self._cut(row)}
         begun = [text for name, text in found.items() if text and name not in self._on]
         self._on = {name for name, text in found.items() if text}
         return begun
@@ -57,4 +60,14 @@ class Alarms:
             f"step {row['step']}: {flat / ended:.0%} of the last {ended:g} groups were flat (all rewards of a group "
             f"equal, nothing to learn from), at a mean reward of {reward:.3g} and entropy {row['entropy']:.2g}: the "
             "task is solved, too hard for this model, or its answers have become all the same; see samples.jsonl"
+        )
+
+    def _cut(self, row: Mapping[str, Any]) -> str:
+        answers, cut = (sum(values) for values in zip(*self._answers))
+        if answers < CUT_ANSWERS or cut < CUT_HIGH * answers:
+            return ""
+        return (
+            f"step {row['step']}: {cut / answers:.0%} of the last {answers:g} answers were cut at their limit, "
+            f"{row['length_mean']:.0f} tokens on average: is the model's end token the one that its "
+            "generation_config.json and tokenizer name? Else raise generation.max_new_tokens"
         )

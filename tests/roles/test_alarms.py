@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from busrl.roles.alarms import Alarms
 
 
-def row(step: int, ess: float = 0.99, k3: float = 0.004, flat: float = 0.3, ended: int = 12) -> dict[str, Any]:
+def row(
+    step: int, ess: float = 0.99, k3: float = 0.004, flat: float = 0.3, ended: int = 12, cut: float = 0.5
+) -> dict[str, Any]:
     return {
         "step": step, "ess": ess, "k3": k3, "flat_share": flat, "groups_ended": ended, "reward": 0.25, "entropy": 0.5,
-        "lr": 3e-4,
+        "lr": 3e-4, "samples": 32, "cut_share": cut, "length_mean": 512.0,
     }  # fmt: skip
 
 
@@ -37,6 +39,12 @@ def test_flat_groups_are_told_of_where_there_are_enough_of_them() -> None:
     assert told(Alarms(), *(row(step, flat=0.95, ended=4) for step in range(12))) == [], "40 groups"
     (text,) = told(Alarms(), *(row(step, flat=0.95, ended=40) for step in range(12)))
     assert "step 1: 95% of the last 80 groups were flat" in text and "mean reward of 0.25" in text
+
+
+def test_answers_that_are_all_cut_are_told_of_with_the_end_token_as_the_first_suspect() -> None:
+    assert told(Alarms(), *(row(step, cut=0.9) for step in range(12))) == []
+    (text,) = told(Alarms(), *(row(step, cut=1.0) for step in range(12)))
+    assert "step 1: 100% of the last 64 answers were cut at their limit, 512 tokens" in text and "end token" in text
 
 
 @given(st.lists(st.tuples(st.floats(0.5, 1.0), st.floats(0, 0.2), st.floats(0, 0.85), st.integers(1, 500))))

@@ -148,6 +148,28 @@ def test_a_killed_learner_of_an_adapter_comes_back_to_the_same_weights(topology:
             TrainingStep(changed).load_checkpoint(tmp_path / "checkpoints")
 
 
+def test_dropout_goes_on_with_the_random_numbers_that_it_would_have_drawn(topology: Topology, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    topology = with_lora(topology, dropout=0.5)
+    living, history = TrainingStep(topology), History(RunPaths.of(tmp_path), topology)
+    for step in range(1, 5):
+        record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3], samples=records(step))
+        history.append(record)
+        living.train(record.samples, 4, record.version)
+        history.finished(record)
+        if step == 2:
+            history.checkpoint(living, step, {}, lambda folder: None)
+    history.close()
+    torch.manual_seed(12345)  # another process, with other numbers drawn
+    again, successor = TrainingStep(topology), History(RunPaths.of(tmp_path), topology)
+    successor.load(again, lambda meta, folder: None)
+    for record in successor.to_replay():
+        again.replay(record)
+        successor.finished(record)
+    successor.close()
+    assert torch.allclose(weights(living), weights(again), atol=1e-6)
+
+
 def test_several_updates_per_batch_take_whole_groups_each(topology: Topology) -> None:
     batch = records(2)
     shares = _split(batch, 3)
