@@ -29,7 +29,8 @@ from busrl.ring import State
 from busrl.roles.actor import Actor
 from busrl.roles.agreement import Agreement
 from busrl.roles.control import Control
-from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back, glimpse
+from busrl.roles.excerpts import Excerpts
+from busrl.roles.gather import Claimed, claim_group, claim_groups, end, give_back
 from busrl.roles.history import History
 from busrl.roles.idling import QUARTERS, Idling
 from busrl.roles.intervals import checkpoint_is_due
@@ -68,7 +69,7 @@ class Learner(Actor):
         self.training = TrainingStep(self.topology)
         self.training.moved = self.ring.progress
         self.worth = Worth(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
-        self.metrics = StepMetrics(self.paths)
+        self.metrics, self.excerpts = StepMetrics(self.paths), Excerpts(self.topology)
         self.idling = Idling(self.topology, self.paths)
         self.agreement = Agreement(self.topology)
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
@@ -206,7 +207,10 @@ class Learner(Actor):
         lines = self.copy_lines()
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate)
-        self.idling.set_aside(lines[slots], action.fate, lambda: glimpse(self.ring, slots[0], lines[slots[0]]))
+        shown = slots[0]
+        self.idling.set_aside(
+            lines[slots], action.fate, lambda: self.excerpts.glimpse(self.ring, shown, lines[shown])
+        )
         self.skew.ended(action.draw, lines["response_tokens"][slots].tolist(), action.fate)
         for slot in slots:
             if int(lines["state"][slot]) == State.REWARDED and int(lines["group"][slot]) == action.draw:
@@ -296,7 +300,7 @@ class Learner(Actor):
                 self.agreement.first(record.samples, exact, self.training.score)
             if not self._commit(record):
                 return
-            sample = excerpt(self.ring, groups[0])
+            samples = self.excerpts.of_step(self.ring, groups)
             for group in groups:
                 end(self.ring, group, "T")
             self.claimed.clear()
@@ -311,7 +315,7 @@ class Learner(Actor):
                 "groups_total": self.history.groups, "queue": max(0, int(view.usable.sum()) - len(groups)),
                 **self._lengths(groups, view), **self.control.numbers(),
             }  # fmt: skip
-            row = self.metrics.step(record, groups, stats, sample, self.publisher.version, published, more)
+            row = self.metrics.step(record, groups, stats, samples, self.publisher.version, published, more)
             self.control.step(record, stats, row, self._warn_of_control)
             self._tell(stats)
             self._maybe_checkpoint(len(groups))

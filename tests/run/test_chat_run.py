@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from chat_folders import END_IDS
 from checks import check_end
-from harness import Run, running
+from harness import Run, read_lines, running
 
 from busrl.ledger.wal import Record, frames
 
@@ -108,8 +108,16 @@ def test_a_run_of_chats_trains_on_the_ids_of_the_models_own_template(
     chat_folder: Folder, tmp_path: Path, template: str
 ) -> None:
     model = chat_folder(template)
-    run = Run(tmp_path / "run", "learner.checkpoint_every=100", config=make_all(tmp_path / "mine", model), steps=5)
+    settings = ["learner.checkpoint_every=100", "log.samples=all"]
+    run = Run(tmp_path / "run", *settings, config=make_all(tmp_path / "mine", model), steps=5)
     with running(run):
         check_end(run, run.wait())
     assert run.audit().counts.trained >= 5 * 8 * 4
     check_samples(run, model)
+    rows = read_lines(run.paths.samples)
+    assert len(rows) == run.audit().counts.trained and {row["step"] for row in rows} == set(range(1, 6))
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    texts = {tokenizer.decode(ids) for ids in expected_ids(model)}
+    assert {row["prompt"] for row in rows} <= texts and rows[0]["record"] == {"answer": 1}
