@@ -30,9 +30,10 @@ test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 min
 	@$(MAKE) --no-print-directory -j2 -Otarget lint cpp
 	$(PYTEST) -m "not slow and not soak and not vllm"
 
-test-all: test model storm sanitize aarch64 vllm-test ## the slower tests, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
+test-all: test model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
 	$(PYTEST) -m "slow and not vllm"
+	$(BIN)/python tools/mutants.py
 	HYPOTHESIS_PROFILE=explore $(PYTEST) -m "not slow and not soak and not vllm" $$(grep -rl "from hypothesis" tests)
 
 soak: $(STAMP)/test ## many kills of every role; takes a long time

@@ -62,6 +62,10 @@ class RewardNotLoaded(UserError):
     """A reward function that can not be imported or called; the message holds the import path and the cause."""
 
 
+class SamplesUsedUp(UserError):
+    """The run has dispatched as many samples as a fate table can hold; the message says how many that is."""
+
+
 class EngineDisagrees(UserError):
     """An engine's log-probabilities are not those of a plain forward pass with the same weights: do not use it."""
 
@@ -123,6 +127,10 @@ class BusNotReady(PeerLost):
 
 class BrokerStuck(PeerLost):
     """The broker's proxy ended, or does not pass messages on."""
+
+
+class QueuesFull(PeerLost):
+    """The broker has queued more than it may for processes that do not read; the message names them."""
 
 
 class PeerTimeout(PeerLost):
@@ -294,7 +302,7 @@ def process_code(problem: BusrlError) -> int:
     """What a process of a run ends with: AGAIN if it may go better another time; NO_USE if somebody has to mend
     something first, for a process that never was ready; ENDS_RUN if nothing more may be trained as it is; NO_SPACE if
     it only has to wait until there is room again."""
-    if isinstance(problem, (EngineDisagrees, NothingToTrain)):
+    if isinstance(problem, (EngineDisagrees, NothingToTrain, SamplesUsedUp)):
         return ENDS_RUN
     if isinstance(problem, (DiskFull, SharedMemoryFull)):
         return NO_SPACE

@@ -10,6 +10,7 @@ the ring's slots, whoever waits for a message also looks at the ring on a timer,
 gets slower. Nothing is sent again; `msg_seq` lets the listener count what it missed.
 
 - `send` never blocks and never fails for want of a listener.
+- Names come from outside: what is remembered of them is bounded, whatever they are.
 - Nothing that arrives can raise: bytes that are no message are counted, reported once per sender and kind, dropped.
 - Only subscribed kinds are decoded. A ZeroMQ context belongs to one endpoint and is never used after a fork.
 """
@@ -41,7 +42,8 @@ MAX_REPORTED: Final = 1024
 MAX_ROUTES: Final = 4096
 LINGER_MS: Final = 250
 HANDSHAKE_MS: Final = 5000  # half a handshake holds a descriptor no longer than this
-MAX_ADDRESSED: Final = 1024  # topics of one endpoint beyond which pings of new names get no answer
+MAX_ADDRESSED: Final = 1024  # addressed topics that an endpoint remembers; the numbers of the oldest begin anew
+RECEIVED_AHEAD: Final = 512  # messages that wait in the reader's own memory; the rest waits at the broker
 MAX_LOOKS: Final = 4096  # messages looked at before the caller is asked again: a flood of refused ones can not hold it
 RECEIVE_SLICE_S: Final = 0.1  # the longest that a wait inside libzmq takes
 PING_EVERY_S: Final = 0.05
@@ -122,6 +124,7 @@ class Core:
         self._reported: set[tuple[str, Fault]] = set()
         self._faults: Counter[Fault] = Counter()
         self._lines: dict[tuple[type[Message], str], _Line] = {}
+        self._addressed: deque[tuple[type[Message], str]] = deque()  # of these, the ones to one process, oldest first
         self._gaps = Gaps()
         self._pending: deque[Message] = deque(maxlen=max(hwm, MAX_LOOKS))  # came, not taken; the oldest may go
         self._own_ping = topic(Ping, name)
@@ -138,8 +141,8 @@ class Core:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._sub = self._context.socket(zmq.SUB)
-        for socket in (self._pub, self._sub):
-            configure(socket, hwm, self._max_bytes)
+        for socket, most in ((self._pub, hwm), (self._sub, min(hwm, RECEIVED_AHEAD))):
+            configure(socket, most, self._max_bytes)
             if keys is not None:
                 encrypt(socket, keys)
         for one in subscribe:
@@ -179,7 +182,12 @@ class Core:
         line.seq = seq
 
     def _line(self, kind: type[Message], to: str) -> _Line:
-        self._lines[kind, to] = line = _Line(kind, to)
+        line = _Line(kind, to)
+        if to:
+            self._addressed.append((kind, to))
+            if len(self._addressed) > MAX_ADDRESSED:
+                del self._lines[self._addressed.popleft()]
+        self._lines[kind, to] = line
         return line
 
     def _seqs(self) -> dict[str, int]:
@@ -261,9 +269,6 @@ class Core:
     def _answer(self, ping: Ping) -> None:
         """PING is served here: one's own echo proves readiness, another's is answered."""
         if ping.sender != self.name:
-            if len(self._lines) >= MAX_ADDRESSED and (Pong, ping.sender) not in self._lines:
-                self._drop(Rejected(Fault.MALFORMED, "", f"pings from more than {MAX_ADDRESSED} names"))
-                return
             try:
                 self.post(Pong(token=ping.token), to=ping.sender)
             except ValueError:  # a sender whose name can not stand in a topic gets no answer

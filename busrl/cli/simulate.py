@@ -172,6 +172,7 @@ def _sweep(
     if options.json:
         print(json.dumps([_plain(*one) for one in done], indent=2))
         return 0
+    print("\n".join(["", *report.warning(settings[0][1])]))
     told = notes((" ".join(point.values), setting.answers_note) for point, setting in settings)
     print("\n".join(["", report.markdown(keys, rows), *(f"answers: {note}" for note in told), *_beyond(fitted, rows)]))
     print(", ".join(map(str, written)))

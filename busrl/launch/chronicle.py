@@ -10,6 +10,7 @@ told, and decides nothing.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ OTHERS = "(others)"
 UNNAMED = "(unnamed)"
 SAVE_EVERY_S = 1.0
 TRACE = 4000
+TEXT = 200
 
 
 class Chronicle:
@@ -40,7 +42,7 @@ class Chronicle:
         self._paths, self._children = paths, children
         self._own = {address(name) for name in own} | {"launch"}
         self._met: set[tuple[int, int]] = set()
-        self._throttle, self._tally = Throttle(), Tally()
+        self._throttle, self._shown, self._tally = Throttle(), Throttle(), Tally()
         self._deaths: dict[str, str] = {}
         self._changed, self._next_save = True, 0.0
 
@@ -60,13 +62,13 @@ class Chronicle:
             if not one.remote and (one.pid, one.index) not in self._met:
                 self._met.add((one.pid, one.index))
                 if is_titled(one.pid, one.label):
-                    self._own.add(address(one.label))
+                    self._own.add(one.label.replace("/", "-"))
 
     def heard(self, error: m.Error, now: float) -> list[str]:
         """An ERROR came; the lines that a person should read now."""
         severity = error.severity if error.severity in m.SEVERITIES else m.SEVERITIES[0]
         if error.sender in self._own:
-            return [shown(error.sender, severity, error.where, error.text)]
+            return self._heard_own((error.sender, severity, error.where, error.text), now)
         sender = self._known(error.sender)
         self._tally.add(sender, severity, text=first_line(error.text))
         self._changed = True
@@ -78,6 +80,8 @@ class Chronicle:
         told = []
         for count, (sender, severity, where, text, trace), _ in self._throttle.due(now, everything):
             told.append(self._file((sender, severity, where, f"{count} more from it, the latest: {text}", trace)))
+        for count, (sender, severity, where, text), _ in self._shown.due(now, everything):
+            told.append(f"{shown(sender, severity, where, text)} ({count} more like this)")
         if self._changed and (everything or now >= self._next_save):
             self._changed, self._next_save = False, now + SAVE_EVERY_S
             show_whole(self._paths.supervisor, self.plain())
@@ -86,6 +90,12 @@ class Chronicle:
     def close(self, now: float) -> list[str]:
         """Everything that was held back."""
         return self.tick(now, everything=True)
+
+    def _heard_own(self, line: tuple[str, str, str, str], now: float) -> list[str]:
+        """It files and holds back itself; this is for one that does not, or that is none of ours."""
+        sender, _, where, text = line
+        kind = f"{sender}/{where}/{re.sub('[0-9]+', '#', text)[:TEXT]}"
+        return [shown(*line)] if self._shown.admit(kind, line, now) else []
 
     def _known(self, sender: str) -> str:
         sender = sender or UNNAMED

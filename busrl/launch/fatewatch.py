@@ -24,7 +24,7 @@ from busrl.ledger.fates import NAMES, Fate
 from busrl.ring import Ring, State
 
 VALIDATE = np.uint64(1 << 62)  # this bit of a uid says which table it is in
-CAPACITY = np.uint64(1 << 26)  # samples that a table maps
+CAPACITY = np.uint64(1 << 32)  # samples that a table maps
 LOOK_EVERY_S = 1.0
 REMEDY = (
     "what became of some samples is lost from it. Start the run again: what checkpoint and log hold counts as trained, "

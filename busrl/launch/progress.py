@@ -98,9 +98,9 @@ class Progress:
         return []
 
     def _stepped(self, update: m.LearnerStateUpdate) -> None:
-        if update.step <= self.told:
-            return  # doubled or late
-        if not all(map(math.isfinite, (update.reward, update.entropy, update.age_mean))):
+        if not self.told < update.step <= self.goal:
+            return  # doubled, late, or of no step that there is
+        if not all(map(math.isfinite, (update.reward, update.entropy, update.age_mean, *update.metrics.values()))):
             return  # no mean of anything
         self.told = update.step
         told = update.metrics

@@ -284,6 +284,8 @@ class Launch:
 
     def _hear(self) -> None:
         for message in self._bus.drain():
+            if m.is_from_another(message):
+                continue
             if isinstance(message, m.Hello):
                 self._greeted(message)
             if isinstance(message, m.Error):
@@ -294,7 +296,7 @@ class Launch:
 
     def _greeted(self, hello: m.Hello) -> None:
         """A process that does not map the ring has only this way to say that it is ready."""
-        child = self._by_address.get(address(hello.sender)) if hello.sender else None
+        child = self._by_address.get(hello.sender.replace("/", "-"))
         if child is not None and self._processes[child.name].spec.command and child.became_ready():
             self._note(f"{child.name} (pid {child.pid}) is ready: it said HELLO")
 

@@ -15,6 +15,8 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+BLOCK = 1 << 20
+
 
 class Fate(IntEnum):
     """NONE -> DISPATCHED -> TRAINED | VALIDATED | a reason by rule (small letter) | an accident (capital letter)."""
@@ -89,5 +91,7 @@ def name_of(fate: int | str) -> str:
 
 def histogram(codes: npt.NDArray[np.uint8]) -> dict[str, int]:
     """How many samples have each fate, by name, without "none"; unknown codes have their own entries."""
-    counts = np.bincount(codes, minlength=256)
+    counts = np.zeros(256, np.int64)
+    for start in range(0, codes.size, BLOCK):  # bincount makes eight bytes of each
+        counts += np.bincount(codes[start : start + BLOCK], minlength=256)
     return {name_of(code): int(counts[code]) for code in range(1, 256) if counts[code]}

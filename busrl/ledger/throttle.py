@@ -2,7 +2,9 @@
 
 Pure: time comes from the caller. Knows nothing of logs or the bus.
 
-- Of one kind at most one line is told every `every_s` seconds, and no occurrence is missing from the counts.
+- Of one kind at most one line is told every `every_s` seconds, and no occurrence is missing from the counts. A kind
+  that goes on is told of half as often after each line, down to once in `LONGEST_S`, unless its lines name samples.
+- Kinds may hold text from outside: beyond `MOST_KINDS` at once, all further ones are one kind.
 - The samples that the occurrences were about are kept with them, so that a line stands for each of its samples.
 """
 
@@ -13,6 +15,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 EVERY_S = 5.0
+LONGEST_S = 640.0
+MOST_KINDS = 256
+OTHERS = "(others)"
 MOST_UIDS = 1000  # of one line; more samples than that are not told apart any more
 
 
@@ -29,6 +34,7 @@ class _Kind:
     """What was held back of one kind since the last line."""
 
     told: float
+    every_s: float
     held: int = 0
     latest: tuple[str, ...] = ()
     uids: list[int] = field(default_factory=list)
@@ -43,9 +49,11 @@ class Throttle:
 
     def admit(self, kind: str, line: tuple[str, ...], now: float, uids: Sequence[int] = ()) -> bool:
         """Whether to tell this one now; if not, it is counted and comes back from `due`."""
+        if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
+            kind = OTHERS
         known = self._kinds.get(kind)
         if known is None:
-            self._kinds[kind] = _Kind(now)
+            self._kinds[kind] = _Kind(now, self.every_s)
             return True
         known.held, known.latest = known.held + 1, line
         known.uids += uids[: MOST_UIDS - len(known.uids)]
@@ -55,11 +63,11 @@ class Throttle:
         """What was held back long enough. A kind that was quiet is forgotten."""
         found = []
         for kind, known in list(self._kinds.items()):
-            if not everything and now - known.told < self.every_s:
+            if not everything and now - known.told < known.every_s:
                 continue
             if known.held:
                 found.append(Due(known.held, known.latest, tuple(known.uids)))
-                self._kinds[kind] = _Kind(now)
+                self._kinds[kind] = _Kind(now, self.every_s if known.uids else min(2 * known.every_s, LONGEST_S))
             else:
                 del self._kinds[kind]
         return found

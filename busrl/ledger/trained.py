@@ -27,7 +27,9 @@ MAGIC = b"BUSRLTRD"
 LAYOUT = 1
 UID_LIMIT = 1 << 34  # 2 GiB of bitmap: far above any fate table, below what a wild uid would ask for
 REMEDY = "; the next start in the run directory makes it again from train.jsonl"
+BLOCK = 1 << 17  # bytes of the bitmap
 _HEAD = struct.Struct("<8sIIQQ")
+_ONES = np.array([bin(byte).count("1") for byte in range(256)], np.int64)
 
 
 class TrainedSet:
@@ -65,6 +67,12 @@ class TrainedSet:
     def uids(self) -> npt.NDArray[np.uint64]:
         """All uids, ascending."""
         return np.flatnonzero(np.unpackbits(self._bits, bitorder="little")).astype(np.uint64)
+
+    def blocks(self) -> Iterator[npt.NDArray[np.int64]]:
+        """All uids, ascending, some at a time: a set of tens of millions is not to be spelled out at once."""
+        for start in range(0, self._bits.size, BLOCK):
+            block = np.flatnonzero(np.unpackbits(self._bits[start : start + BLOCK], bitorder="little"))
+            yield block.astype(np.int64) + start * 8
 
     def __contains__(self, uid: int) -> bool:
         return self.contains(uid)
@@ -119,4 +127,5 @@ class TrainedSet:
         return byte
 
     def _recount(self) -> int:
-        return int(np.unpackbits(self._bits).sum(dtype=np.int64))
+        blocks = (self._bits[start : start + BLOCK] for start in range(0, self._bits.size, BLOCK))
+        return sum(int(np.bincount(block, minlength=256) @ _ONES) for block in blocks)

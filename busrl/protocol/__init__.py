@@ -27,7 +27,7 @@ from busrl.protocol.messages import (
     name_of,
 )
 from busrl.protocol.registry import ALL, BY_NAME
-from busrl.protocol.topics import address, kind_of, topic
+from busrl.protocol.topics import address, is_address, kind_of, topic
 from busrl.protocol.version import VERSION
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "address",
     "decode",
     "encode",
+    "is_address",
     "kind_of",
     "name_of",
     "topic",

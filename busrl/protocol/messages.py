@@ -234,3 +234,18 @@ def name_of(kind: type[Message]) -> str:
     """The wire name of a message class: `name_of(NewTask) == "NEW_TASK"`."""
     tag: Any = kind.__struct_config__.tag
     return str(tag)
+
+
+# Messages that only one process of a run sends. Nobody proves who it is: this holds off mistakes, not malice.
+ONLY_FROM: dict[type[Message], str] = {
+    LearnerStateUpdate: "learner",
+    SchedulerState: "scheduler",
+    ValidationStarted: "validator",
+    ValidationDone: "validator",
+    Stop: "launch",
+}
+
+
+def is_from_another(message: Message) -> bool:
+    """Whether this message came from a process that does not send its kind."""
+    return ONLY_FROM.get(type(message), message.sender) != message.sender

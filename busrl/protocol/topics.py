@@ -21,6 +21,11 @@ def address(process: str) -> str:
     return made
 
 
+def is_address(name: str) -> bool:
+    """Whether a name, as it came from outside, can stand in a topic."""
+    return bool(name) and name.isascii() and name.isprintable() and not {" ", "/"} & {*name} and len(name) <= MAX_NAME
+
+
 def topic(kind: type[Message] | str, to: str = "") -> str:
     """Topic of a message kind (class or wire name), for one process or, with `to=""`, for everybody."""
     name = kind if isinstance(kind, str) else name_of(kind)

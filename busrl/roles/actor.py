@@ -302,7 +302,10 @@ class Actor:
             self.idle(self.tick_s * self._random.uniform(0.75, 1.25))
 
     def _dispatch(self, message: m.Message) -> None:
-        if not isinstance(message, m.Stop):
+        if m.is_from_another(message):
+            kind = m.name_of(type(message))
+            self.warn("bus", f"{kind} of {message.sender!r} is not heard: it is not the one who sends it", kind=kind)
+        elif not isinstance(message, m.Stop):
             self.handle(message)
         elif self.ring.header("run_state") != RUNNING:
             self.stop(f"STOP: {message.reason}")

@@ -4,22 +4,30 @@ Runs libzmq's own proxy in a thread. Its liveness is a ping of its own that went
 broker whose proxy is stuck makes no progress and is replaced. Knows nothing of the messages. Whoever knocks on its TCP
 side without a listed key is named in errors.jsonl.
 
+- What it queues for processes that do not read is bounded in bytes too: beyond `MOST_QUEUED_MIB` it ends by name and is
+  started again with empty queues. That loses messages, so it costs time and no sample.
 - It imports no NumPy, no asyncio and no topology: whoever rings a doorbell while it is away is not heard.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
+import time
 from typing import Any
 
 from busrl.bus import Door, allow_many_connections, run_broker
+from busrl.errors import QueuesFull
 from busrl.ledger.errorlog import record_error
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock, Ring
 from busrl.roles.process import configure_process, hold_again, wait_for_turn
 from busrl.roles.refusals import Refusals
+
+MOST_QUEUED_MIB = 512
+SILENT_NS = 2_000_000_000
 
 
 def main(run_dir: str, name: str) -> int:
@@ -38,6 +46,26 @@ def main(run_dir: str, name: str) -> int:
     return 0
 
 
+def resident_mib() -> float:
+    """Memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def check_queues(ring: Ring, queued_mib: float) -> None:
+    """Raise QueuesFull for memory that only messages can have taken; who has not looked lately is named."""
+    if queued_mib <= MOST_QUEUED_MIB:
+        return
+    now = time.monotonic_ns()
+    here = [one for one in ring.processes() if not one.remote and one.role != "bus"]
+    silent = [(one.label, (now - one.progress_ns) / 1e9) for one in here if now - one.progress_ns > SILENT_NS]
+    named = ", ".join(f"{label} has not looked for {seconds:.0f} s" for label, seconds in silent) or "all look"
+    raise QueuesFull(
+        f"messages for processes that do not read them take {queued_mib:.0f} MiB (at most {MOST_QUEUED_MIB}; {named}): "
+        "the bus starts again without them, which costs time and no sample. Who sends so much, `busrl monitor` shows"
+    )
+
+
 def serve(paths: RunPaths, settings: dict[str, Any], ring: Ring, lock: OfdLock, stop: threading.Event) -> None:
     """Be the broker until `stop`; the ring shows that it is ready, and that it gets on."""
     allow_many_connections()
@@ -47,8 +75,11 @@ def serve(paths: RunPaths, settings: dict[str, Any], ring: Ring, lock: OfdLock, 
         ring.activity("")
         ring.set_ready()
 
+    least = resident_mib()
+
     def progress() -> None:
         ring.progress()
+        check_queues(ring, resident_mib() - least)
         refusals.tell()
         hold_again(lock, "bus")
 

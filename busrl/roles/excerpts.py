@@ -17,7 +17,7 @@ from busrl.data import plain_text, prompt_of
 from busrl.data.chat import LightTokenizer
 from busrl.errors import DataError
 from busrl.ring import Ring
-from busrl.roles.trajectory import UNREADABLE, read_task, read_text, segments_of
+from busrl.roles.trajectory import UNREADABLE, read_parts, read_task, read_text, segments_of
 from busrl.topology.prompts import tools_of_chats
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class Excerpts:
             "version": record.version,
             "versions": sorted(set(np.frombuffer(record.versions, np.uint32).tolist())),
             "rewards_of_group": claimed.rewards.tolist(),
+            **({"reward_parts": parts} if (parts := read_parts(ring, slot)) else {}),
         }
 
     def _texts(self, ring: Ring, slot: int, word: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from busrl.errors import MessageTooLarge
 from busrl.gateway import BAD, Desk, Limits, Settings, Tally, VersionSteps
 from busrl.ledger.files import show_whole
 from busrl.paths import RunPaths
-from busrl.protocol import Fault, Rejected, address, kind_of
+from busrl.protocol import Fault, Rejected, address, is_address, kind_of
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Ring
@@ -32,6 +32,7 @@ from busrl.topology.machine import model_facts
 from busrl.topology.rules import RESERVE_PROCESSES
 
 SAVE_EVERY_S = 1.0
+MOST_NAMED = 16
 CODES = {
     Fault.MALFORMED: "malformed",
     Fault.UNKNOWN_TYPE: "malformed",
@@ -54,6 +55,7 @@ class Gateway:
         self._prompt_tokens = topology.max_prompt_tokens
         self._vocabulary = model_facts(Path(topology.model.path), 0).vocabulary
         self._next_save = 0.0
+        self._named: set[str] = set()
         self._look_at_version()
         bus.on_reject = self._unreadable
 
@@ -124,14 +126,19 @@ class Gateway:
         for answer in answers:
             if isinstance(answer, g.GatewayAnswer) and answer.code in BAD:
                 text = f"{to or 'an unnamed sender'}: {answer.text}"
-                self.tell("gateway", text, "warning", f"{answer.code} {to}", ())
-            try:
-                address(to)
-                self.bus.send(answer, to)
-            except ValueError:
+                self.tell("gateway", text, "warning", f"{answer.code} {self._told_apart(to)}", ())
+            if not is_address(to):
                 return  # a name that no topic can hold: it was counted, and nobody can hear the answer
+            try:
+                self.bus.send(answer, to)
             except MessageTooLarge as problem:
                 self.tally.add(to, "too_large", text=str(problem))
+
+    def _told_apart(self, name: str) -> str:
+        """The first names that were refused something have lines of their own in errors.jsonl; all others share one."""
+        if len(self._named) < MOST_NAMED:
+            self._named.add(name)
+        return name if name in self._named else "(others)"
 
     def _save(self) -> None:
         self.tally.changed = False

@@ -24,6 +24,7 @@ from busrl.ring import Ring, State
 from busrl.roles.trajectory import (
     UNREADABLE,
     read_many,
+    read_parts,
     read_prompt_ids,
     read_segment,
     segments_of,
@@ -170,3 +171,14 @@ def end(ring: Ring, claimed: Claimed, fate: str) -> None:
     """Store the fate of every sample of a claimed group and free its slots."""
     for slot, word in claimed.slots:
         ring.finish(slot, word, fate)
+
+
+def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
+    """The parts of the rewards in these slots; nothing is looked for where the first has none."""
+    found: list[dict[str, float]] = []
+    for slot in slots:
+        parts = read_parts(ring, slot)
+        if not parts and not found:
+            return []
+        found.append(parts)
+    return found

@@ -22,7 +22,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from busrl.errors import DiskFull, UserError, WriteFailed
+from busrl.ledger.fates import Fate
 from busrl.ledger.mend import mend_trained_set, newest_checkpoint
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLog, last_step
@@ -115,8 +118,12 @@ class History:
 
     def store_fates(self, fates: Fates) -> None:
         """T for every trained uid: the predecessor may have died before it said so."""
-        for uid in self.trained:
-            if fates.get(uid) != ord("T"):
+        for uids in self.trained.blocks():
+            codes = np.zeros(uids.size, np.uint8)
+            known = fates.view()  # anew: a store may make it longer
+            inside = uids < len(known)
+            codes[inside] = known[uids[inside]]
+            for uid in uids[codes != Fate.TRAINED].tolist():
                 fates.store(uid, "T")
 
     # -- a step -------------------------------------------------------------------------------------------------

@@ -128,10 +128,12 @@ class Idling:
         cause, count = self.causes.most_common(1)[0] if self.causes else ("i", 0)
         share = f"all {self.streak}" if count == self.streak else f"{count} of {self.streak}"
         since = f"since step {step}" if step else "since the start"
-        said = self.flat.text() if cause == "f" and self.flat.answers else ""
-        example = self._answer() if cause == "f" else self._error(cause)
-        parts = [f"{share} groups that ended {since} had the fate {cause} ({name_of(cause)})", said, example]
-        return f"{'; '.join(part for part in parts if part)}; {REMEDY.get(cause, REMEDY['i'])}"
+        head, remedy = f"{share} groups that ended {since} had the fate {cause} ({name_of(cause)})", REMEDY[cause]
+        if cause == "f":
+            parts = [head, self.flat.text() if self.flat.answers else "", remedy, self._answer()]
+        else:
+            parts = [head, self._error(cause), remedy]
+        return "; ".join(part for part in parts if part)
 
     def _answer(self) -> str:
         last = self.flat.last
@@ -148,7 +150,7 @@ def cause_of(fates: npt.NDArray[np.uint8]) -> str:
     """The fate of a group, from those of its members: the rule that ended it, else its commonest accident."""
     counts = Counter(chr(int(fate)) for fate in fates if fate)
     accidents = Counter({fate: count for fate, count in counts.items() if ord(fate) in ACCIDENTS})
-    rule = next((fate for fate in "feol" if counts[fate]), "")
+    rule = next((fate for fate in "fol" if counts[fate]), "")
     return rule or (accidents.most_common(1)[0][0] if accidents else "i")
 
 

@@ -28,9 +28,10 @@ from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor
 from busrl.roles.agreement import Agreement
+from busrl.roles.alarms import Alarms
 from busrl.roles.control import Control
 from busrl.roles.excerpts import Excerpts
-from busrl.roles.gather import Claimed, claim_group, claim_groups, end, give_back
+from busrl.roles.gather import Claimed, claim_group, claim_groups, end, give_back, parts_of
 from busrl.roles.history import History
 from busrl.roles.idling import QUARTERS, Idling
 from busrl.roles.intervals import checkpoint_is_due
@@ -71,7 +72,7 @@ class Learner(Actor):
         self.worth = Worth(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
         self.metrics, self.excerpts = StepMetrics(self.paths), Excerpts(self.topology)
         self.idling = Idling(self.topology, self.paths)
-        self.agreement = Agreement(self.topology)
+        self.agreement, self.alarms = Agreement(self.topology), Alarms()
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan, self.ring)
         self.claimed: dict[int, Claimed] = {}
@@ -207,6 +208,7 @@ class Learner(Actor):
         lines = self.copy_lines()
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate)
+        self.metrics.reward_parts(parts_of(self.ring, slots))
         shown = slots[0]
         self.idling.set_aside(
             lines[slots], action.fate, lambda: self.excerpts.glimpse(self.ring, shown, lines[shown])
@@ -302,6 +304,7 @@ class Learner(Actor):
                 return
             samples = self.excerpts.of_step(self.ring, groups)
             for group in groups:
+                self.metrics.reward_parts(parts_of(self.ring, [slot for slot, _ in group.slots]))
                 end(self.ring, group, "T")
             self.claimed.clear()
             self.training.old.at(record.version, self.history.step)
@@ -316,6 +319,8 @@ class Learner(Actor):
                 **self._lengths(groups, view), **self.control.numbers(),
             }  # fmt: skip
             row = self.metrics.step(record, groups, stats, samples, self.publisher.version, published, more)
+            for text in () if self.topology.scripted else self.alarms.step(row):
+                self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
             self.control.step(record, stats, row, self._warn_of_control)
             self._tell(stats)
             self._maybe_checkpoint(len(groups))

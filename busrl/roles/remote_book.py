@@ -21,7 +21,17 @@ from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, NotOwner, Ring, RingError, RingFull, SlotTooSmall, State, state_of
 from busrl.roles.segment_cuts import SegmentCuts
-from busrl.roles.trajectory import Generated, read, read_task, read_text, segments_of, seq_of, write_segment, write_text
+from busrl.roles.trajectory import (
+    Generated,
+    read,
+    read_task,
+    read_text,
+    segments_of,
+    seq_of,
+    write_parts,
+    write_segment,
+    write_text,
+)
 from busrl.roles.wave_claims import take_queued
 
 log = logging.getLogger("busrl")
@@ -183,8 +193,7 @@ class RemoteBook:
     def commit_reward(self, index: int, held: Held, reward: float, parts: dict[str, float]) -> None:
         hand, slot, word = self._hand(index), held.slot, held.word
         try:
-            if parts:
-                hand.put(slot, word, "reward_parts", np.array(list(parts.values()), np.float32))
+            write_parts(hand, slot, word, parts)
             hand.set(slot, word, reward=reward, reward_parts=1)
         except SlotTooSmall as problem:
             raise Room(str(problem)) from None

@@ -15,13 +15,21 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
-
 from busrl.protocol import messages as m
 from busrl.rewards import Item, Outcome, RewardPool
-from busrl.ring import State
+from busrl.ring import SlotTooSmall, State
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.trajectory import UNREADABLE, read, read_many, read_task, read_text, segments_of, seq_of, text_of
+from busrl.roles.trajectory import (
+    UNREADABLE,
+    read,
+    read_many,
+    read_task,
+    read_text,
+    segments_of,
+    seq_of,
+    text_of,
+    write_parts,
+)
 
 BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.05  # a little longer than the pause between two doorbells of a busy rollout
@@ -181,8 +189,10 @@ class Reward(Actor):
         """Write the rewards of judged samples and let their slots go on."""
         owned = [(outcome.key, self.held.pop(outcome.key)) for outcome in outcomes]
         for (slot, word), outcome in zip(owned, outcomes):
-            if outcome.parts:
-                self.ring.put(slot, word, "reward_parts", np.array(list(outcome.parts.values()), np.float32))
+            try:
+                write_parts(self.ring, slot, word, outcome.parts)
+            except SlotTooSmall as problem:  # they are for people: the reward counts all the same
+                self.warn("reward", f"the parts of rewards are not kept: {problem}", kind="parts")
         if owned:
             self.bell.add(lambda: self._message(*owned[0], outcomes[0].value), len(owned))
             self.ring.commit_rewards(owned, [outcome.value for outcome in outcomes])

@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from busrl.data import JsonlStream, trace
-from busrl.errors import DiskFull
+from busrl.errors import DiskFull, SamplesUsedUp
+from busrl.protocol import is_address
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import RUNNING, Actor, Doorbell
@@ -88,12 +89,21 @@ class Scheduler(Actor):
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.TaskRequest):
-            self.rows.announce(message.worker_id, max(message.rows, message.capacity), time.monotonic())
-        elif isinstance(message, m.LearnerStateUpdate):
+            self._announced(message)
+        elif isinstance(message, m.LearnerStateUpdate) and math.isfinite(message.entropy):
             self.policy.feedback(LearnerState(message.step, message.entropy))
             # A lost message is made up for by the next step's; the sums for max_staleness hold without any.
             self.admission.tighten(_told(message, "eta"))
             self.trained = _told(message, "groups_total") or self.trained
+
+    def _announced(self, message: m.TaskRequest) -> None:
+        """What a worker says of itself is believed as far as it can be true: a name that it can be rung by, not more
+        rows than there are slots."""
+        rows, now = min(max(message.rows, message.capacity), self.ring.n_slots), time.monotonic()
+        if not is_address(message.worker_id) or not self.rows.announce(message.worker_id, rows, now):
+            text = f"TASK_REQUEST of {message.sender!r} for {message.worker_id!r} is not heard: "
+            why = "too many workers" if is_address(message.worker_id) else "no topic can have such a name"
+            self.warn("scheduler", text + why, kind="TASK_REQUEST")
 
     def idle(self, timeout_s: float) -> None:
         super().idle(min(timeout_s, PROBING_TICK_S) if self.probes.on else timeout_s)
@@ -215,12 +225,23 @@ class Scheduler(Actor):
 
     def _put(self, uid: int, member: int, members: int, fields: dict[str, Any]) -> int:
         """Dispatch `members` of a group, `member` the first of them; how many found a slot."""
+        self._check_room(uid + members)
         self.fates.reserve(uid + members)
         done = self.ring.dispatch(uid=uid, member=member, members=members, **fields)
         if done:
             slot, word = done[0]
             self.bell.add(lambda: m.NewTask(worker_id="", slot_id=slot, seq=seq_of(word), uid=uid), len(done))
         return len(done)
+
+    def _check_room(self, samples: int) -> None:
+        most = self.fates.capacity
+        if samples > most:
+            prompts = most // (2 * self.group_size)
+            raise SamplesUsedUp(
+                f"{self.paths.fates} is full: a run has at most {most} samples, {prompts} prompts with groups.size = "
+                f"{self.group_size}, as each may be tried twice; go on in a new run directory, with model.path = the "
+                "newest checkpoint's model folder"
+            )
 
     # -- telling ------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class StepMetrics:
         self._aside: Counter[str] = Counter()
         self._aside_rewards: list[float] = []
         self._aside_lengths: list[int] = []
+        self._parts: dict[str, list[float]] = {}  # of the rewards of all samples that ended
         self._ended: list[tuple[int, str, int, list[int], list[float]]] = []  # draw, fate, step of birth, each member
         self._waited: Counter[str] = Counter()
         self._waiting_for = "start"
@@ -72,6 +73,16 @@ class StepMetrics:
         self._aside_lengths += lengths
         if rewards:
             self._ended.append((int(lines["group"][0]), fate, int(lines["step"].min()), lengths, rewards))
+
+    def reward_parts(self, found: Iterable[Mapping[str, float]]) -> None:
+        """Parts of the rewards of samples that ended, trained or not."""
+        for parts in found:
+            for name, value in parts.items():
+                self._parts.setdefault(name, []).append(value)
+
+    def _part_means(self) -> dict[str, dict[str, float]]:
+        means = {name: float(np.mean(values)) for name, values in self._parts.items()}
+        return {"reward_parts": means} if means else {}
 
     @property
     def groups_aside(self) -> int:
@@ -111,6 +122,7 @@ class StepMetrics:
             "samples_ended": len(ended),
             "tokens": stats.tokens,
             "reward": float(ended.mean()),
+            **self._part_means(),
             "flat_share": self._aside["f"] / (len(groups) + self.groups_aside),
             "set_aside": dict(self._aside),
             "skipped": stats.skipped,
@@ -144,7 +156,7 @@ class StepMetrics:
         if self._aside_rewards:
             row |= {
                 "reward": float(np.mean(self._aside_rewards)), "length_ended": float(np.mean(self._aside_lengths)),
-                "flat_share": self._aside["f"] / max(1, self.groups_aside),
+                "flat_share": self._aside["f"] / max(1, self.groups_aside), **self._part_means(),
             }  # fmt: skip
         with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
@@ -188,6 +200,7 @@ class StepMetrics:
         """Fields of LEARNER_STATE_UPDATE for the step just written, and numbers that hold from now on."""
         row = self._row
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+        numbers.update({f"reward_parts/{name}": value for name, value in row.get("reward_parts", {}).items()})
         numbers.update(more)
         return {
             "entropy": row["entropy"],

@@ -8,6 +8,8 @@
 | logprobs   | k       | float32 | rollout    | behaviour log-probability of each, as sampled         |
 | versions   | k       | uint32  | rollout    | weight version that produced each                     |
 | text       | last    | uint8   | rollout    | the whole completion as UTF-8, special tokens visible |
+| reward_parts | -     | float32 | reward     | parts of the reward, where the function gives any     |
+| part_names | -       | uint8   | reward     | their names, a newline between two; may be missing    |
 
 Talks to the ring only. Arrays come back as views of the slot: they are valid while the reader owns the slot.
 
@@ -17,18 +19,20 @@ Talks to the ring only. Arrays come back as views of the slot: they are valid wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from busrl.ring import NO_SEGMENT, BadTensor, NoSuchTensor, Ring, segments_of, seq_of
+from busrl.ring import NO_SEGMENT, BadTensor, NoSuchTensor, Ring, SlotTooSmall, segments_of, seq_of
 
 __all__ = [
-    "UNREADABLE", "Generated", "read", "read_many", "read_prompt_ids", "read_segment", "read_task", "read_text",
-    "segments_of", "seq_of", "text_of", "write_segment", "write_text",
+    "UNREADABLE", "Generated", "read", "read_many", "read_parts", "read_prompt_ids", "read_segment", "read_task",
+    "read_text", "segments_of", "seq_of", "text_of", "write_parts", "write_segment", "write_text",
 ]  # fmt: skip
 
 
@@ -37,7 +41,7 @@ DTYPES = {
     name: np.dtype(kind)
     for name, kind in (
         ("task", np.uint8), ("prompt_ids", np.int32), ("tokens", np.int32), ("logprobs", np.float32),
-        ("versions", np.uint32), ("text", np.uint8),
+        ("versions", np.uint32), ("text", np.uint8), ("reward_parts", np.float32), ("part_names", np.uint8),
     )
 }  # fmt: skip
 
@@ -71,6 +75,29 @@ def read_text(ring: Ring, slot: int, segments: int) -> str:
 def text_of(data: bytes) -> str:
     """The tensor `text` as a string; an empty text is stored as one zero byte."""
     return data.decode("utf-8", "replace").rstrip("\0")
+
+
+def write_parts(ring: Ring, slot: int, word: int, parts: Mapping[str, float]) -> None:
+    """Parts of the reward, for people. SlotTooSmall where there is no room for the values; names may be left out."""
+    if not parts:
+        return
+    ring.put(slot, word, "reward_parts", np.array(list(parts.values()), np.float32))
+    names = "\n".join(name.replace("\n", " ") for name in parts).encode()
+    with contextlib.suppress(SlotTooSmall):
+        ring.put(slot, word, "part_names", np.frombuffer(names or b" ", np.uint8))
+
+
+def read_parts(ring: Ring, slot: int) -> dict[str, float]:
+    """The parts of the reward, finite ones; by number where they have no names. Empty if there are none."""
+    try:
+        values = _get(ring, slot, "reward_parts", NO_SEGMENT).tolist()
+    except UNREADABLE:
+        return {}
+    names = [f"part_{number}" for number in range(1, len(values) + 1)]
+    with contextlib.suppress(*UNREADABLE):
+        told = _get(ring, slot, "part_names", NO_SEGMENT).tobytes().decode("utf-8", "replace").split("\n")
+        names = told if len(told) == len(values) else names
+    return {name: value for name, value in zip(names, values) if math.isfinite(value)}
 
 
 def read_task(ring: Ring, slot: int) -> bytes:

@@ -29,7 +29,7 @@ from busrl.protocol import messages as m
 from busrl.ring import BadTensor, State
 from busrl.roles import hold
 from busrl.roles.actor import Actor
-from busrl.roles.trajectory import UNREADABLE, read, segments_of
+from busrl.roles.trajectory import UNREADABLE, read, read_parts, segments_of
 from busrl.topology.control import batch_varies
 from busrl.topology.control import due as due_by
 
@@ -48,6 +48,7 @@ class Result(msgspec.Struct, frozen=True):
     version: int  # of the newest weights that drew a token of it,
     oldest: int  # and of the oldest
     tokens: int
+    parts: dict[str, float] = {}  # of its reward
 
 
 class Rounds:
@@ -200,6 +201,7 @@ class Validator(Actor):
             version=int(versions.max()),
             oldest=int(versions.min()),
             tokens=int(line["response_tokens"]),
+            parts=read_parts(self.ring, slot),
         )
 
     def _append(self, result: Result) -> bool:
@@ -231,6 +233,12 @@ class Validator(Actor):
                 mixed=record["mixed"],
             )
         )
+        if record["dropped"]:
+            self.warn(
+                "validator",
+                f"round {round_number}: {record['dropped']} of {self.samples} samples ended without a reward; "
+                f"{'its mean is over the others' if samples else 'it has no mean, and says 0'}",
+            )
         log.info("round %d: mean reward %.3f over %d samples of versions %s", round_number, mean, samples, versions)
         self.rounds.done.add(round_number)
         self.round = None
@@ -243,9 +251,17 @@ class Validator(Actor):
             mean_over_prompts({place_of[uid]: getattr(one, name) for uid, one in self.results.items()}, self.asked)
             for name in ("reward", "tokens")
         )
+        names = dict.fromkeys(name for one in self.results.values() for name in one.parts)
+        parts = {
+            name: mean_over_prompts(
+                {place_of[uid]: one.parts[name] for uid, one in self.results.items() if name in one.parts}, self.asked
+            )
+            for name in names
+        }
         return {
-            "round": round_number, "val/reward": reward, "samples": len(self.results),
-            "dropped": self.samples - len(self.results), "version": versions[0] if versions else 0,
+            "round": round_number, "val/reward": reward, **({"val/parts": parts} if parts else {}),
+            "samples": len(self.results), "dropped": self.samples - len(self.results),
+            "version": versions[0] if versions else 0,
             "versions": versions, "mixed": len(versions) > 1, "seconds": round(time.monotonic() - self.started, 3),
             "groups": self.groups_done, "val/length": length,
         }  # fmt: skip

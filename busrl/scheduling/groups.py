@@ -163,7 +163,20 @@ class GroupScanner:
         self._ended = np.empty(0, np.bool_)  # groups from _low on that were seen finished
         self._look = max(1, horizon)
         self._admissions: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
+        self._skip_ended()
         self._raise_high(max(LOOKAHEAD, horizon))
+
+    def _skip_ended(self) -> None:
+        """Raise low over the groups at the beginning that ended long ago, some at a time: in a long run they are
+        millions, and to look at all of them closely takes a gigabyte. One that still has a line comes back by it."""
+        while True:
+            rows = self.fates[self._low * self._width : (self._low + LOOKAHEAD) * self._width]
+            cells = rows[: len(rows) // self._width * self._width].reshape(-1, self._width)
+            over = _CLOSES[cells[:, : self.group_size]].any(1) & ~(cells == DISPATCHED).any(1)
+            past = len(over) if over.all() else int(np.argmin(over))
+            self._low = self._high = self._low + past
+            if past < LOOKAHEAD:
+                return
 
     def scan(self, lines: Lines) -> GroupView:
         """The view that follows from a copy of the ring's lines and from the fates as they are now."""

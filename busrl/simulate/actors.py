@@ -61,6 +61,34 @@ class Delays:
         return self._drawn.pop()
 
 
+class Judges:
+    """Workers of the reward processes: each makes one call after the other, and whoever is free first takes the next
+    answer. Given a clock value with every call."""
+
+    def __init__(self, count: int, call_s: float) -> None:
+        self.call_s, self._free = call_s, [0.0] * max(1, count)
+        self._busy_s = 0.0
+
+    def done(self, ready: float) -> float:
+        """When an answer that may be judged from `ready` on has its reward; those asked for earlier go first."""
+        if not self.call_s:
+            return ready
+        ends = max(ready, self._free[0]) + self.call_s
+        heapq.heapreplace(self._free, ends)
+        self._busy_s += self.call_s
+        return ends
+
+    def busy_s(self, now: float) -> float:
+        """Mean seconds that they have worked up to `now`."""
+        ahead = sum(max(0.0, free - now) for free in self._free)  # calls that are not over, or not begun
+        return (self._busy_s - ahead) / len(self._free)
+
+
+def judges_of(topology: Topology) -> int:
+    """How many calls of the reward go on at once in a run of that topology."""
+    return topology.reward.workers * max(1, sum(one.role == "reward" for one in topology.processes()))
+
+
 @dataclass
 class Actor:
     """`at`: time up to which `steps` is counted; `pace`: factor on all its times now, `speed` on average."""

@@ -43,6 +43,7 @@ class Counts:
     # Seconds of the learner by what it waited for.
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     learner_busy_s: float = 0.0
+    reward_busy_s: float = 0.0  # of a worker of the reward, on average
     starved_s: float = 0.0  # of the scheduler: it could open groups, and no prompt had arrived
     generated: int = 0
     ended: int = 0  # samples with a reward
@@ -72,6 +73,7 @@ class Figures:
     actors_busy_most: float
     actors_stalled: float
     rows_running: float  # sequences that an actor runs while it is busy
+    reward_busy: float  # share of the time that a worker of the reward was at a call
     starved: float  # share of the time in which more prompts could be taken than had arrived
     ages: dict[int, float]  # shares of the trained groups
     age_mean: float
@@ -129,6 +131,7 @@ def figures(
         actors_busy_most=float(shares.max()),
         actors_stalled=float(np.mean(stalled)) / span,
         rows_running=counts.generated / max(1, decoded),
+        reward_busy=counts.reward_busy_s / span,
         starved=counts.starved_s / span,
         ages={int(age): counts.ages[age] / len(ages) for age in sorted(counts.ages)},
         age_mean=float(ages.mean()),

@@ -32,6 +32,7 @@ from busrl.data.stream import JsonlStream
 from busrl.data.trace import Task
 from busrl.errors import DataError, NoSuchRun, UserError
 from busrl.paths import RunPaths
+from busrl.simulate.actors import judges_of
 from busrl.simulate.answers import Recorded, RecordedAnswers
 from busrl.simulate.times import Times
 from busrl.topology import Topology
@@ -104,7 +105,7 @@ def fit(run_dir: str | Path) -> Fitted:
     values: dict[str, float] = {}
     notes: list[str] = []
     floor = topology.mock.learner_s_per_token
-    for part in (_actors(paths), _learner(paths, floor), _rewards(paths)):
+    for part in (_actors(paths), _learner(paths, floor), _rewards(paths, judges_of(topology))):
         values.update(part[0])
         notes.append(part[1])
     groups = _groups(paths, topology)
@@ -214,17 +215,32 @@ def _learner(paths: RunPaths, floor_s: float) -> tuple[dict[str, float], str]:
     return values, text
 
 
-def _rewards(paths: RunPaths) -> tuple[dict[str, float], str]:
+def _rewards(paths: RunPaths, judges: int) -> tuple[dict[str, float], str]:
+    """How long answers wait to be looked at, and what a call takes: the share that the workers were busy, over what
+    went through them. What is left of an answer's stay, without its queueing, is the wait."""
     if not paths.summary.is_file():
         raise _missing(paths.summary, "there is no such file: it is written when a run ends in order")
     try:
-        slots = json.loads(paths.summary.read_bytes()).get("slots") or {}
+        summary = json.loads(paths.summary.read_bytes())
+        slots = summary.get("slots") or {}
         seconds = float(slots["generated"]["stay_s"] + slots["rewarding"]["stay_s"])
+        busy, rate = _reward_share(summary), float(slots["rewarding"].get("per_s") or 0.0)
     except KeyError:
         raise _missing(paths.summary, "no `slots` in it: the run was too short, or made by an older busrl") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{paths.summary}: damaged ({error}); was it edited? Fit another run") from None
-    return {"reward_s": seconds}, f"rewards: {1e3 * seconds:.3g} ms after the answer (mean slots over throughput)"
+    call_s = busy * judges / rate if rate > 0 else 0.0
+    queue_s = busy / (2 * max(0.02, 1 - busy)) * call_s / judges  # as of one line before servers of a fixed time
+    wait_s = max(0.0, seconds - call_s - queue_s)
+    text = f"rewards: {1e3 * seconds:.3g} ms after the answer (mean slots over throughput)"
+    return {"reward_s": wait_s, "reward_call_s": call_s}, f"{text}, a call takes {1e3 * call_s:.3g} ms"
+
+
+def _reward_share(summary: dict[str, Any]) -> float:
+    """Mean busy share of the reward processes; 0 where none is told."""
+    told = [one.get("busy_share") for name, one in summary.get("processes", {}).items() if name.startswith("reward")]
+    known = [float(share) for share in told if share is not None]
+    return sum(known) / len(known) if known else 0.0
 
 
 def _groups(paths: RunPaths, topology: Topology) -> tuple[Recorded, ...]:

@@ -10,6 +10,7 @@ import io
 from collections.abc import Sequence
 
 from busrl.scheduling.limits import Limits
+from busrl.simulate.actors import judges_of
 from busrl.simulate.figures import Figures
 from busrl.simulate.fit import Seen
 from busrl.simulate.settings import Setting
@@ -18,6 +19,7 @@ from busrl.simulate.times import STATED
 from busrl.topology import Topology
 
 BUSY, IDLE = 0.9, 0.8  # busy shares above which something is the bottleneck, and below which it is not
+DECISIVE = ("step_s", "row_s", "reward_call_s", "learner_step_s", "learner_token_s")
 STALLED = 0.05
 SKEWED = 0.9
 STARVED = 0.5  # share of the time without a prompt to open, from which on that is what limits a run
@@ -30,10 +32,30 @@ COLUMNS = (
 
 def page(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float, cores: int) -> str:
     """Everything about one run. `cores`: those of this machine."""
-    lines = [*_head(topology, limits, setting, found, took_s), "", *_body(found), ""]
-    lines += [f"  {line}" for line in advice(topology, limits, setting, found, cores)]
-    lines += ["", *_origin(topology, setting)]
+    lines = [*warning(setting), *_head(topology, limits, setting, found, took_s), ""]
+    lines += [*_body(topology, setting, found), ""]
+    if not assumed(setting):
+        lines += [*(f"  {line}" for line in advice(topology, limits, setting, found, cores)), ""]
+    lines += _origin(topology, setting)
     return "\n".join(lines) + "\n"
+
+
+def assumed(setting: Setting) -> list[str]:
+    """Names of the decisive times that nobody measured or stated; with any of them there is nothing to advise."""
+    return [name for name, _, source in setting.times.notes() if source == STATED and name in DECISIVE]
+
+
+def warning(setting: Setting) -> list[str]:
+    """First of all, whose times these are."""
+    names = assumed(setting)
+    if not names:
+        return []
+    return [
+        f"ASSUMED, not measured: {', '.join(names)}. They are those of a tiny model on two cores, so what follows "
+        "shows how a schedule works and no figure of yours, and nothing is advised. `--fit RUN_DIR` of a short run, or "
+        "simulate.*, gives times that are.",
+        "",
+    ]
 
 
 def _head(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float) -> list[str]:
@@ -47,18 +69,27 @@ def _head(topology: Topology, limits: Limits, setting: Setting, found: Figures, 
     ]
 
 
-def _body(found: Figures) -> list[str]:
+def _body(topology: Topology, setting: Setting, found: Figures) -> list[str]:
     waits = sorted(found.learner_waited.items(), key=lambda item: -item[1])
     waited = ", ".join(f"{reason} {share:.0%}" for reason, share in waits if share >= 0.005) or "nothing"
     ages = ", ".join(f"{age}: {share:.0%}" for age, share in found.ages.items())
     aside = ", ".join(f"{count} {FATES.get(fate, fate)}" for fate, count in found.set_aside.items()) or "none"
     causes = ", ".join(f"{cause} {count}" for cause, count in found.causes.items())
+    judged = (
+        [
+            f"reward      {found.reward_busy:.0%} busy: calls of {_seconds(setting.times.reward_call_s)}, "
+            f"{judges_of(topology)} at a time"
+        ]
+        if setting.times.reward_call_s
+        else []
+    )
     return [
         f"throughput  {_short(found.samples_per_s)} samples/s and {_short(found.tokens_per_s)} tokens/s trained, "
         f"{_short(found.generated_tokens_per_s)} tokens/s generated, {_seconds(found.step_s)} per step",
         f"learner     {found.learner_busy:.0%} busy; waits for: {waited}; steps by {causes}",
         f"rollout     {found.actors_busy:.0%} busy (least {found.actors_busy_least:.0%}, most "
         f"{found.actors_busy_most:.0%}); stopped by new weights {found.actors_stalled:.1%}",
+        *judged,
         f"age         {found.age_mean:.2f} steps (most {found.age_max}); groups by age: {ages}",
         f"waiting     an answer is begun after {_seconds(found.queued_p50_s)} (p99 {_seconds(found.queued_p99_s)}), "
         f"has its reward after {_seconds(found.completion_mean_s)} (p99 {_seconds(found.completion_p99_s)}); "
@@ -105,6 +136,11 @@ def _bottleneck(topology: Topology, limits: Limits, setting: Setting, found: Fig
     rows, slots = setting.actors * topology.generation.max_batch, limits.B * limits.group_size
     if found.learner_busy >= BUSY:
         return ["The learner is the bottleneck: more rollout processes would only wait."]
+    if found.reward_busy >= BUSY:
+        return [
+            f"The reward is the bottleneck: {judges_of(topology)} at a time, {_seconds(setting.times.reward_call_s)} "
+            "a call, and always busy; raise reward.workers or the count of reward processes, or make it faster."
+        ]
     if found.actors_busy >= BUSY:
         return [_more_actors(topology, setting, found, cores)]
     if found.starved >= STARVED:
@@ -147,8 +183,8 @@ def _origin(topology: Topology, setting: Setting) -> list[str]:
         lines.append(f"{source}: {', '.join(numbers)}")
     if STATED in by:
         lines.append(
-            "Assumed times are those of a tiny model on two cores. Make a short run and give it with --fit RUN_DIR, or "
-            "set simulate.* (configs/reference-simulate.toml)."
+            "Assumed times: make a short run and give it with --fit RUN_DIR, or set simulate.* "
+            "(configs/reference-simulate.toml)."
         )
     return lines
 

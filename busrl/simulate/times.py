@@ -5,6 +5,8 @@ or fitted (`fit`). Talks to nothing; knows nothing of events, rings or policies.
 
 - A decoding step of an actor with n running sequences takes step_s + row_s x n; a sequence that joins costs
   sequence_s + prefill_token_s x (its prompt and what earlier segments made of it) once.
+- An answer is looked at by a reward process after reward_s on average, and judged by one of its workers, which takes
+  reward_call_s: workers are servers with a rate, and answers queue for them.
 - A learner's step takes learner_step_s, plus learner_token_s per token, plus learner_group_s per group set aside.
 """
 
@@ -32,6 +34,7 @@ class Times:
     speed_spread: float = 0.0
     step_spread: float = 0.0
     reward_s: float = 0.03
+    reward_call_s: float = 0.0
     learner_step_s: float = 0.01
     learner_token_s: float = 0.00003
     learner_group_s: float = 0.0003

@@ -23,7 +23,7 @@ from busrl.errors import UserError
 from busrl.roles.limits import admission_limits
 from busrl.roles.plan import make_plan
 from busrl.scheduling.groups import GroupScanner, GroupView
-from busrl.simulate.actors import Actors, Delays, Noise, cuts_of
+from busrl.simulate.actors import Actors, Delays, Judges, Noise, cuts_of, judges_of
 from busrl.simulate.answers import Answers
 from busrl.simulate.control import Control
 from busrl.simulate.figures import Counts, Figures, figures
@@ -90,6 +90,7 @@ class World:
         self._segment: list[int] = [0] * derived.train_slots  # slot -> tokens of the segment under way
         self._due: dict[float, list[int]] = {}  # reward time -> slots
         self._delays = Delays(times.reward_s, [seed, 2])
+        self._judges = Judges(judges_of(topology), times.reward_call_s)
         self._grid = self._default_grid() if grid_s is None else grid_s
         self._view: GroupView | None = None
         self._view_of = -1
@@ -122,6 +123,7 @@ class World:
         every = self.actors.all
         told = self.feed.told() | self.control.told()
         steps = sum(actor.steps for actor in every)
+        self.counts.reward_busy_s = self._judges.busy_s(self.now)
         return figures(self.counts, self.now, [a.busy_s for a in every], [a.stalled_s for a in every], steps, told)
 
     def _stuck(self) -> str:
@@ -251,7 +253,7 @@ class World:
             return
         self.ring.generated(slot)
         self._whole(*self._of[slot])
-        due = self.now + self._delays.next()
+        due = self._judges.done(self.now + self._delays.next())
         due = math.ceil(due / self._grid) * self._grid if self._grid else due
         if due in self._due:
             self._due[due].append(slot)

@@ -87,7 +87,9 @@ class Simulate:
     speed_spread: float = key(0.0, "how unequal rollout processes are: spread of the log of their times", low=0, high=3)
     step_spread: float = key(0.0, "how its times vary from one quarter second to the next: spread of the log", low=0,
                              high=3)  # fmt: skip
-    reward_s: float = key(0.03, "mean time from the end of an answer to its reward", low=0, high=1e6)
+    reward_s: float = key(0.03, "mean time that an answer waits until a reward process looks", low=0, high=1e6)
+    reward_call_s: float = key(0.0, "one call of the reward; reward.workers of each process make them, others wait",
+                               low=0, high=1e6)  # fmt: skip
     learner_step_s: float = key(0.01, "an optimiser step besides its tokens", low=0, high=1e6)
     learner_token_s: float = key(0.00003, "forward and backward of one trained token", low=0, high=1e6)
     learner_group_s: float = key(0.0003, "setting one group aside", low=0, high=1e6)

@@ -27,7 +27,7 @@ BYTES_FROM = (
 )  # fmt: skip
 ALIGN = 64  # every tensor begins at a multiple of this
 SEGMENT_TENSORS = 3  # tokens, logprobs, versions
-# Of an answer in one segment: task, prompt_ids, reward_parts, twice tokens, logprobs, versions and text, one to spare.
+# Of an answer in one segment: task, prompt_ids, reward_parts and part_names, twice tokens, logprobs, versions and text.
 TENSORS = 12
 PER_TOKEN = 12  # id, log-probability, version: 4 bytes each
 REWARD_BYTES = 256

@@ -6,6 +6,8 @@ file that only this user can read. Knows nothing of epochs, versions or tensors.
 - A process that dies closes its wire, so its death is known at once; a stopped one is found by a deadline alone.
 - No call blocks for longer than the time that it is given.
 - Who does not say the secret in its first line is turned away, and so is a line that is too long.
+- Any user of the machine can connect: at most `MOST_UNKNOWN` connections wait for their first line, the oldest goes for
+  a new one, and who they belong to is told.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import logging
 import secrets
 import select
 import socket
@@ -27,6 +30,10 @@ LONGEST_LINE = 64 << 20  # a manifest of a large model has about a hundred bytes
 LONGEST_FROM_ENGINE = 64 << 10
 SEND_PATIENCE_S = 1.0
 INTRODUCE_S = 5.0
+MOST_UNKNOWN = 64
+MOST_AT_ONCE = 32  # let in before others are heard
+TOLD_EVERY_S = 60.0
+log = logging.getLogger("busrl")
 Message = dict[str, Any]
 
 
@@ -120,6 +127,7 @@ class Door:
         self._listener.setblocking(False)
         self._secret = secrets.token_hex(16)
         self._wires: set[Wire] = set()
+        self._turned_away, self._next_told = 0, 0.0
         self.address = f"{HOST}:{self._listener.getsockname()[1]}/{self._secret}"
         write_private(file, self.address)
 
@@ -129,13 +137,12 @@ class Door:
         heard: list[tuple[Wire, Message | None]] = []
         for one in ready(waited, timeout_s):
             if one is self._listener:
-                self._let_in()
+                heard += [said for wire in self._let_in() for said in self._hear(wire)]
             elif one is self.bell:
                 self.bell.still()
             else:
                 heard += self._hear(one)
-        for wire in [wire for wire in self._wires if not wire.known and time.monotonic() - wire.since > INTRODUCE_S]:
-            self.shut(wire)
+        self._turn_away()
         return heard
 
     def shut(self, wire: Wire) -> None:
@@ -152,9 +159,29 @@ class Door:
             if self.file.read_text() == self.address:  # not that of a successor
                 self.file.unlink()
 
-    def _let_in(self) -> None:
+    def _let_in(self) -> list[Wire]:
+        """Those who knocked; who belongs here has sent its line already."""
+        new: list[Wire] = []
         with contextlib.suppress(OSError):
-            self._wires.add(Wire(self._listener.accept()[0], LONGEST_FROM_ENGINE))
+            while len(new) < MOST_AT_ONCE:
+                new.append(Wire(self._listener.accept()[0], LONGEST_FROM_ENGINE))
+                self._wires.add(new[-1])
+        return new
+
+    def _turn_away(self) -> None:
+        """End connections that have said nothing for too long, or that are too many."""
+        unknown = sorted((wire for wire in self._wires if not wire.known), key=lambda wire: wire.since)
+        late = [wire for wire in unknown if time.monotonic() - wire.since > INTRODUCE_S]
+        late += unknown[len(late) : max(len(late), len(unknown) - MOST_UNKNOWN)]
+        for wire in late:
+            if not self._turned_away or time.monotonic() > self._next_told:
+                self._next_told = time.monotonic() + TOLD_EVERY_S
+                log.warning(
+                    "weights: %d connections to port %d said nothing and were ended, the latest of %s",
+                    self._turned_away + len(late), self._listener.getsockname()[1], owner_of(wire.socket),
+                )  # fmt: skip
+            self._turned_away += 1
+            self.shut(wire)
 
     def _hear(self, wire: Wire) -> list[tuple[Wire, Message | None]]:
         try:
@@ -175,6 +202,18 @@ def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> li
     for number in by_number:
         poller.register(number, event)
     return [by_number[number] for number, _ in poller.poll(max(0, round(timeout_s * 1000)))]
+
+
+def owner_of(connected: socket.socket) -> str:
+    """Whose the other end of a connection on this machine is, as far as the kernel says."""
+    try:
+        port = connected.getpeername()[1]
+        with open("/proc/net/tcp") as table:
+            rows = [line.split() for line in table.readlines()[1:]]
+        uid = next(row[7] for row in rows if int(row[1].rpartition(":")[2], 16) == port)
+    except (OSError, StopIteration, ValueError, IndexError):
+        return "an unknown user"
+    return f"user {uid}"
 
 
 def secret_of(address: str) -> str:

@@ -119,14 +119,16 @@ def test_a_stream_that_can_not_write_a_character_shows_another():
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 COUNTS = st.integers(0, 2**64 - 1)
+STEPS = st.one_of(COUNTS, st.integers(80, 220))
 
 
 @given(
     st.lists(
         st.one_of(
             st.builds(
-                m.LearnerStateUpdate, step=COUNTS, version=COUNTS, groups=COUNTS, samples=COUNTS, tokens=COUNTS,
+                m.LearnerStateUpdate, step=STEPS, version=COUNTS, groups=COUNTS, samples=COUNTS, tokens=COUNTS,
                 reward=FLOATS, entropy=FLOATS, age_mean=FLOATS,
+                metrics=st.dictionaries(st.sampled_from(["flat_share", "groups_ended", "cut_share"]), FLOATS),
             ),
             st.builds(m.ValidationStarted, round=COUNTS, version=COUNTS, samples=COUNTS),
             st.builds(m.ValidationDone, round=COUNTS, version=COUNTS, samples=COUNTS, mean=FLOATS),

@@ -9,6 +9,7 @@ import os
 import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 
 from busrl.errors import NoSuchRun
 from busrl.ledger.audit import audit, render
-from busrl.ledger.audit.readers import read_fates
+from busrl.ledger.audit.readers import Findings, read_fates, read_train_log
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Wal
 
@@ -192,3 +193,19 @@ def test_the_trained_set_is_read_alike_by_its_own_code_and_by_the_audit(trained)
 
     path = trained.root / "checkpoints" / "global_step_2" / "trained.bin"
     assert np.array_equal(unpack_trained(path.read_bytes()), TrainedSet.load(path).uids())
+
+
+def test_the_train_log_of_a_long_run_is_read_into_little_memory(tmp_path: Path) -> None:
+    samples, steps = 64, 3000
+    with open(tmp_path / "train.jsonl", "w") as file:
+        for step in range(steps):
+            entries = [[step * samples + k, 0, 4_000_000_000 + k] for k in range(samples)]
+            file.write(json.dumps({"step": step, "version": 0, "cause": "n_min", "samples": entries}) + "\n")
+    found = Findings()
+    tracemalloc.start()
+    lines = read_train_log(tmp_path / "train.jsonl", found)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert not found.items and lines[-1].end == (tmp_path / "train.jsonl").stat().st_size
+    assert lines[7].samples[3].tolist() == (7 * samples + 3, 0, 4_000_000_003)
+    assert peak < 32 * samples * steps, (held, peak)

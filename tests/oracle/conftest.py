@@ -72,9 +72,12 @@ class MadeRun:
             self.history.finished(record)
             self.metrics.replayed(record, stats)
 
+    def checkpoint(self) -> None:
+        self.history.checkpoint(self.training, self.history.step, {}, lambda folder: None)
+
     def stop(self, checkpoint: bool = True) -> None:
         if checkpoint:
-            self.history.checkpoint(self.training, self.history.step, {}, lambda folder: None)
+            self.checkpoint()
         self.history.close()
         self.metrics.close()
         (self.paths.root / "fates.bin").write_bytes(bytes(self.fates))
@@ -105,7 +108,7 @@ class MadeRun:
         more = {"groups_total": self.history.groups}
         self.metrics.step(record, groups, stats, {}, version + 1, 0.0, more)
         if self.topology.learner.checkpoint_every:
-            self.history.checkpoint(self.training, step, {}, lambda folder: None)
+            self.checkpoint()
 
     def _group(self, step: int, number: int) -> Claimed:
         chance = np.random.default_rng([step, number])
@@ -178,10 +181,11 @@ def _topology(root: Path, folder: Path, tables: dict[str, dict[str, Any]]) -> To
 def made(tmp_path: Path, folder: Path) -> Callable[..., MadeRun]:
     """Makes a finished run of so many steps with these tables of the topology."""
 
-    def make(steps: int = 3, **tables: dict[str, Any]) -> MadeRun:
-        run = MadeRun(tmp_path / "run", folder, **tables)
+    def make(steps: int = 3, name: str = "run", stop: bool = True, **tables: dict[str, Any]) -> MadeRun:
+        run = MadeRun(tmp_path / name, folder, **tables)
         run.steps(steps)
-        run.stop()
+        if stop:
+            run.stop()
         return run
 
     return make

@@ -18,6 +18,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "learner": {"weight_decay": 0.3, "warmup_groups": 6, "decay": "linear", "decay_to": 0.1, "max_grad_norm": 0.05},
     },
     "decoupled in two mini-batches": {
+        "trigger": {"n_min": 7},
         "learner": {"loss": "decoupled", "updates_per_batch": 2, "tis_cap": 1.2, "decay": "cosine",
                     "decay_groups": 9, "betas": (0.8, 0.9), "max_grad_norm": 0.5},
         "segments": {"length": 4, "global_max_length": 12},
@@ -30,7 +31,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
                          "weights": {"mode": "sync"}},
     "pois": {"segments": {"length": 4, "loss": "pois", "global_max_length": 12}, "weights": {"mode": "sync"}},
     "tokens that are too old": {"weights": {"max_staleness": 1}, "segments": {"length": 4, "global_max_length": 12}},
-    "mastered tokens": {"learner": {"dmmpt": "on", "dmmpt_sigma": 3.0, "dmmpt_tau": 0.05}},
+    "mastered tokens": {"experiments": {"dmmpt": "on", "dmmpt_sigma": 3.0, "dmmpt_tau": 0.05}},
     "an adapter": {"lora": {"rank": 3, "alpha": 9}, "learner": {"checkpoint_every": 1, "keep_last": 9}},
 }  # fmt: skip
 

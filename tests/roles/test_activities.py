@@ -11,6 +11,7 @@ from busrl.errors import WeightsTimeout
 from busrl.ring import State
 from busrl.roles import publish
 from busrl.roles.actor import Actor
+from busrl.roles.learner import Learner
 from busrl.roles.rollout import Rollout
 
 
@@ -125,3 +126,24 @@ def test_a_publication_waits_for_a_validation_that_has_results_and_names_one_tha
     publisher._wait_for_hold()
     assert now[0] > 400.0 and ring.moved >= 50, "each result is waited for, and is progress"
     assert told == ([] if lets_go else ["validator (pid 7) holds the version and had no result for 10 s; going on"])
+
+
+def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each() -> None:
+    """It may accumulate for longer than limits.progress_s while a step fills up."""
+    learner: Any = Learner.__new__(Learner)
+    learner.ring, learner.work_s = Told(), 600.0
+    moved, during = [], []
+    learner.ring.progress = lambda: moved.append(1)
+    learner.ring.header = lambda name: 3
+    learner.history = SimpleNamespace(step=3)
+    learner.publisher = SimpleNamespace(version=4)
+
+    def accumulate(records: list[str], version: int) -> None:
+        for _ in records:
+            during.append((version, *learner.ring.said))
+            learner.ring.progress()
+
+    learner.training = SimpleNamespace(old=SimpleNamespace(at=lambda version, step: None), accumulate=accumulate)
+    learner.pending = [SimpleNamespace(records=["a", "b", "c"])]
+    learner._accumulate()
+    assert during == [(4, ("accumulate", 600.0))] * 3 and len(moved) == 4 and learner.pending == []

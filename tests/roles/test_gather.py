@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from busrl.data.chat import LightTokenizer
-from busrl.ring import Fates, Ring, State
+from busrl.paths import RunPaths
+from busrl.ring import Fates, Ring, SlotTooSmall, State
 from busrl.roles.excerpts import Excerpts
-from busrl.roles.gather import Claimed, claim_group, claim_groups, end, give_back
-from busrl.roles.trajectory import Generated, write_segment, write_text
+from busrl.roles.gather import Claimed, claim_group, claim_groups, end, give_back, parts_of
+from busrl.roles.stepmetrics import StepMetrics
+from busrl.roles.trajectory import Generated, read_parts, write_parts, write_segment, write_text
 from busrl.topology.schema import Data, Log, Openai
 
 GROUP = 4
@@ -33,7 +35,8 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
 
 
 def rewarded_group(
-    ring: Ring, lengths: tuple[int, ...] = (3, 4, 5, 6), logprob: float = -1.0, group: int = 0, lost: int = 0
+    ring: Ring, lengths: tuple[int, ...] = (3, 4, 5, 6), logprob: float = -1.0, group: int = 0, lost: int = 0,
+    parts: tuple[dict[str, float], ...] = (),
 ) -> list[int]:
     """Take one group through dispatch, generation and reward; its slots by member."""
     for member in range(GROUP):
@@ -54,6 +57,8 @@ def rewarded_group(
         ring.commit_segment(slot, word, True)
         slots.append(slot)
     for slot, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=GROUP):
+        if parts:
+            write_parts(ring, slot, word, parts[slots.index(slot)])
         ring.set(slot, word, reward=float(slot))
         ring.release(slot, word, State.REWARDED)
     return slots
@@ -206,3 +211,43 @@ def test_several_groups_are_all_given_back_if_one_is_in_the_way(trouble: str, ri
     assert claim_groups(ring, lines, groups, fault) is None
     assert [states(ring, slots) for slots in groups] == [[State.REWARDED] * GROUP] * 2
     assert isinstance(claim(ring, groups[0]), Claimed)
+
+
+PARTS: tuple[dict[str, float], ...] = (
+    {"format": 1.0, "right": 0.5}, {"format": 0.0, "right": 0.25}, {}, {"format": 0.5, "Länge, in Worten": -1.0},
+)  # fmt: skip
+
+
+def test_the_parts_of_rewards_come_back_by_name_and_stand_beside_the_sample(ring: Ring) -> None:
+    slots = rewarded_group(ring, parts=PARTS)
+    assert [read_parts(ring, slot) for slot in slots] == list(PARTS)
+    claimed = claim(ring, slots)
+    assert isinstance(claimed, Claimed)
+    assert excerpts().of_step(ring, [claimed])[0]["reward_parts"] == PARTS[0] and parts_of(ring, slots) == list(PARTS)
+    (without,) = excerpts().of_step(ring, [claim(ring, rewarded_group(ring, group=1))])
+    assert "reward_parts" not in without
+
+
+def test_parts_of_another_program_without_names_are_numbered_and_too_many_of_them_are_refused(ring: Ring) -> None:
+    slot = rewarded_group(ring)[0]
+    word = ring.claim(slot, int(ring.line(slot)["word"]), State.TRAINING)
+    ring.put(slot, word, "reward_parts", np.array([0.25, np.nan, 1.0], np.float32))
+    assert read_parts(ring, slot) == {"part_1": 0.25, "part_3": 1.0}
+    with pytest.raises(SlotTooSmall):
+        write_parts(ring, slot, word, {str(n): 0.0 for n in range(4096)})
+
+
+def test_the_metrics_have_the_mean_of_each_part_over_all_samples_that_have_it(tmp_path: Path) -> None:
+    metrics = StepMetrics(RunPaths.of(tmp_path))
+    metrics.reward_parts(PARTS)
+    assert metrics._part_means()["reward_parts"] == {"format": 0.5, "right": 0.375, "Länge, in Worten": -1.0}
+    metrics._clear()
+    assert metrics._part_means() == {}
+    metrics.close()
+
+
+def test_a_sample_that_nobody_claimed_can_be_shown(ring: Ring) -> None:
+    slot = rewarded_group(ring)[1]
+    shown = excerpts().glimpse(ring, slot, ring.line(slot))
+    assert (shown["completion"], shown["reward"], shown["version"]) == ("xxxx", float(slot), 3)
+    assert "ab" in str(shown["prompt"])

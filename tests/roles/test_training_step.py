@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from busrl.errors import UserError
+from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
+from busrl.ring import Fates
 from busrl.roles.history import History
 from busrl.roles.training_step import TrainingStep, _split, to_sample
 from busrl.topology import Topology, load
@@ -143,6 +146,28 @@ def test_a_killed_learner_of_an_adapter_comes_back_to_the_same_weights(topology:
         changed = dataclasses.replace(topology, lora=dataclasses.replace(topology.lora, **other))
         with pytest.raises(UserError, match=f"was trained with lora .*'rank': 4.*{why}"):
             TrainingStep(changed).load_checkpoint(tmp_path / "checkpoints")
+
+
+def test_dropout_goes_on_with_the_random_numbers_that_it_would_have_drawn(topology: Topology, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    topology = with_lora(topology, dropout=0.5)
+    living, history = TrainingStep(topology), History(RunPaths.of(tmp_path), topology)
+    for step in range(1, 5):
+        record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3], samples=records(step))
+        history.append(record)
+        living.train(record.samples, 4, record.version)
+        history.finished(record)
+        if step == 2:
+            history.checkpoint(living, step, {}, lambda folder: None)
+    history.close()
+    torch.manual_seed(12345)  # another process, with other numbers drawn
+    again, successor = TrainingStep(topology), History(RunPaths.of(tmp_path), topology)
+    successor.load(again, lambda meta, folder: None)
+    for record in successor.to_replay():
+        again.replay(record)
+        successor.finished(record)
+    successor.close()
+    assert torch.allclose(weights(living), weights(again), atol=1e-6)
 
 
 def test_several_updates_per_batch_take_whole_groups_each(topology: Topology) -> None:
@@ -450,3 +475,22 @@ def test_a_log_that_ends_before_the_train_log_does_is_told(topology: Topology, t
     [told] = successor.told
     assert "train.jsonl names steps up to 5, but checkpoint and log end at step 3" in told
     successor.close()
+
+
+def test_fates_of_millions_of_trained_samples_are_stored_without_spelling_them_out(
+    topology: Topology, tmp_path: Path
+) -> None:
+    count = 1 << 22
+    (tmp_path / "fates.bin").write_bytes(b"T" * 1000 + b"DD" + b"T" * (count - 1004))  # and two not even dispatched
+    history, fates = History(RunPaths.of(tmp_path), topology), Fates(str(tmp_path / "fates.bin"))
+    TrainedSet([count - 1]).save(tmp_path / "trained.bin")
+    history.trained = TrainedSet.load(tmp_path / "trained.bin")
+    history.trained._bits[:] = 255
+    tracemalloc.start()
+    history.store_fates(fates)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    history.close()
+    assert (tmp_path / "fates.bin").read_bytes()[:count] == b"T" * count
+    assert sum(map(len, history.trained.blocks())) == count
+    assert peak < 8 * count, peak

@@ -7,15 +7,17 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.ring import Fates, Ring, State
-from busrl.roles.trajectory import Generated, write_segment, write_text
+from busrl.roles.trajectory import Generated, write_parts, write_segment, write_text
 from busrl.roles.validator import (
     VALIDATE_BIT,
+    Result,
     Rounds,
     Validator,
     _finished_rounds,
@@ -126,3 +128,18 @@ def test_an_answer_that_began_with_one_version_and_ended_with_another_makes_its_
     role.results = {result.uid: result}
     row = role._record(0)
     assert (row["mixed"], row["versions"], row["version"]) == (mixed, seen, seen[0])
+
+
+def test_a_round_has_the_mean_of_each_part_of_the_reward(ring: Ring) -> None:
+    role = Validator.__new__(Validator)
+    role.ring, role.samples, role.asked = ring, 2, lines_of(2, 2)
+    role.groups_done, role.started = 0, time.monotonic()
+    slot, word = answered(ring, [4], admitted=4)
+    word = ring.claim(slot, word, State.REWARDING)
+    write_parts(ring, slot, word, {"format": 1.0, "right": 0.5})
+    result = role._result(slot, word, ring.line(slot))
+    again = msgspec.json.decode(msgspec.json.encode(result), type=Result)
+    assert again == result, "as a successor reads it from validation.log"
+    other = msgspec.structs.replace(result, uid=result.uid + 1, parts={"format": 0.0})
+    role.results = {one.uid: one for one in (result, other)}
+    assert role._record(0)["val/parts"] == {"format": 0.5, "right": 0.5}

@@ -18,10 +18,10 @@ from harness import ROOT, Run, running
 sys.path.insert(0, str(ROOT / "tools"))
 STEPS = 8
 SETTINGS = (
-    "learner.trigger.n_min=4", "groups.size=4", "generation.max_batch=24", "learner.checkpoint_every=0",
+    "learner.trigger.n_min=4", "groups.size=4", "generation.max_batch=8", "learner.checkpoint_every=0",
     "learner.micro_batch_min_samples=4", "generation.temperature=0.7", "validation.temperature=0.3",
     "validation.samples=12", "validation.every=4", "segments.length=8", "segments.global_max_length=24",
-    "generation.max_new_tokens=24", "segments.truncated_penalty=0.5", "weights.max_staleness=2",
+    "generation.max_new_tokens=24", "reward.truncated_penalty=0.5", "weights.max_staleness=2",
 )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_answers_of_several_versions_are_among_those_looked_at(two_updates: tupl
         ("learner.loss=ppo_clip", "learner.updates_per_batch=4"),
         ("generation.on_update=recompute", "learner.publish_every=2"),
         ("weights.mode=sync", "learner.weight_decay=0.1", "learner.warmup_groups=12"),
-        ("weights.mode=fully-async", "segments.truncated=-1", "segments.truncated_penalty=0"),
+        ("weights.mode=fully-async", "reward.truncated=-1", "reward.truncated_penalty=0"),
         ("segments.loss=last_segment", "process.rollout.count=2"),
         ("weights.over_age=drop", "weights.max_staleness=1", "learner.deterministic=true"),
         ("lora.rank=4", "weights.transport=lora_hotswap"),

@@ -45,7 +45,7 @@ whole = score
 def score(record, completion, token_ids):
     if record["id"] % 4 == 0:
         raise ValueError(f"no idea about {record['id']}")
-    return whole(record, completion, token_ids)
+    return {"share": whole(record, completion, token_ids)}
 '''
 
 
@@ -74,6 +74,8 @@ def test_a_reward_that_raises_hangs_lies_or_kills_its_process_costs_only_that_sa
 
 def test_a_reward_that_breaks_all_the_time_does_not_flood_and_every_one_is_counted(tmp_path: Path) -> None:
     run = reward_run(tmp_path, OFTEN, steps=12)
+    row, sample = run.metrics()[-1], read_lines(run.paths.samples)[-1]
+    assert abs(row["reward_parts"]["share"] - row["reward"]) < 1e-6 and list(sample["reward_parts"]) == ["share"]
     accidents = sum(run.audit().accidents.values())
     told = [line for line in read_lines(run.paths.errors) if line["where"] == "reward"]
     assert accidents > 40

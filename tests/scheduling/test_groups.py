@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from busrl.scheduling import NOT_STARTED, UNKNOWN, GroupScanner, uid_of
@@ -201,6 +202,39 @@ def test_a_sample_in_a_slot_without_a_fate_is_counted_because_a_damaged_table_mu
     ring.put(2, 0, state=RESERVED)
     ring.fates[uid_of(2, 0, 0, G)] = 0  # its dispatch is being written
     assert ring.view().unrecorded == 1
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_scanner_that_skips_what_ended_long_ago_sees_what_one_that_looks_at_everything_sees(
+    data: Any, table: Any
+) -> None:
+    codes = st.sampled_from([*b"TTTT fTTT TPTT DTTT TTTD PPPP".split(), bytes(4), b"D" + bytes(3), b"o" + bytes(3)])
+    rows = data.draw(st.lists(st.tuples(codes, st.sampled_from([bytes(4), b"\0T\0\0", b"\0D\0\0"])), max_size=40))
+    fates = np.frombuffer(b"".join(first + second for first, second in rows) + bytes(3 * 2 * G), np.uint8).copy()
+    lines = table(G, 8).lines
+    views = []
+    for skips in (True, False):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("busrl.scheduling.groups.LOOKAHEAD", 4)
+            if not skips:
+                patched.setattr(GroupScanner, "_skip_ended", lambda self: None)
+            views.append(GroupScanner(fates, G, horizon=4).scan(lines))
+    one, other = views
+    assert one.draws.tolist() == other.draws.tolist() and one.due.tolist() == other.due.tolist()
+    assert one.unopened(5) == other.unopened(5) and one.closed_by.tolist() == other.closed_by.tolist()
+
+
+def test_a_start_beside_a_long_table_of_ended_groups_takes_little_memory(table: Any) -> None:
+    fates = np.zeros((1 << 20, 2 * G), np.uint8)
+    fates[:, :G] = ord("T")
+    fates[-3, 0] = ord("D")
+    tracemalloc.start()
+    view = GroupScanner(fates.reshape(-1), G).scan(table(G, 8).lines)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert view.draws.tolist() == [(1 << 20) - 3]
+    assert peak < fates.nbytes / 4, peak
 
 
 def test_groups_that_ended_are_told_once_with_the_last_fate_of_each_member(ring: Any) -> None:

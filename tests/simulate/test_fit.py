@@ -78,7 +78,21 @@ def test_a_fit_finds_the_times_that_the_files_were_written_with(recorded: Path) 
     assert times.learner_token_s == pytest.approx(0.0002, rel=1e-3)
     assert times.learner_group_s == pytest.approx(0.001, rel=1e-3)
     assert times.publish_s == pytest.approx(0.004)
-    assert times.reward_s == pytest.approx(0.05)
+    assert times.reward_s == pytest.approx(0.05) and times.reward_call_s == 0.0
+
+
+@pytest.mark.parametrize(("busy", "workers", "call_s"), [(0.5, 1, 0.02), (0.5, 4, 0.08), (0.99, 1, 0.0396)])
+def test_a_fit_finds_what_a_call_of_the_reward_takes(recorded: Path, busy: float, workers: int, call_s: float) -> None:
+    told = json.loads((recorded / "topology.json").read_text())
+    told["reward"]["workers"] = workers
+    (recorded / "topology.json").write_text(json.dumps(told))
+    slots = {"generated": {"stay_s": 0.02}, "rewarding": {"stay_s": 0.1, "per_s": 25.0}}
+    processes = {"reward/0": {"busy_share": busy}, "learner": {"busy_share": 0.1}}
+    (recorded / "summary.json").write_text(json.dumps({"slots": slots, "processes": processes}))
+    times = fit(recorded).times
+    assert times.reward_call_s == pytest.approx(call_s)
+    queued_s = busy / (2 * max(0.02, 1 - busy)) * call_s / workers
+    assert times.reward_s == pytest.approx(max(0.0, 0.12 - call_s - queued_s))
 
 
 def test_recorded_answers_follow_prompt_and_step(recorded: Path) -> None:

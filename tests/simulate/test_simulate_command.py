@@ -41,9 +41,22 @@ def test_a_model_that_is_not_here_is_simulated_and_what_was_assumed_is_named(
         text = capsys.readouterr().out
         for word in ("samples/s", "busy", "age", "waiting", "skew", "assumed", "--fit RUN_DIR", "is not there"):
             assert word in text
+        assert text.startswith("ASSUMED, not measured: step_s, row_s, reward_call_s, learner_step_s, learner_token_s")
+        assert "bottleneck" not in text and "try --actors" not in text
     # What decides in a simulation is checked as ever.
     assert main(["simulate", str(path), "--set", "segments.rounds=segments"]) == 2
     assert "segments are off" in capsys.readouterr().err
+
+
+def test_advice_is_given_where_the_decisive_times_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", QUICKSTART, "--steps", "10"]) == 0
+    text = capsys.readouterr().out
+    assert "ASSUMED" not in text and "bottleneck" in text
+    assert main(["simulate", QUICKSTART, "--steps", "4", "--set", "simulate.reward_call_s=0.1"]) == 0
+    text = capsys.readouterr().out
+    assert "reward      100% busy: calls of 100 ms, 1 at a time" in text and "The reward is the bottleneck" in text
+    assert main(["simulate", SCRIPTED, "--steps", "4"]) == 0
+    assert capsys.readouterr().out.startswith("ASSUMED, not measured: reward_call_s, learner_step_s")
 
 
 def test_scripted_engines_have_the_pace_that_is_written_for_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +109,8 @@ def test_prompts_arrive_as_in_a_live_run(tmp_path: Path, arrivals: bool, capsys:
     found = json.loads(capsys.readouterr().out)
     assert ("arrivals obeyed" in found["answers"]) == arrivals
     assert (found["figures"]["seconds"] > 11.0) == arrivals
+    for name in ("reward_call_s", "learner_step_s", "learner_token_s"):  # what is assumed is no ground for advice
+        given += ["--set", f"simulate.{name}=0.00001"]
     assert main(["simulate", SCRIPTED, "--steps", "3", *given]) == 0
     assert ("Too few prompts arrive" in capsys.readouterr().out) == arrivals
 

@@ -114,6 +114,22 @@ def test_a_faster_learner_never_slows_generation_and_a_slow_one_is_the_bottlenec
     assert slow.step_s == pytest.approx(5.0, rel=0.1)
 
 
+def test_a_reward_is_a_server_with_a_rate_and_workers_share_what_waits(checked: Make) -> None:
+    made = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0")
+    given_answers = answers([(50, 60, 70, 80, 50, 60, 70, 80)])
+    slow = replace(FREE_TIMES, reward_call_s=0.5)
+    one = checked(made, slow, given_answers, steps=20).run()
+    # 32 answers a step, half a second each: a delay of half a second would cost a step next to nothing.
+    assert one.step_s == pytest.approx(16.0, rel=0.05) and one.reward_busy == pytest.approx(1.0, abs=0.02)
+    assert one.actors_busy < 0.2 and one.completion_mean_s > 16.0
+    made = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0",
+                    "reward.workers=4")  # fmt: skip
+    four = checked(made, slow, given_answers, steps=20).run()
+    assert four.step_s == pytest.approx(4.0, rel=0.05) and four.reward_busy > 0.95
+    quick = checked(made, replace(FREE_TIMES, reward_call_s=0.001), given_answers, steps=20).run()
+    assert 0 < quick.reward_busy < 0.05 and quick.step_s < 1.5
+
+
 def test_the_same_seed_gives_the_same_run_and_another_one_does_not(checked: Make) -> None:
     made = topology("learner.trigger.n_min=4", "scheduler.policy=sjf")
     random = np.random.default_rng(0)

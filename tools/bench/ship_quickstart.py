@@ -29,7 +29,8 @@ PER_STEP = 8
 SOURCE = "measured, quickstart on two cores"
 TIMES = {
     "step_s": 0.00085, "row_s": 8.2e-6, "sequence_s": 8.6e-5, "prefill_token_s": 0.0, "weights_s": 0.001,
-    "speed_spread": 0.0, "step_spread": 0.0, "reward_s": 0.03, "learner_step_s": 0.016, "learner_token_s": 2.2e-5,
+    "speed_spread": 0.0, "step_spread": 0.0, "reward_s": 0.03, "reward_call_s": 0.0, "learner_step_s": 0.016,
+    "learner_token_s": 2.2e-5,
     "learner_group_s": 0.00037, "publish_s": 0.0012, "learner_spread": 0.0, "checkpoint_s": 0.05, "busy_share": 0.97,
 }  # fmt: skip
 

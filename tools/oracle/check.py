@@ -30,6 +30,7 @@ from .model import Dense, Lora, Model, gradients, load_adamw, padded
 EXACT = 2e-4  # nats: an engine's float32 log-probability against float64
 NEAR = 1e-4  # a random number so close to an edge may fall on either side in float32
 UPDATE = 2e-3  # of the length of the update: float32 against float64, where a gradient is all but zero
+ROUNDING = 3e-7  # of the length of the weights: a few roundings to float32
 BOUNDARY = 2e-5  # a ratio so close to a clip bound may be counted on either side
 VALIDATE = 1 << 62
 MOST = 20  # wrong things of one kind that are listed
@@ -82,6 +83,7 @@ class _Check:
         topology = files.topology
         self.learner, self.run, self.segments = topology["learner"], topology["run"], topology["segments"]
         self.generation, self.weights_ = topology["generation"], topology["weights"]
+        self.experiments, self.worth = topology["experiments"], topology["reward"]
         self.found = Found()
         self.model = Model(Path(topology["model"]["path"]), dtype)
         rank = topology["lora"]["rank"]
@@ -216,7 +218,8 @@ class _Check:
     def too_old(self, step: Step, sample: Sample) -> int:
         """Everything up to the last token of a version more than max_staleness steps old, where that is left out."""
         bounded = self.weights_["mode"] == "batch-async" and self.weights_["over_age"] == "wait"
-        if not bounded or self.learner["forced_age"] or step.step - 1 - sample.step <= self.weights_["max_staleness"]:
+        young = step.step - 1 - sample.step <= self.weights_["max_staleness"]
+        if not bounded or self.experiments["forced_age"] or young:
             return 0
         late = [
             i + 1
@@ -293,8 +296,8 @@ class _Check:
         loss = maths.loss(self.learner["loss"], logp, against, prox, advantage, self.learner)[part]
         entropy = entropy[part]
         mastered = torch.zeros_like(loss, dtype=torch.bool)
-        if step.dmmpt and advantage > 0 and float(entropy.mean()) < self.learner["dmmpt_sigma"]:
-            mastered = logp.detach()[part].exp() >= self.learner["dmmpt_tau"]
+        if step.dmmpt and advantage > 0 and float(entropy.mean()) < self.experiments["dmmpt_sigma"]:
+            mastered = logp.detach()[part].exp() >= self.experiments["dmmpt_tau"]
         loss = torch.where(mastered, torch.zeros_like(loss), loss)
         log_ratio = torch.clamp(logp.detach() - behaviour, -20, 20)[part]
         return _Tokens(
@@ -305,7 +308,8 @@ class _Check:
     def mismatch(self, step: Step, first: list[_Tokens]) -> dict[str, Any]:
         """Mean |log ratio| of the tokens that the very weights of this step drew: before its first update, and only
         where the newest version is of the step before. `begun`: of answers whose first token is of it, too."""
-        drawn = [one for one in first if self.step_of(step.version) == step.step - 1 and not self.learner["forced_age"]]
+        exact = self.step_of(step.version) == step.step - 1 and not self.experiments["forced_age"]
+        drawn = first if exact else []
         gaps = [one.log_ratio[one.versions == step.version].abs() for one in drawn]
         begun = [gap for one, gap in zip(drawn, gaps) if one.first_version == step.version]
         return {"mismatch": _mean_of(gaps), "mismatch_begun": _mean_of(begun)}
@@ -321,7 +325,8 @@ class _Check:
         theirs = self.trained.leaves
         moved = math.sqrt(sum(float((mine[name] - before[name]).square().sum()) for name in mine))
         apart = math.sqrt(sum(float((mine[name] - theirs[name]).square().sum()) for name in mine))
-        share = apart / max(moved, 1e-12)
+        rounding = ROUNDING * math.sqrt(sum(float(value.square().sum()) for value in theirs.values()))
+        share = max(0.0, apart - rounding) / max(moved, 1e-12)
         self.found.done["weights"] += 1
         self.found.widest["weights"] = max(self.found.widest.get("weights", 0.0), share)
         if share > UPDATE:
@@ -353,12 +358,12 @@ class _Check:
 
     def reward(self, sample: Sample) -> None:
         judged = self.prompts.reward(sample.prompt_crc, sample.tokens, sample.finish, self.model.ends)
-        if sample.finish == LENGTH and self.segments["truncated"] != "reward":
-            judged = float(self.segments["truncated"])
+        if sample.finish == LENGTH and self.worth["truncated"] != "reward":
+            judged = float(self.worth["truncated"])
         elif judged is None:
             return
         elif sample.finish == LENGTH:
-            judged -= self.segments["truncated_penalty"]
+            judged -= self.worth["truncated_penalty"]
         self.found.done["rewards"] += 1
         if abs(judged - sample.reward) > 1e-6:
             self.found.error("reward of a sample", f"{sample.uid}: {sample.reward} in the log, recomputed {judged}")
@@ -419,7 +424,7 @@ class _Check:
     def ages(self, step: Step) -> None:
         """The step that a sample's age counts from is that of its oldest version, and no group is over the bound."""
         waits = self.weights_["mode"] != "batch-async"
-        bound = None if waits or self.learner["forced_age"] else self.weights_["max_staleness"]
+        bound = None if waits or self.experiments["forced_age"] else self.weights_["max_staleness"]
         for sample in step.samples:
             self.found.done["ages"] += 1
             begin = sample.last_begins if self.segments["loss"] == "last_segment" else 0
@@ -577,7 +582,7 @@ class _Prompts:
 
         self.topology, self.data, self.settings = topology, topology["data"], topology["reward"]
         self.train = _read_lines(Path(self.data["train"]))
-        self.held_out = _read_lines(Path(self.data["validation"] or self.data["train"]))
+        self.held_out = _read_lines(Path(topology["validation"]["data"] or self.data["train"]))
         self.by_crc = {zlib.crc32(line): line for line in (*self.train, *self.held_out)}
         self.tokenizer = AutoTokenizer.from_pretrained(topology["model"]["path"], local_files_only=True)
 

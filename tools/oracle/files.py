@@ -17,6 +17,12 @@ import msgspec
 import numpy as np
 
 EOS, LENGTH = 1, 2
+MOVED = {  # where older runs have a key -> where it is now
+    "data.validation": "validation.data",
+    "segments.truncated": "reward.truncated",
+    "segments.truncated_penalty": "reward.truncated_penalty",
+    **{f"learner.{name}": f"experiments.{name}" for name in ("forced_age", "dmmpt", "dmmpt_tau", "dmmpt_sigma")},
+}
 HEAD, FRAME = struct.Struct("<8sII"), struct.Struct("<4sII")
 
 
@@ -79,7 +85,7 @@ def read(root: Path) -> RunFiles:
     rows = [row for row in _lines(root / "metrics.jsonl") if row.get("lr") is not None]
     return RunFiles(
         root=root,
-        topology=json.loads((root / "topology.json").read_text()),
+        topology=_topology(json.loads((root / "topology.json").read_text())),
         steps=read_log(root / "wal"),
         rows={row["step"]: row for row in rows},
         ended={row["step"]: row for row in _lines(root / "groups.jsonl") if "draws" in row},
@@ -92,6 +98,16 @@ def read(root: Path) -> RunFiles:
             if (found := re.fullmatch(r"global_step_(\d+)", path.name))
         },
     )
+
+
+def _topology(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the keys of an older run where they are now."""
+    for old, new in MOVED.items():
+        table, name = old.split(".")
+        if name in settings[table]:
+            place, name_now = new.split(".")
+            settings.setdefault(place, {})[name_now] = settings[table][name]
+    return settings
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

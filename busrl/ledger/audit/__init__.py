@@ -92,5 +92,5 @@ def _counts(
         checkpoint_step=history.saved_step,
         log_records=len(steps),
         oldest=ages.oldest_age(snapshot.log),
-        groups=len(set(rules.draws_of(history.uids, snapshot.terms.group_size).tolist())),
+        groups=int(rules.in_runs(rules.draws_of(history.uids, snapshot.terms.group_size))[0].size),
     )

@@ -27,6 +27,7 @@ from busrl.ledger.audit.report import Finding, error, note
 Uids = npt.NDArray[np.uint64]
 BLOCK = 4 << 20
 CHECKPOINT_LOOKS = 10
+ENTRY = np.dtype([("uid", "<u8"), ("attempt", "<u4"), ("crc", "<u4")])
 WAL_HEAD = struct.Struct("<8sII")
 WAL_LAYOUTS = (1, 2)  # 2 says where the segments of an answer end
 WAL_FRAME = struct.Struct("<4sII")
@@ -48,6 +49,7 @@ class LoggedSample(msgspec.Struct):
     versions: bytes
     step: int = -1  # that its age counts from
     segments: list[int] = []  # tokens of each, where there are several
+    whole: bool = True  # its log-probs and versions match its tokens
 
 
 class LoggedStep(msgspec.Struct):
@@ -58,12 +60,20 @@ class LoggedStep(msgspec.Struct):
     samples: list[LoggedSample]
 
 
-class TrainStep(msgspec.Struct):
-    """One line of train.jsonl, and where in the file it ends."""
+class _TrainLine(msgspec.Struct):
+    """A line of train.jsonl as it is written."""
 
     step: int
     samples: list[tuple[int, int, int]]  # uid, attempt, crc
-    end: int = 0
+
+
+@dataclass
+class TrainStep:
+    """One line of train.jsonl, and where in the file it ends. A long run has a hundred thousand."""
+
+    step: int
+    samples: npt.NDArray[np.void]  # of `ENTRY`
+    end: int
 
 
 class DrawsLine(msgspec.Struct):
@@ -199,9 +209,24 @@ def _read_segment(path: Path, data: bytes, newest: bool, found: Findings) -> Ite
             continue
         offset += WAL_FRAME.size + len(payload)
         try:
-            yield msgspec.msgpack.decode(payload, type=LoggedStep)
+            yield _without_payload(msgspec.msgpack.decode(payload, type=LoggedStep))
         except msgspec.DecodeError as exc:
             found.add(error("log_damaged", [path.name], f"a record with a good checksum can not be decoded: {exc}"))
+
+
+def _without_payload(step: LoggedStep) -> LoggedStep:
+    """Looked at, the tokens of a sample are let go: two checkpoints' worth of steps may be more than fits in memory."""
+    for sample in step.samples:
+        sample.whole = _whole(sample)
+        sample.token_ids = sample.logprobs = b""
+    return step
+
+
+def _whole(sample: LoggedSample) -> bool:
+    if not len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) or len(sample.logprobs) % 4:
+        return False
+    logprobs = np.frombuffer(sample.logprobs, "<f4")
+    return bool(np.isfinite(logprobs).all() and (logprobs <= 1e-3).all())
 
 
 def _frame(data: bytes, offset: int) -> bytes | None:
@@ -297,20 +322,27 @@ def read_open(path: Path, found: Findings) -> Uids | None:
 
 def read_train_log(path: Path, found: Findings) -> list[TrainStep]:
     """The whole lines of train.jsonl in order."""
-    data, steps, offset = read_bytes(path) or b"", [], 0
-    decoder = msgspec.json.Decoder(TrainStep)
-    for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+    steps: list[TrainStep] = []
+    decoder, offset = msgspec.json.Decoder(_TrainLine), 0
+    for line in _lines(path):
         offset += len(line)
         try:
-            step = decoder.decode(line)
-        except msgspec.DecodeError as exc:
+            told = decoder.decode(line)
+            steps.append(TrainStep(told.step, np.array(told.samples, ENTRY), offset))
+        except (ValueError, OverflowError) as exc:  # msgspec's errors are the former
             found.add(
                 error("train_log_disagrees", [f"byte {offset - len(line)}"], f"a line is not what it must be: {exc}")
             )
-            continue
-        step.end = offset
-        steps.append(step)
     return steps
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file, one at a time: it may be larger than what a machine can spare."""
+    try:
+        with open(path, "rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))
+    except (FileNotFoundError, NotADirectoryError):
+        return
 
 
 def read_put_backs(path: Path) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.ledger import fates
-from busrl.ledger.audit.readers import LoggedSample, LoggedStep, TrainStep, Uids
+from busrl.ledger.audit.readers import ENTRY, LoggedStep, TrainStep, Uids
 from busrl.ledger.audit.report import Finding, error, note
 from busrl.ledger.audit.ring import DROPPED, FREE, RESERVED, REWARDED, STATE_NAMES, TRAINING, UID_NONE, Slots
 from busrl.ledger.audit.snapshot import Codes, Snapshot
@@ -61,6 +61,21 @@ def distinct(values: Uids) -> Uids:
     """Each value once, ascending (sorting beats numpy's hashing of uids several times over)."""
     ordered = np.sort(values)
     return ordered[np.append(True, ordered[1:] != ordered[:-1])] if ordered.size else ordered
+
+
+def mask_of(uids: Uids, size: int) -> npt.NDArray[np.bool_]:
+    """Which of the first `size` uids are among these: a byte each, where a sorted difference takes many."""
+    mask = np.zeros(size, np.bool_)
+    mask[uids[uids < np.uint64(size)].astype(np.int64)] = True
+    return mask
+
+
+def in_runs(ascending: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Each value once, and how often it stands there."""
+    if not ascending.size:
+        return ascending, ascending
+    starts = np.flatnonzero(np.append(True, ascending[1:] != ascending[:-1]))
+    return ascending[starts], np.diff(np.append(starts, ascending.size))
 
 
 def minus(values: Uids, others: Uids) -> Uids:
@@ -140,7 +155,7 @@ def check_trained(snapshot: Snapshot, history: History, where: Dispatched) -> It
     wrong = history.uids[(codes != T) & ~np.isin(history.uids, where.unsettled)]
     if wrong.size:
         yield error("logged_not_trained", wrong, "in checkpoint or log, but its fate is not T and no slot holds it")
-    missing = minus(with_code(snapshot.first, T), history.uids)
+    missing = np.flatnonzero((snapshot.first == T) & ~mask_of(history.uids, snapshot.first.size)).astype(np.uint64)
     if missing.size and snapshot.terms.wal != "off":
         hint = " (with wal = async a power cut can do this)" if snapshot.terms.wal == "async" else ""
         yield error("trained_unlogged", missing, f"fate T, but in no checkpoint and no log{hint}")
@@ -160,20 +175,13 @@ def unsaved_of(snapshot: Snapshot, missing: Uids, history: History) -> Uids:
     if not snapshot.running:
         return NO_UIDS
     lines = [line for line in surviving(snapshot.train_log) if line.step > history.saved_step]
-    return np.intersect1d(missing, np.array([uid for line in lines for uid, _, _ in line.samples], np.uint64))
+    return np.intersect1d(missing, entries_of(lines)["uid"])
 
 
 def check_payloads(snapshot: Snapshot) -> Iterator[Finding]:
-    broken = [sample.uid for step in snapshot.log for sample in step.samples if not _whole(sample)]
+    broken = [sample.uid for step in snapshot.log for sample in step.samples if not sample.whole]
     if broken:
         yield error("bad_payload", broken, "log-probs or versions do not match the tokens, or a log-prob is none")
-
-
-def _whole(sample: LoggedSample) -> bool:
-    if not len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) or len(sample.logprobs) % 4:
-        return False
-    logprobs = np.frombuffer(sample.logprobs, "<f4")
-    return bool(np.isfinite(logprobs).all() and (logprobs <= 1e-3).all())
 
 
 # --------------------------------------------------------------------------------------------------- groups, re-rolls
@@ -181,7 +189,7 @@ def _whole(sample: LoggedSample) -> bool:
 
 def check_groups(snapshot: Snapshot, history: History) -> Iterator[Finding]:
     size = snapshot.terms.group_size
-    draws, counts = np.unique(draws_of(history.uids, size), return_counts=True)
+    draws, counts = in_runs(draws_of(history.uids, size))
     small = draws[counts < snapshot.terms.g_min]
     if small.size:
         yield error("group_too_small", small, f"groups trained with fewer than g_min = {snapshot.terms.g_min} members")
@@ -193,8 +201,9 @@ def check_groups(snapshot: Snapshot, history: History) -> Iterator[Finding]:
 
 def check_rerolls(snapshot: Snapshot) -> Iterator[Finding]:
     size = snapshot.terms.group_size
-    uids = np.flatnonzero(snapshot.first).astype(np.uint64)
-    again = uids[(uids // np.uint64(size)) % np.uint64(2) == 1]
+    whole = np.pad(snapshot.first, (0, -snapshot.first.size % (2 * size))).reshape(-1, 2, size)
+    draw, member = np.nonzero(whole[:, 1])
+    again = np.asarray((draw * 2 + 1) * size + member, np.uint64)
     parents = codes_at(snapshot.last, again - np.uint64(size))
     wrong = again[~np.isin(parents, list(fates.ACCIDENTS))]
     if wrong.size:
@@ -234,10 +243,13 @@ def log_claims(log: list[LoggedStep]) -> Claims:
 
 
 def train_log_claims(lines: list[TrainStep]) -> Claims:
-    entries = [entry for line in lines for entry in line.samples]
-    return Claims(
-        np.array([uid for uid, _, _ in entries], np.uint64), np.array([crc for _, _, crc in entries], np.int64)
-    )
+    entries = entries_of(lines)
+    return Claims(np.asarray(entries["uid"], np.uint64), entries["crc"].astype(np.int64))
+
+
+def entries_of(lines: list[TrainStep]) -> npt.NDArray[np.void]:
+    """The samples of many lines of the train log."""
+    return np.concatenate([np.zeros(0, ENTRY), *(line.samples for line in lines)])
 
 
 def slot_claims(slots: Slots) -> Claims:
@@ -334,16 +346,17 @@ def check_train_log(snapshot: Snapshot, history: History) -> Iterator[Finding]:
     known = surviving([line for line in snapshot.train_log if line.end <= snapshot.train_log_known])
     if snapshot.terms.wal == "off":
         known = [line for line in known if line.step <= history.saved_step]
-    listed = np.array([uid for line in known for uid, _, _ in line.samples], np.uint64)
+    listed = np.asarray(entries_of(known)["uid"], np.uint64)
     extra = minus(listed, history.uids)
     if extra.size:
         yield error("train_log_disagrees", extra, "in train.jsonl, but in no checkpoint and no log")
-    everything = np.array([uid for line in surviving(snapshot.train_log) for uid, _, _ in line.samples], np.uint64)
+    everything = np.asarray(entries_of(surviving(snapshot.train_log))["uid"], np.uint64)
     silent = minus(history.saved, everything)
     if silent.size:
         yield error("train_log_disagrees", silent, "in the checkpoint, but not in train.jsonl")
     lines = {line.step: line.samples for line in surviving(snapshot.train_log)}
-    differ = [step.step for step in snapshot.log if step.step in lines and _entries(step) != sorted(lines[step.step])]
+    both = [step for step in snapshot.log if step.step in lines]
+    differ = [step.step for step in both if _entries(step) != sorted(lines[step.step].tolist())]
     if differ:
         yield error("train_log_disagrees", differ, "steps whose uid, attempt or crc differ between train.jsonl and log")
 

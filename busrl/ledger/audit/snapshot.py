@@ -186,7 +186,7 @@ def _age_terms(topology: dict[str, Any]) -> dict[str, Any]:
     """What is promised of ages; nothing where the topology does not say, or asks for them (`forced_age`)."""
     weights, segments = topology.get("weights", {}), topology.get("segments", {})
     by_mode = {"batch-async": weights.get("max_staleness"), "sync": _waves(segments) - 1}
-    forced = topology["learner"].get("forced_age", 0)
+    forced = {**topology["learner"], **topology.get("experiments", {})}.get("forced_age", 0)  # an older run: [learner]
     return {
         "bound": None if forced else by_mode.get(weights.get("mode")),
         "masks_old": weights.get("mode") == "batch-async" and weights.get("over_age") == "wait",

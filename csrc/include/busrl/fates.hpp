@@ -17,7 +17,7 @@
 namespace busrl {
 
 constexpr uint8_t kDispatched = 'D', kTrained = 'T', kValidated = 'V';
-constexpr uint64_t kFateCapacity = uint64_t{1} << 26;  // samples that a table maps unless somebody says otherwise
+constexpr uint64_t kFateCapacity = uint64_t{1} << 32;  // samples that a table maps unless somebody says otherwise
 
 class Fates {
   public:

@@ -1,0 +1,45 @@
+"""Names come from outside: an endpoint that answers ever new ones remembers few of them, and still says who it is."""
+
+from __future__ import annotations
+
+import msgspec
+
+from busrl.bus.core import MAX_ADDRESSED
+from busrl.protocol import MAX_ACTIVITY, codec, topic
+from busrl.protocol import messages as m
+
+MANY = 3 * MAX_ADDRESSED
+
+
+def test_an_endpoint_that_answers_ever_new_names_remembers_a_bounded_number_and_its_heartbeat_stays_readable(endpoint):
+    said: list[str] = []
+    keeper = endpoint("keeper")
+    listener = endpoint("monitor", topic(m.Heartbeat), report=said.append)
+    for number in range(MANY):
+        keeper.send(m.Pong(token="x"), to=f"worker-{number:06d}-of-a-pool-of-machines-somewhere")
+    keeper.heartbeat("keeper", "x" * MAX_ACTIVITY)
+    beat = listener.recv(30)
+    assert isinstance(beat, m.Heartbeat) and said == []
+    assert len(beat.last_seqs) <= MAX_ADDRESSED + len(m.Message.__subclasses__())
+    assert f"PONG/worker-{MANY - 1:06d}-of-a-pool-of-machines-somewhere/" in beat.last_seqs
+    assert len(codec.encode(beat)) < 1 << 17 and keeper.stats().sent >= MAX_ADDRESSED
+
+
+def test_a_topic_that_was_forgotten_begins_anew_and_nobody_counts_that_as_loss(endpoint):
+    keeper, worker = endpoint("keeper"), endpoint("worker", topic(m.Goodbye, "worker"))
+    for _ in range(3):
+        keeper.send(m.Goodbye(), to="worker")
+    for number in range(MAX_ADDRESSED):
+        keeper.send(m.Pong(token="x"), to=f"worker-{number}")
+    keeper.send(m.Goodbye(), to="worker")
+    got = [worker.recv(30) for _ in range(4)]
+    assert [one.msg_seq for one in got if one] == [1, 2, 3, 1]
+    assert worker.stats().missed == worker.stats().repeated == 0
+
+
+def test_pings_of_ever_new_names_are_answered_and_forgotten(endpoint, broker):
+    served = endpoint("keeper")
+    for number in range(2000):
+        ping = m.Ping(token="x", sender=f"stranger-{number}", msg_seq=1, time_ns=1)
+        served._serve(msgspec.convert(msgspec.to_builtins(ping), m.Ping))
+    assert len(served._lines) <= MAX_ADDRESSED + 8

@@ -1,0 +1,39 @@
+"""How often one kind of warning is told, however often it comes and whatever it is called."""
+
+from __future__ import annotations
+
+from busrl.ledger.throttle import EVERY_S, LONGEST_S, MOST_KINDS, OTHERS, Throttle
+
+
+def told_in(seconds: int, uids: list[int]) -> tuple[int, int]:
+    """Lines and occurrences that are told of one warning a second."""
+    throttle, lines, times = Throttle(), 0, 0
+    for second in range(seconds):
+        first = throttle.admit("kind", ("text",), float(second), uids)
+        found = throttle.due(float(second))
+        lines, times = lines + first + len(found), times + first + sum(due.times for due in found)
+    return lines, times + sum(due.times for due in throttle.due(0.0, everything=True))
+
+
+def test_a_warning_that_goes_on_is_told_ever_less_often_and_every_one_is_counted():
+    lines, times = told_in(86_400, [])
+    assert times == 86_400 and 86_400 / LONGEST_S < lines < 86_400 / LONGEST_S + 10
+
+
+def test_warnings_about_samples_are_told_as_often_as_before_since_each_names_its_own():
+    lines, times = told_in(3600, [7])
+    assert times == 3600 and lines == 3600 / EVERY_S
+
+
+def test_one_that_was_quiet_is_told_at_once_again():
+    throttle = Throttle()
+    assert throttle.admit("kind", ("text",), 0.0)
+    assert throttle.due(EVERY_S) == [] and throttle.admit("kind", ("text",), EVERY_S)
+
+
+def test_kinds_from_outside_are_bounded_and_none_is_uncounted():
+    throttle = Throttle()
+    told = sum(throttle.admit(f"kind {number}", (str(number),), 0.0) for number in range(100_000))
+    assert told == MOST_KINDS + 1 and len(throttle._kinds) == MOST_KINDS + 1
+    (others,) = [due for due in throttle.due(EVERY_S) if due.times > 1]
+    assert told + others.times == 100_000 and OTHERS in throttle._kinds

@@ -1,0 +1,54 @@
+"""What the numbers of the newest steps have to be before somebody is told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.roles.alarms import Alarms
+
+
+def row(
+    step: int, ess: float = 0.99, k3: float = 0.004, flat: float = 0.3, ended: int = 12, cut: float = 0.5
+) -> dict[str, Any]:
+    return {
+        "step": step, "ess": ess, "k3": k3, "flat_share": flat, "groups_ended": ended, "reward": 0.25, "entropy": 0.5,
+        "lr": 3e-4, "samples": 32, "cut_share": cut, "length_mean": 512.0,
+    }  # fmt: skip
+
+
+def told(alarms: Alarms, *rows: dict[str, Any]) -> list[str]:
+    return [text for one in rows for text in alarms.step(one)]
+
+
+def test_a_policy_that_left_the_one_that_sampled_is_told_once_with_the_numbers_and_what_to_do() -> None:
+    alarms = Alarms()
+    assert told(alarms, *(row(step) for step in range(5))) == []
+    assert told(alarms, row(5, ess=0.1, k3=2.0)) == [], "one step is no proof"
+    (text,) = told(alarms, row(6, ess=0.2, k3=1.5))
+    assert "step 6: the policy has left the one that drew the answers: ess 0.2" in text
+    assert "k3 1.5" in text and "lr 0.0003" in text and "learner.lr" in text
+    assert told(alarms, *(row(step, ess=0.1, k3=2.0) for step in range(7, 30))) == [], "it goes on"
+    assert told(alarms, *(row(step) for step in range(30, 34))) == []
+    assert len(told(alarms, *(row(step, k3=0.5) for step in range(34, 38)))) == 1, "k3 alone is enough"
+
+
+def test_flat_groups_are_told_of_where_there_are_enough_of_them() -> None:
+    assert told(Alarms(), *(row(step, flat=0.95, ended=4) for step in range(12))) == [], "40 groups"
+    (text,) = told(Alarms(), *(row(step, flat=0.95, ended=40) for step in range(12)))
+    assert "step 1: 95% of the last 80 groups were flat" in text and "mean reward of 0.25" in text
+
+
+def test_answers_that_are_all_cut_are_told_of_with_the_end_token_as_the_first_suspect() -> None:
+    assert told(Alarms(), *(row(step, cut=0.9) for step in range(12))) == []
+    (text,) = told(Alarms(), *(row(step, cut=1.0) for step in range(12)))
+    assert "step 1: 100% of the last 64 answers were cut at their limit, 512 tokens" in text and "end token" in text
+
+
+@given(st.lists(st.tuples(st.floats(0.5, 1.0), st.floats(0, 0.2), st.floats(0, 0.85), st.integers(1, 500))))
+def test_nothing_is_said_of_a_healthy_run(steps: list[tuple[float, float, float, int]]) -> None:
+    alarms = Alarms()
+    rows = (row(n, ess, k3, flat, ended) for n, (ess, k3, flat, ended) in enumerate(steps))
+    assert told(alarms, *rows) == []

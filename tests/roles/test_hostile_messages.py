@@ -1,0 +1,111 @@
+"""What arrives on the bus and is no good: a role hears it, says who it was, keeps little of it, and goes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from busrl.errors import ENDS_RUN, QueuesFull, SamplesUsedUp, process_code
+from busrl.protocol import messages as m
+from busrl.protocol.catalog import ROUTES
+from busrl.roles import bus as bus_role
+from busrl.roles.gateway import MOST_NAMED, Gateway
+from busrl.roles.keeper import Keeper
+from busrl.roles.scheduler import Scheduler
+from busrl.scheduling.rows import Rows
+
+MOST = 8
+SLOTS = 256
+
+
+class Heard:
+    """Stands in for what a role writes to: keeps the lines that it would tell."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+
+    def __call__(self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Any = ()) -> None:
+        self.lines.append((kind, text))
+
+
+def scheduler() -> Any:
+    made: Any = Scheduler.__new__(Scheduler)
+    made.rows, made.warn, made.stopping = Rows(64, 10.0, most=MOST), Heard(), ""
+    made.ring = SimpleNamespace(n_slots=SLOTS, header=lambda name: 0)
+    made.told = []
+    made.policy = SimpleNamespace(feedback=made.told.append)
+    made.admission = SimpleNamespace(tighten=made.told.append)
+    made.trained = 0
+    return made
+
+
+@pytest.mark.parametrize("name", ["two words", "", "a/b", "ärger", "x\n", "\x00"])
+def test_a_worker_whose_name_no_topic_can_hold_is_named_and_not_rung(name):
+    one = scheduler()
+    one._dispatch(m.TaskRequest(worker_id=name, capacity=4, rows=4, sender="stranger"))
+    assert one.rows.workers(0.0) == []
+    assert [kind for kind, _ in one.warn.lines] == ["TASK_REQUEST"] and "'stranger'" in one.warn.lines[0][1]
+
+
+def test_ever_new_workers_are_remembered_up_to_a_bound_and_complained_of_as_one_kind():
+    one = scheduler()
+    for number in range(1000):
+        one._dispatch(m.TaskRequest(worker_id=f"worker-{number}-of-many", sender=f"worker-{number}"))
+    assert len(one.rows._said) == MOST and {kind for kind, _ in one.warn.lines} == {"TASK_REQUEST"}
+
+
+def test_a_worker_has_no_more_rows_than_there_are_slots():
+    one = scheduler()
+    one._dispatch(m.TaskRequest(worker_id="w", capacity=2**63, rows=2**64 - 1, sender="w"))
+    assert one.rows.total(0) == SLOTS
+
+
+def test_states_of_the_learner_are_heard_from_the_learner_alone_and_only_as_numbers():
+    one = scheduler()
+    one._dispatch(m.LearnerStateUpdate(step=5, metrics={"eta": 0.0, "groups_total": 1e18}, sender="stranger"))
+    one._dispatch(m.LearnerStateUpdate(step=5, entropy=float("nan"), sender="learner"))
+    assert one.told == [] and one.trained == 0 and "'stranger'" in one.warn.lines[0][1]
+    one._dispatch(m.LearnerStateUpdate(step=5, metrics={"eta": float("nan"), "groups_total": 7.0}, sender="learner"))
+    assert one.told[1:] == [None] and one.trained == 7
+
+
+@pytest.mark.parametrize(("state", "sender", "ends"), [(0, "launch", False), (2, "launch", True), (1, "other", False)])
+def test_a_stop_counts_if_it_is_from_launch_and_the_ring_says_that_the_run_is_over(state, sender, ends):
+    one: Any = Keeper.__new__(Keeper)
+    one.warn, one.stopping, one.ring = Heard(), "", SimpleNamespace(header=lambda name: state)
+    one._dispatch(m.Stop(reason="enough", sender=sender))
+    assert bool(one.stopping) == ends and len(one.warn.lines) == int(not ends)
+
+
+def test_the_page_and_the_roles_agree_on_what_only_one_process_sends():
+    assert all(ROUTES[kind].sent_by == sender for kind, sender in m.ONLY_FROM.items())
+
+
+def test_refusals_of_ever_new_names_are_few_kinds_of_lines_and_the_first_names_have_their_own():
+    gateway: Any = Gateway.__new__(Gateway)
+    gateway._named = set()
+    kinds = {gateway._told_apart(f"worker-{number}") for number in range(10_000)}
+    assert len(kinds) == MOST_NAMED + 1 and gateway._told_apart("worker-0") == "worker-0"
+
+
+def test_a_full_table_of_fates_ends_the_run_by_name_with_the_remedy():
+    one = scheduler()
+    one.group_size, one.paths = 8, SimpleNamespace(fates="run/fates.bin")
+    one.fates = SimpleNamespace(capacity=1 << 20)
+    one._check_room(1 << 20)
+    with pytest.raises(SamplesUsedUp, match=r"run/fates.bin is full.*65536 prompts.*new run directory") as raised:
+        one._check_room((1 << 20) + 1)
+    assert process_code(raised.value) == ENDS_RUN
+
+
+def test_the_bus_gives_up_what_it_queued_for_those_who_do_not_read_and_names_them(monkeypatch):
+    monkeypatch.setattr(bus_role.time, "monotonic_ns", lambda: 20_000_000_000)
+    entry = SimpleNamespace(remote=False, role="keeper", label="keeper", progress_ns=8_000_000_000)
+    other = SimpleNamespace(remote=False, role="learner", label="learner", progress_ns=19_900_000_000)
+    ring: Any = SimpleNamespace(processes=lambda: [entry, other])
+    bus_role.check_queues(ring, bus_role.MOST_QUEUED_MIB)
+    with pytest.raises(QueuesFull, match=r"900 MiB.*keeper has not looked for 12 s\)"):
+        bus_role.check_queues(ring, 900.0)
+    assert 1 < bus_role.resident_mib() < 100_000

@@ -1,0 +1,183 @@
+"""What a start, an end and an audit cost in a run directory that is old, without waiting until it is.
+
+    python tools/bench/longrun.py [--steps 100000] [--full] [--out tools/bench/results]
+
+A short real run of the quickstart is stopped with a checkpoint; its directory is then made as old as asked: the
+checkpoint's step, trained set and counts, fates, and every file of lines with a line per step, with the right uids and
+prompt checksums, so that the audit is clean. `--full` gives the table of fates its last sample. Then the directory is
+audited and started again as a user does, for a few more steps. Peaks are VmHWM, the most resident memory of a life.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import report
+from runs import ROOT, BenchRun
+
+from busrl.data import JsonlStream
+from busrl.ledger.trained import TrainedSet
+from busrl.paths import RunPaths
+
+YOUNG, MORE, GROUPS = 20, 10, 8
+SETTINGS = [
+    f"learner.trigger.n_min={GROUPS}", "learner.checkpoint_every=10", "validation.every=0", "generation.max_batch=64",
+]  # fmt: skip
+FLAT_EVERY = 5  # of the draws, one was flat
+LOOK_S = 0.05
+CAPACITY = 1 << 26
+
+
+@dataclass
+class Aged:
+    """What an old directory holds."""
+
+    steps: int
+    samples: int
+    uids: int
+    nbytes: dict[str, int]
+
+
+def age(paths: RunPaths, steps: int, full: bool) -> Aged:
+    """Make a stopped run of `YOUNG` steps one of `steps`."""
+    topology = json.loads(paths.topology.read_text())
+    size, prompts = topology["groups"]["size"], Path(json.loads(paths.topology.read_text())["data"]["train"])
+    stream = JsonlStream(prompts, topology["run"]["seed"], topology["data"]["shuffle"])
+    draws = np.arange(steps * GROUPS * FLAT_EVERY // (FLAT_EVERY - 1) + 1)
+    trained = draws[draws % FLAT_EVERY != 0][: steps * GROUPS]
+    count = max(int(trained[-1]) + 1, CAPACITY // (2 * size) if full else 0)
+    fates = np.zeros((count, 2 * size), np.uint8)
+    fates[:, :size] = ord("f")
+    fates[trained, :size] = ord("T")
+    fates.tofile(paths.fates)
+    members = np.arange(size)
+    uids = (trained[:, None] * (2 * size) + members).reshape(steps, -1)
+    crcs = np.array([stream.item(int(draw)).crc for draw in trained]).repeat(size).reshape(steps, -1)
+    with open(paths.train_log, "wb") as file:
+        for step, (some, theirs) in enumerate(zip(uids, crcs), 1):
+            samples = [[uid, 0, crc] for uid, crc in zip(some.tolist(), theirs.tolist())]
+            line = {"step": step, "version": step, "cause": "n_min", "samples": samples}
+            file.write(json.dumps(line).encode() + b"\n")
+    for path in (paths.metrics, paths.samples, paths.groups, paths.decisions, paths.scheduler_log):
+        repeat_lines(path, steps)
+    age_checkpoint(paths, steps, uids.reshape(-1))
+    for path in paths.wal.glob("*.wal"):
+        path.unlink()
+    nbytes = {path.name: path.stat().st_size for path in paths.root.iterdir() if path.is_file()}
+    return Aged(steps, int(uids.size), int(fates.size), {name: n for name, n in nbytes.items() if n > 1 << 20})
+
+
+def repeat_lines(path: Path, steps: int) -> None:
+    """One line for each step, made of the last one."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    row = json.loads(path.read_bytes().splitlines()[-1])
+    before, mark, after = json.dumps({**row, "step": "@"}).partition('"@"')
+    with open(path, "w") as file:
+        file.writelines(f"{before}{step}{after}\n" for step in range(1, steps + 1) if mark)
+
+
+def age_checkpoint(paths: RunPaths, steps: int, uids: np.ndarray) -> None:
+    newest = max(paths.checkpoints.iterdir(), key=lambda one: int(one.name.rpartition("_")[2]))
+    for other in paths.checkpoints.iterdir():
+        if other != newest:
+            shutil.rmtree(other)
+    folder = newest.rename(paths.checkpoints / f"global_step_{steps}")
+    TrainedSet(uids.tolist()).save(folder / "trained.bin")
+    meta = json.loads((folder / "meta.json").read_text())
+    meta.update(step=steps, samples=int(uids.size), groups=steps * GROUPS, version=max(steps, meta["version"]))
+    (folder / "meta.json").write_text(json.dumps(meta))
+    listed = json.loads((folder / "files.json").read_text())
+    for name in ("trained.bin", "meta.json"):
+        data = (folder / name).read_bytes()
+        listed[name] = [len(data), zlib.crc32(data)]
+    (folder / "files.json").write_text(json.dumps(listed))
+
+
+def peak_mib(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+    except (OSError, IndexError):
+        return 0.0
+
+
+def measured_audit(root: Path) -> dict[str, Any]:
+    """Seconds and peak of `busrl audit` in a process of its own."""
+    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    child = subprocess.Popen([sys.executable, "-m", "busrl.cli", "audit", str(root)], cwd=ROOT, stdout=subprocess.PIPE)
+    most = 0.0
+    while child.poll() is None:
+        most = max(most, peak_mib(child.pid))
+        time.sleep(LOOK_S)
+    said = child.communicate()[0].decode().splitlines()[-1]
+    used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    took = round(time.monotonic() - begun, 2)
+    return {"seconds": took, "cpu_s": round(used, 2), "peak_mib": round(most), "said": said}
+
+
+def measured_start(root: Path, steps: int) -> dict[str, Any]:
+    """From exec to the first new step, and from the last one to the end; the peaks of all processes meanwhile."""
+    begun, first, last, most = time.monotonic(), 0.0, 0.0, {}
+    one = BenchRun(root, [*SETTINGS, f"run.max_steps={steps + MORE}"])
+    try:
+        ring = one.attach()
+        while one.child.poll() is None:
+            pids = {process.label: process.pid for process in ring.processes()} | {"launch": one.child.pid}
+            for label, pid in pids.items():
+                most[label] = max(most.get(label, 0.0), peak_mib(pid))
+            step = ring.header("step")
+            first = first or (time.monotonic() if step > steps else 0.0)
+            last = last or (time.monotonic() if step >= steps + MORE else 0.0)
+            time.sleep(LOOK_S)
+        end = time.monotonic()
+        if one.child.returncode:
+            raise RuntimeError(f"exit {one.child.returncode}: {one.tail()}")
+    finally:
+        one.stop()
+    return {
+        "to_first_step_s": round(first - begun, 2), "steps_s": round(last - first, 2), "end_s": round(end - last, 2),
+        "peak_mib": {label: round(mib) for label, mib in sorted(most.items())},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--full", action="store_true", help="the table of fates has no room for another sample but few")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="busrl-bench-"))
+    try:
+        young = BenchRun(folder / "run", [*SETTINGS, f"run.max_steps={YOUNG}"])
+        if young.wait():
+            raise RuntimeError(young.tail())
+        young.stop()
+        told: dict[str, Any] = {"machine": report.machine(), "commit": report.commit(ROOT)}
+        told["young"] = {"audit": measured_audit(folder / "run"), "start": measured_start(folder / "run", YOUNG)}
+        aged = age(young.paths, options.steps, options.full)
+        told["aged"] = {**vars(aged), "audit": measured_audit(folder / "run")}
+        told["aged"]["start"] = measured_start(folder / "run", options.steps)
+        told["aged"]["audit_after"] = measured_audit(folder / "run")
+        print(json.dumps(told, indent=1))
+        if options.out:
+            kind, day = "longrun-full" if options.full else "longrun", time.strftime("%Y-%m-%d")
+            path = options.out / f"{kind}_{told['machine']['cores']}cores_{day}.json"
+            path.write_text(json.dumps(told, indent=1) + "\n")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

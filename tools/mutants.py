@@ -1,0 +1,317 @@
+"""Plants mistakes in a copy of the tree, one after the other, and runs the tests that must fail for each.
+
+`python tools/mutants.py [NAME...]`: all, or those whose name contains a word. A mistake that no test notices fails the
+program, and so does one whose text is no longer in the code exactly once: the list is kept current with the code.
+"""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS, ANSWERS = "tests/oracle/test_oracle_steps.py", "tests/oracle/test_oracle_answers.py"
+WHOLE_RUN = "tests/run/test_oracle_run.py::test_every_number_of_a_run_is_what_its_log_and_its_weights_give"
+PLANTED = "tests/ledger/test_ledger_audit_planted.py"
+LIMIT_S = 400.0
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` stands once in `file`; with `new` in its place one of `tests` (pytest arguments) has to fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def fault(self, root: Path = ROOT) -> str:
+        """Why it can not be planted; empty if it can."""
+        path = root / self.file
+        count = path.read_text().count(self.old) if path.exists() else 0
+        return "" if count == 1 else f"{self.name}: its text stands {count} times in {self.file}; it must stand once"
+
+
+def of_step(name: str) -> tuple[str, ...]:
+    return (f"{STEPS}::test_the_numbers_of_a_step_are_those_that_log_and_weights_give[{name}]",)
+
+
+PPO, TWO, THREE = of_step("ppo_clip"), of_step("decoupled in two mini-batches"), of_step("ppo_clip in three mini-batches")
+AGAIN = (f"{STEPS}::test_a_learner_that_starts_again_goes_on_with_the_very_numbers",)
+DRAWN = (f"{ANSWERS}::test_each_token_is_the_one_that_its_random_number_draws",)
+ENDS = (f"{ANSWERS}::test_every_end_token_of_the_generation_config_ends_an_answer",)
+RUN = (WHOLE_RUN,)
+ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.py"
+DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/trainer.py"
+STEP, METRICS, SCHEDULE = "busrl/roles/training_step.py", "busrl/roles/stepmetrics.py", "busrl/training/schedule.py"
+ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner.py", "busrl/roles/validator.py"
+ENGINE, SAMPLING = "busrl/inference/torch_engine.py", "busrl/inference/sampling.py"
+
+MUTANTS = (
+    # -- what an engine draws
+    Mutant("a rollout asks for temperature 1 whatever the slot says", ROLLOUT,
+           'temperature=line["temperature"],', "temperature=1.0,", RUN),
+    Mutant("the engine samples at temperature 1", ENGINE,
+           "inverse = 1.0 / np.where(greedy, 1.0, temperature)", "inverse = np.ones_like(temperature)", DRAWN),
+    Mutant("the engine draws at temperature 1 and tells log-probabilities of the slot's", SAMPLING,
+           "cdf = logprobs.double()", "cdf = torch.log_softmax(logits.float(), dim=-1).double()", DRAWN),
+    Mutant("log-probabilities are told before the temperature", SAMPLING,
+           "chosen = logprobs.gather(-1, tokens)", "chosen = logits.float().log_softmax(-1).gather(-1, tokens)", DRAWN),
+    Mutant("all segments draw from one stream", "busrl/inference/randomness.py",
+           "segment & _MASK", "0 & _MASK", DRAWN),
+    Mutant("the seed of the run is not used", "busrl/inference/randomness.py",
+           "[uid & _MASK, seed & _MASK]", "[uid & _MASK, 0]", DRAWN),
+    Mutant("only the tokenizer's end token ends an answer", "busrl/inference/tokens.py",
+           "for source in sources)", "for source in sources[-1:])", ENDS),
+    Mutant("an end token is told as a cut", "busrl/inference/seats.py",
+           "EOS if self._eos[tokens[-1]] else LENGTH", "LENGTH if self._eos[tokens[-1]] else EOS", ENDS),
+    Mutant("tokens carry the version before theirs", ENGINE,
+           "ended = seats.record(running, drawn, measured, self._version)",
+           "ended = seats.record(running, drawn, measured, max(0, self._version - 1))", RUN),
+    Mutant("all tokens of a segment carry the version of its end", ROLLOUT,
+           "part = Generated(sequence.token_ids, sequence.logprobs, sequence.versions)",
+           "part = Generated(sequence.token_ids, sequence.logprobs, np.full_like(sequence.versions, self.version))", RUN),
+    # -- ages
+    Mutant("a group is as old as its newest member", METRICS,
+           "ages = np.array([record.step - 1 - min(", "ages = np.array([record.step - 1 - max(", PPO),
+    Mutant("an age is one step too much", METRICS,
+           "ages = np.array([record.step - 1 - min(", "ages = np.array([record.step - min(", PPO),
+    Mutant("an answer is as old as its last version", ROLLOUT,
+           "        if oldest < version:\n            version, step = oldest, min(step, self.step_of[oldest])\n",
+           "        version = int(sequence.versions[-1])\n        step = self.step_of[version]\n", RUN),
+    Mutant("the audit takes the newest member", "busrl/ledger/audit/ages.py",
+           "min(least.get(sample.group, sample.step), sample.step)",
+           "max(least.get(sample.group, sample.step), sample.step)",
+           (f"{PLANTED}::test_the_age_of_a_group_is_that_of_its_oldest_member",)),
+    Mutant("the audit allows one step more", "busrl/ledger/audit/ages.py",
+           "age > terms.bound:", "age > terms.bound + 1:", (f"{PLANTED}::test_a_group_one_step_above_the_bound_is_found",)),
+    Mutant("the audit takes the last version of an answer", "busrl/ledger/audit/ages.py",
+           "step_of(int(versions.min()))", "step_of(int(versions[-1]))",
+           (f"{PLANTED}::test_a_sample_that_counts_its_age_from_a_later_step_than_its_oldest_token_is_found",)),
+    Mutant("only the first token that is too old is left out", "busrl/roles/oldtokens.py",
+           "count = int(late[-1]) + 1", "count = int(late[0]) + 1", of_step("tokens that are too old")),
+    Mutant("the bound on age is one step wider", "busrl/scheduling/staleness.py",
+           "> bound\n        return above", "> bound + 1\n        return above", ("tests/scheduling/test_plan.py",)),
+    Mutant("a step may leave groups above the bound behind", "busrl/scheduling/staleness.py",
+           "self.too_old(oldest_step, step + 1)", "self.too_old(oldest_step, step)", ("tests/scheduling/test_plan.py",)),
+    Mutant("a group in the ring is as old as its newest member", "busrl/scheduling/groups.py",
+           "np.minimum.at(self.oldest_step,", "np.maximum.at(self.oldest_step,", ("tests/scheduling/test_groups.py",)),
+    Mutant("more groups are admitted than the bound allows", "busrl/scheduling/limits.py",
+           "total = (staleness + 1) * n_lo + 1", "total = (staleness + 1) * n_lo + 2",
+           ("tests/scheduling/test_limits_credit.py",)),
+    Mutant("an answer of older weights from outside looks fresh", "busrl/roles/remote_book.py",
+           "        if oldest < version:", "        if oldest > version:", ("tests/gateway/test_gateway_ring.py",)),
+    # -- rewards
+    Mutant("the reward of a step leaves out flat groups", METRICS,
+           "ended = np.concatenate([rewards, self._aside_rewards])", "ended = rewards", PPO),
+    Mutant("rewards of groups set aside are forgotten", METRICS,
+           "        self._aside_rewards += rewards\n", "", PPO),
+    Mutant("a flat group is not told to the metrics", LEARNER,
+           "        self.metrics.set_aside(", "        (lambda *told: None)(", RUN),
+    Mutant("flat groups are counted against the trained ones alone", METRICS,
+           'self._aside["f"] / (len(groups) + self.groups_aside)', 'self._aside["f"] / len(groups)', PPO),
+    Mutant("fates of flat and of old groups are swapped", "busrl/scheduling/plan.py",
+           'else "f" if view.flat[i] else "o"', 'else "o" if view.flat[i] else "f"', ("tests/scheduling/test_plan.py",)),
+    Mutant("the penalty of a cut answer is added", "busrl/roles/worth.py",
+           'lines["reward"] - self.penalty', 'lines["reward"] + self.penalty', ("tests/roles/test_worth.py",)),
+    Mutant("answers that ended by themselves are worth less", "busrl/roles/worth.py",
+           '(lines["finish"] == LENGTH)', '(lines["finish"] != LENGTH)', ("tests/roles/test_worth.py",)),
+    Mutant("the learner trains what the judge said of cut answers", LEARNER,
+           "return self.worth.apply(super().copy_lines())", "return super().copy_lines()", RUN),
+    Mutant("validation is worth less where it is cut", "busrl/roles/worth.py",
+           '& (lines["cls"] == TRAIN)', "", ("tests/roles/test_worth.py",)),
+    # -- advantages and losses
+    Mutant("n instead of n - 1 under the root", ADVANTAGES, "values.std(correction=1)", "values.std(correction=0)", PPO),
+    Mutant("a larger epsilon beside the standard deviation", ADVANTAGES, "EPS = 1e-6", "EPS = 1e-3", PPO),
+    Mutant("the mean alone divides nothing", ADVANTAGES, '"group_mean": group_mean', '"group_mean": group_std', THREE),
+    Mutant("advantages over all groups together", STEP,
+           "groupby(records, key=lambda record: record.group)", "groupby(records, key=lambda record: 0)", PPO),
+    Mutant("the clip bounds are swapped", LOSSES,
+           "1.0 - settings.clip_low, 1.0 + settings.clip_high", "1.0 - settings.clip_high, 1.0 + settings.clip_low", PPO),
+    Mutant("no dual clip", LOSSES,
+           "torch.where(advantage < 0, torch.minimum(loss, -settings.dual_clip * advantage), loss)", "loss", PPO),
+    Mutant("the dual clip bounds the wrong side", LOSSES,
+           "torch.where(advantage < 0, torch.minimum(", "torch.where(advantage > 0, torch.minimum(", PPO),
+    Mutant("a tighter clamp of the log-ratio", LOSSES, "LOG_RATIO_BOUND = 20.0", "LOG_RATIO_BOUND = 1.0", PPO),
+    Mutant("the importance weight has no cap", LOSSES, ".exp().clamp(max=settings.tis_cap)", ".exp()", TWO),
+    Mutant("the importance weight is upside down", LOSSES,
+           "log_ratio(tokens.prox.detach(), tokens.behaviour,", "log_ratio(tokens.behaviour, tokens.prox.detach(),", TWO),
+    Mutant("ppo_clip against the proximal policy", LOSSES,
+           "ratio = log_ratio(tokens.logp, tokens.behaviour,", "ratio = log_ratio(tokens.logp, tokens.prox,", PPO),
+    Mutant("the proximal policy of a later mini-batch is the present one", STEP,
+           "None if prox is None else [prox[i] for i in part])\n            made", "None)\n            made", TWO),
+    Mutant("the proximal policy is scored again for each mini-batch", STEP,
+           "None if prox is None else [prox[i] for i in part])\n            made",
+           "self.trainer.score(self._samples(share)))\n            made", TWO),
+    Mutant("the last segment alone is trained under every loss", STEP,
+           "record.earlier if last_only else 0", "record.earlier", TWO),
+    Mutant("last_segment trains all segments", STEP,
+           "record.earlier if last_only else 0", "0", of_step("the last segment")),
+    Mutant("pois keeps its ratios", TRAINER,
+           "if self.settings.ratio_one else tokens", "if False else tokens", of_step("pois")),
+    Mutant("what is not mastered is left out", "busrl/algorithms/dmmpt.py",
+           "(logp.detach().exp() >= tau)", "(logp.detach().exp() < tau)", of_step("mastered tokens")),
+    Mutant("the learner ignores the temperature", "busrl/training/logprobs.py",
+           "return logits if temperature is None else logits / temperature[:, None]", "return logits", PPO),
+    Mutant("the learner multiplies by the temperature", "busrl/training/logprobs.py",
+           "logits / temperature[:, None]", "logits * temperature[:, None]", PPO),
+    Mutant("mean over sequences", "busrl/algorithms/aggregation.py",
+           "return tokens if kind == TOKEN_MEAN else sequences", "return sequences", PPO),
+    Mutant("log-probabilities of the token before", "busrl/training/batch.py",
+           "return logprobs[rows, tokens], versions[rows, tokens]",
+           "return logprobs[rows, np.maximum(tokens - 1, 0)], versions[rows, tokens]", PPO),
+    Mutant("the logits are taken one position late", "busrl/training/batch.py",
+           "+ prompts[rows] - 1\n", "+ prompts[rows]\n", ("tests/training/test_trainer_gradient.py",)),
+    # -- the update
+    Mutant("no weight decay", TRAINER,
+           '"weight_decay": settings.weight_decay}', '"weight_decay": 0.0}', PPO),
+    Mutant("norms are decayed", TRAINER,
+           'if p.ndim < 2], "weight_decay": 0.0}', 'if p.ndim < 2], "weight_decay": settings.weight_decay}', PPO),
+    Mutant("the betas are swapped", TRAINER, "betas=settings.betas", "betas=settings.betas[::-1]", TWO),
+    Mutant("the topology's eps is not used", TRAINER, "eps=settings.eps", "eps=1e-8", THREE),
+    Mutant("only the first part of the parameters gets the learning rate", TRAINER,
+           "for group in self.optimizer.param_groups:\n            group[\"lr\"] = lr",
+           "for group in self.optimizer.param_groups[:1]:\n            group[\"lr\"] = lr", PPO),
+    Mutant("the gradient is not clipped", TRAINER, "    if norm > limit:", "    if False:", PPO),
+    Mutant("the gradient is always scaled to the limit", TRAINER, "    if norm > limit:", "    if True:", THREE),
+    Mutant("the norm is told after clipping", TRAINER,
+           "stats = self._stats(lr, norm,", "stats = self._stats(lr, min(norm, self.settings.max_grad_norm),", PPO),
+    Mutant("warm-up does not count the step itself", SCHEDULE,
+           "self.warmup(trained + groups)", "self.warmup(trained)", PPO),
+    Mutant("the fall counts the step itself", SCHEDULE, "self.left(trained)", "self.left(trained + groups)", PPO),
+    Mutant("the fall begins before the warm-up ends", SCHEDULE, "max(seen - self.warmup_groups, 0)", "seen", PPO),
+    Mutant("linear coupling of the rate to the groups", SCHEDULE,
+           "math.sqrt(groups / self.n_min)", "groups / self.n_min", TWO),
+    Mutant("the rate is that of a mini-batch", STEP,
+           "rate = self.schedule(self.groups, groups)", "rate = self.schedule(self.groups, groups // updates)", TWO),
+    Mutant("the groups of a step are not counted", STEP,
+           "        self.groups += groups\n", "", PPO),
+    # -- what is told
+    Mutant("mismatch of the version before", TRAINER,
+           "torch.from_numpy(flat.versions == version)", "torch.from_numpy(flat.versions == version - 1)", PPO),
+    Mutant("mismatch of all older versions", TRAINER,
+           "torch.from_numpy(flat.versions == version)", "torch.from_numpy(flat.versions <= version)", PPO),
+    Mutant("mismatch of a second mini-batch too", STEP,
+           "None if number else version", "version", TWO),
+    Mutant("the learner compares with the version before", LEARNER,
+           "return self.publisher.version if self.ring.header", "return self.publisher.version - 1 if self.ring.header", RUN),
+    Mutant("the learner compares with a version of other weights", LEARNER,
+           'self.publisher.version if self.ring.header("version_step") == self.history.step else None',
+           "self.publisher.version",
+           (f"{ANSWERS}::test_a_version_is_that_of_the_present_weights_only_if_it_was_published_after_the_newest_step",)),
+    Mutant("answers that ended with these weights count as begun with them", TRAINER,
+           "sample.versions[0] == version", "sample.versions[-1] == version", PPO),
+    Mutant("k3 of the other direction", DIAGNOSTICS,
+           "ratio - 1 - difference, ratio,", "1 / ratio - 1 + difference, ratio,", PPO),
+    Mutant("ess without the square", DIAGNOSTICS,
+           'value["weight"] ** 2 / weights', 'value["weight"] / weights', PPO),
+    Mutant("clip shares of the wrong sign", DIAGNOSTICS,
+           "rows += [falling & (ratio < low), rising & (ratio > high),",
+           "rows += [rising & (ratio < low), falling & (ratio > high),", PPO),
+    Mutant("metrics of the last mini-batch alone", "busrl/training/settings.py",
+           "    if len(updates) == 1:\n", "    if True:\n", TWO),
+    Mutant("the log names a version that is not there yet", LEARNER,
+           "            version=self.publisher.version,\n            cause", "            version=self.publisher.version + 1,\n            cause", RUN),
+    Mutant("a replayed step is of age 0", METRICS,
+           '"reward": float(np.mean(rewards)), **_trained(record), **_training(stats),',
+           '"reward": float(np.mean(rewards)), **_trained(record), **_training(stats), "age_max": 0,',
+           (f"{STEPS}::test_the_line_of_a_replayed_step_has_the_ages_of_its_groups",)),
+    # -- starting again
+    Mutant("random state is not restored", STEP, "            found.restore_random(self.device)\n", "",
+           (f"{ANSWERS}::test_dropout_goes_on_after_a_restart_where_it_was",)),
+    Mutant("the optimiser begins anew", STEP,
+           "self.changed = self.trainer.load_optimizer_state(found.optimizer_state())", "self.changed = ()", AGAIN),
+    Mutant("groups are counted from 0 again", STEP, 'self.groups = int(found.meta["groups"])', "self.groups = 0", AGAIN),
+    Mutant("the log is trained from the beginning", "busrl/roles/history.py",
+           "self.wal.records(after=self.step)", "self.wal.records(after=self.step - 1)", AGAIN),
+    # -- validation
+    Mutant("validation at the training temperature", VALIDATOR,
+           "temperature=self.topology.validation.temperature", "temperature=generation.temperature", RUN),
+    Mutant("validation is greedy", VALIDATOR,
+           "temperature=self.topology.validation.temperature", "temperature=0.0", RUN),
+    Mutant("samples of a prompt weigh more the more there are", "busrl/data/held_out.py",
+           "np.mean([np.mean(found) for found in of_prompt.values()])", "np.mean(sum(of_prompt.values(), []))",
+           ("tests/roles/test_validation_rounds.py",)),
+    Mutant("an answer of two versions is not mixed", VALIDATOR,
+           "oldest=int(versions.min())", "oldest=int(versions.max())", ("tests/roles/test_validation_rounds.py",)),
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of names; none = all")
+    parser.add_argument("--list", action="store_true", help="names alone")
+    parser.add_argument("--quick", action="store_true", help="without those that a whole run must notice")
+    given = parser.parse_args()
+    chosen = [one for one in MUTANTS if not given.names or any(part in one.name for part in given.names)]
+    chosen = [one for one in chosen if not (given.quick and WHOLE_RUN in one.tests)]
+    if given.list:
+        print("\n".join(one.name for one in chosen))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="busrl-mutants-") as place:
+        tree = Path(place) / "tree"
+        copy_tree(tree)
+        return try_all(tree, chosen)
+
+
+def copy_tree(tree: Path) -> None:
+    """The files that git knows or does not ignore, and what was built beside them."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    built = [str(path.relative_to(ROOT)) for path in (ROOT / "busrl").rglob("*.so*")]
+    for name in {*listed, *built}:
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+
+
+def try_all(tree: Path, chosen: list[Mutant]) -> int:
+    begun = time.monotonic()
+    good = run_tests(tree, tuple(dict.fromkeys(test for one in chosen for test in one.tests)), tell=True)
+    if good != 0:
+        print(f"without any mistake planted the tests end with {good}; mend that first")
+        return 1
+    bad = [text for one in chosen if (text := verdict(tree, one))]
+    minutes = (time.monotonic() - begun) / 60
+    print(f"{len(chosen) - len(bad)} of {len(chosen)} mistakes were noticed, {minutes:.1f} minutes")
+    print("\n".join(f"NOT NOTICED {text}" for text in bad))
+    return 1 if bad else 0
+
+
+def verdict(tree: Path, one: Mutant) -> str:
+    """Empty if its tests noticed it; else what is wrong."""
+    if fault := one.fault(tree):
+        return fault
+    path = tree / one.file
+    text = path.read_text()
+    path.write_text(text.replace(one.old, one.new))
+    try:
+        code = run_tests(tree, one.tests)
+    finally:
+        path.write_text(text)
+    print(f"{'noticed' if code == 1 else f'code {code}':10} {one.name}", flush=True)
+    return "" if code == 1 else f"{one.name}: pytest ended with {code}, and 1 is a test that failed ({one.tests[0]})"
+
+
+def run_tests(tree: Path, tests: tuple[str, ...], tell: bool = False) -> int:
+    """pytest's exit code; with `tell` what it printed of a failure, too."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    if done.returncode and (tell or done.returncode != 1):
+        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
