@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chat_run import check_samples, make_all
 from checks import check_end
 from harness import Run, running
 from test_vllm_run import LIMIT_S, SETTINGS
@@ -16,8 +17,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 def test_a_run_of_chats_trains_on_the_ids_of_the_models_own_template(
     chat_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from chat_run import check_samples, make_all
-
     model = chat_folder("bos")
     settings = [one for one in SETTINGS if not one.startswith(("validation.", "run.validate"))]
     run = Run(tmp_path / "run", *settings, "learner.checkpoint_every=100",
