@@ -15,7 +15,7 @@ from typing import Any
 from busrl.launch.printable import printable
 from busrl.launch.problems import lines as problem_lines
 from busrl.launch.progress import duration, short
-from busrl.launch.state import LIVING, state_of
+from busrl.launch.state import LIVING, as_map, state_of
 from busrl.launch.story import number, sample_line
 from busrl.paths import RunPaths
 
@@ -109,6 +109,10 @@ def _learning(found: dict[str, Any]) -> Iterator[str]:
     parts += [f"entropy {found['entropy']:.2f}"] if found["entropy"] is not None else []
     if parts:
         yield f"  reward   {' · '.join(parts)}"
+    if idle := found["idle"]:
+        causes = ", ".join(f"{count} {name}" for name, count in as_map(idle["causes"]).items())
+        end = f", the run ends after {idle['limit']}" if idle["limit"] else ""
+        yield f"  idle     {idle['groups']} groups in a row ended with nothing to train ({causes}){end}"
     waste = waste_line(found["flat_share"], found["cut_share"])
     if waste:
         yield f"  waste    {waste}"
