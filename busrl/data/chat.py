@@ -93,6 +93,30 @@ class LightTokenizer:
         found: list[int] = self._core.encode(self.text(prompt), add_special_tokens=isinstance(prompt, str)).ids
         return found
 
+    def turn_end(self) -> tuple[int, str] | None:
+        """Id and text of the special token with which the template ends the assistant's turn; None without one."""
+        mark = "4711"
+        turns = (("user", "a"), ("assistant", mark), ("user", "b"))
+        chat: list[Message] = [{"role": role, "content": text} for role, text in turns]
+        try:
+            after = self.text(chat).partition(mark)[2].lstrip()
+        except DataError:
+            return None
+        special = {token.content: number for number, token in self._core.get_added_tokens_decoder().items()
+                   if token.special}  # fmt: skip
+        found = max((text for text in special if after.startswith(text)), key=len, default="")
+        return (special[found], found) if found else None
+
+    def id_of(self, text: str) -> int | None:
+        """The id of one token, None if there is no such token."""
+        found: int | None = self._core.token_to_id(text)
+        return found
+
+    @property
+    def end(self) -> str:
+        """The tokenizer's own end token, "" if it names none."""
+        return self._special.get("eos_token", "")
+
     def counts(self, prompts: Sequence[Prompt]) -> list[int]:
         """How many tokens each prompt has; all are texts, or all are chats."""
         plain = bool(prompts) and isinstance(prompts[0], str)

@@ -122,6 +122,7 @@ class Derived:
     val_samples: int  # samples of one validation round, 0 = validation is off
     prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before
     prompt_text: str = ""  # how the tokens of the prompts were counted
+    trial: tuple[str, ...] = ()  # the first prompt, and what the reward said of two answers to it
     explain: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
