@@ -26,7 +26,7 @@ from busrl.errors import DiskFull, NothingToTrain, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
-from busrl.roles.actor import Actor
+from busrl.roles.actor import Actor, Pieces
 from busrl.roles.agreement import Agreement
 from busrl.roles.alarms import Alarms
 from busrl.roles.control import Control
@@ -67,7 +67,8 @@ class Learner(Actor):
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
-        self.training.moved = self.ring.progress
+        self.pieces = Pieces(self.topology.limits.progress_s, self.work_s)
+        self.training.moved = self._moved
         self.worth = Worth(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
         self.metrics = StepMetrics(self.paths)
         self.idling = Idling(self.topology, self.paths)
@@ -82,6 +83,7 @@ class Learner(Actor):
 
     def _recover(self) -> None:
         """Load the newest checkpoint, train the log's records after it again, and finish what a predecessor began."""
+        self.pieces.begin()
         with self.activity("recover", self.work_s):
             self.history = History(self.paths, self.topology)
             self.history.load(self.training, self.control.load)
@@ -278,8 +280,13 @@ class Learner(Actor):
         groups, self.pending = self.pending, []
         self.training.old.at(self.publisher.version, self.history.step)
         records = [record for group in groups for record in group.records]
-        with self.activity("accumulate", self.work_s):
+        with self.activity("accumulate", self.pieces.begin()):
             self.training.accumulate(records, self._present_version())
+
+    def _moved(self) -> None:
+        """A micro-batch, an update or a part of a checkpoint is done."""
+        self.pieces.ended()
+        self.ring.progress()
 
     def _present_version(self) -> int | None:
         """The version that has the weights which are trained; None while they are not published (or published late)."""
@@ -288,7 +295,7 @@ class Learner(Actor):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _fire(self, action: Fire, view: GroupView) -> None:
-        with self.activity("step", self.work_s):
+        with self.activity("step", self.pieces.begin()):
             if not self._history_stands():
                 return
             groups = [self.claimed[draw] for draw in action.draws]
@@ -397,6 +404,7 @@ class Learner(Actor):
             self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
 
     def _write_checkpoint(self) -> None:
+        self.pieces.begin()  # whatever was waited for before
         with self.activity("checkpoint", self.work_s):
             self.metrics.checkpoint_s = self.history.checkpoint(
                 self.training, self.publisher.version, self.control.meta(), self._save_control
