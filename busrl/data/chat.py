@@ -51,7 +51,9 @@ def _templates(folder: Path) -> dict[str, str]:
 
 
 class LightTokenizer:
-    """Text and token counts of prompts as the tokenizer of `folder` makes them; `of` gives None where it can not."""
+    """Text and token counts of prompts as the tokenizer of `folder` makes them; `of` gives None where it can not.
+
+    `core` None: for `text` alone."""
 
     def __init__(self, folder: Path, core: Any, tools: Sequence[Any] = ()) -> None:
         self._core = core
@@ -77,9 +79,9 @@ class LightTokenizer:
             return prompt
         if not self._template:
             raise DataError('data.template = "chat": the model\'s tokenizer has no chat template')
-        if self._render is None:
-            self._render = _compiled(self._template)
         try:
+            if self._render is None:
+                self._render = _compiled(self._template)
             return self._render(
                 messages=prompt, tools=self._tools, documents=None, add_generation_prompt=True, **self._special
             )

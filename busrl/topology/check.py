@@ -28,7 +28,7 @@ SECTIONS_OF = {  # the tables that a process of the role reads; a test compares 
     "bus": ("bus", "limits"),
     "keeper": (*COMMON, "model", "reward", "ring"),
     "scheduler": (*COMMON, "scheduler"),
-    "learner": (*COMMON, "model", "lora", "reward", "scheduler", "mock", "openai"),
+    "learner": (*COMMON, "model", "lora", "reward", "scheduler", "mock", "openai", "log"),
     "rollout": (*COMMON, "model", "lora", "reward", "mock", "vllm", "openai"),
     "reward": ("reward", "data", "groups", "learner", "bus", "limits"),
     "validator": ("run", "data", "generation", "learner", "validation", "bus", "limits"),

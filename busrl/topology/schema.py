@@ -38,6 +38,7 @@ from busrl.topology.machinery import (
     CrashFault,
     Faults,
     Limits,
+    Log,
     Mock,
     Openai,
     Process,
@@ -69,6 +70,7 @@ __all__ = [
     "Groups",
     "Learner",
     "Limits",
+    "Log",
     "Lora",
     "Mock",
     "Model",
@@ -172,6 +174,7 @@ class Topology:
     vllm: Vllm = field(default_factory=Vllm)
     segments: Segments = field(default_factory=Segments)
     lora: Lora = field(default_factory=Lora)
+    log: Log = field(default_factory=Log)
     simulate: Simulate = field(default_factory=Simulate)
     experiments: Experiments = field(default_factory=Experiments)
     source: str = ""
