@@ -24,6 +24,7 @@ from busrl.ring import OfdLock, Process, Ring, RingError
 SCHEMA = 1
 RUN_STATES = {0: "running", 1: "finishing", 2: "stopping"}
 LIVING = (*RUN_STATES.values(), "left")  # states with a ring
+IDLE = ("groups", "limit", "causes")  # of groups in a row that gave no step, under `idle_` in metrics.jsonl
 MODEL = ("entropy", "cut_share", "k3", "ess")  # means over the newest steps, under their names of metrics.jsonl
 
 
@@ -72,6 +73,7 @@ def _from_files(paths: RunPaths, info: dict[str, Any], story: Story) -> dict[str
         "flat_share": story.flat_share(),
         **{name: story.recent(name) for name in MODEL},
         "sample": story.sample or None,
+        "idle": {name: story.idle.get(f"idle_{name}") for name in IDLE} if story.idle else None,
         "samples": fates(paths.fates),
         "restarts": restarts_of(paths),
         "problems": kinds(paths.errors),

@@ -7,6 +7,7 @@ not be used is a state to show, with its remedy.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 from busrl.launch.printable import printable
 from busrl.launch.problems import lines as problem_lines
 from busrl.launch.progress import duration, short
-from busrl.launch.state import LIVING, state_of
+from busrl.launch.state import LIVING, as_map, state_of
 from busrl.launch.story import number, sample_line
 from busrl.paths import RunPaths
 
@@ -24,8 +25,17 @@ def status(run_dir: str | os.PathLike[str] | None = None, *, as_json: bool = Fal
     """The state of a run in some lines, or as one JSON object; without a directory that of the newest under `runs/`."""
     found = state_of(run_dir)
     if as_json:
-        return json.dumps(found, ensure_ascii=False, allow_nan=False, default=str)
+        return json.dumps(_plain(found), ensure_ascii=False, allow_nan=False, default=str)
     return "\n".join(map(printable, _lines(found)))
+
+
+def _plain(value: Any) -> Any:
+    """The same with null for what is no number: files of a run may hold anything, and NaN is not JSON."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
@@ -109,6 +119,10 @@ def _learning(found: dict[str, Any]) -> Iterator[str]:
     parts += [f"entropy {found['entropy']:.2f}"] if found["entropy"] is not None else []
     if parts:
         yield f"  reward   {' · '.join(parts)}"
+    if idle := found["idle"]:
+        causes = ", ".join(f"{count} {name}" for name, count in as_map(idle["causes"]).items())
+        end = f", the run ends after {idle['limit']}" if idle["limit"] else ""
+        yield f"  idle     {idle['groups']} groups in a row ended with nothing to train ({causes}){end}"
     waste = waste_line(found["flat_share"], found["cut_share"])
     if waste:
         yield f"  waste    {waste}"

@@ -49,22 +49,24 @@ class Story:
     rows: tuple[dict[str, Any], ...] = ()
     rounds: tuple[dict[str, Any], ...] = ()
     sample: dict[str, Any] = field(default_factory=dict)
+    idle: dict[str, Any] = field(default_factory=dict)  # of groups that ended since the newest step, which gave none
 
     @classmethod
     def of(cls, paths: RunPaths) -> Story:
         """Empty where there is nothing (yet)."""
         found = [row for row in tail_rows(paths.metrics) if isinstance(row.get("step"), int)]
+        rows = [row for row in found if not row.get("kind")]
         # A line about groups without a step is the newest there is to tell; the next step's has its groups as well.
-        rows = [row for row in found if not row.get("kind") or row is found[-1]]
+        idle = found[-1] if found and found[-1].get("kind") else {}
         rounds = [row for row in tail_rows(paths.validation) if isinstance(row.get("round"), int)]
         samples = tail_rows(paths.samples)
         first = next((row for row in _head(paths.metrics) if "reward" in row and not row.get("kind")), {})
-        return cls(first, tuple(rows), tuple(rounds), samples[-1] if samples else {})
+        return cls(first, tuple(rows), tuple(rounds), samples[-1] if samples else {}, idle)
 
     @property
     def step(self) -> int:
         """The newest step that has a line."""
-        return max((row["step"] for row in self.rows), default=0)
+        return max((row["step"] for row in (*self.rows, self.idle) if row), default=0)
 
     @property
     def first_reward(self) -> float | None:
@@ -87,7 +89,8 @@ class Story:
 
     def flat_share(self) -> float | None:
         """Share of flat groups among all that ended in the newest steps."""
-        rows = [(row, ended) for row in self.rows[-RECENT:] if (ended := number(row.get("groups_ended")))]
+        told = (*self.rows[-RECENT:], self.idle)
+        rows = [(row, ended) for row in told if (ended := number(row.get("groups_ended")))]
         flat = sum((number(row.get("flat_share")) or 0.0) * ended for row, ended in rows)
         return flat / sum(ended for _, ended in rows) if rows else None
 

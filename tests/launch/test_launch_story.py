@@ -80,6 +80,15 @@ def test_status_as_json_tells_the_same_and_no_number_that_is_none(run: RunPaths)
     assert told["samples"]["trained"] == 200 and told["validation"][-1] == {"round": 60, "mean": 0.6, "samples": 8}
 
 
+def test_files_with_numbers_that_are_none_are_no_obstacle(run: RunPaths) -> None:
+    with open(run.samples, "a") as file:
+        file.write('{"prompt": [NaN], "completion": "3", "reward": -Infinity}\n')
+    run.summary.write_text('{"outcome": "stopped", "why": "x", "seconds": NaN, "open_samples": NaN, "steps": 1e999}')
+    told = json.loads(status(run.root, as_json=True), parse_constant=lambda word: pytest.fail(word))
+    assert told["seconds"] is told["step"] is told["sample"]["reward"] is None
+    assert "stopped, x" in status(run.root)
+
+
 def test_a_table_of_fates_of_any_length_is_counted_in_words(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes([0, Fate.OLD, Fate.DISPATCHED, 200]) * 700_000)
     assert list(fates(tmp_path / "f").items())[-1] == ("open", 700_000) and len(fates(tmp_path / "f")) == 3
@@ -111,3 +120,17 @@ def test_a_resumed_run_goes_on_with_its_story(run: RunPaths) -> None:
     assert (progress.first_reward, progress.before, progress.rewards[-1]) == (0.01, 60, 0.9)
     assert [mean for _, mean, _ in progress.validations] == [0.0, 0.3, 0.6]
     assert "step 61/90 · reward 0.594 · 50% flat" in plain_line(progress, 2.0)
+
+
+def test_groups_that_give_no_step_are_told_and_are_no_steps(run: RunPaths) -> None:
+    idle = {"kind": "idle", "step": 60, "groups_ended": 100, "flat_share": 1.0, "reward": 0.0, "tokens": 0,
+            "seconds": 99.0, "idle_groups": 100, "idle_limit": 128, "idle_causes": {"flat": 100}}  # fmt: skip
+    with open(run.metrics, "a") as file:
+        file.write(json.dumps(idle) + "\n")
+    story = Story.of(run)
+    assert (story.step, story.recent("reward"), story.pace()) == (60, pytest.approx(0.555), (0.5, 50.0))
+    assert story.flat_share() == pytest.approx(0.9)
+    text = status(run.root)
+    assert "idle     100 groups in a row ended with nothing to train (100 flat), the run ends after 128" in text
+    write(run.metrics, idle)
+    assert (Story.of(run).first_reward, Story.of(run).rewards(), Story.of(run).flat_share()) == (None, [], 1.0)
