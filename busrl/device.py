@@ -76,7 +76,12 @@ def likely(wanted: str) -> str:
     """The kind of device that `choose` will find, as far as can be told without torch: by drivers and torch's build."""
     if wanted != "auto":
         return wanted
-    return next((kind for kind in ("cuda", "npu") if _driver(kind) and os.environ.get(VISIBLE[kind], "all")), "cpu")
+    return next(kind for kind in ("cuda", "npu", "cpu") if there(kind))
+
+
+def there(kind: str) -> bool:
+    """Whether this process seems to see a device of that kind, told by drivers and torch's build."""
+    return kind == "cpu" or (_driver(kind) and bool(os.environ.get(VISIBLE[kind], "all").strip()))
 
 
 def has_bfloat16(kind: str) -> bool:
@@ -95,13 +100,13 @@ def _driver(kind: str) -> bool:
     """Whether the host has such a device, and torch was built for it."""
     if kind == "npu":
         return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None
-    there = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
-    torch = importlib.util.find_spec("torch") if there else None
+    nodes = (*Path("/dev").glob("nvidia[0-9]*"), Path("/dev/dxg"), Path("/dev/kfd"))
+    torch = importlib.util.find_spec("torch") if any(node.exists() for node in nodes) else None
     if torch is None or torch.origin is None:
         return False
     with contextlib.suppress(OSError):
         text = Path(torch.origin).with_name("version.py").read_text()
-        return re.search(r"^cuda\b[^=\n]*= *None", text, re.M) is None
+        return re.search(r"^(cuda|hip)\b[^=\n]*= *'", text, re.M) is not None
     return True
 
 

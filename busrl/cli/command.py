@@ -139,7 +139,9 @@ def _add_launch(verbs: Verbs) -> None:
 
 def _add_check(verbs: Verbs) -> None:
     text = "explain a topology: processes, sums, sizes, prompts, model; or everything that is wrong with it"
-    _add_topology(_verb(verbs, "check", check, text))
+    made = _verb(verbs, "check", check, text)
+    _add_topology(made)
+    made.add_argument("--verbose", action="store_true", help="also how slots, memory and limits follow from the keys")
 
 
 def _add_status(verbs: Verbs) -> None:
@@ -258,7 +260,7 @@ def check(options: argparse.Namespace) -> int:
     from busrl.topology.check import report, require_cores, require_disk, require_memory
 
     topology = load(options.topology, options.overrides)
-    print(report(topology), end="", flush=True)
+    print(report(topology, options.verbose), end="", flush=True)
     require_memory(topology)
     require_cores(topology)
     require_disk(topology, Path("runs"))

@@ -7,6 +7,7 @@ Decides where the run lives and what --resume means, then hands over to `busrl.l
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from busrl.errors import UserError
 from busrl.launch import launch
 from busrl.paths import RunPaths
 from busrl.topology import Topology, materialise
-from busrl.topology.check import require_cores, require_disk, require_memory
+from busrl.topology.check import require_cores, require_disk, require_memory, warnings
 
 
 def start(topology: Topology, run_dir: Path | None, resume: str) -> int:
@@ -23,6 +24,8 @@ def start(topology: Topology, run_dir: Path | None, resume: str) -> int:
     topology = materialise(topology)
     if not RunPaths.of(directory).ring_file.exists():  # an adopted ring has its memory already
         require_memory(topology)
+    for text in warnings(topology):
+        print(f"warning: {text}", file=sys.stderr)
     require_cores(topology)
     require_disk(topology, directory)
     return int(launch(topology, directory, resume=resume != "never"))

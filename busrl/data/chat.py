@@ -51,7 +51,9 @@ def _templates(folder: Path) -> dict[str, str]:
 
 
 class LightTokenizer:
-    """Text and token counts of prompts as the tokenizer of `folder` makes them; `of` gives None where it can not."""
+    """Text and token counts of prompts as the tokenizer of `folder` makes them; `of` gives None where it can not.
+
+    `core` None: for `text` alone."""
 
     def __init__(self, folder: Path, core: Any, tools: Sequence[Any] = ()) -> None:
         self._core = core
@@ -77,9 +79,9 @@ class LightTokenizer:
             return prompt
         if not self._template:
             raise DataError('data.template = "chat": the model\'s tokenizer has no chat template')
-        if self._render is None:
-            self._render = _compiled(self._template)
         try:
+            if self._render is None:
+                self._render = _compiled(self._template)
             return self._render(
                 messages=prompt, tools=self._tools, documents=None, add_generation_prompt=True, **self._special
             )
@@ -90,6 +92,30 @@ class LightTokenizer:
         """Token ids of a prompt."""
         found: list[int] = self._core.encode(self.text(prompt), add_special_tokens=isinstance(prompt, str)).ids
         return found
+
+    def turn_end(self) -> tuple[int, str] | None:
+        """Id and text of the special token with which the template ends the assistant's turn; None without one."""
+        mark = "4711"
+        turns = (("user", "a"), ("assistant", mark), ("user", "b"))
+        chat: list[Message] = [{"role": role, "content": text} for role, text in turns]
+        try:
+            after = self.text(chat).partition(mark)[2].lstrip()
+        except DataError:
+            return None
+        special = {token.content: number for number, token in self._core.get_added_tokens_decoder().items()
+                   if token.special}  # fmt: skip
+        found = max((text for text in special if after.startswith(text)), key=len, default="")
+        return (special[found], found) if found else None
+
+    def id_of(self, text: str) -> int | None:
+        """The id of one token, None if there is no such token."""
+        found: int | None = self._core.token_to_id(text)
+        return found
+
+    @property
+    def end(self) -> str:
+        """The tokenizer's own end token, "" if it names none."""
+        return self._special.get("eos_token", "")
 
     def counts(self, prompts: Sequence[Prompt]) -> list[int]:
         """How many tokens each prompt has; all are texts, or all are chats."""

@@ -148,6 +148,9 @@ class Launch:
     def _start(self, child: Child) -> Outcome | None:
         for line in self._run.restore():
             self._say(line)
+        if gone := self._run.ring_gone():
+            record_error(self._paths, "launch", "critical", "ledger", gone)
+            return Outcome("failed", f"{child.name} can not be started: {gone}", 1)
         try:
             process, topology = self._processes[child.name], self._run.topology
             crash = crash_environment(topology.faults, child.name, child.restarts + 1)

@@ -94,6 +94,15 @@ class OpenRun:
             f"there, with --run-dir {place}: what was trained is trained, what was under way is generated again"
         )
 
+    def ring_gone(self) -> str:
+        """Why no process can attach any more; those that did go on with what they have mapped."""
+        if self.guard.has_name():
+            return ""
+        return (
+            f"{self.paths.ring_file} was removed or replaced by somebody else; start the run again: what was trained "
+            "is trained, what was in its slots is generated again"
+        )
+
     def restore(self) -> list[str]:
         """Write again what somebody removed or changed of the files that every process of the run reads; what was done.
 

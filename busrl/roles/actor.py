@@ -88,6 +88,33 @@ class Doorbell:
         return message
 
 
+class Pieces:
+    """How long one piece of long work that comes again and again may take: `work_s` for the first of this life, then
+    FACTOR times the longest that was seen, at least `progress_s` and LEAST_S, and never more than `work_s`.
+
+    So who stands still is found soon, and who has more to do than before is not killed for it again and again.
+    """
+
+    FACTOR, LEAST_S = 50.0, 30.0
+
+    def __init__(self, progress_s: float, work_s: float) -> None:
+        self._progress_s, self._work_s = progress_s, work_s
+        self._longest_s: float | None = None
+        self._begun = 0.0
+
+    def begin(self) -> float:
+        """A piece begins now; seconds that it may take."""
+        self._begun = time.monotonic()
+        if self._longest_s is None:
+            return self._work_s
+        return min(self._work_s, max(self._progress_s, self.LEAST_S, self.FACTOR * self._longest_s))
+
+    def ended(self) -> None:
+        """The piece is done, and the next one begins."""
+        now = time.monotonic()
+        self._longest_s, self._begun = max(self._longest_s or 0.0, now - self._begun), now
+
+
 class Actor:
     """One process of a run. States: starting -> running -> stopping -> gone; killed is possible from each."""
 

@@ -27,8 +27,6 @@ from busrl.roles.trajectory import (
     read_parts,
     read_prompt_ids,
     read_segment,
-    read_task,
-    read_text,
     segments_of,
 )
 
@@ -175,23 +173,6 @@ def end(ring: Ring, claimed: Claimed, fate: str) -> None:
         ring.finish(slot, word, fate)
 
 
-def excerpt(ring: Ring, claimed: Claimed) -> dict[str, object]:
-    """One sample of the group as a person reads it, for samples.jsonl."""
-    slot, word = claimed.slots[0]
-    record = claimed.records[0]
-    return {
-        "uid": record.uid,
-        "group": record.group,
-        "prompt": _for_people(lambda: read_task(ring, slot).decode("utf-8", "replace")),
-        "completion": _for_people(lambda: read_text(ring, slot, segments_of(word))),
-        "reward": record.reward,
-        "version": record.version,
-        "versions": sorted(set(np.frombuffer(record.versions, np.uint32).tolist())),
-        "rewards_of_group": claimed.rewards.tolist(),
-        **({"reward_parts": parts} if (parts := read_parts(ring, slot)) else {}),
-    }
-
-
 def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
     """The parts of the rewards in these slots; nothing is looked for where the first has none."""
     found: list[dict[str, float]] = []
@@ -201,24 +182,3 @@ def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
             return []
         found.append(parts)
     return found
-
-
-def glimpse(ring: Ring, slot: int, line: np.void) -> dict[str, object]:
-    """A sample that nobody claimed, as a person reads it; its slot may move meanwhile, which costs the texts."""
-    word = int(line["word"])
-    return {
-        "uid": int(line["uid"]),
-        "group": int(line["group"]),
-        "prompt": _for_people(lambda: read_task(ring, slot).decode("utf-8", "replace")),
-        "completion": _for_people(lambda: read_text(ring, slot, segments_of(word))),
-        "reward": float(line["reward"]),
-        "version": int(line["version"]),
-    }
-
-
-def _for_people(read_it: Callable[[], str]) -> str:
-    """A text that training does not need: a sample without it is trained all the same."""
-    try:
-        return read_it()
-    except UNREADABLE as problem:
-        return f"({problem})"

@@ -26,11 +26,12 @@ from busrl.errors import DiskFull, NothingToTrain, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
-from busrl.roles.actor import Actor
+from busrl.roles.actor import Actor, Pieces
 from busrl.roles.agreement import Agreement
 from busrl.roles.alarms import Alarms
 from busrl.roles.control import Control
-from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back, glimpse, parts_of
+from busrl.roles.excerpts import Excerpts
+from busrl.roles.gather import Claimed, claim_group, claim_groups, end, give_back, parts_of
 from busrl.roles.history import History
 from busrl.roles.idling import QUARTERS, Idling
 from busrl.roles.intervals import checkpoint_is_due
@@ -67,9 +68,10 @@ class Learner(Actor):
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
-        self.training.moved = self.ring.progress
+        self.pieces = Pieces(self.topology.limits.progress_s, self.work_s)
+        self.training.moved = self._moved
         self.worth = Worth(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
-        self.metrics = StepMetrics(self.paths)
+        self.metrics, self.excerpts = StepMetrics(self.paths), Excerpts(self.topology)
         self.idling = Idling(self.topology, self.paths)
         self.agreement, self.alarms = Agreement(self.topology), Alarms()
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
@@ -82,6 +84,7 @@ class Learner(Actor):
 
     def _recover(self) -> None:
         """Load the newest checkpoint, train the log's records after it again, and finish what a predecessor began."""
+        self.pieces.begin()
         with self.activity("recover", self.work_s):
             self.history = History(self.paths, self.topology)
             self.history.load(self.training, self.control.load)
@@ -208,7 +211,10 @@ class Learner(Actor):
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate)
         self.metrics.reward_parts(parts_of(self.ring, slots))
-        self.idling.set_aside(lines[slots], action.fate, lambda: glimpse(self.ring, slots[0], lines[slots[0]]))
+        shown = slots[0]
+        self.idling.set_aside(
+            lines[slots], action.fate, lambda: self.excerpts.glimpse(self.ring, shown, lines[shown])
+        )
         self.skew.ended(action.draw, lines["response_tokens"][slots].tolist(), action.fate)
         for slot in slots:
             if int(lines["state"][slot]) == State.REWARDED and int(lines["group"][slot]) == action.draw:
@@ -278,8 +284,13 @@ class Learner(Actor):
         groups, self.pending = self.pending, []
         self.training.old.at(self.publisher.version, self.history.step)
         records = [record for group in groups for record in group.records]
-        with self.activity("accumulate", self.work_s):
+        with self.activity("accumulate", self.pieces.begin()):
             self.training.accumulate(records, self._present_version())
+
+    def _moved(self) -> None:
+        """A micro-batch, an update or a part of a checkpoint is done."""
+        self.pieces.ended()
+        self.ring.progress()
 
     def _present_version(self) -> int | None:
         """The version that has the weights which are trained; None while they are not published (or published late)."""
@@ -288,7 +299,7 @@ class Learner(Actor):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _fire(self, action: Fire, view: GroupView) -> None:
-        with self.activity("step", self.work_s):
+        with self.activity("step", self.pieces.begin()):
             if not self._history_stands():
                 return
             groups = [self.claimed[draw] for draw in action.draws]
@@ -298,7 +309,7 @@ class Learner(Actor):
                 self.agreement.first(record.samples, exact, self.training.score)
             if not self._commit(record):
                 return
-            sample = excerpt(self.ring, groups[0])
+            samples = self.excerpts.of_step(self.ring, groups)
             for group in groups:
                 self.metrics.reward_parts(parts_of(self.ring, [slot for slot, _ in group.slots]))
                 end(self.ring, group, "T")
@@ -314,7 +325,7 @@ class Learner(Actor):
                 "groups_total": self.history.groups, "queue": max(0, int(view.usable.sum()) - len(groups)),
                 **self._lengths(groups, view), **self.control.numbers(),
             }  # fmt: skip
-            row = self.metrics.step(record, groups, stats, sample, self.publisher.version, published, more)
+            row = self.metrics.step(record, groups, stats, samples, self.publisher.version, published, more)
             for text in () if self.topology.scripted else self.alarms.step(row):
                 self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
             self.control.step(record, stats, row, self._warn_of_control)
@@ -397,6 +408,7 @@ class Learner(Actor):
             self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
 
     def _write_checkpoint(self) -> None:
+        self.pieces.begin()  # whatever was waited for before
         with self.activity("checkpoint", self.work_s):
             self.metrics.checkpoint_s = self.history.checkpoint(
                 self.training, self.publisher.version, self.control.meta(), self._save_control

@@ -30,7 +30,7 @@ from busrl.inference import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.protocol import messages as m
 from busrl.protocol.topics import topic
 from busrl.ring import SlotTooSmall, State
-from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.actor import Actor, Doorbell, Pieces
 from busrl.roles.limits import admission_limits
 from busrl.roles.pace import Pace
 from busrl.roles.restart import Restart
@@ -101,6 +101,7 @@ class Rollout(Actor):
             self.restart = Restart(finish)
         self._next_request = self._last_bell = 0.0
         self.joined = False  # since the last decoding step
+        self.pieces = Pieces(self.topology.limits.progress_s, self.topology.limits.work_s)
         self._behind_since = math.inf
         self._update_weights(wait=True)
         self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics)
@@ -129,8 +130,10 @@ class Rollout(Actor):
         self.joined = False
         if not joining:
             return self.engine.step()
-        with self.activity("prefill", self.topology.limits.work_s):
-            return self.engine.step()
+        with self.activity("prefill", self.pieces.begin()):
+            finished = self.engine.step()
+        self.pieces.ended()
+        return finished
 
     def _announce(self) -> None:
         """While much is running a doorbell now and then is enough: the reward worker takes what there is."""

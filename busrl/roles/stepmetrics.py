@@ -102,7 +102,7 @@ class StepMetrics:
         record: Record,
         groups: Sequence[Claimed],
         stats: StepStats,
-        sample: dict[str, object],
+        samples: Iterable[Mapping[str, object]],
         version: int,
         published_s: float,
         more: Mapping[str, Any],
@@ -136,7 +136,7 @@ class StepMetrics:
             "checkpoint_s": round(self.checkpoint_s, 4),
             **more,
         }
-        self._write(row, {"step": record.step, **sample})
+        self._write(row, [{"step": record.step, **sample} for sample in samples])
         self._write_groups(record.step, groups)
         self._row, self._last, self.checkpoint_s = row, now, 0.0
         self._clear()
@@ -176,11 +176,12 @@ class StepMetrics:
         with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
 
-    def _write(self, row: dict[str, Any], sample: dict[str, object]) -> None:
+    def _write(self, row: dict[str, Any], samples: Sequence[dict[str, object]]) -> None:
         # A full disk must not stop training here: these lines are for people, the log is for the ledger.
         with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
-            self._samples.append(msgspec.json.encode(sample))
+            if samples:
+                self._samples.append(b"\n".join(map(msgspec.json.encode, samples)))
 
     def _write_groups(self, step: int, groups: Sequence[Claimed]) -> None:
         """Lengths and rewards of all groups that ended since the last step: what a simulation draws from."""

@@ -147,7 +147,9 @@ class TrainingStep:
         if self.noise is not None:
             self.norms = self.noise.whole()
         self.before_update()
-        return self.trainer.step(rate)
+        stats = self.trainer.step(rate)
+        self.moved()
+        return stats
 
     def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
         """The step is over: what its updates come to together."""

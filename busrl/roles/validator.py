@@ -37,6 +37,7 @@ log = logging.getLogger("busrl")
 CLS_VALIDATE = 1
 FINISHED = 1
 PRIORITY = 1 << 20
+RESULT_BYTES = 4096  # of a line of validation.log: far more than any has
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -123,7 +124,7 @@ class Validator(Actor):
                 self.stop("all rounds are done")
             return False
         self.round, self.started, self.groups_done = due, time.monotonic(), max(self.groups, self.groups_done)
-        self.results = _read_log(self.log_path, due)
+        self.results = _read_log(self.log_path, due, self.samples * RESULT_BYTES)
         self.pending = [uid for uid in self._uids() if self.validate_fates.get(uid & ~VALIDATE_BIT) == 0]
         if self.topology.validation.mode == "hold" and not finished:
             hold.take(self.ring)
@@ -280,10 +281,10 @@ def _groups_done(path: Path) -> int:
     return max((row["groups"] for row in json_lines(path) if isinstance(row.get("groups"), int)), default=0)
 
 
-def _read_log(path: Path, round_number: int) -> dict[int, Result]:
-    """Results of this round that an earlier validator wrote; a torn last line is left out."""
+def _read_log(path: Path, round_number: int, tail: int) -> dict[int, Result]:
+    """Results of this round that an earlier validator wrote, among the last `tail` bytes: rounds follow each other."""
     found: dict[int, Result] = {}
-    for line in json_lines(path):
+    for line in json_lines(path, tail):
         try:
             result = msgspec.convert(line, type=Result)
         except msgspec.ValidationError:

@@ -14,29 +14,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from busrl import keys, quickstart
+from busrl import device, keys, quickstart
 from busrl.errors import SharedMemoryFull
-from busrl.topology import cores, files, machine, weight_costs
+from busrl.topology import cores, files, machine, rates, trial, weight_costs
 from busrl.topology.rules import count
-from busrl.topology.schema import TINY, Faults, ProcessName, Topology
+from busrl.topology.schema import TINY, Faults, ProcessName, Topology, has_model
 from busrl.topology.weight_costs import Cost
 from busrl.topology.weight_rules import ADAPTERS
 
 COMMON = ("run", "data", "groups", "generation", "learner", "weights", "segments", "experiments", "bus", "limits")
+FOR_PEOPLE = ("explain", "trial", "warnings")  # of the derived values, those that no process reads
 SECTIONS_OF = {  # the tables that a process of the role reads; a test compares with the code
     "bus": ("bus", "limits"),
     "keeper": (*COMMON, "model", "reward", "ring"),
     "scheduler": (*COMMON, "scheduler"),
-    "learner": (*COMMON, "model", "lora", "reward", "scheduler", "mock", "openai"),
+    "learner": (*COMMON, "model", "lora", "reward", "scheduler", "mock", "openai", "log"),
     "rollout": (*COMMON, "model", "lora", "reward", "mock", "vllm", "openai"),
     "reward": ("reward", "data", "groups", "learner", "bus", "limits"),
     "validator": ("run", "data", "generation", "learner", "validation", "bus", "limits"),
 }
 
 
-def report(topology: Topology) -> str:
-    """The page."""
-    parts = (_head, _processes, _bus, _sums, _sizes, _data, _model, _warnings)
+def report(topology: Topology, verbose: bool = True) -> str:
+    """The page: what a person decides first; with `verbose` the sums that follow from it, too."""
+    parts = (_head, _warnings, _first, _data, _model, _processes, *((_bus, _sums, _sizes) if verbose else (_more,)))
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part(topology)))) + "\n"
 
 
@@ -84,7 +85,7 @@ def process_configs(topology: Topology) -> list[dict[str, Any]]:
         used = {name: settings[name] for name in SECTIONS_OF[process.role]}
         if topology.faults != Faults():
             used["faults"] = settings["faults"]
-        derived = {name: value for name, value in settings["derived"].items() if name not in ("explain", "warnings")}
+        derived = {name: value for name, value in settings["derived"].items() if name not in FOR_PEOPLE}
         found.append(
             {
                 "process": process.name,
@@ -120,6 +121,22 @@ def _head(t: Topology) -> Iterator[str]:
         f"run {t.run.name}: {t.run.max_steps} steps of {t.learner.trigger.n_min} groups x {t.groups.size} samples, "
         f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
     )
+    yield f"learning rate {t.learner.lr:g}: {rates.advice(t)}"
+    drawn, prompts = t.run.max_steps * t.learner.trigger.n_min, t.derived.train_prompts
+    if prompts:
+        yield f"epochs {drawn / prompts:.3g}: {drawn} groups of {prompts} prompts, more where groups are set aside"
+    samples = t.learner.trigger.n_min * t.groups.size
+    most = samples * t.generation.max_new_tokens
+    yield f"tokens per step {most} at most: {samples} answers of up to {t.generation.max_new_tokens} tokens"
+
+
+def _first(t: Topology) -> Iterator[str]:
+    """The first prompt, and what two answers to it are worth: tried by the loader where the reward is foreign code."""
+    yield from t.derived.trial or trial.try_first(t).lines
+
+
+def _more(_: Topology) -> Iterator[str]:
+    yield "how slots, memory and limits follow from this: --verbose"
 
 
 def _processes(t: Topology) -> Iterator[str]:
@@ -257,7 +274,8 @@ def _facts(t: Topology) -> machine.ModelFacts:
     return machine.model_facts(folder, files.context_of(config))
 
 
-def _warnings(t: Topology) -> Iterator[str]:
+def warnings(t: Topology) -> list[str]:
+    """What deserves a warning before a start: the findings of the loader, and what this machine lacks."""
     found = list(t.derived.warnings)
     computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != "mock")
     threads = sum(entry.threads * entry.count for entry in computing)
@@ -276,7 +294,17 @@ def _warnings(t: Topology) -> Iterator[str]:
     if outside and t.task_message_bytes > t.bus.max_message_bytes:
         text = f"workers without a mapping can not join: a message with a sample may have {t.task_message_bytes} bytes"
         found.append(f"bus.max_message_bytes = {t.bus.max_message_bytes}: {text}")
-    if found:
+    if text := trial.ends(t):
+        found.append(text)
+    for kind in sorted({t.device_of(one.name) for one in t.processes() if has_model(one.spec)} - {"auto"}):
+        if not device.there(kind):
+            text = f"this machine shows no {kind} device, or torch was not built for one: a start here would end"
+            found.append(f'model.device = "{kind}": {text}; "auto" takes what there is')
+    return found
+
+
+def _warnings(t: Topology) -> Iterator[str]:
+    if found := warnings(t):
         yield "warnings"
         for text in found:
             yield f"  {text}"

@@ -11,9 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +21,17 @@ from busrl.topology import keywords, machine, vllm, weight_costs
 from busrl.topology.prompts import UNKNOWN, Limit, limit_of
 from busrl.topology.rules import FUNCTION
 from busrl.topology.schema import FOREIGN_ROLES, TINY, Topology
+from busrl.topology.trial import Trial, try_first
 
 if TYPE_CHECKING:
     from busrl.data.check import Scan
 
-REWARD_DEADLINE_S = 60.0
+REWARD_KEYS = {"reward.function", "reward.kind"}
 CHAT_KEYS = {"data.template", "model.path"}  # nothing is counted while one of these has a problem
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
 DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 TINY_TOKEN_BYTES = 16
 TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]  # made or not
-
-_LOAD_REWARD = "import sys; from busrl.rewards.base import load; load(sys.argv[1])"
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,7 @@ class Looked:
     context: int = 0
     prompt_tokens: int = UNKNOWN  # generation.max_prompt_tokens, "auto" worked out
     prompt_text: str = ""  # how it was counted
+    trial: Trial = field(default_factory=Trial)
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,7 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
         chat_template(topology, found)
     token_bytes, context = (DEFAULT_TOKEN_BYTES, 0) if "model.path" in skip else model(topology, found)
     asked = topology.reward.kind == "python" and FUNCTION.fullmatch(topology.reward.function)
-    if asked and not skip & {"reward.function", "reward.kind"}:
-        reward(topology.reward.function, found)
+    tried = reward(topology, found) if asked and not skip & REWARD_KEYS else Trial()
     if topology.bus.endpoint != "ipc" and not skip & {"bus.endpoint", "bus.keys"}:
         bus_keys(topology.bus.keys, found)
     if topology.openai.tools and topology.openai.endpoint == "chat" and "openai.tools" not in skip:
@@ -94,7 +91,8 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
     limit = limit_of(topology, scans, context) if countable else _limit_unseen(topology)
     found.extend(KeyProblem(key, problem) for key, problem in limit.problems)
     looked = Looked(
-        lines, validation_lines, max(longest, validation_longest), token_bytes, context, limit.tokens, limit.text
+        lines, validation_lines, max(longest, validation_longest), token_bytes, context, limit.tokens, limit.text,
+        tried,
     )
     return looked, found
 
@@ -352,20 +350,16 @@ def _json(path: Path) -> Any:
         return None
 
 
-def reward(function: str, found: list[KeyProblem]) -> None:
-    """Import the reward function where it can do no harm."""
-    command = [sys.executable, "-c", _LOAD_REWARD, function]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=REWARD_DEADLINE_S, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        rule = f"importing it took longer than {REWARD_DEADLINE_S:g} s"
-        found.append(KeyProblem("reward.function", Problem("", "", rule, "move slow work into the function")))
-        return
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        named = f"busrl.errors.RewardNotLoaded: reward.function = {function!r}: "
-        rule = f"can not be used: {last.removeprefix(named)}"
+def reward(topology: Topology, found: list[KeyProblem]) -> Trial:
+    """Load the reward and try it with the first record, where it can do no harm."""
+    tried = try_first(topology)
+    rule, remedy = "", "correct it: every sample of the run would be lost"
+    if tried.not_loaded:
+        named = f"reward.function = {topology.reward.function!r}: "
+        rule = f"can not be used: {tried.not_loaded.removeprefix(named)}"
         remedy = "a module has to be importable from the current directory, a file is relative to the topology"
+    elif failed := tried.failed:
+        rule = f"fails for {failed.what} to the first prompt: {failed.told()}"
+    if rule:
         found.append(KeyProblem("reward.function", Problem("", "", rule, remedy)))
+    return tried

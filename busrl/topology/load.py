@@ -71,7 +71,7 @@ def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -
     bad |= {item.key for item in broken}
     draft = dataclasses.replace(draft, derived=dataclasses.replace(UNRESOLVED, prompt_tokens=looked.prompt_tokens))
     resolved = resolve(draft, looked)
-    ruled = [finding for part in RULES for finding in part.findings(draft)]
+    ruled = [*(finding for part in RULES for finding in part.findings(draft)), *_idle(draft, source)]
     told = [one for one in (*ruled, *resolved.findings) if not (sketched and any(map(_real, one.keys)))]
     found = [f for f in told if not _depends((*f.keys, *f.depends), bad)]
     problems.extend(_problem(source, draft, finding) for finding in found if not finding.warning)
@@ -80,6 +80,14 @@ def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -
         raise TopologyError(sorted(problems, key=source.order))
     warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
     return dataclasses.replace(draft, derived=dataclasses.replace(resolved.derived, warnings=warnings))
+
+
+def _idle(draft: Topology, source: Source) -> Iterator[rules.Finding]:
+    """Keys that are written down and that nothing reads in this mode, where their default is not zero."""
+    if draft.weights.mode == "sync" and _written(source, "weights", "max_staleness") and draft.weights.max_staleness:
+        rule = "a synchronous round is made by the weights that it trains: nothing in it is stale"
+        keys = ("weights.max_staleness", "weights.mode")
+        yield rules.Finding(keys, rule, 'remove it, or mode = "batch-async"', warning=True)
 
 
 def _with_advice(problem: Problem, draft: Topology) -> Problem:

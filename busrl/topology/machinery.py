@@ -154,6 +154,14 @@ class Mock:
 
 
 @dataclass(frozen=True)
+class Log:
+    """[log]: what is kept for people."""
+
+    samples: int | str = key(1, "trained samples of a step that samples.jsonl keeps, with prompt and answer as text",
+                             words=("all",), low=0, high=1 << 20)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Openai:
     """[openai]: the endpoint of engine = "openai", any server that speaks this protocol; see docs/engines.md."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from busrl import quickstart
 from busrl.errors import DataError, Problem
@@ -145,12 +145,17 @@ def _counted(topology: Topology, scans: Mapping[str, Scan]) -> Iterator[Counted]
 def _tokenizer(topology: Topology) -> LightTokenizer | None:
     from busrl.data.chat import LightTokenizer
 
-    asked = topology.openai.tools if topology.openai.endpoint == "chat" else ""
-    tools = machine.read_list(Path(asked)) if asked else []
+    tools = tools_of_chats(topology)
     if topology.model.path.startswith(TINY):
         made = quickstart.paths(topology.model.path) if quickstart.known(topology.model.path) else None
         return LightTokenizer.of(made.model, tools) if made else None
     return LightTokenizer.of(Path(topology.model.path), tools)
+
+
+def tools_of_chats(topology: Topology) -> list[Any]:
+    """What every chat request names, and the template with it."""
+    asked = topology.openai.tools if topology.openai.endpoint == "chat" else ""
+    return machine.read_list(Path(asked)) if asked else []
 
 
 def _tiny(path: str, light: LightTokenizer | None) -> Counted:

@@ -61,7 +61,7 @@ def resolve(topology: Topology, looked: Looked) -> Resolved:
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
         slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,
         slot_bytes=slot_bytes, task_bytes=looked.task_bytes,
-        prompt_tokens=looked.prompt_tokens, prompt_text=looked.prompt_text,
+        prompt_tokens=looked.prompt_tokens, prompt_text=looked.prompt_text, trial=looked.trial.lines,
         train_prompts=looked.train_prompts, validation_prompts=looked.validation_prompts if rounds else 0,
         ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
         explain=(*bounds.explain(), _order(topology), *_segments(topology), *control.explain(topology), slots_text,

@@ -38,6 +38,7 @@ from busrl.topology.machinery import (
     CrashFault,
     Faults,
     Limits,
+    Log,
     Mock,
     Openai,
     Process,
@@ -69,6 +70,7 @@ __all__ = [
     "Groups",
     "Learner",
     "Limits",
+    "Log",
     "Lora",
     "Mock",
     "Model",
@@ -120,6 +122,7 @@ class Derived:
     val_samples: int  # samples of one validation round, 0 = validation is off
     prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before
     prompt_text: str = ""  # how the tokens of the prompts were counted
+    trial: tuple[str, ...] = ()  # the first prompt, and what the reward said of two answers to it
     explain: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -171,6 +174,7 @@ class Topology:
     vllm: Vllm = field(default_factory=Vllm)
     segments: Segments = field(default_factory=Segments)
     lora: Lora = field(default_factory=Lora)
+    log: Log = field(default_factory=Log)
     simulate: Simulate = field(default_factory=Simulate)
     experiments: Experiments = field(default_factory=Experiments)
     source: str = ""

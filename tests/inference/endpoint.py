@@ -2,7 +2,7 @@
 
 Answers /v1/completions and /v1/chat/completions with made-up tokens that depend on all tokens before them and on the
 version of its "weights" (a number in a file `version` of a folder or adapter), and misbehaves as told by /test/behave.
-Standard library alone: what is tested is a client, so nothing of it is shared.
+Standard library alone (but for a tokenizer on request): what is tested is a client, so nothing of it is shared.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+TOKENIZERS: dict[str, Any] = {}
 EOS, FIRST, KINDS = 1, 3, int(os.environ.get("ENDPOINT_KINDS", "30"))  # token ids
 
 
@@ -33,6 +34,20 @@ def answer(prompt: list[int], limit: int, version: int) -> tuple[list[int], list
         ids.append(token)
         logprobs.append(logprob)
     return ids[len(prompt) :], logprobs
+
+
+def prompt_ids(body: dict[str, Any]) -> list[int]:
+    """Of a request by chat: its letters, or what the tokenizer in ENDPOINT_TOKENIZER makes of it."""
+    folder = os.environ.get("ENDPOINT_TOKENIZER", "")
+    if not folder:
+        text = body["messages"][0]["content"]
+        return [*(ord(letter) - 94 for letter in text), *([2] if body.get("tools") else [])]
+    if folder not in TOKENIZERS:
+        from transformers import AutoTokenizer
+
+        TOKENIZERS[folder] = AutoTokenizer.from_pretrained(folder)
+    tokenizer = TOKENIZERS[folder]
+    return list(tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False))
 
 
 class Server:
@@ -125,12 +140,11 @@ class Server:
         return await self.stream(body, version, writer, how)
 
     async def chat(self, body: dict[str, Any], version: int, writer: Any, how: str) -> None:
-        text = body["messages"][0]["content"]
-        prompt = [*(ord(letter) - 94 for letter in text), *([2] if body.get("tools") else [])]
+        prompt = prompt_ids(body)
         ids, logprobs = answer(prompt, body["max_tokens"], version)
-        prompt_ids = prompt if how != "other prompt" else [7]
+        shown = prompt if how != "other prompt" else [7]
         if body.get("stream") and how != "whole":
-            await self.chat_stream(ids, logprobs, prompt_ids, writer, how)
+            await self.chat_stream(ids, logprobs, shown, writer, how)
             return
         for _ in ids:
             await asyncio.sleep(self.token_s)
@@ -140,7 +154,7 @@ class Server:
             "index": 0, "message": {"role": "assistant", "content": "x"}, "token_ids": ids,
             "finish_reason": "stop" if ids[-1] == EOS else "length", "logprobs": {"content": content},
         }  # fmt: skip
-        data = json.dumps({"choices": [choice], "prompt_token_ids": prompt_ids}).encode()
+        data = json.dumps({"choices": [choice], "prompt_token_ids": shown}).encode()
         await self.raw(writer, 200, "application/json", data, cut=len(data) // 2 if how == "half" else 0)
 
     async def chat_stream(

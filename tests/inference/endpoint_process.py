@@ -17,10 +17,15 @@ WAIT_S = 60
 class Endpoint:
     """The server's process."""
 
-    def __init__(self, folder: Path, token_s: float, port: int = 0, kinds: int = 30) -> None:
+    def __init__(
+        self, folder: Path, token_s: float, port: int = 0, kinds: int = 30, tokenizer: Path | None = None
+    ) -> None:
+        """`tokenizer`: chats are rendered as that of this folder does it, not letter by letter."""
         self.port_file, self.token_s = folder / f"port{time.monotonic_ns()}", token_s
         command = [sys.executable, str(Path(__file__).with_name("endpoint.py")), str(self.port_file), str(token_s)]
-        self.process = subprocess.Popen([*command, str(port)], env={**os.environ, "ENDPOINT_KINDS": str(kinds)})
+        self.process = subprocess.Popen([*command, str(port)], env={
+            **os.environ, "ENDPOINT_KINDS": str(kinds), "ENDPOINT_TOKENIZER": str(tokenizer or "")
+        })  # fmt: skip
         deadline = time.monotonic() + WAIT_S
         while not self.port_file.exists():
             assert self.process.poll() is None and time.monotonic() < deadline

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -523,6 +524,27 @@ def test_a_request_that_ended_by_itself_is_found_by_abort_too(start: Start, make
     engine.submit([request(0, [5] * 200)])
     gone = engine.abort(0)
     assert gone is not None and gone.finish == LENGTH and not engine.active and engine.step() == []
+
+
+@pytest.mark.parametrize("how", ["completions", "chat"])
+def test_an_answer_ends_with_the_first_end_id_even_of_a_server_that_does_not_know_it(
+    start: Start, make: Make, how: str
+) -> None:
+    endpoint = start()
+    engine = make(endpoint.url, endpoint=how)
+    prompt = engine.encode("cab")
+    ids, logprobs = answer(prompt, 30, 0)
+    ends = frozenset({EOS_ID, ids[5], ids[9]})  # the server knows the first of these alone
+    engine._eos_ids, engine._stops = ends, sorted(ends)
+    engine._client.endpoint = replace(engine._client.endpoint, eos_ids=ends)
+    engine.submit([request(0, prompt, max_new_tokens=30), request(1, prompt, max_new_tokens=3)])
+    found = until_idle(engine)
+    first = next(k for k, token in enumerate(ids) if token in ends)
+    assert found[0].token_ids.tolist() == ids[: first + 1] and found[0].finish == EOS
+    np.testing.assert_allclose(found[0].logprobs, logprobs[: first + 1], rtol=1e-6)
+    assert found[1].finish == (EOS if first < 3 else LENGTH)
+    assert endpoint.log[-1]["body"]["stop_token_ids"] == sorted(ends)
+    assert not engine.active and engine.statistics().errors == 0
 
 
 def test_by_chat_prompts_go_as_text_with_tools_and_the_servers_prompt_must_be_ours(

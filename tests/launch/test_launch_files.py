@@ -140,3 +140,19 @@ def test_a_launch_holds_the_guard_of_its_ring_and_of_one_that_it_adopts(scripted
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
     assert "adopted the ring" in scripted.output
+
+
+def test_a_ring_that_somebody_removed_ends_the_run_by_name_when_a_process_has_to_attach(scripted):
+    scripted.start(MODES)
+    scripted.ready("learner")
+    pid = scripted.ready("keeper")
+    scripted.paths.ring_file.unlink()
+    os.kill(pid, signal.SIGKILL)
+    assert scripted.wait() == 1
+    said = f"keeper can not be started: {scripted.paths.ring_file} was removed or replaced by somebody else; start"
+    assert said in scripted.output and scripted.lives("keeper")[1] == 1, scripted.output
+    assert scripted.paths.open_bin.exists() and scripted.leftovers() == []
+    scripted.start(MODES)
+    scripted.ready("learner", 2)
+    scripted.finish()
+    assert scripted.wait() == 0, scripted.output

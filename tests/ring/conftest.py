@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,13 +49,13 @@ def take(frm, to, limit=1):
 class Child:
     """A python process that runs a script on the ring; `hear` and `tell` are its pipe."""
 
-    def __init__(self, folder: Path, script: str, crash_point: str = "") -> None:
+    def __init__(self, folder: Path, script: str, crash_point: str = "", prefix: Sequence[str] = ()) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         if crash_point:
             env["BUSRL_CRASH_POINT"] = crash_point
         code = PRELUDE + textwrap.dedent(script)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, str(folder)],
+            [*prefix, sys.executable, "-c", code, str(folder)],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -104,8 +104,8 @@ class World:
         self.ring.register("parent", "parent")
         self.children: list[Child] = []
 
-    def child(self, script: str, crash_point: str = "") -> Child:
-        self.children.append(Child(self.folder, script, crash_point))
+    def child(self, script: str, crash_point: str = "", prefix: Sequence[str] = ()) -> Child:
+        self.children.append(Child(self.folder, script, crash_point, prefix))
         return self.children[-1]
 
     def dispatch(self, uid: int, ring: Ring | None = None) -> tuple[int, int] | None:

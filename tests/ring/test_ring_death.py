@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
 
 import pytest
 
@@ -145,6 +147,74 @@ def test_a_forked_child_can_not_use_the_handle_and_does_not_keep_its_dead_parent
     parent.process.wait(timeout=30)
     assert [r.label for r in world.ring.reap()] == ["forker"]
     parent.tell()
+
+
+def test_slots_are_not_taken_while_a_child_of_a_bare_fork_system_call_lives_and_are_once_it_has_ended(world):
+    """It shares the lock of its parent's entry, and nobody can tell what it does: the safe side is to wait for it."""
+    world.dispatch(1)
+    script = """
+    import ctypes
+    ring.register("forker", "forker")
+    held = take(State.QUEUED, State.GENERATING)
+    child = ctypes.CDLL(None).syscall({"x86_64": 57}[os.uname().machine])  # fork(2) without the C library's handlers
+    if child == 0:
+        hear()
+        os._exit(0)
+    say(ring.index, child)
+    os.waitpid(child, 0)
+    """
+    if os.uname().machine != "x86_64":
+        pytest.skip("the number of the system call is that of x86_64")
+    parent = world.child(script)
+    index, child = map(int, parent.hear().split())
+    pidfd = os.pidfd_open(child)
+    parent.process.kill()
+    parent.process.wait(timeout=30)
+    assert not world.ring.is_dead(index) and world.ring.reap() == []
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    assert select.select([pidfd], [], [], 30)[0]
+    os.close(pidfd)
+    assert world.ring.is_dead(index)
+    assert [r.label for r in world.ring.reap()] == ["forker"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a pid namespace of its own, in which pids can be chosen")
+def test_an_owner_whose_pid_is_another_process_by_now_is_dead(world):
+    script = """
+    import signal
+    r, w = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        mine = Ring.attach(folder + "/ring")
+        os.write(w, b"%d" % mine.register("holder", "holder"))
+        signal.pause()
+    index = int(os.read(r, 20))
+
+    def forked():
+        pid = os.fork()
+        return pid or signal.pause()
+
+    def born(pid):
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[19]
+
+    def end(pid):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    at = born(owner)
+    while (one := forked()) and born(one) == at:  # times of birth are told in hundredths of a second
+        end(one)
+    end(one)
+    end(owner)
+    open("/proc/sys/kernel/ns_last_pid", "w").write(str(owner - 1))
+    other = forked()
+    say(other == owner, ring.is_dead(index))
+    end(other)
+    """
+    command = ["unshare", "-p", "--fork", "--mount-proc"]
+    if subprocess.run([*command, "true"], capture_output=True, timeout=30).returncode:
+        pytest.skip("no pid namespace can be had here")
+    assert world.child(script, prefix=command).hear() == "True True"
 
 
 def test_a_forked_child_that_touches_an_inherited_view_faults_instead_of_writing(world):

@@ -9,8 +9,8 @@ import pytest
 
 from busrl.errors import WeightsTimeout
 from busrl.ring import State
-from busrl.roles import publish
-from busrl.roles.actor import Actor
+from busrl.roles import actor, publish
+from busrl.roles.actor import Actor, Pieces
 from busrl.roles.learner import Learner
 from busrl.roles.rollout import Rollout
 
@@ -55,7 +55,7 @@ class Engine:
 def rollout(drawing: int, joined: bool) -> Any:
     role: Any = Rollout.__new__(Rollout)
     role.ring, role.joined = Told(), joined
-    role.topology = SimpleNamespace(limits=SimpleNamespace(work_s=77.0, ready_s=1.0))
+    role.topology, role.pieces = SimpleNamespace(limits=SimpleNamespace(ready_s=1.0)), Pieces(30.0, 77.0)
     role.engine = Engine(role, drawing)
     return role
 
@@ -131,7 +131,7 @@ def test_a_publication_waits_for_a_validation_that_has_results_and_names_one_tha
 def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each() -> None:
     """It may accumulate for longer than limits.progress_s while a step fills up."""
     learner: Any = Learner.__new__(Learner)
-    learner.ring, learner.work_s = Told(), 600.0
+    learner.ring, learner.pieces = Told(), Pieces(30.0, 600.0)
     moved, during = [], []
     learner.ring.progress = lambda: moved.append(1)
     learner.ring.header = lambda name: 3
@@ -141,9 +141,23 @@ def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each() ->
     def accumulate(records: list[str], version: int) -> None:
         for _ in records:
             during.append((version, *learner.ring.said))
-            learner.ring.progress()
+            learner._moved()
 
     learner.training = SimpleNamespace(old=SimpleNamespace(at=lambda version, step: None), accumulate=accumulate)
     learner.pending = [SimpleNamespace(records=["a", "b", "c"])]
     learner._accumulate()
     assert during == [(4, ("accumulate", 600.0))] * 3 and len(moved) == 4 and learner.pending == []
+    learner.ring.said, learner.pending = [], [SimpleNamespace(records=["d"])]
+    learner._accumulate()
+    assert learner.ring.said[0] == ("accumulate", 30.0), "micro-batches are known to be quick: standing still is found"
+
+
+def test_the_patience_with_a_piece_of_work_follows_the_longest_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(actor.time, "monotonic", lambda: now[0])
+    pieces, allowed = Pieces(progress_s=30.0, work_s=600.0), []
+    for seconds in (0.1, 2.0, 0.1, 40.0, 1.0):
+        allowed.append(pieces.begin())
+        now[0] += seconds
+        pieces.ended()
+    assert [*allowed, pieces.begin()] == [600.0, 30.0, 100.0, 100.0, 600.0, 600.0]

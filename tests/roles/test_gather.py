@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from busrl.data.chat import LightTokenizer
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, SlotTooSmall, State
-from busrl.roles.gather import Claimed, claim_group, claim_groups, end, excerpt, give_back, glimpse, parts_of
+from busrl.roles.excerpts import Excerpts
+from busrl.roles.gather import Claimed, claim_group, claim_groups, end, give_back, parts_of
 from busrl.roles.stepmetrics import StepMetrics
 from busrl.roles.trajectory import Generated, read_parts, write_parts, write_segment, write_text
+from busrl.topology.schema import Data, Log, Openai
 
 GROUP = 4
 
@@ -71,12 +76,40 @@ def states(ring: Ring, slots: list[int]) -> list[int]:
     return [int(ring.lines()["state"][slot]) for slot in slots]
 
 
+def excerpts(kept: int | str = 1, **data: str) -> Excerpts:
+    topology = SimpleNamespace(
+        data=Data("train.jsonl", **data), log=Log(kept), openai=Openai(), model=SimpleNamespace(path="nowhere")
+    )
+    return Excerpts(topology)  # type: ignore[arg-type]
+
+
+def test_as_many_samples_as_asked_for_are_kept_first_one_of_every_group(ring: Ring) -> None:
+    claimed = claim(ring, rewarded_group(ring))
+    again = replace(claimed, group=1)
+    for kept, count in ((0, 0), (1, 1), (3, 3), (100, 2 * GROUP), ("all", 2 * GROUP)):
+        rows = excerpts(kept).of_step(ring, [claimed, again])
+        assert len(rows) == count
+    assert [row["tokens"] for row in rows] == [3, 3, 4, 4, 5, 5, 6, 6]
+    assert len({row["uid"] for row in rows}) == GROUP
+
+
+def test_a_prompt_is_shown_as_the_model_was_given_it_with_the_rest_of_its_line(tmp_path: Path) -> None:
+    line = '{"q": "1+1", "answer": 2}'
+    assert excerpts(prompt_key="q").prompt(line) == ("1+1", {"answer": 2})
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<A>")
+    chat = excerpts(prompt_key="q", template="chat", system="Be short.")
+    assert chat.prompt(line) == ("1+1", {"answer": 2}), "no template to be read: the words"
+    chat._chat = LightTokenizer(tmp_path, None)
+    assert chat.prompt(line) == ("<system>Be short.<user>1+1<A>", {"answer": 2})
+    assert chat.prompt("(no task)") == ("(no task)", {})
+
+
 def test_a_claimed_group_is_a_copy_that_outlives_its_slots(ring: Ring) -> None:
     slots = rewarded_group(ring)
     claimed = claim(ring, slots)
     assert isinstance(claimed, Claimed)
     assert states(ring, slots) == [State.TRAINING] * GROUP
-    shown = excerpt(ring, claimed)
+    (shown,) = excerpts().of_step(ring, [claimed])
     end(ring, claimed, "T")
     assert states(ring, slots) == [State.FREE] * GROUP
     assert [len(record.token_array()) for record in claimed.records] == [3, 4, 5, 6]
@@ -144,7 +177,8 @@ def test_a_tensor_of_another_type_or_rank_costs_its_sample_only(ring, array, why
     assert states(ring, slots) == [int(State.FREE), *[int(State.REWARDED)] * 3]
     left = claim(ring, slots[1:])
     assert isinstance(left, Claimed)
-    assert "has no tensor" in str(excerpt(ring, left)["completion"])  # nobody wrote a text: trained all the same
+    (row,) = excerpts().of_step(ring, [left])
+    assert "has no tensor" in str(row["completion"])  # nobody wrote a text: trained all the same
 
 
 def sound(records):  # type: ignore[no-untyped-def]
@@ -189,8 +223,9 @@ def test_the_parts_of_rewards_come_back_by_name_and_stand_beside_the_sample(ring
     assert [read_parts(ring, slot) for slot in slots] == list(PARTS)
     claimed = claim(ring, slots)
     assert isinstance(claimed, Claimed)
-    assert excerpt(ring, claimed)["reward_parts"] == PARTS[0] and parts_of(ring, slots) == list(PARTS)
-    assert "reward_parts" not in excerpt(ring, claim(ring, rewarded_group(ring, group=1)))
+    assert excerpts().of_step(ring, [claimed])[0]["reward_parts"] == PARTS[0] and parts_of(ring, slots) == list(PARTS)
+    (without,) = excerpts().of_step(ring, [claim(ring, rewarded_group(ring, group=1))])
+    assert "reward_parts" not in without
 
 
 def test_parts_of_another_program_without_names_are_numbered_and_too_many_of_them_are_refused(ring: Ring) -> None:
@@ -213,6 +248,6 @@ def test_the_metrics_have_the_mean_of_each_part_over_all_samples_that_have_it(tm
 
 def test_a_sample_that_nobody_claimed_can_be_shown(ring: Ring) -> None:
     slot = rewarded_group(ring)[1]
-    shown = glimpse(ring, slot, ring.line(slot))
+    shown = excerpts().glimpse(ring, slot, ring.line(slot))
     assert (shown["completion"], shown["reward"], shown["version"]) == ("xxxx", float(slot), 3)
     assert "ab" in str(shown["prompt"])

@@ -43,7 +43,7 @@ whole = score
 
 
 def score(record, completion, token_ids):
-    if record["id"] % 4 == 0:
+    if record["id"] % 4 == 1:  # not the first, which is tried before the start
         raise ValueError(f"no idea about {record['id']}")
     return {"share": whole(record, completion, token_ids)}
 '''

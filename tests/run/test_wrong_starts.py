@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import own
@@ -10,6 +14,7 @@ from harness import Run, read_lines, running
 
 ZERO = "def score(record, completion, token_ids):\n    return 0.0\n"
 RAISES = "def score(record, completion, token_ids):\n    return record['answer']\n"
+RAISES_LATER = "def score(record, completion, token_ids):\n    return record['answer'] if completion else 0\n"
 SETTINGS = ["learner.trigger.n_min=4"]
 
 
@@ -35,19 +40,100 @@ def test_a_reward_that_is_always_zero(tmp_path: Path) -> None:
     run = ended_idle(tmp_path, reward=ZERO)
     text = run.text()
     assert "had the fate f (flat group); every reward was 0" in text and "was answered" in text, text
+    assert "warning: " in text and "some rows stay empty" in text, "launch says what check does"
     assert run.metrics()[-1]["reward"] == 0.0 and run.metrics()[-1]["flat_share"] == 1.0
     assert read_lines(run.paths.samples)[-1]["kind"] == "idle"
 
 
 @pytest.mark.slow
 def test_a_reward_that_raises_on_every_sample(tmp_path: Path) -> None:
-    run = ended_idle(tmp_path, reward=RAISES)
+    run = ended_idle(tmp_path, reward=RAISES_LATER)
     text = run.text()
     assert "had the fate R (reward raised)" in text and "KeyError: 'answer'" in text and "mend the reward" in text, text
 
 
 @pytest.mark.slow
-def test_prompts_that_are_all_too_long(tmp_path: Path) -> None:
-    run = ended_idle(tmp_path, "generation.max_prompt_tokens=2")
-    text = run.text()
-    assert "had the fate l (prompt too long)" in text and "generation.max_prompt_tokens is 2" in text, text
+def test_answers_that_are_all_cut_are_told_of_in_the_first_steps(tmp_path: Path) -> None:
+    topology = own.make_all(tmp_path / "mine", "llama")
+    run = Run(tmp_path / "run", *SETTINGS, "generation.max_new_tokens=2", config=topology, steps=40)
+    with running(run):
+        assert run.wait() == 0, run.tail()
+    told = [line["text"] for line in read_lines(run.paths.errors)]
+    cut = [text for text in told if "answers were cut at their limit" in text]
+    assert len(cut) == 1 and "end token" in cut[0] and "generation.max_new_tokens" in cut[0], told
+
+
+# ------------------------------------------------------------------------------------------ before anything starts
+
+
+def busrl(verb: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """A verb on the topology of that folder; a minute is what a mistake may take."""
+    command = [sys.executable, "-m", "busrl.cli", verb, str(folder / "own.toml"), *more]
+    command += ["--run-dir", str(folder / "run")] if verb == "launch" else []
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
+
+
+def written(folder: Path, name: str, **keys: object) -> None:
+    """Change keys of a JSON file of the model."""
+    path = folder / "model" / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+CHAT = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
+HANGS = "import time\n\n\ndef score(record, completion, token_ids):\n    time.sleep(3600)\n"
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return own.make_all(tmp_path_factory.mktemp("wrong") / "mine", "llama").parent
+
+
+@pytest.fixture
+def folder(mine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(mine, tmp_path / "mine"))
+
+
+@pytest.mark.parametrize(("reward", "settings", "told"), [
+    (RAISES, [], "fails for an empty answer to the first prompt: KeyError: 'answer'"),
+    (HANGS, ["reward.timeout_s=1"], "fails for an empty answer to the first prompt: no result after 1 s"),
+    (own.REWARD, ["generation.max_prompt_tokens=2"], "64 of the 64 prompts"),
+    (own.REWARD, ["data.template=chat"], "no chat template"),
+], ids=["reward raises", "reward hangs", "prompts too long", "chat without a template"])  # fmt: skip
+@pytest.mark.parametrize("verb", ["check", "launch"])
+def test_a_wrong_start_is_refused_by_name(
+    folder: Path, verb: str, reward: str, settings: list[str], told: str
+) -> None:
+    (folder / "judge.py").write_text(reward)
+    done = busrl(verb, folder, *(part for one in settings for part in ("--set", one)))
+    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (folder / "run").exists()
+
+
+SHAPE = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+         "num_key_value_heads": 2, "vocab_size": 151936,
+         "tie_word_embeddings": True}  # fmt: skip
+
+
+def test_a_learning_rate_of_a_toy_for_half_a_billion_weights_is_warned_of(folder: Path) -> None:
+    written(folder, "config.json", **SHAPE)
+    done = busrl("check", folder)
+    assert done.returncode == 0, done.stderr
+    assert "learner.lr = 0.0003: 100 times what is usual for all weights of 494 M parameters" in done.stdout
+
+
+def test_a_chat_whose_turns_end_with_no_end_token_is_warned_of(folder: Path) -> None:
+    written(folder, "tokenizer_config.json", chat_template=CHAT)
+    done = busrl("check", folder, "--set", "data.template=chat")
+    assert done.returncode == 0, done.stderr
+    assert "its chat template ends a turn with <pad> (id 0), and the end tokens are 1" in done.stdout
+    right = CHAT.replace("<pad>", own.END)
+    written(folder, "tokenizer_config.json", chat_template=right)
+    assert "ends a turn with" not in busrl("check", folder, "--set", "data.template=chat").stdout
+
+
+def test_a_model_without_an_end_token_of_its_own_is_warned_of(folder: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        written(folder, name, eos_token_id=4711)
+    written(folder, "tokenizer_config.json", eos_token=None)
+    done = busrl("check", folder)
+    assert "its end tokens (4711) are none of its" in done.stdout and "so every answer is cut" in done.stdout

@@ -49,7 +49,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_check_explains_a_topology() -> None:
-    done = busrl("check", QUICKSTART, "--set", "process.rollout.count=2")
+    done = busrl("check", QUICKSTART, "--set", "process.rollout.count=2", "--verbose")
     assert done.returncode == 0, done.stderr
     for text in ("rollout/1", "B + W = 75 + 22 = 97 <= (max_staleness + 1) x n_lo + 1", "/dev/shm has", "4096 prompts"):
         assert text in done.stdout

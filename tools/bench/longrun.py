@@ -38,6 +38,7 @@ SETTINGS = [
 FLAT_EVERY = 5  # of the draws, one was flat
 LOOK_S = 0.05
 CAPACITY = 1 << 26
+ROOM = 4096  # draws that a full table has left for the steps to come
 
 
 @dataclass
@@ -57,7 +58,7 @@ def age(paths: RunPaths, steps: int, full: bool) -> Aged:
     stream = JsonlStream(prompts, topology["run"]["seed"], topology["data"]["shuffle"])
     draws = np.arange(steps * GROUPS * FLAT_EVERY // (FLAT_EVERY - 1) + 1)
     trained = draws[draws % FLAT_EVERY != 0][: steps * GROUPS]
-    count = max(int(trained[-1]) + 1, CAPACITY // (2 * size) if full else 0)
+    count = max(int(trained[-1]) + 1, CAPACITY // (2 * size) - ROOM if full else 0)
     fates = np.zeros((count, 2 * size), np.uint8)
     fates[:, :size] = ord("f")
     fates[trained, :size] = ord("T")
