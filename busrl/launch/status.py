@@ -7,6 +7,7 @@ not be used is a state to show, with its remedy.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -24,8 +25,17 @@ def status(run_dir: str | os.PathLike[str] | None = None, *, as_json: bool = Fal
     """The state of a run in some lines, or as one JSON object; without a directory that of the newest under `runs/`."""
     found = state_of(run_dir)
     if as_json:
-        return json.dumps(found, ensure_ascii=False, allow_nan=False, default=str)
+        return json.dumps(_plain(found), ensure_ascii=False, allow_nan=False, default=str)
     return "\n".join(map(printable, _lines(found)))
+
+
+def _plain(value: Any) -> Any:
+    """The same with null for what is no number: files of a run may hold anything, and NaN is not JSON."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:

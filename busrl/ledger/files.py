@@ -121,14 +121,17 @@ class LineFile:
     def __init__(self, path: str | os.PathLike[str], *, sync: bool = False) -> None:
         self.path = Path(path)
         self.sync = sync
+        self.shortened = False  # whether lines of ours were taken away since
         self._torn = False
         self._fd = self._opened()
+        self._end = os.fstat(self._fd).st_size
 
     def append(self, line: bytes) -> None:
         """Add one line (without its newline); on failure the file is as before."""
         data = line + b"\n"
         self._follow()
         before = os.fstat(self._fd).st_size
+        self.shortened |= before < self._end
         if before and os.pread(self._fd, 1, before - 1) != b"\n":
             if self._torn:
                 before = _cut_half_line(self._fd)
@@ -143,7 +146,7 @@ class LineFile:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, before)
             raise write_error(self.path, len(data), exc) from exc
-        self._torn = False
+        self._torn, self._end = False, before + len(data)
 
     def flush(self) -> None:
         """Make all lines so far durable."""

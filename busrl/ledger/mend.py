@@ -1,4 +1,5 @@
-"""Makes a damaged `trained.bin` of the newest checkpoint whole again, from the train log or from what came before it.
+"""Makes a damaged `trained.bin` of the newest checkpoint whole again, from the train log or from what came before it,
+and a damaged train log from checkpoint and log.
 
 Talks to `checkpoints/`, `train.jsonl` and `wal/`; called by `launch` before any role runs, and by a learner that
 starts. Knows nothing of models: what else a checkpoint holds is looked at where it is loaded.
@@ -12,9 +13,11 @@ starts. Knows nothing of models: what else a checkpoint holds is looked at where
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,15 @@ import msgspec
 from busrl.errors import FileCorrupt
 from busrl.ledger.files import finish_replacements, write_whole
 from busrl.ledger.trained import REMEDY, TrainedSet
-from busrl.ledger.wal import Wal
+from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
 
 NAME = "trained.bin"
 LISTING = "files.json"
+TAIL = 1 << 16  # bytes of the train log whose lines are looked at
+
+
+RESTORED = "restored"  # the cause of a line that stands for steps whose own lines are gone
 
 
 class _Line(msgspec.Struct):
@@ -35,6 +42,8 @@ class _Line(msgspec.Struct):
 
     step: int
     samples: list[tuple[int, int, int]]
+    version: int = 0
+    cause: str = RESTORED
 
 
 def newest_checkpoint(paths: RunPaths) -> Path | None:
@@ -93,6 +102,10 @@ def _meta(folder: Path, fault: str) -> tuple[int, int]:
 def _trained_until(path: Path, step: int) -> TrainedSet:
     """The uids of the lines that stand, up to a step. A line takes the place of all earlier ones with its step or a
     later one; half a line at the end, or one that is none, is left out and so shows in the number."""
+    return TrainedSet(uid for line in _standing(path) if line.step <= step for uid, _, _ in line.samples)
+
+
+def _standing(path: Path) -> list[_Line]:
     standing: list[_Line] = []
     decoder = msgspec.json.Decoder(_Line)
     for text in (path.read_bytes() if path.is_file() else b"").split(b"\n"):
@@ -103,7 +116,52 @@ def _trained_until(path: Path, step: int) -> TrainedSet:
         while standing and standing[-1].step >= line.step:
             standing.pop()
         standing.append(line)
-    return TrainedSet(uid for line in standing if line.step <= step for uid, _, _ in line.samples)
+    return standing
+
+
+def train_log_is_whole(path: Path, least: int) -> bool:
+    """Whether it has as many bytes as a checkpoint says that it had, and nothing but lines at its end."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL))
+            last = file.read().split(b"\n")[1 if size > TAIL else 0 :]
+    except OSError:
+        return False
+    try:
+        for text in last[:-1]:
+            msgspec.json.decode(text, type=_Line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return size >= least and not last[-1:][0]
+
+
+def mend_train_log(
+    path: Path, step: int, trained: TrainedSet, records: Iterable[Record], crc_of: Callable[[int], int], least: int
+) -> str:
+    """Write a line again for every step up to `step`: as it stands, or from its record. Samples of `trained` whose line
+    is gone stand together in one, with the crc of their prompts; spaces make it `least` bytes long, so that nobody
+    takes it for a shortened one. The damaged file is kept; what was done."""
+    lines = {line.step: line for line in _standing(path) if line.step <= step}
+    for record in records:
+        if record.step <= step:
+            samples = [(one.uid, one.attempt, one.prompt_crc) for one in record.samples]
+            lines[record.step] = _Line(record.step, samples, record.version, record.cause)
+    told = TrainedSet(uid for line in lines.values() for uid, _, _ in line.samples)
+    gone = [uid for uids in trained.blocks() for uid in uids.tolist() if uid not in told]
+    if gone:
+        free = next((one for one in range(step, 0, -1) if one not in lines), step)
+        line = lines.setdefault(free, _Line(free, []))
+        line.samples += [(uid, 0, crc_of(uid)) for uid in gone]
+    kept = next(one for k in itertools.count(1) if not (one := path.with_name(f"{path.name}.damaged-{k}")).exists())
+    if path.exists():
+        path.rename(kept)
+    data = b"\n".join(msgspec.json.encode(lines[one]) for one in sorted(lines))
+    write_whole(path, data + b" " * (least - 1 - len(data)) + b"\n" if data else b"")
+    return (
+        f"{path} was damaged or removed; it was written again from checkpoint and log, the steps of {len(gone)} "
+        f"samples are not told apart any more{f', and what was there is kept as {kept.name}' if kept.exists() else ''}"
+    )
 
 
 def _trained_before(paths: RunPaths, folder: Path, step: int) -> TrainedSet:

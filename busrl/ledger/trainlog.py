@@ -56,6 +56,11 @@ class TrainLog:
         line = TrainLine(step=step, version=version, cause=cause, samples=entries)
         self._lines.append(msgspec.json.encode(line))
 
+    @property
+    def shortened(self) -> bool:
+        """Whether somebody took lines away while it was open."""
+        return self._lines.shortened
+
     def flush(self) -> None:
         """Make all lines durable: before a checkpoint, so that its samples have their lines after a power cut too."""
         self._lines.flush()

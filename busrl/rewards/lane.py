@@ -45,7 +45,7 @@ class Lane:
         self.restarts = 0
         self.phase = Phase.STARTING
         self.elapsed_s, self._seen = 0.0, now
-        self.busy_s = 0.0  # spent in the function, as far as that is seen
+        self._judged_s = 0.0  # spent in the function for samples that came out
         self._child = ChildProcess(setup, poller, pass_fds)
 
     def __len__(self) -> int:
@@ -59,6 +59,12 @@ class Lane:
     @property
     def serving(self) -> bool:
         return self.phase is Phase.SERVING
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in the function: what answers say they took, and how long the child is at the present one, as far as
+        that is seen. It may go back a little when that one is answered."""
+        return self._judged_s + (self.elapsed_s if self.serving and self.sent else 0.0)
 
     def remaining_s(self) -> float:
         """Time until the child is overdue, inf while it has nothing to do."""
@@ -74,11 +80,8 @@ class Lane:
         """Outcomes that have come up; at most `at_most_s` of the time since the last call counts. Never waits."""
         self._child.flush()
         answers = self._child.read()
-        judging, passed = bool(self.sent), max(0.0, now - self._seen)
         outcomes = self._settle(answers)
-        # Its answers say what they took; what it is still at took all the time that they leave over.
-        known = passed if self.sent else sum(answer.seconds for answer in answers)
-        self.busy_s += min(passed, known) if judging else 0.0
+        self._judged_s += sum(answer.seconds for answer in answers)
         self.elapsed_s = 0.0 if answers else self.elapsed_s + min(now - self._seen, at_most_s)
         self._seen = now
         if self._child.ended:
@@ -151,6 +154,7 @@ class Lane:
 
     def _blame(self, error: str, text: str) -> list[Answer]:
         head = self.sent.popleft()
+        self._judged_s += self.elapsed_s
         self._suspect, self._failures = None, 0
         self._restart()
         return [Answer(head.seq, 0.0, {}, error, text)]

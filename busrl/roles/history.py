@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from busrl.data import JsonlStream
 from busrl.errors import DiskFull, UserError, WriteFailed
 from busrl.ledger.fates import Fate
-from busrl.ledger.mend import mend_trained_set, newest_checkpoint
+from busrl.ledger.mend import mend_train_log, mend_trained_set, newest_checkpoint, train_log_is_whole
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLog, last_step
 from busrl.ledger.wal import Record, Wal
@@ -58,6 +59,7 @@ class History:
         self.train_log = TrainLog(paths.train_log)
         self.trained = TrainedSet()
         self.told: list[str] = []  # what a person should know of the start
+        self._train_log_bytes = 0  # that the newest checkpoint knows of
         self._unwritten: list[Record] = []
         self._saved: Path | None = None  # the checkpoint that a restart would begin with
         self.step = self.groups = self.highest_version = 0
@@ -78,6 +80,9 @@ class History:
             self._saved = found.path
             self.step, self.groups = found.step, int(found.meta["groups"])
             self.highest_version = int(found.meta["version"])
+            self._train_log_bytes = int(found.meta.get("train_log_bytes", 0))
+            if not train_log_is_whole(self.paths.train_log, self._train_log_bytes):
+                self._mend_train_log()
             training.old.load(found.meta.get("version_steps", []))
             also(found.meta, found.path)
         if self.wal is not None:
@@ -111,6 +116,20 @@ class History:
                 f"{path.name} is damaged ({fault}) and is kept as {aside.name}; training goes on from step {start}: "
                 f"{gone}"
             )
+
+    def _mend_train_log(self) -> None:
+        """Rare, and it reads the whole file: the prompts are opened for it alone."""
+        data, width = self.topology.data, 2 * self.topology.groups.size
+        records = self.wal.records() if self.wal is not None else ()
+        with JsonlStream(data.train, self.topology.run.seed, data.shuffle, data.prompt_key) as stream:
+            self.told.append(
+                mend_train_log(
+                    self.paths.train_log, self.step, self.trained, records,
+                    lambda uid: stream.item(uid // width).crc, self._train_log_bytes,
+                )
+            )
+        self.train_log.close()
+        self.train_log = TrainLog(self.paths.train_log)
 
     def to_replay(self) -> Iterator[Record]:
         """Records after the checkpoint, in order; call `finished` for each once it is trained."""
@@ -155,6 +174,8 @@ class History:
         while self._unwritten:
             self.train_log.append(self._unwritten[0])
             del self._unwritten[0]
+        if self.train_log.shortened:
+            self._mend_train_log()
 
     def checkpoint(
         self, training: TrainingStep, version: int, also: Mapping[str, Any], save: Callable[[Path], None]
@@ -170,6 +191,7 @@ class History:
             "samples": len(self.trained),
             "seed": self.topology.run.seed,
             "uids": "trained.bin",
+            "train_log_bytes": 0,
             "version_steps": training.old.state(),
             **also,
         }
@@ -183,6 +205,7 @@ class History:
 
         self._write_lines()
         self.train_log.flush()
+        meta["train_log_bytes"] = self._train_log_bytes = self.paths.train_log.stat().st_size
         self._saved = training.save_checkpoint(self.paths.checkpoints, self.step, meta, extras).path
         if self.wal is not None and self.wal.fault():
             self.wal.renew()

@@ -90,8 +90,7 @@ class Learner(Actor):
             self.history.load(self.training, self.control.load)
             if self.training.changed:
                 self.warn("learner", f"the topology's values are used from here on: {', '.join(self.training.changed)}")
-            for told in self.history.told:
-                self.warn("learner", told, "error", kind="torn checkpoint")
+            self._tell_of_history()
             replayed = 0
             for record in self.history.to_replay():
                 self.training.old.at(record.version, record.step - 1)
@@ -363,8 +362,14 @@ class Learner(Actor):
             dmmpt=self.training.skip_mastered,
         )
 
+    def _tell_of_history(self) -> None:
+        for told in self.history.told:
+            self.warn("learner", told, "error", kind=told)
+        self.history.told.clear()
+
     def _history_stands(self) -> bool:
         """What a death would lose, since somebody removed it from the disk, is written again before it can happen."""
+        self._tell_of_history()
         fault = self.history.fault()
         if not fault:
             return True

@@ -42,15 +42,16 @@ FATE_OF = {"raised": "R", "hung": "H", "malformed": "M"}
 class Load:
     """How busy the judges are, and what that costs when everybody waits for them. Pure: time comes from the caller."""
 
-    def __init__(self, workers: int, processes: int, timeout_s: float, step_samples: int, now: float) -> None:
-        self.workers, self.processes, self.timeout_s = workers, processes, timeout_s
+    def __init__(self, workers: int, processes: int, step_samples: int, now: float) -> None:
+        self.workers, self.processes = workers, processes
         self.step_samples = step_samples
         self.busy_s = 0.0
         self._window_s, self._since, self._busy, self._judged = WINDOW_S, now, 0.0, 0
 
     def seen(self, busy_s: float) -> int:
         """Nanoseconds more since the last call."""
-        more, self.busy_s = busy_s - self.busy_s, busy_s
+        more = max(0.0, busy_s - self.busy_s)
+        self.busy_s += more
         return int(more * 1e9)
 
     def due(self, now: float) -> bool:
@@ -69,19 +70,19 @@ class Load:
         call_s = busy * self.workers / count
         step_s = self.step_samples * call_s / (self.workers * self.processes)
         return (
-            f"the reward holds everything up: a call takes {call_s:.3g} s and {waiting} samples wait, so a step's "
-            f"{self.step_samples} samples take {step_s:.3g} s of judging; {self._remedy()}"
+            f"the reward holds everything up: a call takes {call_s:.3g} s, a step's {self.step_samples} samples "
+            f"{step_s:.3g} s, and {waiting} wait; {self._remedy()}"
         )
 
     def hung(self) -> str:
         """What a call that does not end costs, to be added to the warning of it."""
-        return f"; each such call holds its worker up for {self.timeout_s:g} s, and {self._remedy()}"
+        return f"; each such call holds its worker up for so long: {self._remedy()}, or lower the limit"
 
     def _remedy(self) -> str:
         all_ = self.workers * self.processes
         return (
-            f"{f'{all_} workers serve' if all_ > 1 else 'one worker serves'} all: make the function faster, lower "
-            f"reward.timeout_s ({self.timeout_s:g}), or raise reward.workers ({self.workers})"
+            f"{f'{all_} workers serve' if all_ > 1 else 'one worker serves'} all: raise reward.workers "
+            f"({self.workers}) or make the function faster"
         )
 
 
@@ -106,7 +107,7 @@ class Reward(Actor):
         topology, reward = self.topology, self.topology.reward
         processes = sum(one.role == "reward" for one in topology.processes())
         samples = topology.learner.trigger.n_min * topology.groups.size
-        return Load(reward.workers, processes, reward.timeout_s, samples, time.monotonic())
+        return Load(reward.workers, processes, samples, time.monotonic())
 
     def handle(self, message: m.Message) -> None:
         self.rung = True

@@ -80,6 +80,15 @@ def test_status_as_json_tells_the_same_and_no_number_that_is_none(run: RunPaths)
     assert told["samples"]["trained"] == 200 and told["validation"][-1] == {"round": 60, "mean": 0.6, "samples": 8}
 
 
+def test_files_with_numbers_that_are_none_are_no_obstacle(run: RunPaths) -> None:
+    with open(run.samples, "a") as file:
+        file.write('{"prompt": [NaN], "completion": "3", "reward": -Infinity}\n')
+    run.summary.write_text('{"outcome": "stopped", "why": "x", "seconds": NaN, "open_samples": NaN, "steps": 1e999}')
+    told = json.loads(status(run.root, as_json=True), parse_constant=lambda word: pytest.fail(word))
+    assert told["seconds"] is told["step"] is told["sample"]["reward"] is None
+    assert "stopped, x" in status(run.root)
+
+
 def test_a_table_of_fates_of_any_length_is_counted_in_words(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes([0, Fate.OLD, Fate.DISPATCHED, 200]) * 700_000)
     assert list(fates(tmp_path / "f").items())[-1] == ("open", 700_000) and len(fates(tmp_path / "f")) == 3

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,7 +16,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from busrl.data import JsonlStream
 from busrl.errors import UserError
+from busrl.ledger.files import json_lines
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
@@ -494,3 +499,59 @@ def test_fates_of_millions_of_trained_samples_are_stored_without_spelling_them_o
     assert (tmp_path / "fates.bin").read_bytes()[:count] == b"T" * count
     assert sum(map(len, history.trained.blocks())) == count
     assert peak < 8 * count, peak
+
+
+def garbage_at_the_end(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"}{ not json\n")
+
+
+def half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+@pytest.mark.parametrize("damage", [garbage_at_the_end, half, emptied, os.unlink])
+@pytest.mark.parametrize("living", [True, False])
+def test_a_damaged_train_log_is_written_again_from_checkpoint_and_log(
+    topology: Topology, tmp_path: Path, damage: Callable[[Path], None], living: bool
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": str(k)}) + "\n" for k in range(7)))
+    topology = dataclasses.replace(topology, data=dataclasses.replace(topology.data, train=str(prompts)))
+    paths, stream = RunPaths.of(tmp_path / "run"), JsonlStream(prompts, topology.run.seed, topology.data.shuffle)
+    paths.root.mkdir()
+    run_to(topology, paths, last=7, every=2)
+    history = History(paths, topology)
+    if not living:
+        history.close()
+        damage(paths.train_log)
+        history = History(paths, topology)
+    again = TrainingStep(topology)
+    history.load(again, lambda meta, folder: None)
+    for record in history.to_replay():
+        history.finished(record)
+    if living:
+        damage(paths.train_log)
+        record = Record(step=8, version=7, cause="count", groups=[0], samples=records(8))
+        history.append(record)
+        history.finished(record)
+    last = 8 if living else 7
+    found = {row["step"]: row["samples"] for row in json_lines(paths.train_log)}
+    uids = sorted(uid for samples in found.values() for uid, _, _ in samples)
+    assert uids == sorted(one.uid for step in range(1, last + 1) for one in records(step))
+    kept = [step for step in found if step > 4]
+    assert kept == list(range(5, last + 1))  # the steps of the log stand as they were
+    for uid, _, crc in found[4]:
+        assert crc in (0, stream.item(uid // 16).crc)
+    if not (living and damage is garbage_at_the_end):
+        [told] = history.told
+        assert "train.jsonl was damaged or removed; it was written again" in told
+    history.close()
+    successor = History(paths, topology)
+    successor.load(TrainingStep(topology), lambda meta, folder: None)
+    assert bool(successor.told) == (living and damage is garbage_at_the_end)  # lines were written behind it
+    successor.close()

@@ -49,6 +49,26 @@ def small_shm(folder: Path) -> None:
     assert not run.directory.exists() and run.leftovers() == [], run.leftovers()
 
 
+def disk_fills_up_and_one_dies(folder: Path) -> None:
+    """A process that dies meanwhile is started again, or waits for space too; that uses up no attempt."""
+    mount(folder / "disk", "96m")
+    run = Run(folder / "disk" / "run", "limits.restart_attempts=2", steps=STEPS)
+    run.output = folder / "run.out"
+    with running(run):
+        run.until_step(FILLED_AT)
+        log = run.paths.log("rollout/0")
+        with open(log, "ab") as file:  # its last block is full as well
+            file.write(b"." * (-log.stat().st_size % 4096))
+        filler = fill(folder / "disk")
+        run.until("training to pause", lambda: "training pauses" in run.output.read_text())
+        for name in ("rollout/0", "learner"):
+            run.kill(name)
+        run.let_pass(12.0)  # two attempts of any of them would be over
+        filler.unlink()
+        code = run.wait()
+    check_end(run, code)
+
+
 def disk_fills_up(folder: Path) -> None:
     """Training pauses and says so, nobody dies of it, and it goes on when there is space."""
     mount(folder / "disk", "96m")
@@ -71,4 +91,5 @@ def disk_fills_up(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"small_shm": small_shm, "disk_fills_up": disk_fills_up}[sys.argv[1]](Path(sys.argv[2]))
+    cases = (small_shm, disk_fills_up, disk_fills_up_and_one_dies)
+    {case.__name__: case for case in cases}[sys.argv[1]](Path(sys.argv[2]))

@@ -28,7 +28,9 @@ WHY_NOT = why_not()
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-@pytest.mark.parametrize("case", ["small_shm", "disk_fills_up"])
+@pytest.mark.parametrize(
+    "case", ["small_shm", "disk_fills_up", pytest.param("disk_fills_up_and_one_dies", marks=pytest.mark.slow)]
+)
 def test_when_space_is_short(case: str, tmp_path: Path, quickstart: None) -> None:
     command = ["unshare", "-m", sys.executable, str(HERE / "small_disk.py"), case, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"}
