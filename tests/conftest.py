@@ -3,14 +3,17 @@
 
 Property tests try the same examples every time, so that a change is judged by what it changed; those of `make test-all`
 are new in each run (HYPOTHESIS_PROFILE=explore), and what they find becomes an example in the test.
+
+Signals mean what they mean on a terminal, also where the suite runs in the background of a script: a shell starts such
+programs with SIGINT ignored, `nohup` with SIGHUP, and all that a test starts would inherit it.
 """
 
 import contextlib
 import os
+import signal
 import sys
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
 with contextlib.suppress(ImportError):  # the environment of vLLM has no hypothesis, and its tests need none
     from hypothesis import settings
 
@@ -22,6 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers that several folders of tests share
 

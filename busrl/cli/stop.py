@@ -14,7 +14,8 @@ import select
 import signal
 from pathlib import Path
 
-from busrl.errors import NoSuchRun, PeerTimeout
+from busrl.errors import NoSuchRun, PeerTimeout, UserError
+from busrl.launch.rundir import belongs_to_another
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock
 
@@ -35,7 +36,11 @@ def stop(run_dir: Path, wait_s: float) -> int:
         if launch_pid(paths) != pid:
             print(f"{paths.root}: it has just ended")
             return 0
-        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        try:
+            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        except PermissionError:
+            whose = belongs_to_another(paths.root) or "it belongs to another user"
+            raise UserError(f"{paths.root}: {whose}, and only they (or root) can stop process {pid}") from None
         print(f"{paths.root}: asked process {pid} to stop", flush=True)
         _await(descriptor, pid, paths, wait_s)
     finally:

@@ -22,9 +22,10 @@ import numpy.typing as npt
 
 from busrl.ledger.fates import NAMES, Fate
 from busrl.ring import Ring, State
+from busrl.topology.rules import MOST_SAMPLES
 
 VALIDATE = np.uint64(1 << 62)  # this bit of a uid says which table it is in
-CAPACITY = np.uint64(1 << 32)  # samples that a table maps
+CAPACITY = np.uint64(MOST_SAMPLES)
 LOOK_EVERY_S = 1.0
 REMEDY = (
     "what became of some samples is lost from it. Start the run again: what checkpoint and log hold counts as trained, "

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import re
 import shutil
 import time
@@ -134,6 +135,8 @@ class OpenRun:
 def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: bool = True) -> OpenRun:
     """Hold the directory and have its ring; whatever an earlier start left there is used, or refused by name."""
     paths = RunPaths.of(run_dir)
+    if (whose := belongs_to_another(paths.root)) and not os.access(paths.root, os.W_OK | os.X_OK):
+        raise UserError(f"--run-dir {paths.root}: {whose}; give a directory of your own, or have them start it again")
     _make_directories(paths)
     lock = take_lock(paths)
     try:
@@ -145,6 +148,24 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
         remove_runtime_dir(paths)
         lock.release()
         raise
+
+
+def belongs_to_another(root: Path) -> str:
+    """Whose run directory it is, in words; empty if it is this user's, or not there."""
+    try:
+        owner = root.stat().st_uid
+    except OSError:
+        return ""
+    me = os.geteuid()
+    return "" if owner == me else f"it belongs to {user_name(owner)}, not to you ({user_name(me)})"
+
+
+def user_name(uid: int) -> str:
+    """The name of a user with the number, or the number alone."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name}, user {uid}"
+    except KeyError:
+        return f"user {uid}"
 
 
 def _make_directories(paths: RunPaths) -> None:

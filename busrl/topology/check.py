@@ -17,7 +17,7 @@ from typing import Any
 from busrl import device, keys, quickstart
 from busrl.errors import SharedMemoryFull
 from busrl.topology import cores, files, machine, rates, trial, weight_costs
-from busrl.topology.rules import count
+from busrl.topology.rules import MOST_SAMPLES, count
 from busrl.topology.schema import TINY, Faults, ProcessName, Topology, has_model
 from busrl.topology.weight_costs import Cost
 from busrl.topology.weight_rules import ADAPTERS
@@ -286,6 +286,9 @@ def warnings(t: Topology) -> list[str]:
         found.append(text)
     if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
         found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
+    if (asked := t.run.max_steps * t.derived.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
+        text = f"at least {asked} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
+        found.append(f"run.max_steps: {text}, and the run ends by name there")
     if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):
         found.append(f"bus.endpoint: nobody may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`")
     if count(t, "rollout") == 0:

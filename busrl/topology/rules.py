@@ -20,6 +20,7 @@ from busrl.topology.reader import show
 from busrl.topology.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY, BusFault, Process, Topology
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
+MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it can not be dispatched
 
 
 @dataclass(frozen=True)

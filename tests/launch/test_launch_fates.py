@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -111,12 +110,3 @@ def test_topology_and_run_json_that_vanish_are_written_again_for_the_next_child_
     assert scripted.wait() == 0, scripted.output
     assert scripted.output.count("it is written again as it was") == 3
     assert scripted.summary()["outcome"] == "finished" and scripted.summary()["audit"]["counts"]["lost"] == 0
-
-
-def test_a_run_whose_directory_is_removed_ends_and_leaves_nothing_in_shared_memory(scripted, tmp_path: Path) -> None:
-    scripted.start(MODES)
-    scripted.ready("keeper")
-    scripted.root.rename(tmp_path / "elsewhere")
-    assert scripted.wait() == 1, scripted.output
-    assert "can not be found any more" in scripted.output and "Traceback" not in scripted.output
-    assert scripted.leftovers() == []

@@ -10,11 +10,13 @@ import pytest
 from busrl.errors import ENDS_RUN, QueuesFull, SamplesUsedUp, process_code
 from busrl.protocol import messages as m
 from busrl.protocol.catalog import ROUTES
+from busrl.ring import Fates
 from busrl.roles import bus as bus_role
 from busrl.roles.gateway import MOST_NAMED, Gateway
 from busrl.roles.keeper import Keeper
 from busrl.roles.scheduler import Scheduler
 from busrl.scheduling.rows import Rows
+from busrl.topology.rules import MOST_SAMPLES
 
 MOST = 8
 SLOTS = 256
@@ -98,6 +100,14 @@ def test_a_full_table_of_fates_ends_the_run_by_name_with_the_remedy():
     with pytest.raises(SamplesUsedUp, match=r"run/fates.bin is full.*65536 prompts.*new run directory") as raised:
         one._check_room((1 << 20) + 1)
     assert process_code(raised.value) == ENDS_RUN
+
+
+def test_a_table_of_fates_has_room_for_what_check_and_the_watch_believe(tmp_path):
+    fates = Fates(str(tmp_path / "fates.bin"), create=True)
+    assert fates.capacity == MOST_SAMPLES >= 1 << 32
+    fates.reserve(1)
+    assert len(fates) < 1 << 20 and (tmp_path / "fates.bin").stat().st_size < 1 << 20
+    fates.close()
 
 
 def test_the_bus_gives_up_what_it_queued_for_those_who_do_not_read_and_names_them(monkeypatch):

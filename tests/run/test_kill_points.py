@@ -21,9 +21,8 @@ LATER = 700
 def with_points(tmp_path: Path, learner: str, rollout: str) -> Path:
     """The quickstart's topology with a kill point in two of its processes."""
     text = (ROOT / "configs" / "quickstart.toml").read_text()
-    for head, point in (('role = "learner"', learner), ('role = "rollout"', rollout)):
-        assert text.count(head) == 1
-        text = text.replace(head, f'{head}\nenv = {{ BUSRL_CRASH_POINT = "{point}" }}')
+    for role, point in (("learner", learner), ("rollout", rollout)):
+        text += f'\n[[process]]\nrole = "{role}"\nenv = {{ BUSRL_CRASH_POINT = "{point}" }}\n'
     path = tmp_path / "points.toml"
     path.write_text(text)
     return path

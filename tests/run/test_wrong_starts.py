@@ -55,7 +55,8 @@ def test_a_reward_that_raises_on_every_sample(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_answers_that_are_all_cut_are_told_of_in_the_first_steps(tmp_path: Path) -> None:
     topology = own.make_all(tmp_path / "mine", "llama")
-    run = Run(tmp_path / "run", *SETTINGS, "generation.max_new_tokens=2", config=topology, steps=40)
+    without_end(tmp_path / "mine")
+    run = Run(tmp_path / "run", *SETTINGS, "generation.max_new_tokens=4", config=topology, steps=40)
     with running(run):
         assert run.wait() == 0, run.tail()
     told = [line["text"] for line in read_lines(run.paths.errors)]
@@ -77,6 +78,13 @@ def written(folder: Path, name: str, **keys: object) -> None:
     """Change keys of a JSON file of the model."""
     path = folder / "model" / name
     path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def without_end(folder: Path) -> None:
+    """The end token becomes one that the model can not make."""
+    for name in ("config.json", "generation_config.json"):
+        written(folder, name, eos_token_id=4711)
+    written(folder, "tokenizer_config.json", eos_token=None)
 
 
 CHAT = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
@@ -132,8 +140,6 @@ def test_a_chat_whose_turns_end_with_no_end_token_is_warned_of(folder: Path) -> 
 
 
 def test_a_model_without_an_end_token_of_its_own_is_warned_of(folder: Path) -> None:
-    for name in ("config.json", "generation_config.json"):
-        written(folder, name, eos_token_id=4711)
-    written(folder, "tokenizer_config.json", eos_token=None)
+    without_end(folder)
     done = busrl("check", folder)
     assert "its end tokens (4711) are none of its" in done.stdout and "so every answer is cut" in done.stdout
