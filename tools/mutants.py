@@ -110,6 +110,10 @@ MUTANTS = (
            ("tests/scheduling/test_limits_credit.py",)),
     Mutant("an answer of older weights from outside looks fresh", "busrl/roles/remote_book.py",
            "        if oldest < version:", "        if oldest > version:", ("tests/gateway/test_gateway_ring.py",)),
+    Mutant("the version is read before its step", "busrl/roles/scheduler.py",
+           '"step": self.ring.header("version_step"), "version": self.ring.header("version"),',
+           '"version": self.ring.header("version"), "step": self.ring.header("version_step"),',
+           (f"{ANSWERS}::test_a_sample_that_is_admitted_while_a_version_is_published_never_looks_younger_than_it_is",)),
     # -- rewards
     Mutant("the reward of a step leaves out flat groups", METRICS,
            "ended = np.concatenate([rewards, self._aside_rewards])", "ended = rewards", PPO),

@@ -56,7 +56,8 @@ class Publisher:
             if not self.actor.until_written("publication", lambda: self.sender.publish(version, step, named)):
                 return time.monotonic() - begun
         self.version = version
-        # The step first: who reads the new version finds a step that is at least as new.
+        # The step first: who reads the new version finds a step that is at least as new. (Who counts an age from them
+        # reads the step first too: in between it takes a version for older than it is, never for newer.)
         self.ring.set_header("version_step", step)
         self.ring.set_header("version", self.version)
         self.ring.set_header("unpublished_groups", 0)

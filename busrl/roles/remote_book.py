@@ -183,7 +183,7 @@ class RemoteBook:
         if oldest < version:
             version, step = oldest, min(step, self.steps.step_of(oldest))
         if not whole and self.cuts.trains_last_only:  # as if it were admitted now: what is trained is still to come
-            version, step = self.ring.header("version"), self.ring.header("version_step")
+            step, version = self.ring.header("version_step"), self.ring.header("version")
         return {
             "version": version, "step": step, "finish": answer.finish if whole else 0,
             "response_tokens": earlier + len(answer.tokens),

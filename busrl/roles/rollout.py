@@ -397,7 +397,7 @@ class Rollout(Actor):
         if oldest < version:
             version, step = oldest, min(step, self.step_of[oldest])
         if not whole and self.segments.trains_last_only:  # as if admitted now: what is trained is still to come
-            version, step = self.ring.header("version"), self.ring.header("version_step")
+            step, version = self.ring.header("version_step"), self.ring.header("version")
         length = task.earlier + len(sequence.token_ids)
         if whole:
             self.segments.finished(length)

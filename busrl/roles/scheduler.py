@@ -220,7 +220,9 @@ class Scheduler(Actor):
             "group": draw, "admission": index, "group_size": self.group_size, "cls": CLS_TRAIN, "task": item.line,
             "prompt_crc": item.crc, "priority": self.policy.priority(draw, index, probe),
             "max_new_tokens": generation.max_new_tokens, "temperature": generation.temperature,
-            "top_p": generation.top_p, "version": self.ring.header("version"), "step": self.ring.header("version_step"),
+            "top_p": generation.top_p,
+            # The step first: a publication in between makes the sample look too old, never too new.
+            "step": self.ring.header("version_step"), "version": self.ring.header("version"),
         }  # fmt: skip
 
     def _put(self, uid: int, member: int, members: int, fields: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ import torch
 from busrl.inference import Finished, Request
 from busrl.inference.torch_engine import TorchEngine
 from busrl.roles.learner import Learner
+from busrl.roles.scheduler import Scheduler
 
 SEED, NEAR = 5, 1e-4
 TEMPERATURES = (0.7, 1.0, 1.6, 0.0)
@@ -97,3 +98,24 @@ def test_a_version_is_that_of_the_present_weights_only_if_it_was_published_after
     ring = SimpleNamespace(header={"version_step": version_step}.__getitem__)
     learner: Any = SimpleNamespace(ring=ring, publisher=SimpleNamespace(version=9), history=SimpleNamespace(step=4))
     assert Learner._present_version(learner) == expected
+
+
+@pytest.mark.parametrize("before", range(3))
+def test_a_sample_that_is_admitted_while_a_version_is_published_never_looks_younger_than_it_is(before: int) -> None:
+    """Between any two reads of the header the learner may publish, which writes the step first."""
+    writes = iter([("version_step", 1), ("version", 1), ("version_step", 2), ("version", 2)])
+    header = {"version": 0, "version_step": 0} | dict(next(writes) for _ in range(before))
+
+    def read(name: str) -> int:
+        value = header[name]
+        header.update([next(writes)])
+        return value
+
+    generation = SimpleNamespace(max_new_tokens=8, temperature=1.0, top_p=1.0)
+    scheduler: Any = SimpleNamespace(
+        topology=SimpleNamespace(generation=generation), ring=SimpleNamespace(header=read), group_size=4,
+        stream=SimpleNamespace(item=lambda draw: SimpleNamespace(line=b"", crc=0)),
+        policy=SimpleNamespace(priority=lambda *of: 0),
+    )  # fmt: skip
+    fields = Scheduler._fields(scheduler, 0, 0)
+    assert fields["step"] <= fields["version"]  # version n is of step n here

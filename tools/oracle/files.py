@@ -78,6 +78,7 @@ class RunFiles:
     fates: bytes
     validation: list[dict[str, Any]]  # validation.log
     rounds: list[dict[str, Any]]  # validation.jsonl
+    learner_died: bool = False
     checkpoints: dict[int, Path] = field(default_factory=dict)
 
 
@@ -92,6 +93,7 @@ def read(root: Path) -> RunFiles:
         fates=(root / "fates.bin").read_bytes() if (root / "fates.bin").exists() else b"",
         validation=_lines(root / "validation.log"),
         rounds=_lines(root / "validation.jsonl"),
+        learner_died=_restarts(root / "summary.json", "learner") > 0,
         checkpoints={
             int(found[1]): path
             for path in (root / "checkpoints").glob("*")
@@ -108,6 +110,11 @@ def _topology(settings: dict[str, Any]) -> dict[str, Any]:
             place, name_now = new.split(".")
             settings.setdefault(place, {})[name_now] = settings[table][name]
     return settings
+
+
+def _restarts(summary: Path, process: str) -> int:
+    told = json.loads(summary.read_text()) if summary.exists() else {}
+    return int(told.get("processes", {}).get(process, {}).get("restarts", 0))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
