@@ -161,7 +161,7 @@ class Evaluation:
                 continue
             if one.finish == ABORTED or not ids:  # as in a run: part of an answer, or none, is not judged
                 row.finish = "aborted"
-                row.error = "the engine gave it up" if one.finish == ABORTED else "its prompt leaves no room for an answer"
+                row.error = "the engine gave it up" if one.finish == ABORTED else "its prompt leaves no room to answer"
                 continue
             row.completion = one.text if one.text is not None else engine.decode(ids, one.finish == EOS)
             row.tokens = len(ids)

@@ -432,8 +432,8 @@ class Learner(Actor):
     # -- end ----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """The goal is reached, or nothing is left to learn: give back what was claimed early, write the last checkpoint,
-        say so in the ring."""
+        """The goal is reached, or nothing is left to learn: give back what was claimed early, write the last
+        checkpoint, say so in the ring."""
         self._return_claims()
         if self.ring.header("unpublished_groups"):
             self._publish()
