@@ -44,8 +44,8 @@ SOLVED = (
     "harder ones"
 )
 ALWAYS = (
-    "no answer ever had another reward: either the prompts are too easy for this model, or the reward gives this to every "
-    "answer (reward.extract or the function, data.answer_key); see the answers in samples.jsonl"
+    "no answer ever had another reward: either the prompts are too easy for this model, or the reward gives this to "
+    "every answer (reward.extract or the function, data.answer_key); see the answers in samples.jsonl"
 )
 REMEDY = {
     "f": "look at what the reward compares (reward.extract or the function, data.answer_key) and at the answers in "
