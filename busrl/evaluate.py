@@ -23,7 +23,7 @@ from busrl.data import JsonlStream, prompt_of
 from busrl.data.held_out import VALIDATE_BIT, lines_of, mean_over_prompts, standard_error
 from busrl.data.stream import Item as Line
 from busrl.errors import UserError
-from busrl.inference import EOS, Engine, Finished, Request, make_engine
+from busrl.inference import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.rewards import Item, Outcome, RewardPool
 from busrl.topology import Topology
 
@@ -158,6 +158,10 @@ class Evaluation:
             row, ids = self.rows[one.key], one.token_ids.tolist()
             if one.refused:
                 row.error = f"the engine refused it: {one.refused}"
+                continue
+            if one.finish == ABORTED or not ids:  # as in a run: part of an answer, or none, is not judged
+                row.finish = "aborted"
+                row.error = "the engine gave it up" if one.finish == ABORTED else "its prompt leaves no room to answer"
                 continue
             row.completion = one.text if one.text is not None else engine.decode(ids, one.finish == EOS)
             row.tokens = len(ids)

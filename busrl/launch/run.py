@@ -186,8 +186,15 @@ class Launch:
             if outcome is not None:
                 return outcome
         if "learner" in self._done and self._done == self._goal:
-            return Outcome("finished", "the learner has reached the goal", 0)
+            return Outcome("finished", self._why_finished(), 0)
         return None
+
+    def _why_finished(self) -> str:
+        """Of a run that made its last step the newest line of metrics.jsonl is that step's."""
+        step, goal = self._run.ring.header("step"), self.topology.run.max_steps
+        if step < goal and Story.of(self._paths).idle:
+            return f"the task is solved after {step} of {goal} steps: nothing is left to learn (limits.idle_groups)"
+        return "the learner has reached the goal"
 
     def _ended(self) -> Iterator[tuple[Child, str]]:
         """Each child that has ended, and how. What it held goes back to rest before anything else is done."""

@@ -30,7 +30,8 @@ class Alarms:
 
     def step(self, row: Mapping[str, Any]) -> list[str]:
         """The texts of the alarms that begin with this step."""
-        self._moved.append((row["ess"], row["k3"]))
+        if row["tokens"]:  # of a step that trained no token both are 0
+            self._moved.append((row["ess"], row["k3"]))
         ended = row["groups_ended"]
         self._groups.append((ended, row["flat_share"] * ended, row["reward"]))
         self._answers.append((row["samples"], row["cut_share"] * row["samples"]))

@@ -1,19 +1,23 @@
 """A run that ends groups and trains none: counts them, names the commonest cause, and says when to warn and to end.
 
-Used by the learner with each look at the groups. Talks to the tail of errors.jsonl for the last error behind the cause.
-Knows nothing of the ring or of tensors.
+Used by the learner with each look at the groups. Talks to the tails of errors.jsonl, for the last error behind the
+cause, and of groups.jsonl, for what an earlier life saw. Knows nothing of the ring or of tensors.
 
 - Counted is a streak: groups that ended, by whatever process, since the last step and since the last group that could
   be trained. A task of which most groups are flat is slow, not idle: where groups that can be trained were rare before,
   the limit is what RARE of them would have taken on average.
-- What ended before this process looked for the first time is not counted: a start after a correction begins at 0.
+- What ended before this process looked for the first time is not counted: a start after a correction begins at 0. How
+  rare groups that can be trained are, and the rewards there were, is known from the steps before it too.
+- A streak of nothing but flat groups at the best reward that was ever seen, where others were lower, is no mistake: the
+  task is solved, and the run ends as one that has reached its goal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +26,7 @@ import numpy.typing as npt
 
 from busrl.inference.base import LENGTH
 from busrl.ledger.fates import name_of
-from busrl.ledger.files import tail
+from busrl.ledger.files import json_lines, tail
 from busrl.paths import RunPaths
 from busrl.scheduling.groups import ACCIDENTS, GroupView
 from busrl.topology import Topology
@@ -33,6 +37,16 @@ QUARTERS = 4
 TRAINED = ord("T")
 WHERE = {"R": "reward", "H": "reward", "X": "rollout", "l": "rollout"}  # who tells of a fate
 MOST_TEXT = 200
+MOST_LINES_BYTES = 1 << 20  # of groups.jsonl, at a start
+MOSTLY = 0.9  # of a streak: the rest may be accidents
+SOLVED = (
+    "the best that this run has seen: nothing is left to learn from these prompts, they are too easy by now; train on "
+    "harder ones"
+)
+ALWAYS = (
+    "no answer ever had another reward: either the prompts are too easy for this model, or the reward gives this to "
+    "every answer (reward.extract or the function, data.answer_key); see the answers in samples.jsonl"
+)
 REMEDY = {
     "f": "look at what the reward compares (reward.extract or the function, data.answer_key) and at the answers in "
          "samples.jsonl; a task that is too easy or too hard for this model has no signal either",
@@ -70,12 +84,22 @@ class Idling:
         self._usable = self._ended = 0  # groups in this life; those that ended unused, without the streak
         self._ready: set[int] = set()
         self._looked = False
+        self._worst, self._best = np.inf, -np.inf  # rewards of the run
+        self._recall()
         self._begin()
 
     def _begin(self) -> None:
         self.streak, self._told = 0, 0
         self.causes: Counter[str] = Counter()
         self.flat = Flat()
+
+    def _recall(self) -> None:
+        """What the steps before this life saw."""
+        for row in json_lines(self.paths.groups, MOST_LINES_BYTES):
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                self.saw([float(reward) for rewards in row["rewards"] for reward in rewards])
+                usable = row["fates"].count("T")
+                self._usable, self._ended = self._usable + usable, self._ended + len(row["fates"]) - usable
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
@@ -93,8 +117,14 @@ class Idling:
             self.stepped()
         self._ready = ready
 
+    def saw(self, rewards: Sequence[float]) -> None:
+        """Rewards of samples that ended, trained or not."""
+        if len(rewards):
+            self._worst, self._best = min(self._worst, *rewards), max(self._best, *rewards)
+
     def set_aside(self, lines: npt.NDArray[Any], fate: str, sample: Callable[[], dict[str, object]]) -> None:
         """A group's survivors are about to be dropped; of a flat one `sample` gives an answer, for people."""
+        self.saw(lines["reward"].tolist())
         if fate == "f" and len(lines):
             rewards, own = lines["reward"], self.flat
             own.low, own.high = min(own.low, float(rewards.min())), max(own.high, float(rewards.max()))
@@ -123,16 +153,32 @@ class Idling:
         told, self._told = self._told, max(reached, self._told)
         return range(told + 1, reached + 1)
 
+    @property
+    def solved(self) -> bool:
+        """Whether all answers of the streak had the best reward of the run, which is not the only one there was."""
+        flat = self.flat
+        level = flat.answers > 0 and flat.low == flat.high == self._best > self._worst
+        return level and self.causes["f"] >= MOSTLY * self.streak
+
+    def _flat(self) -> list[str]:
+        """What the flat groups had in common, and what to do about it."""
+        flat = self.flat
+        always = flat.answers > 0 and self._worst == self._best > 0
+        return [flat.text() if flat.answers else "", ALWAYS if always else REMEDY["f"]]
+
     def text(self, step: int) -> str:
         """What ended the groups, in words: the commonest cause with its count, the last error or answer behind it."""
         cause, count = self.causes.most_common(1)[0] if self.causes else ("i", 0)
         share = f"all {self.streak}" if count == self.streak else f"{count} of {self.streak}"
         since = f"since step {step}" if step else "since the start"
-        head, remedy = f"{share} groups that ended {since} had the fate {cause} ({name_of(cause)})", REMEDY[cause]
-        if cause == "f":
-            parts = [head, self.flat.text() if self.flat.answers else "", remedy, self._answer()]
+        head = f"{share} groups that ended {since} had the fate {cause} ({name_of(cause)})"
+        if self.solved:
+            head = f"the task is solved: {share} groups that ended {since} were flat with a reward of {self.flat.low:g}"
+            parts = [f"{head}, {SOLVED}", self._answer()]
+        elif cause == "f":
+            parts = [head, *self._flat(), self._answer()]
         else:
-            parts = [head, self._error(cause), remedy]
+            parts = [head, self._error(cause), REMEDY[cause]]
         return "; ".join(part for part in parts if part)
 
     def _answer(self) -> str:

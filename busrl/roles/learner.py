@@ -72,7 +72,7 @@ class Learner(Actor):
         self.training.moved = self._moved
         self.worth = Worth(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
         self.metrics, self.excerpts = StepMetrics(self.paths), Excerpts(self.topology)
-        self.idling = Idling(self.topology, self.paths)
+        self.idling, self._solved = Idling(self.topology, self.paths), False
         self.agreement, self.alarms = Agreement(self.topology), Alarms()
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan, self.ring)
@@ -178,7 +178,7 @@ class Learner(Actor):
 
     def _is_over(self) -> bool:
         run = self.topology.run
-        return self.history.step >= run.max_steps or 0 < run.max_groups <= self.history.groups
+        return self._solved or self.history.step >= run.max_steps or 0 < run.max_groups <= self.history.groups
 
     def idle(self, timeout_s: float) -> None:
         """Sleep until a reward is committed, or the time is over."""
@@ -222,15 +222,19 @@ class Learner(Actor):
 
     def _look_at_idling(self) -> None:
         """Groups end and none can be trained: a line of the metrics at each quarter of the patience, a warning at the
-        first, and the end of the run, with the cause, at the last."""
+        first, and the end of the run, with the cause, at the last: a failure, or the goal where the task is solved."""
         quarters = self.idling.quarters()
         if not quarters:
             return
         idling, text = self.idling, self.idling.text(self.history.step)
         self.metrics.idle(self.history.step, self.publisher.version, idling)
-        if 1 in quarters:
+        solved, ends = idling.solved and self.history.step > 0, QUARTERS in quarters
+        if solved and ends:
+            self.warn("learner", f"the run ends here: {text}", kind="solved")
+            self._solved = True
+        elif 1 in quarters:
             self.warn("learner", f"{text}. The run ends after {idling.patience} (limits.idle_groups)", kind="idle")
-        if QUARTERS in quarters:
+        if ends and not solved:
             self._return_claims()
             if self.history.step > self.begun_at:
                 self._checkpoint()
@@ -315,6 +319,7 @@ class Learner(Actor):
             self.claimed.clear()
             self.training.old.at(record.version, self.history.step)
             stats = self._train(record.samples, len(groups))
+            self.idling.saw([sample.reward for sample in record.samples])
             self.idling.stepped()
             self._compare(stats, exact)
             self.history.finished(record)
@@ -427,7 +432,8 @@ class Learner(Actor):
     # -- end ----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """The goal is reached: give back what was claimed early, write the last checkpoint, say so in the ring."""
+        """The goal is reached, or nothing is left to learn: give back what was claimed early, write the last
+        checkpoint, say so in the ring."""
         self._return_claims()
         if self.ring.header("unpublished_groups"):
             self._publish()
@@ -435,7 +441,7 @@ class Learner(Actor):
         if not self.until_written("the last checkpoint", self._write_checkpoint):
             return
         self.ring.set_header("run_state", FINISHED)
-        self.stop("all steps are done")
+        self.stop("the task is solved" if self._solved else "all steps are done")
 
     def _return_claims(self) -> None:
         for group in self.claimed.values():

@@ -58,13 +58,14 @@ class Rounds:
     def __init__(self, before: bool, every: int, at_end: bool, done: set[int]) -> None:
         self.before, self.every, self.at_end, self.done = before, every, at_end, done
 
-    def due(self, step: int, finished: bool, last_step: int, newest: int | None = None) -> int | None:
-        """The round to run now, numbered by the step it stands for; None if there is none.
+    def due(self, step: int, finished: bool, newest: int | None = None) -> int | None:
+        """The round to run now, numbered by the step it stands for; None if there is none. A run may end before
+        `run.max_steps`: `finished` makes `step` the last one.
 
         A missed step is not made up for: the newest multiple of `every` counts, or `newest` where groups are counted.
         """
         if finished:
-            return last_step if self.at_end and last_step not in self.done else None
+            return step if self.at_end and step not in self.done else None
         if self.before and not self.done:
             return 0
         if newest is None:
@@ -117,8 +118,8 @@ class Validator(Actor):
 
     def _maybe_start(self) -> bool:
         finished = self.ring.header("run_state") == FINISHED
-        step, run = self.ring.header("step"), self.topology.run
-        due = self.rounds.due(step, finished, step if run.max_groups else run.max_steps, self._newest(step))
+        step = self.ring.header("step")
+        due = self.rounds.due(step, finished, self._newest(step))
         if due is None:
             if finished:
                 self.stop("all rounds are done")

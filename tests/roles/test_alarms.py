@@ -11,11 +11,12 @@ from busrl.roles.alarms import Alarms
 
 
 def row(
-    step: int, ess: float = 0.99, k3: float = 0.004, flat: float = 0.3, ended: int = 12, cut: float = 0.5
+    step: int, ess: float = 0.99, k3: float = 0.004, flat: float = 0.3, ended: int = 12, cut: float = 0.5,
+    tokens: int = 900,
 ) -> dict[str, Any]:
     return {
         "step": step, "ess": ess, "k3": k3, "flat_share": flat, "groups_ended": ended, "reward": 0.25, "entropy": 0.5,
-        "lr": 3e-4, "samples": 32, "cut_share": cut, "length_mean": 512.0,
+        "lr": 3e-4, "samples": 32, "tokens": tokens, "cut_share": cut, "length_mean": 512.0,
     }  # fmt: skip
 
 
@@ -33,6 +34,11 @@ def test_a_policy_that_left_the_one_that_sampled_is_told_once_with_the_numbers_a
     assert told(alarms, *(row(step, ess=0.1, k3=2.0) for step in range(7, 30))) == [], "it goes on"
     assert told(alarms, *(row(step) for step in range(30, 34))) == []
     assert len(told(alarms, *(row(step, k3=0.5) for step in range(34, 38)))) == 1, "k3 alone is enough"
+
+
+def test_steps_that_trained_no_token_say_nothing_of_the_policy() -> None:
+    alarms = Alarms()
+    assert told(alarms, *(row(step, ess=0.0, k3=0.0, tokens=0) for step in range(9))) == []
 
 
 def test_flat_groups_are_told_of_where_there_are_enough_of_them() -> None:

@@ -150,6 +150,52 @@ def test_flat_groups_are_told_with_their_rewards_the_cut_answers_and_one_of_them
     assert "4 of 5 groups that ended since step 7" in text and "all rewards of each group were equal" in text
 
 
+def test_groups_that_are_all_at_the_best_reward_of_the_run_are_a_solved_task(tmp_path: Path) -> None:
+    idle = idling(tmp_path)
+    idle.saw([0.0, 1.0])
+    for _ in range(19):
+        idle.set_aside(lines(1.0, 1.0), "f", sample)
+        idle.look(view(ended=["ff"]), [])
+    text = idle.text(60)
+    assert idle.solved and text.startswith("the task is solved: all 19 groups that ended since step 60 were flat"), text
+    assert "with a reward of 1, the best that this run has seen: nothing is left to learn" in text
+    assert "reward.extract" not in text and "harder" in text
+    idle.look(view(ended=["XX"]), [])
+    assert idle.solved, "an accident among them"
+    idle.look(view(ended=["XX"] * 3), [])
+    assert not idle.solved, "many are another cause"
+
+
+@pytest.mark.parametrize("earlier", [[0.0, 2.0], [1.0, 2.0], []])
+def test_equal_rewards_that_were_higher_before_or_never_others_are_no_solved_task(
+    tmp_path: Path, earlier: list[float]
+) -> None:
+    idle = idling(tmp_path)
+    idle.saw(earlier)
+    idle.set_aside(lines(1.0, 1.0), "f", sample)
+    idle.look(view(ended=["ff"]), [])
+    assert not idle.solved and "reward.extract" in idle.text(60)
+    assert ("too easy for this model, or the reward gives this to every answer" in idle.text(60)) == (not earlier)
+
+
+def test_flat_groups_of_different_rewards_are_no_solved_task(tmp_path: Path) -> None:
+    idle = idling(tmp_path)
+    for reward in (0.0, 1.0):
+        idle.set_aside(lines(reward, reward), "f", sample)
+        idle.look(view(ended=["ff"]), [])
+    assert not idle.solved
+
+
+def test_a_process_started_again_knows_how_rare_usable_groups_were_and_the_rewards_there_were(tmp_path: Path) -> None:
+    rows = [{"step": 1, "fates": "f" * 59 + "T", "rewards": [[0, 0]] * 59 + [[0, 1]]}, {"fates": 3}, {"rewards": [1]}]
+    (tmp_path / "groups.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nhalf")
+    idle = idling(tmp_path)
+    assert idle.streak == 0 and idle.patience == 32 * (60 + 8), "one in sixty: slow, not idle"
+    idle.set_aside(lines(1.0, 1.0), "f", sample)
+    idle.look(view(ended=["ff"]), [])
+    assert idle.solved
+
+
 def test_accidents_are_told_with_the_last_error_behind_them(tmp_path: Path) -> None:
     paths = RunPaths.of(tmp_path)
     record_error(paths, "rollout/0", "warning", "rollout", "sample 4 is dropped: its prompt has 99 tokens", uids=[4])

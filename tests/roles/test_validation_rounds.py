@@ -27,29 +27,29 @@ from busrl.roles.validator import (
 
 
 def test_the_first_round_comes_before_training() -> None:
-    assert Rounds(before=True, every=10, at_end=True, done=set()).due(0, False, 100) == 0
+    assert Rounds(before=True, every=10, at_end=True, done=set()).due(0, False) == 0
 
 
 def test_without_validation_before_nothing_is_due_at_the_start() -> None:
-    assert Rounds(before=False, every=10, at_end=True, done=set()).due(9, False, 100) is None
+    assert Rounds(before=False, every=10, at_end=True, done=set()).due(9, False) is None
 
 
 def test_a_missed_round_is_not_made_up_for() -> None:
-    assert Rounds(before=False, every=10, at_end=True, done={10}).due(47, False, 100) == 40
+    assert Rounds(before=False, every=10, at_end=True, done={10}).due(47, False) == 40
 
 
 def test_the_last_round_is_due_once() -> None:
     rounds = Rounds(before=True, every=0, at_end=True, done={0})
-    assert rounds.due(100, True, 100) == 100
+    assert rounds.due(100, True) == 100
     rounds.done.add(100)
-    assert rounds.due(100, True, 100) is None
+    assert rounds.due(100, True) is None
 
 
 @given(st.booleans(), st.integers(0, 7), st.booleans(), st.sets(st.integers(0, 50)), st.integers(0, 50), st.booleans())
 def test_a_round_that_is_done_is_never_due_again(
     before: bool, every: int, at_end: bool, done: set[int], step: int, finished: bool
 ) -> None:
-    due = Rounds(before, every, at_end, done).due(step, finished, 50)
+    due = Rounds(before, every, at_end, done).due(step, finished)
     assert due is None or due not in done
 
 
@@ -61,9 +61,9 @@ def test_a_damaged_line_costs_its_round_another_end_and_not_the_validator(tmp_pa
 
 def test_where_groups_are_counted_the_newest_round_is_given() -> None:
     rounds = Rounds(before=False, every=10, at_end=True, done={12})
-    assert rounds.due(30, False, 100, newest=30) == 30
-    assert rounds.due(30, False, 100, newest=0) is None
-    assert rounds.due(12, False, 100, newest=12) is None
+    assert rounds.due(30, False, newest=30) == 30
+    assert rounds.due(30, False, newest=0) is None
+    assert rounds.due(12, False, newest=12) is None
 
 
 @given(st.integers(1, 300), st.integers(1, 300))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import ROOT, Run, running
 
 from busrl.cli.command import main
 from busrl.errors import UserError
-from busrl.topology import load
+from busrl.evaluate import Asked, Evaluation
+from busrl.inference import ABORTED, LENGTH, Finished, Request
+from busrl.topology import load, materialise
 
 STEPS = 3
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -78,6 +81,41 @@ def test_rewards_that_raise_are_counted_shown_and_left_out_of_the_mean(
     assert 0 < len(failed) < 16 and all("KeyError: 'answer'" in row["error"].split("\n")[0] for row in failed)
     assert "mean reward 2.0000" in text and f"{len(failed)} samples without a reward" in text
     assert all(row["parts"] == {"n": 2.0} for row in rows if row not in failed)
+
+
+class GivesUp:
+    """An engine that ends what it is asked without a whole answer."""
+
+    capacity, max_length, active = 64, 64, 0
+
+    def __init__(self, finish: int, tokens: int) -> None:
+        self.finish, self.tokens, self.ended = finish, tokens, list[Finished]()
+
+    def encode(self, prompt: object) -> list[int]:
+        return [5, 6]
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        ids, logprobs, versions = (np.ones(self.tokens, kind) for kind in (np.int32, np.float32, np.uint32))
+        self.ended = [Finished(one.key, ids, -logprobs, versions, self.finish) for one in requests]
+        self.active = len(requests)
+
+    def step(self) -> list[Finished]:
+        ended, self.ended, self.active = self.ended, [], 0
+        return ended
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("finish", "tokens", "told"), [(ABORTED, 3, "gave it up"), (LENGTH, 0, "no room")])
+def test_part_of_an_answer_or_none_is_not_judged(
+    finish: int, tokens: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("busrl.evaluate.make_engine", lambda *_: GivesUp(finish, tokens))
+    topology = materialise(load(QUICKSTART))
+    evaluation = Evaluation(topology, Asked(topology.validation.data, 4, 1.0))
+    rows = evaluation.run()
+    assert len(rows) == 4 and all(told in row.error and row.reward is None for row in rows), rows
+    assert evaluation.found().samples == 0 and evaluation.found().failed == 4
 
 
 @pytest.mark.parametrize(

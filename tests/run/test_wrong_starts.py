@@ -45,6 +45,32 @@ def test_a_reward_that_is_always_zero(tmp_path: Path) -> None:
     assert read_lines(run.paths.samples)[-1]["kind"] == "idle"
 
 
+SOLVED_LATER = """calls = 0
+
+
+def score(record, completion, token_ids):
+    global calls
+    calls += 1
+    return 1.0 if calls > 64 else calls / 100
+"""
+
+
+def test_a_task_that_is_solved_before_the_last_step_ends_the_run_as_finished(tmp_path: Path) -> None:
+    topology = own.make_all(tmp_path / "mine", "llama", SOLVED_LATER)
+    held_out = [f"validation.data={tmp_path / 'mine' / 'prompts.jsonl'}", "validation.samples=4"]
+    run = Run(tmp_path / "run", *SETTINGS, *held_out, config=topology, steps=1000)
+    with running(run):
+        assert run.wait() == 0, run.tail()
+    summary, text = run.summary(), run.text()
+    assert summary["outcome"] == "finished" and 0 < summary["steps"] < 1000, summary
+    assert f"the task is solved after {summary['steps']} of 1000 steps" in summary["why"], summary
+    assert "the task is solved: all" in text and "reward.extract" not in text, text
+    assert (run.paths.checkpoints / f"global_step_{summary['steps']}").is_dir() and run.leftovers() == []
+    assert read_lines(run.paths.validation)[-1]["round"] == summary["steps"], "the last round is of the last step"
+    report = run.audit()
+    assert not report.errors and report.counts.lost == 0, report
+
+
 @pytest.mark.slow
 def test_a_reward_that_raises_on_every_sample(tmp_path: Path) -> None:
     run = ended_idle(tmp_path, reward=RAISES_LATER)
