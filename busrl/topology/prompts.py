@@ -84,7 +84,8 @@ def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Lim
     if not counted:
         return Limit(given if isinstance(given, int) else UNKNOWN)
     limit = given if isinstance(given, int) else _auto(topology, counted, context)
-    told = [*(f"{_told(one)}" for one in counted), *(_left_out(one, limit) for one in counted if one.over(limit))]
+    told = list(dict.fromkeys(_told(one) for one in counted))
+    told += [_left_out(one, limit) for one in counted if one.over(limit)]
     problems = [("generation.max_prompt_tokens", _too_many(one, limit)) for one in counted
                 if one.over(limit) > TOO_MANY * one.prompts]  # fmt: skip
     auto = "" if isinstance(given, int) else " (auto)"
