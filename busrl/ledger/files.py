@@ -155,6 +155,10 @@ class LineFile:
         except OSError as exc:
             raise write_error(self.path, 0, exc) from exc
 
+    def size(self) -> int:
+        """Bytes of the file that the last line went to."""
+        return os.fstat(self._fd).st_size
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

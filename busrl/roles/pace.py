@@ -2,6 +2,9 @@
 
 Talks to one file of the run, `pace/NAME.jsonl`, a line per interval. Knows nothing of the ring or of engines.
 
+- The file is thinned as it grows, also over restarts: each further `MIB_EACH` MiB take as long as all before, down to
+  a line a minute. A first week makes some 20 MB, later ones 3 MB. Each line is of one short interval, whatever was left
+  out beside it, so a fit reads all alike.
 - A line ends with what the engine tells of itself by then, so its errors can be seen while the run lives.
 - Within an interval wall = steps + weights + idle + what the loop itself takes.
 - A disk that is full costs lines, never the process.
@@ -21,6 +24,8 @@ from busrl.errors import MachineError
 from busrl.ledger.files import LineFile
 
 EVERY_S = 0.25
+MIB_EACH = 2  # of the file, after which half as many intervals are written
+MOST_LEFT_OUT = 256  # one interval in so many is written at least: a person may look for what an engine tells
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -45,6 +50,7 @@ class Pace:
         self._engine = engine
         directory.mkdir(exist_ok=True)
         self._file = LineFile(directory / f"{name}.jsonl")
+        self._left_out = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -73,6 +79,13 @@ class Pace:
         wall = time.monotonic_ns() - self._began
         if wall < EVERY_S * 1e9:
             return
+        self._left_out += 1
+        if self._left_out >= one_in(self._file.size()):
+            self._left_out = 0
+            self._write(wall)
+        self._clear()
+
+    def _write(self, wall: int) -> None:
         row = Row(
             wall_s=round(wall / 1e9, 6), step_s=round(self._step / 1e9, 6), weights_s=round(self._weights / 1e9, 6),
             idle_s=round(self._idle / 1e9, 6), steps=self._steps, tokens=self._tokens, joined=self.joined,
@@ -80,7 +93,11 @@ class Pace:
         )  # fmt: skip
         with contextlib.suppress(MachineError, OSError):
             self._file.append(msgspec.json.encode(row))
-        self._clear()
 
     def close(self) -> None:
         self._file.close()
+
+
+def one_in(nbytes: int) -> int:
+    """Of how many intervals one is written to a file of `nbytes`."""
+    return min(MOST_LEFT_OUT, 1 << min(32, nbytes // (MIB_EACH << 20)))

@@ -190,9 +190,10 @@ def test_the_audit_imports_none_of_the_code_that_it_judges() -> None:
 
 def test_the_trained_set_is_read_alike_by_its_own_code_and_by_the_audit(trained) -> None:
     from busrl.ledger.audit.readers import unpack_trained
+    from busrl.ledger.audit.sets import in_bitmap
 
     path = trained.root / "checkpoints" / "global_step_2" / "trained.bin"
-    assert np.array_equal(unpack_trained(path.read_bytes()), TrainedSet.load(path).uids())
+    assert np.array_equal(in_bitmap(unpack_trained(path.read_bytes())[0]), TrainedSet.load(path).uids())
 
 
 def test_the_train_log_of_a_long_run_is_read_into_little_memory(tmp_path: Path) -> None:

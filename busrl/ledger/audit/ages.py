@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from busrl.ledger.audit.readers import LoggedSample, LoggedStep
 from busrl.ledger.audit.report import Finding, error, note
@@ -80,16 +79,9 @@ def counts_right(sample: LoggedSample, step: LoggedStep, step_of: VersionSteps, 
     """Whether a sample counts its age from no later step than that of its oldest trained token."""
     if sample.step >= step.step:
         return False
-    versions = versions_of(sample)
-    if terms.last_segment:
-        versions = versions[sum(sample.segments[:-1]) :]
+    versions = np.frombuffer(sample.last_versions if terms.last_segment else sample.versions, "<u4")
     made = step_of(int(versions.min())) if versions.size else UNKNOWN
     return made == UNKNOWN or sample.step <= made
-
-
-def versions_of(sample: LoggedSample) -> npt.NDArray[np.uint32]:
-    """One per token; half a number at the end, which `bad_payload` names, is left out."""
-    return np.frombuffer(sample.versions[: len(sample.versions) // 4 * 4], "<u4")
 
 
 def _has_old_token(step: LoggedStep, group: int, step_of: VersionSteps, bound: int) -> bool:
@@ -97,7 +89,7 @@ def _has_old_token(step: LoggedStep, group: int, step_of: VersionSteps, bound: i
         int(version)
         for sample in step.samples
         if sample.group == group
-        for version in np.unique(versions_of(sample))
+        for version in np.frombuffer(sample.versions, "<u4")
     }
     made = [step_of(version) for version in versions]
     # A version from before the log is older than the log's first step.

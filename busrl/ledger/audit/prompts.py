@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import mmap
 import zlib
+from array import array
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+UNREAD = -1  # no crc yet
 
 
 class Prompts:
@@ -21,21 +24,20 @@ class Prompts:
 
     def __init__(self, path: Path, seed: int, shuffle: bool) -> None:
         self.seed, self.shuffle = seed, shuffle
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._crc: dict[int, int] = {}
+        starts, ends = array("q"), array("q")  # a file may have millions of lines
         self._path = path
         offset = last = 0
         with path.open("rb") as file:
             for line in file:
-                self._starts.append(offset)
+                starts.append(offset)
                 offset += len(line)
-                self._ends.append(offset - line.endswith(b"\n"))
-                last = len(self._ends) if line.strip(b" \t\r\n\v\f\xef\xbb\xbf") else last
-        del self._starts[last:], self._ends[last:]  # empty lines at the end are no prompts
+                ends.append(offset - line.endswith(b"\n"))
+                last = len(ends) if line.strip(b" \t\r\n\v\f\xef\xbb\xbf") else last
+        self._starts, self._ends = starts[:last], ends[:last]  # empty lines at the end are no prompts
         with path.open("rb") as file:
             if self._starts and file.read(3) == b"\xef\xbb\xbf":  # a byte order mark
                 self._starts[0] = 3
+        self._crcs = np.full(last, UNREAD, np.int64)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -43,7 +45,9 @@ class Prompts:
     def crcs(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The crc32 of the line that each draw selects."""
         distinct, back = np.unique(draws, return_inverse=True)
-        return np.array(self._item_crcs(self._items(distinct)), np.int64)[back]
+        items = self._items(distinct)
+        self._read(np.unique(items[self._crcs[items] == UNREAD]))
+        return self._crcs[items][back]
 
     def _items(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Line numbers of ascending draws, epoch by epoch."""
@@ -55,11 +59,9 @@ class Prompts:
                 items[start:end] = generator.permutation(len(self))[items[start:end]]
         return items
 
-    def _item_crcs(self, items: npt.NDArray[np.int64]) -> list[int]:
+    def _read(self, items: npt.NDArray[np.int64]) -> None:
+        if not items.size:
+            return
         with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return [self._item_crc(data, int(item)) for item in items]
-
-    def _item_crc(self, data: mmap.mmap, item: int) -> int:
-        if item not in self._crc:
-            self._crc[item] = zlib.crc32(data[self._starts[item] : self._ends[item]])
-        return self._crc[item]
+            for item in items.tolist():
+                self._crcs[item] = zlib.crc32(data[self._starts[item] : self._ends[item]])

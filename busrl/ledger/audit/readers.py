@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.ledger.audit.report import Finding, error, note
+from busrl.ledger.audit.sets import Codes, Uids
 
-Uids = npt.NDArray[np.uint64]
 BLOCK = 4 << 20
 CHECKPOINT_LOOKS = 10
 ENTRY = np.dtype([("uid", "<u8"), ("attempt", "<u4"), ("crc", "<u4")])
@@ -46,9 +46,10 @@ class LoggedSample(msgspec.Struct):
     prompt_crc: int
     token_ids: bytes
     logprobs: bytes
-    versions: bytes
+    versions: bytes  # looked at: each once; half a number at the end, which `bad_payload` names, is left out
     step: int = -1  # that its age counts from
     segments: list[int] = []  # tokens of each, where there are several
+    last_versions: bytes = b""  # of the tokens of the last segment, each once
     whole: bool = True  # its log-probs and versions match its tokens
 
 
@@ -97,7 +98,7 @@ class Checkpoint:
 
     path: Path
     meta: CheckpointMeta
-    uids: Uids  # ascending
+    bitmap: Codes  # of the trained uids: many checkpoints of many millions of them fit in memory
 
 
 @dataclass
@@ -156,7 +157,7 @@ def read_fates(path: Path) -> npt.NDArray[np.uint8]:
     if not blocks:
         return np.zeros(0, np.uint8)
     codes = np.concatenate(blocks)
-    return codes[: int(np.flatnonzero(codes)[-1]) + 1]
+    return codes[: codes.size - int(np.argmax(codes[::-1] != 0))]
 
 
 def _blocks(fd: int) -> Iterator[bytes]:
@@ -219,6 +220,9 @@ def _without_payload(step: LoggedStep) -> LoggedStep:
     for sample in step.samples:
         sample.whole = _whole(sample)
         sample.token_ids = sample.logprobs = b""
+        versions = np.frombuffer(sample.versions[: len(sample.versions) // 4 * 4], "<u4")
+        sample.last_versions = np.unique(versions[sum(sample.segments[:-1]) :]).tobytes()
+        sample.versions = np.unique(versions).tobytes()
     return step
 
 
@@ -276,30 +280,30 @@ def _checkpoint_paths(directory: Path) -> list[Path]:
 def _read_checkpoint(path: Path, newest: bool, found: Findings) -> Checkpoint | None:
     try:
         meta = msgspec.json.decode((path / "meta.json").read_bytes(), type=CheckpointMeta)
-        uids = unpack_trained((path / meta.uids).read_bytes())
+        bitmap, count = unpack_trained((path / meta.uids).read_bytes())
     except (OSError, ValueError, zlib.error, struct.error) as exc:
         if newest:
             found.add(error("checkpoint_damaged", [path.name], f"the newest checkpoint can not be read: {exc}"))
         elif not isinstance(exc, FileNotFoundError):  # older ones are removed file by file
             found.add(note("old_checkpoint_damaged", [path.name], f"an older checkpoint can not be read: {exc}"))
         return None
-    if meta.samples != uids.size:
-        text = f"meta.json says {meta.samples} samples, {meta.uids} holds {uids.size}"
+    if meta.samples != count:
+        text = f"meta.json says {meta.samples} samples, {meta.uids} holds {count}"
         found.add(error("checkpoint_damaged", [path.name], text))
-    return Checkpoint(path, meta, uids)
+    return Checkpoint(path, meta, bitmap)
 
 
-def unpack_trained(data: bytes) -> Uids:
-    """The uids of a trained.bin; ValueError if its bytes are not what was written."""
+def unpack_trained(data: bytes) -> tuple[Codes, int]:
+    """The bitmap of a trained.bin and how many uids are in it; ValueError if its bytes are not what was written."""
     magic, layout, crc, count, size = TRAINED_HEAD.unpack_from(data)
     body = data[TRAINED_HEAD.size :]
     if (magic, layout) != (b"BUSRLTRD", 1) or zlib.crc32(body) != crc:
         raise ValueError("the trained set does not match its checksum")
     bitmap = zlib.decompress(body)
-    uids = np.flatnonzero(np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")).astype(np.uint64)
-    if (len(bitmap), uids.size) != (size, count):
-        raise ValueError(f"the trained set holds {uids.size} uids, its head says {count}")
-    return uids
+    held = int.from_bytes(bitmap, "little").bit_count()
+    if (len(bitmap), held) != (size, count):
+        raise ValueError(f"the trained set holds {held} uids, its head says {count}")
+    return np.frombuffer(bitmap, np.uint8), held
 
 
 # ------------------------------------------------------------------------------------------------- smaller files

@@ -7,8 +7,9 @@ Talks to nothing. Knows nothing of files or rules; `rules` fills it in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 EXAMPLES = 8
 STATES = {
@@ -32,19 +33,19 @@ class Finding:
     examples: tuple[int | str, ...] = ()
 
 
-def error(kind: str, where: Iterable[int | str], text: str, count: int = 0) -> Finding:
+def error(kind: str, where: Collection[int | str], text: str, count: int = 0) -> Finding:
     """A broken promise; `where` are all the uids (or steps, slots, files) that it was found at."""
     return _finding(kind, "error", where, text, count)
 
 
-def note(kind: str, where: Iterable[int | str], text: str, count: int = 0) -> Finding:
+def note(kind: str, where: Collection[int | str], text: str, count: int = 0) -> Finding:
     """Something to know."""
     return _finding(kind, "note", where, text, count)
 
 
-def _finding(kind: str, severity: str, where: Iterable[int | str], text: str, count: int) -> Finding:
-    places = [place if isinstance(place, str) else int(place) for place in where]
-    return Finding(kind, severity, count or len(places), text, tuple(places[:EXAMPLES]))
+def _finding(kind: str, severity: str, where: Collection[int | str], text: str, count: int) -> Finding:
+    few = tuple(place if isinstance(place, str) else int(place) for place in islice(where, EXAMPLES))
+    return Finding(kind, severity, count or len(where), text, few)
 
 
 @dataclass(frozen=True)

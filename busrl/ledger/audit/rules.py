@@ -15,10 +15,25 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.ledger import fates
-from busrl.ledger.audit.readers import ENTRY, LoggedStep, TrainStep, Uids
+from busrl.ledger.audit import sets
+from busrl.ledger.audit.readers import LoggedStep, TrainStep
 from busrl.ledger.audit.report import Finding, error, note
 from busrl.ledger.audit.ring import DROPPED, FREE, RESERVED, REWARDED, STATE_NAMES, TRAINING, UID_NONE, Slots
-from busrl.ledger.audit.snapshot import Codes, Snapshot
+from busrl.ledger.audit.sets import (
+    Codes,
+    Uids,
+    bitmap_minus,
+    codes_at,
+    distinct,
+    in_bitmap,
+    is_among,
+    is_one_of,
+    mask_of,
+    minus,
+    union,
+    with_code,
+)
+from busrl.ledger.audit.snapshot import Snapshot
 
 VALIDATE = np.uint64(1 << 62)
 D, T, V = int(fates.Fate.DISPATCHED), int(fates.Fate.TRAINED), int(fates.Fate.VALIDATED)
@@ -38,36 +53,11 @@ class History:
 
 def history_of(snapshot: Snapshot) -> History:
     newest = snapshot.checkpoints[-1] if snapshot.checkpoints else None
-    saved = newest.uids if newest else NO_UIDS
+    saved = in_bitmap(newest.bitmap) if newest else NO_UIDS
     logged = np.array([sample.uid for step in snapshot.log for sample in step.samples], np.uint64)
     steps = np.repeat([step.step for step in snapshot.log], [len(step.samples) for step in snapshot.log])
-    uids = distinct(np.concatenate([saved, logged]))
-    return History(saved, newest.meta.step if newest else -1, logged, steps.astype(np.int64), uids)
-
-
-def codes_at(codes: Codes, uids: Uids) -> Codes:
-    """The fate of each uid; 0 beyond the table's end."""
-    result = np.zeros(uids.size, np.uint8)
-    inside = uids < np.uint64(codes.size)
-    result[inside] = codes[uids[inside].astype(np.int64)]
-    return result
-
-
-def with_code(codes: Codes, code: int) -> Uids:
-    return np.flatnonzero(codes == code).astype(np.uint64)
-
-
-def distinct(values: Uids) -> Uids:
-    """Each value once, ascending (sorting beats numpy's hashing of uids several times over)."""
-    ordered = np.sort(values)
-    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if ordered.size else ordered
-
-
-def mask_of(uids: Uids, size: int) -> npt.NDArray[np.bool_]:
-    """Which of the first `size` uids are among these: a byte each, where a sorted difference takes many."""
-    mask = np.zeros(size, np.bool_)
-    mask[uids[uids < np.uint64(size)].astype(np.int64)] = True
-    return mask
+    step = newest.meta.step if newest else -1
+    return History(saved, step, logged, steps.astype(np.int64), union(saved, logged))
 
 
 def in_runs(ascending: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -78,13 +68,8 @@ def in_runs(ascending: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], np
     return ascending[starts], np.diff(np.append(starts, ascending.size))
 
 
-def minus(values: Uids, others: Uids) -> Uids:
-    """The distinct values that are not among the others."""
-    return np.setdiff1d(distinct(values), distinct(others), assume_unique=True)
-
-
 def draws_of(uids: Uids, group_size: int) -> npt.NDArray[np.int64]:
-    return np.asarray(uids // np.uint64(2 * group_size), np.int64)
+    return np.asarray(uids // np.uint64(2 * group_size)).view(np.int64)
 
 
 # ---------------------------------------------------------------------------------------- lost, and where the rest is
@@ -107,7 +92,7 @@ def dispatched(snapshot: Snapshot, history: History) -> Dispatched:
     validate = with_code(snapshot.validate_last, D) | VALIDATE
     now = np.concatenate([train, validate])
     before = np.concatenate([codes_at(snapshot.first, train), codes_at(snapshot.validate_first, validate ^ VALIDATE)])
-    in_slot, in_open, known = np.isin(now, seen), np.isin(now, put), np.isin(now, history.uids)
+    in_slot, in_open, known = is_among(now, seen), is_among(now, np.sort(put)), is_among(now, history.uids)
     lost = ~in_slot & ~in_open & ~known & (before == D)
     # D only in the last look and in no slot then: dispatched after the ring was read, so it stands in one now.
     fresh = ~in_slot & ~in_open & ~known & (before != D)
@@ -133,7 +118,7 @@ def check_lost(snapshot: Snapshot, where: Dispatched) -> Iterator[Finding]:
 def check_history(snapshot: Snapshot, history: History) -> Iterator[Finding]:
     uids, counts = np.unique(history.logged, return_counts=True)
     later = distinct(history.logged[history.steps > history.saved_step])
-    twice = np.union1d(uids[counts > 1], np.intersect1d(later, history.saved, assume_unique=True))
+    twice = np.union1d(uids[counts > 1], later[is_among(later, history.saved)])
     if twice.size:
         yield error("trained_twice", twice, "in two places of checkpoint plus log")
     dropped = minus(history.logged[history.steps <= history.saved_step], history.saved)
@@ -141,7 +126,7 @@ def check_history(snapshot: Snapshot, history: History) -> Iterator[Finding]:
         text = f"in a log record up to step {history.saved_step}, but not in the checkpoint of that step"
         yield error("checkpoint_incomplete", dropped, text)
     for older, newer in pairwise(snapshot.checkpoints):
-        gone = minus(older.uids, newer.uids)
+        gone = bitmap_minus(older.bitmap, newer.bitmap)
         if gone.size:
             yield error("checkpoint_incomplete", gone, f"in {older.path.name}, but no longer in {newer.path.name}")
     steps = [step.step for step in snapshot.log]
@@ -151,11 +136,10 @@ def check_history(snapshot: Snapshot, history: History) -> Iterator[Finding]:
 
 
 def check_trained(snapshot: Snapshot, history: History, where: Dispatched) -> Iterator[Finding]:
-    codes = codes_at(snapshot.last, history.uids)
-    wrong = history.uids[(codes != T) & ~np.isin(history.uids, where.unsettled)]
+    wrong = minus(history.uids[codes_at(snapshot.last, history.uids) != T], np.sort(where.unsettled))
     if wrong.size:
         yield error("logged_not_trained", wrong, "in checkpoint or log, but its fate is not T and no slot holds it")
-    missing = np.flatnonzero((snapshot.first == T) & ~mask_of(history.uids, snapshot.first.size)).astype(np.uint64)
+    missing = np.flatnonzero((snapshot.first == T) & ~mask_of(history.uids, snapshot.first.size)).view(np.uint64)
     if missing.size and snapshot.terms.wal != "off":
         hint = " (with wal = async a power cut can do this)" if snapshot.terms.wal == "async" else ""
         yield error("trained_unlogged", missing, f"fate T, but in no checkpoint and no log{hint}")
@@ -175,7 +159,7 @@ def unsaved_of(snapshot: Snapshot, missing: Uids, history: History) -> Uids:
     if not snapshot.running:
         return NO_UIDS
     lines = [line for line in surviving(snapshot.train_log) if line.step > history.saved_step]
-    return np.intersect1d(missing, entries_of(lines)["uid"])
+    return np.intersect1d(missing, uids_of(lines))
 
 
 def check_payloads(snapshot: Snapshot) -> Iterator[Finding]:
@@ -214,7 +198,7 @@ def check_codes(snapshot: Snapshot) -> Iterator[Finding]:
     known = {*fates.NAMES}
     tables = (("fates.bin", snapshot.last, known - {V}), ("fates.validate.bin", snapshot.validate_last, known - {T}))
     for name, codes, allowed in tables:
-        wrong = np.flatnonzero(~np.isin(codes, list(allowed)))
+        wrong = np.flatnonzero(~is_one_of(codes, allowed))
         if wrong.size:
             yield error("wrong_fate_code", wrong, f"bytes in {name} that are no fate there")
 
@@ -232,9 +216,9 @@ class Claims:
     member: npt.NDArray[np.int64] | None = None
 
 
-def log_claims(log: list[LoggedStep]) -> Claims:
+def log_claims(log: list[LoggedStep]) -> Iterator[Claims]:
     samples = [sample for step in log for sample in step.samples]
-    return Claims(
+    yield Claims(
         np.array([sample.uid for sample in samples], np.uint64),
         np.array([sample.prompt_crc for sample in samples], np.int64),
         np.array([sample.group for sample in samples], np.int64),
@@ -242,21 +226,28 @@ def log_claims(log: list[LoggedStep]) -> Claims:
     )
 
 
-def train_log_claims(lines: list[TrainStep]) -> Claims:
-    entries = entries_of(lines)
-    return Claims(np.asarray(entries["uid"], np.uint64), entries["crc"].astype(np.int64))
+def train_log_claims(lines: list[TrainStep]) -> Iterator[Claims]:
+    """Some lines at a time."""
+    some: list[TrainStep] = []
+    held = 0
+    for line in lines:
+        some.append(line)
+        held += line.samples.size
+        if held >= sets.BLOCK or line is lines[-1]:
+            yield Claims(uids_of(some), np.concatenate([one.samples["crc"] for one in some]).astype(np.int64))
+            some, held = [], 0
 
 
-def entries_of(lines: list[TrainStep]) -> npt.NDArray[np.void]:
-    """The samples of many lines of the train log."""
-    return np.concatenate([np.zeros(0, ENTRY), *(line.samples for line in lines)])
+def uids_of(lines: list[TrainStep]) -> Uids:
+    """The uids of many lines of the train log, in their order."""
+    return np.concatenate([NO_UIDS, *(line.samples["uid"] for line in lines)])
 
 
-def slot_claims(slots: Slots) -> Claims:
+def slot_claims(slots: Slots) -> Iterator[Claims]:
     """Training samples at rest or at work; a RESERVED slot is still being written."""
     lines = slots.lines[held(slots)]
     lines = lines[(lines["uid"] & VALIDATE) == 0]
-    return Claims(
+    yield Claims(
         np.array(lines["uid"], np.uint64),
         lines["prompt_crc"].astype(np.int64),
         lines["group"].astype(np.int64),
@@ -278,20 +269,20 @@ def check_claims(snapshot: Snapshot) -> Iterator[Finding]:
         yield from _check_place(snapshot, place, claims)
 
 
-def _check_place(snapshot: Snapshot, place: str, claims: Claims) -> Iterator[Finding]:
-    size = snapshot.terms.group_size
-    draws = draws_of(claims.uid, size)
-    if claims.group is not None and claims.member is not None:
-        members = (claims.uid % np.uint64(size)).astype(np.int64)
-        wrong = claims.uid[(claims.group != draws) | (claims.member != members)]
-        if wrong.size:
-            yield error("wrong_group", wrong, f"the {place} gives a group or member that is not the one of the uid")
-    if snapshot.prompts is not None and draws.size:
-        swapped = claims.uid[claims.crc != snapshot.prompts.crcs(draws)]
-        if swapped.size:
-            yield error(
-                "swapped_prompt", np.unique(swapped), f"the prompt in the {place} is not the one that the draw selects"
-            )
+def _check_place(snapshot: Snapshot, place: str, claims: Iterator[Claims]) -> Iterator[Finding]:
+    size, prompts = snapshot.terms.group_size, snapshot.prompts
+    wrong, swapped = [NO_UIDS], [NO_UIDS]
+    for some in claims:
+        draws = draws_of(some.uid, size)
+        if some.group is not None and some.member is not None:
+            members = (some.uid % np.uint64(size)).astype(np.int64)
+            wrong.append(some.uid[(some.group != draws) | (some.member != members)])
+        if prompts is not None and draws.size:
+            swapped.append(some.uid[some.crc != prompts.crcs(draws)])
+    if (strangers := np.concatenate(wrong)).size:
+        yield error("wrong_group", strangers, f"the {place} gives a group or member that is not the one of the uid")
+    if (others := distinct(np.concatenate(swapped))).size:
+        yield error("swapped_prompt", others, f"the prompt in the {place} is not the one that the draw selects")
 
 
 # ---------------------------------------------------------------------------------------------------------- the slots
@@ -346,12 +337,13 @@ def check_train_log(snapshot: Snapshot, history: History) -> Iterator[Finding]:
     known = surviving([line for line in snapshot.train_log if line.end <= snapshot.train_log_known])
     if snapshot.terms.wal == "off":
         known = [line for line in known if line.step <= history.saved_step]
-    listed = np.asarray(entries_of(known)["uid"], np.uint64)
-    extra = minus(listed, history.uids)
+    extra = minus(uids_of(known), history.uids)
     if extra.size:
         yield error("train_log_disagrees", extra, "in train.jsonl, but in no checkpoint and no log")
-    everything = np.asarray(entries_of(surviving(snapshot.train_log))["uid"], np.uint64)
+    everything = uids_of(surviving(snapshot.train_log))
+    everything.sort()
     silent = minus(history.saved, everything)
+    del everything
     if silent.size:
         yield error("train_log_disagrees", silent, "in the checkpoint, but not in train.jsonl")
     lines = {line.step: line.samples for line in surviving(snapshot.train_log)}

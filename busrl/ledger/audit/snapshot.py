@@ -24,18 +24,15 @@ from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from busrl.errors import NoSuchRun
 from busrl.ledger.audit import readers
 from busrl.ledger.audit.prompts import Prompts
 from busrl.ledger.audit.report import Finding, error, note
 from busrl.ledger.audit.ring import NotARing, Slots, read_ring
+from busrl.ledger.audit.sets import Codes, Uids
 
 LOOKS = 5
 SHARED = Path("/dev/shm")
-Codes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Snapshot:
     train_log: list[readers.TrainStep]
     train_log_known: int  # bytes of the train log that were there before the log was read
     slots: Slots | None
-    open: readers.Uids | None
+    open: Uids | None
     put_back: int
     prompts: Prompts | None
     problems: list[Finding] = field(default_factory=list)
@@ -152,7 +149,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _state(run_dir: Path, slots: Slots | None, damaged: bool, open_uids: readers.Uids | None) -> str:
+def _state(run_dir: Path, slots: Slots | None, damaged: bool, open_uids: Uids | None) -> str:
     if readers.is_locked(run_dir / "run.lock"):
         return "running"
     if damaged:
