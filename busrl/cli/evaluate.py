@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from busrl.errors import UserError
 from busrl.paths import RunPaths
-from busrl.topology import TINY, Topology, load, materialise, model_folder
+from busrl.topology import TINY, Topology, load, materialise, model_folder, recorded
 
 if TYPE_CHECKING:
     from busrl.evaluate import Evaluation, Found, Row
@@ -74,7 +74,7 @@ def find(named: Path, checkpoint: str, overrides: list[str]) -> Target:
         raise UserError(f"{named}: no topology.json in it; give a topology file, or the directory of a run")
     if overrides:
         raise UserError(f"--set changes a topology file, and {named} is a run with its own; give a file instead")
-    topology = Topology.from_json(paths.topology.read_text())
+    topology = recorded(paths.topology)
     step, folder = _of_run(paths, topology, checkpoint)
     return Target(_with_model(topology, folder), step, paths.root / "evaluated" / f"step_{step}.jsonl")
 
@@ -83,12 +83,12 @@ def _of_run(paths: RunPaths, topology: Topology, checkpoint: str) -> tuple[int, 
     """Step and model folder: 0 is what the run began with, nothing the newest checkpoint."""
     if checkpoint == "0":
         return 0, topology.model.path
-    if checkpoint and not checkpoint.isdigit():
+    if checkpoint and not (checkpoint.isascii() and checkpoint.isdigit()):
         return _folder(checkpoint)
     steps = sorted(int(found[1]) for one in paths.checkpoints.glob("*") if (found := STEP.fullmatch(one.name)))
     wanted = int(checkpoint) if checkpoint else steps[-1] if steps else 0
     if wanted not in (*steps, 0):
-        known = f"it has those of steps {', '.join(map(str, steps))}, and 0, the model that it began with"
+        known = f"it has those of steps {', '.join(map(str, [0, *steps]))} (0 is the model that it began with)"
         raise UserError(f"--checkpoint {checkpoint}: {paths.checkpoints} has no such step; {known}")
     return (wanted, str(paths.checkpoints / f"global_step_{wanted}")) if wanted else (0, topology.model.path)
 

@@ -30,7 +30,7 @@ from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Record, SampleRecord, frames
 from busrl.paths import RunPaths
 from busrl.ring import UID_NONE, UID_VALIDATE, Fates, NoSuchTensor, Ring, RingError, State
-from busrl.topology import Topology
+from busrl.topology import recorded
 
 SHOWN = 200  # characters of a text
 _records = msgspec.msgpack.Decoder(Record)
@@ -57,7 +57,7 @@ class Sample:
 
     def __init__(self, paths: RunPaths, uid: int) -> None:
         self.paths, self.uid = paths, uid
-        self.topology = Topology.from_json(paths.topology.read_text())
+        self.topology = recorded(paths.topology)
         self.validates = bool(uid & UID_VALIDATE)
         self.row = uid & ~UID_VALIDATE
         self.fate = self._fate(paths.validate_fates if self.validates else paths.fates)

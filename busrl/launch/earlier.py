@@ -79,7 +79,8 @@ def compare(paths: RunPaths, topology: Topology, before: dict[str, Any], resume:
             f"{paths.root} holds a run already, and it is not to be resumed; choose another directory, or remove it"
         )
     starts = tail_rows(paths.starts)
-    known = as_map(starts[-1].get("files")) if starts else {}
+    # Of each file the newest digest: one that could not be read at some start is the same file all the same.
+    known = {name: found for row in starts for name, found in as_map(row.get("files")).items()}
     start.changes = _changes(before, json.loads(topology.to_json()))
     _check_identity(paths, topology, before, start, known)
     story = Story.of(paths)
@@ -165,10 +166,13 @@ def _told(changes: dict[str, tuple[Any, Any]]) -> Iterator[str]:
 
 def _files_told(now: dict[str, str], known: dict[str, Any], topology: Topology) -> Iterator[str]:
     """Files that may change, and what their change means."""
-    if known.get("validation.data") and known["validation.data"] != now.get("validation.data"):
-        yield f"{topology.validation.data} was edited: validation from here on is of other prompts than before"
-    if known.get("reward.function") and known["reward.function"] != now.get("reward.function"):
-        yield f"{_function_file(topology)} was edited: rewards from here on are those of the new code"
+    def differs(name: str) -> bool:
+        return known.get(name, now.get(name)) != now.get(name) and name in now
+
+    if differs("validation.data"):
+        yield f"{topology.validation.data} is not what it was: validation from here on is of other prompts than before"
+    if differs("reward.function"):
+        yield f"{_function_file(topology)} is not what it was: rewards from here on are those of the new code"
 
 
 def digests(topology: Topology) -> dict[str, str]:

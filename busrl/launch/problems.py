@@ -6,6 +6,7 @@ Reads one file; knows nothing of who wrote the lines. Lines of one process that 
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -30,8 +31,10 @@ def kinds(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             process, severity, text = str(row["process"]), str(row["severity"]), first_line(str(row["text"]), TEXT)
             at = float(row["time"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue  # torn, or cut by the tail
+        if not math.isfinite(at):
+            continue
         told = {"severity": severity, "process": process, "text": text, "time": at, "count": 0}
         kind = found.setdefault((process, re.sub(r"[0-9]+", "#", text)), told)
         kind.update(text=text, time=at, count=kind["count"] + 1)

@@ -131,9 +131,9 @@ def train_log_is_whole(path: Path, least: int) -> bool:
     try:
         for text in last[:-1]:
             msgspec.json.decode(text, type=_Line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-    return size >= least and not last[-1:][0]
+    return size >= least and last[-1:] == [b""]
 
 
 def mend_train_log(

@@ -35,7 +35,7 @@ from busrl.paths import RunPaths
 from busrl.simulate.actors import judges_of
 from busrl.simulate.answers import Recorded, RecordedAnswers
 from busrl.simulate.times import Times
-from busrl.topology import Topology
+from busrl.topology import Topology, recorded
 from busrl.topology.schema import TINY
 
 Floats = npt.NDArray[np.float64]
@@ -101,7 +101,7 @@ def fit(run_dir: str | Path) -> Fitted:
     paths = RunPaths.of(run_dir)
     if not paths.topology.is_file():
         raise NoSuchRun(f"{run_dir}: not a run directory (no topology.json); give the --run-dir of a finished run")
-    topology = _topology(paths)
+    topology = recorded(paths.topology)
     values: dict[str, float] = {}
     notes: list[str] = []
     floor = topology.mock.learner_s_per_token
@@ -121,13 +121,6 @@ def task_of(stream: JsonlStream, draw: int) -> Task:
 
 
 # ------------------------------------------------------------------------------------------------------- the parts
-
-
-def _topology(paths: RunPaths) -> Topology:
-    try:
-        return Topology.from_json(paths.topology.read_text())
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{paths.topology}: damaged ({error}); fit another run") from None
 
 
 def _intervals(paths: RunPaths) -> dict[str, list[dict[str, Any]]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl import device
-from busrl.errors import Problem, TopologyError
+from busrl.errors import Problem, TopologyError, UserError
 from busrl.topology import engine_rules, files, rates, rules, vllm, weight_rules
 from busrl.topology.reader import Reader, show
 from busrl.topology.resolve import resolve
@@ -52,6 +52,17 @@ class Sketch:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
     """The checked topology; a TopologyError with every problem otherwise."""
     return _load(read(Path(path), overrides), overrides)
+
+
+def recorded(path: Path) -> Topology:
+    """The one that a run keeps in its topology.json, for whoever looks at the run; UserError if it is damaged."""
+    try:
+        return Topology.from_json(path.read_text())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path}: not what busrl wrote ({type(error).__name__}: {error}); was it edited? Restore it, or take "
+            "another run"
+        ) from None
 
 
 def sketch(path: str | Path, overrides: Sequence[str] = ()) -> Sketch:

@@ -84,9 +84,9 @@ def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Lim
     if not counted:
         return Limit(given if isinstance(given, int) else UNKNOWN)
     limit = given if isinstance(given, int) else _auto(topology, counted, context)
-    told = list(dict.fromkeys(_told(one) for one in counted))
-    told += [_left_out(one, limit) for one in counted if one.over(limit)]
-    problems = [("generation.max_prompt_tokens", _too_many(one, limit)) for one in counted
+    told = [*(f"{_told(one)}" for one in counted), *(_left_out(one, limit) for one in counted if one.over(limit))]
+    room = context if limit != given else 0  # what "auto" had to keep to
+    problems = [("generation.max_prompt_tokens", _too_many(one, limit, room)) for one in counted
                 if one.over(limit) > TOO_MANY * one.prompts]  # fmt: skip
     auto = "" if isinstance(given, int) else " (auto)"
     return Limit(limit, f"tokens: {'; '.join(told)}; generation.max_prompt_tokens = {limit}{auto}", tuple(problems))
@@ -113,12 +113,15 @@ def _about(one: Counted) -> str:
     return "about " if len(one.tokens) < one.prompts else ""
 
 
-def _too_many(one: Counted, limit: int) -> Problem:
+def _too_many(one: Counted, limit: int, context: int) -> Problem:
     over, (longest, line) = one.over(limit), one.longest
     rule = (
         f"{_about(one)}{over} of the {one.prompts} prompts of {one.path} ({over / one.prompts:.1%}) are longer than "
         f"{limit} tokens and would be set aside; the longest has {longest} (line {line}; {one.how})"
     )
+    if context:
+        room = f"the model takes {context} tokens, prompt and answer"
+        return Problem("", "", rule, f"{room}: lower generation.max_new_tokens, or shorten the prompts")
     return Problem("", "", rule, f'"auto" or {max(longest, one.bound)} fits all, {one.fits_most()} fits 99 %')
 
 

@@ -1,5 +1,5 @@
 """What a run would do with its first prompt, tried before it starts: the prompt as the model reads it, its token ids,
-and what the reward says of an empty answer and of the right one.
+and what the reward says of an empty answer and of the right one (of a made-up one where the record names none).
 
 The reward runs in a process of its own with deadlines (`busrl.rewards.trial`), since it is foreign code: it may raise,
 hang or print. Talks to the prompt file and the model folder. Knows nothing of how a report looks.
@@ -30,11 +30,13 @@ from busrl.data.check import open_file, prompt_lines
 from busrl.data.prompt import prompt_of
 from busrl.errors import DataError
 from busrl.topology import machine
+from busrl.topology.prompts import tools_of_chats
 from busrl.topology.schema import TINY, Topology, has_model
 
 LOAD_S = 60.0  # importing a reward may take so long
 SHOWN_TEXT, SHOWN_IDS = 160, 12
-EMPTY, RIGHT = "an empty answer", "the right answer"
+EMPTY, RIGHT, MADE_UP = "an empty answer", "the right answer", "a made-up answer"
+SOMETHING = "42"  # text, a number and JSON: a reward that fails for this too fails for more than an empty text
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def _tokenizer(t: Topology) -> LightTokenizer | None:
         if made is None:
             return None
         folder = made.model
-    return LightTokenizer.of(folder)
+    return LightTokenizer.of(folder, tools_of_chats(t))
 
 
 def _answers(t: Topology, first: First, tokenizer: LightTokenizer | None) -> Iterator[tuple[str, str, list[int]]]:
@@ -132,6 +134,8 @@ def _answers(t: Topology, first: First, tokenizer: LightTokenizer | None) -> Ite
     if right is not None and not isinstance(right, (dict, list)):
         text = right if isinstance(right, str) else json.dumps(right)
         yield RIGHT, text, tokenizer.ids(text) if tokenizer else []
+    else:
+        yield MADE_UP, SOMETHING, tokenizer.ids(SOMETHING) if tokenizer else []
 
 
 def _prompt(t: Topology, first: First, tokenizer: LightTokenizer | None) -> Iterator[str]:
@@ -153,7 +157,7 @@ def _judged(tried: list[Tried]) -> Iterator[str]:
     for one in tried:
         shown = f" {_short(one.answer)}" if one.answer else ""
         yield f"  reward of {one.what}{shown}: {one.told()}"
-    if len(tried) == 2 and not any(one.error for one in tried) and tried[0].value == tried[1].value:
+    if [one.what for one in tried if not one.error] == [EMPTY, RIGHT] and tried[0].value == tried[1].value:
         yield "  (both are worth the same: right, if the reward wants more than the bare answer)"
 
 

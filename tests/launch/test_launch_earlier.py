@@ -86,8 +86,24 @@ def test_edited_validation_prompts_and_an_edited_reward_are_said(place: Place) -
     place.prompts("held-out.jsonl", "3+3=")
     (place.root / "judge.py").write_text("def score(record, completion, token_ids): return 2.0\n")
     told = "\n".join(place.start().notes)
-    assert "held-out.jsonl was edited: validation" in told and "judge.py was edited: rewards" in told
+    assert "held-out.jsonl is not what it was: validation" in told and "judge.py is not what it was: rewards" in told
     assert place.start().notes == []
+
+
+def test_files_that_are_no_longer_named_were_not_edited(place: Place) -> None:
+    place.start()
+    found = place.start("validation.data=", "validation.every=0", "reward.kind=exact_match", "reward.function=")
+    assert "reward.kind" in found.notes[0]
+    assert not any("is not what it was" in note for note in found.notes)
+
+
+def test_a_prompt_file_that_could_not_be_read_at_a_start_is_still_known_at_the_next(place: Place) -> None:
+    place.start()
+    topology = place.topology()
+    Start().record(place.paths)
+    place.prompts("train.jsonl", "5+5=")
+    with pytest.raises(UserError, match="its content is not what it was"):
+        compare(place.paths, topology, json.loads(place.paths.topology.read_text()), True)
 
 
 def test_a_run_directory_of_before_there_were_digests_goes_on(place: Place) -> None:

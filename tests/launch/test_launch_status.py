@@ -49,3 +49,14 @@ def test_without_a_directory_the_newest_run_is_shown(tmp_path, monkeypatch):
         os.utime(made, (1000 - age, 1000 - age))
     monkeypatch.chdir(tmp_path)
     assert status().startswith("new: no ring and no summary")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"time": -1e999, %s}', '{"time": 1' + "0" * 400 + ", %s}", "[" * 5000], ids=["infinite", "huge", "deep"]
+)
+def test_a_line_of_errors_that_is_none_does_not_keep_the_others_from_being_shown(tmp_path, line):
+    paths = RunPaths.of(tmp_path)
+    paths.run_json.write_text(json.dumps({"run_id": "mine"}))
+    rest = '"process": "learner", "severity": "error", "text": "seen"'
+    paths.errors.write_text(line.replace("%s", rest) + f'\n{{"time": 5, {rest}}}\n')
+    assert "learner error: seen" in status(tmp_path)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from busrl.errors import FileCorrupt
-from busrl.ledger.mend import mend_trained_set
+from busrl.ledger.mend import mend_trained_set, train_log_is_whole
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLine
 from busrl.paths import RunPaths
@@ -102,3 +102,14 @@ def test_what_can_not_be_made_again_is_refused_with_what_to_do(paths: RunPaths, 
     text = str(problem.value)
     assert said in text and f"Move {newest(paths)} out of its directory" in text and "trained_unlogged" in text
     assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize(
+    "end", [b"\0" * 200_000, b'{"step": 7, "samples": [' + b"[1,0,2]," * 20_000], ids=["NULs", "half a line"]
+)
+def test_a_train_log_that_ends_in_long_garbage_is_seen_to_be_damaged(paths: RunPaths, end: bytes) -> None:
+    paths.train_log.write_bytes(b'{"step": 1, "samples": []}\n')
+    assert train_log_is_whole(paths.train_log, 0)
+    with open(paths.train_log, "ab") as file:
+        file.write(end)
+    assert not train_log_is_whole(paths.train_log, 0)

@@ -121,7 +121,7 @@ def test_part_of_an_answer_or_none_is_not_judged(
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (["{run}", "--checkpoint", "7"], "has no such step; it has those of steps 2, 3, and 0"),
+        (["{run}", "--checkpoint", "7"], "has no such step; it has those of steps 0, 2, 3 "),
         (["{run}", "--checkpoint", "{run}/logs"], "no config.json in it"),
         (["{run}", "--set", "groups.size=2"], "give a file instead"),
         (["{run}/logs"], "no topology.json in it"),

@@ -157,7 +157,7 @@ def test_a_line_that_is_not_json_is_named(recorded: Path) -> None:
         ("groups.jsonl", "[1]\n", r"groups.jsonl:1: no draws"),
         ("summary.json", '{"slots": ', r"summary.json: damaged"),
         ("summary.json", "{}", r"summary.json: no `slots`"),
-        ("topology.json", "{", r"topology.json: damaged"),
+        ("topology.json", "{", r"topology.json: not what busrl wrote"),
     ],
 )
 def test_a_damaged_file_is_refused_by_its_name_and_line(recorded: Path, file: str, text: str, message: str) -> None:

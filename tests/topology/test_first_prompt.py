@@ -65,6 +65,15 @@ def test_one_that_raises_on_an_empty_answer_alone_is_told_and_accepted(judged: C
     assert 'reward of the right answer "0": 0\n' in text
 
 
+def test_without_a_right_answer_a_made_up_one_is_tried_so_that_an_empty_text_alone_refuses_no_start(
+    judged: Callable[..., str], here: Path
+) -> None:
+    (here / "train.jsonl").write_text('{"prompt": "name a number"}\n')
+    text = judged("    return 0.5 * (completion.split()[-1] != '')\n")
+    assert "reward of an empty answer: IndexError: list index out of range" in text
+    assert 'reward of a made-up answer "42": 0.5' in text and "both are worth the same" not in text
+
+
 @pytest.mark.parametrize(("body", "told"), [
     ("    return None\n", "the reward is None: must be a number"),
     ("    import os\n    print('no licence')\n    os._exit(3)\n", "the process died: exit code 3, no licence"),

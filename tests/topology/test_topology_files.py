@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.errors import TopologyError
-from busrl.topology import Topology, sketch
+from busrl.errors import TopologyError, UserError
+from busrl.topology import Topology, recorded, sketch
 from busrl.topology.check import report
 from busrl.topology.machine import model_facts, read_config
 
@@ -154,3 +154,11 @@ def test_a_sketch_asks_for_no_file_and_tells_which_keys_are_written(tmp_path: Pa
     with pytest.raises(TopologyError) as refused:
         sketch(path, ["segments.rounds=segments", "learner.trigger.n_min=none"])
     assert len(refused.value.problems) == 3  # length is off and the mode is not sync; and what is no number
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "7", "[" * 100_000])
+def test_a_damaged_topology_of_a_run_is_an_error_that_names_it(tmp_path, text):
+    path = tmp_path / "topology.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"topology\.json: not what busrl wrote .* Restore it"):
+        recorded(path)

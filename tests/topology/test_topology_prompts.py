@@ -89,6 +89,7 @@ def test_auto_leaves_the_answer_room_in_the_model(chats: Callable[..., Path], lo
     chats(["b" * 500 for _ in range(3)])
     (found,) = refused("[generation]\nmax_new_tokens = 100\n")
     assert "3 of the 3 prompts" in found and "longer than 412 tokens" in found
+    assert "lower generation.max_new_tokens" in found and "fits all" not in found, "auto is what it is already"
 
 
 def test_a_large_file_is_counted_in_part_and_what_was_counted_is_said(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.weights.door import MOST_UNKNOWN, Door, Wire
+from busrl.weights.door import MOST_UNKNOWN, Door, Wire, ready
 
 MANY = 4 * MOST_UNKNOWN
 PATIENCE_S = 60.0
@@ -27,8 +29,16 @@ def door(tmp_path: Path) -> Iterator[Door]:
 def silent(door: Door, count: int) -> list[socket.socket]:
     """Connections that say nothing; the door looks in between, as it does all the time."""
     made = []
+    port = int(door.address.partition("/")[0].rpartition(":")[2])
     for _ in range(count):
-        one = socket.create_connection(("127.0.0.1", int(door.address.partition("/")[0].rpartition(":")[2])), 10)
+        one = socket.socket()
+        one.setblocking(False)
+        one.connect_ex(("127.0.0.1", port))
+        end = time.monotonic() + PATIENCE_S
+        while not ready([one], 0.0, select.POLLOUT):  # others may fill the queue
+            assert time.monotonic() < end, f"no connection within {PATIENCE_S:g} s"
+            door.poll(0.01)
+        one.setblocking(True)
         made.append(one)
         door.poll(0.01)
     return made
@@ -83,6 +93,43 @@ def test_an_engine_comes_in_and_stays_while_strangers_flood_the_port(door):
         stop.set()
         for one in others:
             one.join()
+
+
+@pytest.mark.parametrize(
+    "line", [b"[" * 60_000, b'{"secret": "\\ud800"}', b"7", b"\xff\xfe"], ids=["deep", "surrogate", "number", "bytes"]
+)
+def test_a_stranger_s_line_ends_its_own_connection_and_nothing_else(door, line):
+    (stranger,) = silent(door, 1)
+    stranger.sendall(line + b"\n")
+    end = time.monotonic() + PATIENCE_S
+    while not (said := door.poll(0.01)):
+        assert time.monotonic() < end, f"nothing was heard within {PATIENCE_S:g} s"
+    assert [message for _, message in said] == [None]
+    stranger.close()
+
+
+def test_a_stranger_that_sends_lines_without_end_is_turned_away_and_not_read_on(door):
+    mine, others = socket.socketpair()
+    with mine, others:
+        mine.setblocking(False)
+        sent = 0
+        wire = Wire(TcpLike(others), longest=1000)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sent += mine.send(b"{}\n" * 20_000)
+        assert 0 < len(wire.read()) * 3 <= (1 << 16) + 1000 < sent
+
+
+class TcpLike:
+    """A connected socket that takes options of TCP."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._connected = connected
+
+    def setsockopt(self, *_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connected, name)
 
 
 def heard(door: Door) -> dict[str, object]:
