@@ -108,7 +108,7 @@ def test_a_worker_that_the_topology_names_is_started_and_started_again_by_launch
 ) -> None:
     text = (ROOT / "configs" / "quickstart.toml").read_text()
     topology = tmp_path / "named.toml"
-    topology.write_text(text.replace('role = "reward"\n', f'role = "reward"\ncommand = {json.dumps(ACTOR)}\n'))
+    topology.write_text(f'{text}\n[[process]]\nrole = "reward"\ncommand = {json.dumps(ACTOR)}\n')
     run = Run(tmp_path / "run", config=topology, steps=20)
     with running(run):
         run.until_step(5)
