@@ -125,6 +125,7 @@ class Core:
         self._faults: Counter[Fault] = Counter()
         self._lines: dict[tuple[type[Message], str], _Line] = {}
         self._addressed: deque[tuple[type[Message], str]] = deque()  # of these, the ones to one process, oldest first
+        self._forgotten = 0  # messages to those that are no longer remembered
         self._gaps = Gaps()
         self._pending: deque[Message] = deque(maxlen=max(hwm, MAX_LOOKS))  # came, not taken; the oldest may go
         self._own_ping = topic(Ping, name)
@@ -186,7 +187,7 @@ class Core:
         if to:
             self._addressed.append((kind, to))
             if len(self._addressed) > MAX_ADDRESSED:
-                del self._lines[self._addressed.popleft()]
+                self._forgotten += self._lines.pop(self._addressed.popleft()).seq
         self._lines[kind, to] = line
         return line
 
@@ -329,7 +330,7 @@ class Core:
         return EndpointStats(
             name=self.name,
             wire=KIND,
-            sent=sum(sent_by.values()),
+            sent=self._forgotten + sum(sent_by.values()),
             received=sum(received_by.values()),
             missed=self._gaps.missed,
             repeated=self._gaps.repeated,

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EndpointStats:
-    """One endpoint's life so far. `sent_by` is per topic, `received_by` per message name; `wire` is `wire.KIND`."""
+    """One endpoint's life so far. `sent_by` is per topic that is remembered, `received_by` per message name; `wire` is
+    `wire.KIND`."""
 
     name: str
     wire: str

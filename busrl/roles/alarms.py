@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -30,7 +31,8 @@ class Alarms:
 
     def step(self, row: Mapping[str, Any]) -> list[str]:
         """The texts of the alarms that begin with this step."""
-        if row["tokens"]:  # of a step that trained no token both are 0
+        # Of a step that trained no token both are 0; one that was no number has been told of already.
+        if row["tokens"] and isfinite(row["ess"]) and isfinite(row["k3"]):
             self._moved.append((row["ess"], row["k3"]))
         ended = row["groups_ended"]
         self._groups.append((ended, row["flat_share"] * ended, row["reward"]))

@@ -402,7 +402,8 @@ class Learner(Actor):
         self.bus.send(m.LearnerStateUpdate(**self.metrics.update(self.control.numbers())))
         if stats.skipped:
             blame = ", ".join(stats.culprits)
-            self.warn("learner", f"step {self.history.step} changed nothing: {stats.skipped} ({blame})", "error")
+            what = "left out a part of its updates" if stats.partly else "changed nothing"
+            self.warn("learner", f"step {self.history.step} {what}: {stats.skipped} ({blame})", "error")
         if (gate := self.training.gate) is not None and self.training.gate_moved:
             what = f"{'left out' if gate.on else 'trained'} (entropy {gate.entropy:.3f}, sigma {gate.sigma:g})"
             log.info("after step %d mastered tokens are %s", self.history.step, what)

@@ -62,6 +62,7 @@ class StepStats:
     diagnostics: Diagnostics
     skipped: str = ""
     culprits: tuple[str, ...] = ()
+    partly: bool = False  # several updates, of which some were skipped and others made
     old_tokens: int = 0  # of `context_tokens`, those that were too old
     context_tokens: int = 0  # generated, and read as context only: earlier segments, too old; not among `tokens`
     mastered_tokens: int = 0  # among `tokens`, left out of the loss by DMMPT
@@ -84,6 +85,7 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
         last, **added, sums=sums, diagnostics=told.finish(sums),
         loss=sum(one.loss * one.tokens for one in updates) / max(1, sum(one.tokens for one in updates)),
         padding=sum(one.padding * weight for one, weight in zip(updates, weights, strict=True)) / max(1, sum(weights)),
+        partly=len({bool(one.skipped) for one in updates}) > 1,
         skipped="; ".join(dict.fromkeys(one.skipped for one in updates if one.skipped)),
         culprits=tuple(name for one in updates for name in one.culprits),
     )  # fmt: skip

@@ -65,9 +65,9 @@ def keep_log(run: runs.BenchRun, to: Path) -> bool:
 
 
 def rows_of(run: runs.BenchRun) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl so far."""
-    path = run.paths.metrics
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+    """The lines of steps in metrics.jsonl so far."""
+    lines = run.paths.metrics.read_bytes().split(b"\n")[:-1] if run.paths.metrics.exists() else []
+    return [json.loads(line) for line in lines if b'"kind"' not in line]
 
 
 def watch(run: runs.BenchRun, look: Callable[[], None], *, done: Callable[[], bool] = lambda: False) -> None:

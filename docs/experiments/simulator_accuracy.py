@@ -60,7 +60,8 @@ def available(name: str) -> bool:
 
 def measured(folder: Path) -> dict[str, float]:
     """What a finished run came to, between its first and its last step."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if '"kind"' not in line]  # lines of steps
     span = rows[-1]["time_s"] - rows[0]["time_s"]
     waited = sum(sum(row["wait_s"].values()) for row in rows[1:])
     intervals = []

@@ -124,7 +124,8 @@ class OneRun:
 
     def _read(self) -> None:
         if self.paths.metrics.exists():
-            self.rows = [json.loads(line) for line in self.paths.metrics.read_bytes().split(b"\n")[:-1]]
+            lines = self.paths.metrics.read_bytes().split(b"\n")[:-1]
+            self.rows = [json.loads(line) for line in lines if b'"kind"' not in line]  # lines of steps
 
     def _reached(self) -> bool:
         groups, total, samples = 0, 0.0, 0

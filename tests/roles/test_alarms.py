@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 from hypothesis import given
@@ -36,9 +37,10 @@ def test_a_policy_that_left_the_one_that_sampled_is_told_once_with_the_numbers_a
     assert len(told(alarms, *(row(step, k3=0.5) for step in range(34, 38)))) == 1, "k3 alone is enough"
 
 
-def test_steps_that_trained_no_token_say_nothing_of_the_policy() -> None:
+def test_steps_that_trained_no_token_or_were_no_number_say_nothing_of_the_policy() -> None:
     alarms = Alarms()
     assert told(alarms, *(row(step, ess=0.0, k3=0.0, tokens=0) for step in range(9))) == []
+    assert told(alarms, *(row(step, ess=nan, k3=nan) for step in range(9, 12)), *(row(12 + k) for k in range(3))) == []
 
 
 def test_flat_groups_are_told_of_where_there_are_enough_of_them() -> None:

@@ -124,7 +124,8 @@ class Run:
         return process.pid if process else 0
 
     def metrics(self) -> list[dict[str, Any]]:
-        return read_lines(self.paths.metrics)
+        """The lines of steps; those of groups that ended without one have a `kind`."""
+        return [row for row in read_lines(self.paths.metrics) if "kind" not in row]
 
     def step(self) -> int:
         rows = self.metrics()

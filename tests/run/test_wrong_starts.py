@@ -27,8 +27,8 @@ def ended_idle(tmp_path: Path, *settings: str, reward: str = own.REWARD) -> Run:
     assert run.leftovers() == [] and run.summary()["outcome"] == "failed", run.tail()
     report = run.audit()
     assert not report.errors and report.counts.lost == 0 and report.counts.trained == 0, report
-    rows = run.metrics()
-    assert {row["kind"] for row in rows} == {"idle"} and rows[-1]["idle_groups"] >= 32
+    rows = read_lines(run.paths.metrics)
+    assert not run.metrics() and {row["kind"] for row in rows} == {"idle"} and rows[-1]["idle_groups"] >= 32
     told = [line for line in read_lines(run.paths.errors) if line["where"] == "learner"]
     assert "The run ends after 32 (limits.idle_groups)" in told[0]["text"], told
     assert told[-1]["severity"] == "critical" and "nothing to train (limits.idle_groups = 32)" in told[-1]["text"], told
@@ -41,7 +41,8 @@ def test_a_reward_that_is_always_zero(tmp_path: Path) -> None:
     text = run.text()
     assert "had the fate f (flat group); every reward was 0" in text and "was answered" in text, text
     assert "warning: " in text and "some rows stay empty" in text, "launch says what check does"
-    assert run.metrics()[-1]["reward"] == 0.0 and run.metrics()[-1]["flat_share"] == 1.0
+    last = read_lines(run.paths.metrics)[-1]
+    assert last["reward"] == 0.0 and last["flat_share"] == 1.0
     assert read_lines(run.paths.samples)[-1]["kind"] == "idle"
 
 

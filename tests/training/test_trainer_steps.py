@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from busrl.training.settings import TrainerSettings
+from busrl.training.settings import TrainerSettings, combined
 from busrl.training.trainer import Trainer
 
 
@@ -68,6 +68,16 @@ def test_a_step_without_samples_is_skipped_and_says_so(lab: Any) -> None:
     assert (stats.skipped, stats.culprits, stats.tokens) == ("no trained token", (), 0)
     assert same(weights(trainer), before)
     assert trainer.optimizer_state()["state"] == {}
+
+
+def test_a_step_of_several_updates_says_whether_some_of_them_were_made(lab: Any) -> None:
+    trainer, samples = lab.trainer("qwen3"), lab.samples()
+    skipped = trainer.step(1e-3)
+    trainer.accumulate(samples, lab.advantages(len(samples)))
+    made = trainer.step(1e-3)
+    assert skipped.skipped and not made.skipped
+    assert combined([skipped, made]).partly and combined([made, skipped]).skipped == skipped.skipped
+    assert not combined([skipped, skipped]).partly and not combined([made, made]).partly
 
 
 @pytest.mark.parametrize("way", ["apart", "lean"])

@@ -37,7 +37,8 @@ def run(loss: str, age: int, seed: int, steps: int) -> list[float]:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
         if done.returncode:
             raise RuntimeError(f"{loss} at age {age}, seed {seed}: exit code {done.returncode}\n{done.stdout[-2000:]}")
-        rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines if '"kind"' not in line]  # lines of steps
         ages = {row["age_max"] for row in rows[age + 1 :]}
         if ages != {age}:
             raise RuntimeError(f"{loss} at age {age}, seed {seed}: batches of age {sorted(ages)} were trained")

@@ -126,7 +126,8 @@ def ended_cpu(child: subprocess.Popen[bytes]) -> float:
 
 
 def rates(directory: Path) -> dict[str, Any]:
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if '"kind"' not in line]  # lines of steps
     summary = json.loads((directory / "summary.json").read_text())
     span = rows[-1]["time_s"] - rows[0]["time_s"]
     # Of the training time alone: what imports and loading cost is the same with and without watchers.

@@ -174,6 +174,8 @@ class Watch:
         *lines, self.tail = (self.tail + fresh).split(b"\n")
         for line in lines:
             row = json.loads(line)
+            if "kind" in row:  # groups that ended without a step
+                continue
             self.rows.append(row)
             # Seen at once, a row tells when the first claim was; seen late, it would put it later than it was.
             self.first_claim = min(self.first_claim, time.monotonic() - row["time_s"])

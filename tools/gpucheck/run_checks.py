@@ -62,7 +62,8 @@ def _run(context: Context, name: str, *settings: str) -> None:
     audit = subprocess.run([sys.executable, "-m", "busrl.cli", "audit", str(directory)], cwd=ROOT, timeout=60,
                            stdin=subprocess.DEVNULL, capture_output=True, text=True)  # fmt: skip
     context.bar(f"{name}: exit code of busrl audit", audit.returncode, at_most=0)
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if '"kind"' not in line]  # lines of steps
     context.figure(f"{name}: steps", rows[-1]["step"])
     fifth = max(1, len(rows) // 5)
     for what, part in (("first", rows[:fifth]), ("last", rows[-fifth:])):
