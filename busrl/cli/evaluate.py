@@ -7,11 +7,13 @@ figures. Changes nothing but the file of rows that it writes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,16 +52,28 @@ def evaluate(options: argparse.Namespace) -> int:
         config.temperature if options.temperature is None else options.temperature,
         target.step,
     )
+    out = options.out or target.out
+    with _writing(out):  # before anything is computed; rows of an earlier time stay until there are new ones
+        out.parent.mkdir(parents=True, exist_ok=True)
+        open(out, "ab").close()
     begun, evaluation = time.monotonic(), Evaluation(topology, asked)
     rows = evaluation.run(_Patience())
-    out = options.out or target.out
-    write_rows(out, rows)
+    with _writing(out):
+        write_rows(out, rows)
     found = evaluation.found()
     if options.json:
         print(json.dumps({"model": topology.model.path, **found.to_json(), "rows": str(out)}))
     else:
         print("\n".join(_lines(topology, asked.prompts, found, rows, time.monotonic() - begun, out)))
     return 0 if found.samples else 1
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise UserError(f"{out}: the rows can not be written there ({problem.strerror}); give --out FILE") from problem
 
 
 def find(named: Path, checkpoint: str, overrides: list[str]) -> Target:

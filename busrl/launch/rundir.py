@@ -283,8 +283,12 @@ def _guard(paths: RunPaths) -> RingGuard | None:
         guard = RingGuard(paths.ring_file)
     except FileNotFoundError:
         return None
-    if guard.take():
-        return guard
+    try:
+        if guard.take():
+            return guard
+    except TimeoutError as problem:
+        guard.release()
+        raise RunInUse(str(problem)) from None
     guard.release()
     return None
 

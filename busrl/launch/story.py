@@ -146,9 +146,12 @@ def _prompt(found: Any) -> str:
 
 def number(value: Any) -> float | None:
     """The finite number that a value of a JSON file is; None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    with suppress(OverflowError):  # a whole number of hundreds of digits
+        found = float(value)
+        return found if math.isfinite(found) else None
+    return None
 
 
 def _head(path: Path) -> list[dict[str, Any]]:

@@ -103,7 +103,7 @@ def json_lines(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
                 file.seek(-tail, os.SEEK_END)
                 file.readline()
             for text in file:
-                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     value = msgspec.json.decode(text)
                     if isinstance(value, dict):
                         yield value

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable
@@ -111,7 +112,7 @@ def _standing(path: Path) -> list[_Line]:
     for text in (path.read_bytes() if path.is_file() else b"").split(b"\n"):
         try:
             line = decoder.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
         while standing and standing[-1].step >= line.step:
             standing.pop()
@@ -154,14 +155,23 @@ def mend_train_log(
         line = lines.setdefault(free, _Line(free, []))
         line.samples += [(uid, 0, crc_of(uid)) for uid in gone]
     kept = next(one for k in itertools.count(1) if not (one := path.with_name(f"{path.name}.damaged-{k}")).exists())
-    if path.exists():
-        path.rename(kept)
+    _keep(path, kept)
     data = b"\n".join(msgspec.json.encode(lines[one]) for one in sorted(lines))
     write_whole(path, data + b" " * (least - 1 - len(data)) + b"\n" if data else b"")
     return (
         f"{path} was damaged or removed; it was written again from checkpoint and log, the steps of {len(gone)} "
         f"samples are not told apart any more{f', and what was there is kept as {kept.name}' if kept.exists() else ''}"
     )
+
+
+def _keep(path: Path, kept: Path) -> None:
+    """Give a file a second name, so that a death before it is replaced leaves it where it was."""
+    try:
+        os.link(path, kept)
+    except FileNotFoundError:
+        return
+    except OSError:  # a file system without second names, or something else than a file
+        path.rename(kept)
 
 
 def _trained_before(paths: RunPaths, folder: Path, step: int) -> TrainedSet:

@@ -10,6 +10,9 @@ import sys
 
 import pytest
 
+from busrl.errors import RunInUse
+from busrl.launch import rundir
+from busrl.paths import RunPaths
 from busrl.ring import OfdLock, Ring, RingGuard
 
 MODES = {"keeper": "well", "learner": "learner"}
@@ -156,3 +159,17 @@ def test_a_ring_that_somebody_removed_ends_the_run_by_name_when_a_process_has_to
     scripted.ready("learner", 2)
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
+
+
+def test_a_cleaner_that_holds_a_ring_and_does_not_get_on_is_named_and_the_start_refused(tmp_path, monkeypatch):
+    paths = RunPaths.of(tmp_path)
+    Ring.create(paths.ring_name, slots=2, slot_bytes=4096, processes=2, uuid=bytes(16)).close()
+    cleaner = RingGuard(paths.ring_file)
+    try:
+        assert cleaner.try_take()
+        monkeypatch.setattr(RingGuard.take, "__defaults__", (0.01,))
+        with pytest.raises(RunInUse, match="has been removing it"):
+            rundir._guard(paths)
+    finally:
+        cleaner.release()
+        Ring.unlink(paths.ring_name)

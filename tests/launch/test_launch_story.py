@@ -11,7 +11,7 @@ import pytest
 from busrl.launch import status
 from busrl.launch.display import plain_line
 from busrl.launch.progress import Progress
-from busrl.launch.story import TAIL_BYTES, Story, fates, sample_line
+from busrl.launch.story import TAIL_BYTES, Story, fates, number, sample_line
 from busrl.ledger.fates import Fate
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
@@ -134,3 +134,9 @@ def test_groups_that_give_no_step_are_told_and_are_no_steps(run: RunPaths) -> No
     assert "idle     100 groups in a row ended with nothing to train (100 flat), the run ends after 128" in text
     write(run.metrics, idle)
     assert (Story.of(run).first_reward, Story.of(run).rewards(), Story.of(run).flat_share()) == (None, [], 1.0)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), True, "7", None, [], {}])
+def test_what_is_no_finite_number_is_not_known(value: object) -> None:
+    assert number(value) is None
+    assert number(7) == 7.0

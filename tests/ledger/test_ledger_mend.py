@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from busrl.errors import FileCorrupt
-from busrl.ledger.mend import mend_trained_set, train_log_is_whole
+from busrl.ledger import mend
+from busrl.ledger.mend import mend_train_log, mend_trained_set, train_log_is_whole
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLine
 from busrl.paths import RunPaths
@@ -113,3 +114,21 @@ def test_a_train_log_that_ends_in_long_garbage_is_seen_to_be_damaged(paths: RunP
     with open(paths.train_log, "ab") as file:
         file.write(end)
     assert not train_log_is_whole(paths.train_log, 0)
+
+
+def test_who_dies_before_a_mended_train_log_is_in_place_leaves_the_damaged_one_where_it_was(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = paths.train_log.read_bytes()
+
+    def died(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mend, "write_whole", died)
+    with pytest.raises(KeyboardInterrupt):
+        mend_train_log(paths.train_log, 4, TrainedSet(), (), lambda uid: 0, 0)
+    assert paths.train_log.read_bytes() == before
+    monkeypatch.undo()
+    told = mend_train_log(paths.train_log, 4, TrainedSet(), (), lambda uid: 0, 0)
+    assert "train.jsonl.damaged-2" in told and paths.train_log.with_name("train.jsonl.damaged-2").read_bytes() == before
+    assert [json.loads(line)["step"] for line in paths.train_log.read_bytes().splitlines()] == [1, 2, 3, 4]
