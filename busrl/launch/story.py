@@ -41,6 +41,11 @@ WORDS = {
 }
 
 
+def is_step(value: object) -> bool:
+    """Whether a line's number can be a step's: what others wrote into a file may be anything."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
 @dataclass(frozen=True)
 class Story:
     """Lines as they stand in the files: the first step ever, the newest ones, rounds of validation, the last sample."""
@@ -54,11 +59,11 @@ class Story:
     @classmethod
     def of(cls, paths: RunPaths) -> Story:
         """Empty where there is nothing (yet)."""
-        found = [row for row in tail_rows(paths.metrics) if isinstance(row.get("step"), int)]
+        found = [row for row in tail_rows(paths.metrics) if is_step(row.get("step"))]
         rows = [row for row in found if not row.get("kind")]
         # A line about groups without a step is the newest there is to tell; the next step's has its groups as well.
         idle = found[-1] if found and found[-1].get("kind") else {}
-        rounds = [row for row in tail_rows(paths.validation) if isinstance(row.get("round"), int)]
+        rounds = [row for row in tail_rows(paths.validation) if is_step(row.get("round"))]
         samples = tail_rows(paths.samples)
         first = next((row for row in _head(paths.metrics) if "reward" in row and not row.get("kind")), {})
         return cls(first, tuple(rows), tuple(rounds), samples[-1] if samples else {}, idle)

@@ -32,9 +32,10 @@ class TrainLine(msgspec.Struct, kw_only=True):
 
 
 def last_step(path: Path) -> int:
-    """The newest step that has a line, by the end of the file; 0 if none has."""
+    """The newest step that has a line, by the end of the file; 0 if none has. A line with a `kind` is of no step."""
     for tail in (TAIL_BYTES, 0):  # the whole file only where its end is damaged
-        steps = [int(row["step"]) for row in json_lines(path, tail) if isinstance(row.get("step"), int)]
+        rows = [row for row in json_lines(path, tail) if "kind" not in row]
+        steps = [int(row["step"]) for row in rows if isinstance(row.get("step"), int)]
         if steps:
             return steps[-1]
     return 0

@@ -159,10 +159,11 @@ def test_an_interrupt_whose_reader_is_gone_too_ends_the_run_in_order(scripted):
     assert launch.wait(60) == 130 and scripted.summary()["outcome"] == "stopped" and scripted.leftovers() == []
 
 
-def test_a_process_that_dies_after_ready_and_never_works_ends_the_run_by_name(scripted):
-    scripted.start({"rollout/0": "dies_when_ready", "learner": "learner"}, crash_attempts=3)
+@pytest.mark.parametrize("name", ["rollout/0", "validator"])
+def test_a_process_that_dies_after_ready_and_never_works_ends_the_run_by_name(scripted, name):
+    scripted.start({name: "dies_when_ready", "learner": "learner"}, crash_attempts=3)
     assert scripted.wait() == 1
-    assert "rollout/0 died 3 times in a row and did none of its work in between" in scripted.output
+    assert f"{name} died 3 times in a row and did none of its work in between" in scripted.output
     assert scripted.summary()["outcome"] == "failed" and scripted.leftovers() == []
 
 

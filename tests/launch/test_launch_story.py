@@ -83,6 +83,11 @@ def test_status_as_json_tells_the_same_and_no_number_that_is_none(run: RunPaths)
 def test_files_with_numbers_that_are_none_are_no_obstacle(run: RunPaths) -> None:
     with open(run.samples, "a") as file:
         file.write('{"prompt": [NaN], "completion": "3", "reward": -Infinity}\n')
+    newest = Story.of(run).step
+    for path, key in ((run.metrics, "step"), (run.validation, "round")):
+        with open(path, "a") as file:
+            file.write(f'{{"{key}": {10**300}}}\n{{"{key}": -1}}\n{{"{key}": true}}\n')
+    assert Story.of(run).step == newest and all(0 <= row["round"] < 100 for row in Story.of(run).rounds)
     run.summary.write_text('{"outcome": "stopped", "why": "x", "seconds": NaN, "open_samples": NaN, "steps": 1e999}')
     told = json.loads(status(run.root, as_json=True), parse_constant=lambda word: pytest.fail(word))
     assert told["seconds"] is told["step"] is told["sample"]["reward"] is None

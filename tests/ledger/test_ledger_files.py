@@ -19,7 +19,7 @@ from busrl.ledger.fates import Fate
 from busrl.ledger.files import LineFile, json_lines, write_whole
 from busrl.ledger.openbin import OpenSlot, read_open, remove_open, write_open
 from busrl.ledger.trained import UID_LIMIT, TrainedSet
-from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.trainlog import TrainLog, last_step
 from busrl.ledger.wal import Record
 
 
@@ -213,3 +213,9 @@ def test_lines_are_read_back_past_whatever_else_stands_in_the_file(tmp_path: Pat
     assert [row["a"] for row in json_lines(path)] == [1, 3, 4]
     assert [row["a"] for row in json_lines(path, tail=25)] == [4]
     assert not list(json_lines(tmp_path / "none")) and not list(json_lines(tmp_path))
+
+
+def test_a_line_of_groups_without_a_step_is_not_taken_for_the_line_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 3}\n{"kind": "idle", "step": 4}\n')
+    assert last_step(path) == 3
