@@ -222,7 +222,8 @@ class Learner(Actor):
 
     def _look_at_idling(self) -> None:
         """Groups end and none can be trained: a line of the metrics at each quarter of the patience, a warning at the
-        first, and the end of the run, with the cause, at the last: a failure, or the goal where the task is solved."""
+        first (where the task is solved: the third), and the end of the run, with the cause, at the last: a failure, or
+        the goal where it is solved."""
         quarters = self.idling.quarters()
         if not quarters:
             return
@@ -232,7 +233,7 @@ class Learner(Actor):
         if solved and ends:
             self.warn("learner", f"the run ends here: {text}", kind="solved")
             self._solved = True
-        elif 1 in quarters:
+        elif (3 if solved else 1) in quarters:  # a policy that has nearly solved it has short streaks all the time
             self.warn("learner", f"{text}. The run ends after {idling.patience} (limits.idle_groups)", kind="idle")
         if ends and not solved:
             self._return_claims()
