@@ -1,5 +1,5 @@
-"""A rollout worker that new weights do not reach starts nothing too old, and says so when it lasts; of the versions that
-did reach it it remembers the newest."""
+"""A rollout worker that new weights do not reach starts nothing too old, and says so when it lasts; of the versions
+that did reach it it remembers the newest."""
 
 from __future__ import annotations
 
