@@ -7,13 +7,16 @@ the guardian: it waits until the launch that started it is gone, however that en
   A process in a session of its own bears it too. A child's process group ends with it as well, since a process that
   gave itself another title shows no environment.
 - The guardian holds no lock of the run: the next start does not wait for it, and ends first what bears a dead mark.
-- A signal is sent through a pidfd, after the mark was read again: never to another process with the same number.
+- A signal is sent through a pidfd, after the mark was read again: never to another process with the same number. So is
+  that to a group, through the pidfd of its leader, also of one that is gone. Where the kernel has not that yet (before
+  Linux 6.9), a number that is another process's by now is left alone.
 - It imports the standard library only, and little of that: it is there for as long as the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -24,6 +27,7 @@ from collections.abc import Callable, Iterable
 MARK = "BUSRL_STARTED_BY"
 ROUNDS_S = 5.0  # what does not end after so long is stuck in the kernel
 PAUSE_S = 0.01
+TO_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP
 DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -98,12 +102,36 @@ def mark_of(pid: int) -> str:
     return text.partition(f"\0{MARK}=".encode())[2].partition(b"\0")[0].decode(errors="replace")
 
 
+def end_group(descriptor: int, leader: int, began: int) -> None:
+    """SIGKILL to what is left of the group of a process, known by its pidfd, its pid and when it began."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL, None, TO_GROUP)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            if born(leader) in (0, began):
+                os.killpg(leader, signal.SIGKILL)
+
+
+def _hold(held: dict[tuple[int, int], int], leader: int, began: int) -> None:
+    """Keep the pidfd of a leader, if that is still the process that began then."""
+    try:
+        descriptor = os.pidfd_open(leader)
+    except OSError:
+        return
+    if born(leader) == began:
+        held[leader, began] = descriptor
+    else:
+        os.close(descriptor)
+
+
 class Guardian:
     """The guardian as its launch sees it. `hold` and `let_go` name the leaders of the groups that end with launch."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._held: set[int] = set()
+        self._held: dict[int, int] = {}  # and when each began
         self._process = self._start()
 
     @property
@@ -111,14 +139,14 @@ class Guardian:
         return self._process.pid
 
     def hold(self, leader: int) -> None:
-        """This child's group ends with launch."""
-        self._held.add(leader)
-        self._tell(f"+{leader}\n")
+        """This child's group ends with launch. Nobody has waited for the child yet, so the number is its own."""
+        self._held[leader] = born(leader)
+        self._tell(f"+{leader} {self._held[leader]}\n")
 
     def let_go(self, leader: int) -> None:
         """This child has ended, and its group with it."""
-        self._held.discard(leader)
-        self._tell(f"-{leader}\n")
+        began = self._held.pop(leader, 0)
+        self._tell(f"-{leader} {began}\n")
 
     def renew(self) -> bool:
         """Start another one if somebody has ended it; whether that was so."""
@@ -126,8 +154,8 @@ class Guardian:
             return False
         self._shut()
         self._process = self._start()
-        for leader in self._held:
-            self._tell(f"+{leader}\n")
+        for leader, began in self._held.items():
+            self._tell(f"+{leader} {began}\n")
         return True
 
     def close(self) -> None:
@@ -161,12 +189,15 @@ def guard(prefix: str) -> None:
     """Wait for the end of launch, which closes our standard input by dying; then end what it held and marked."""
     for number in DEAF:
         signal.signal(number, signal.SIG_IGN)
-    held: set[int] = set()
+    held: dict[tuple[int, int], int] = {}  # pidfds
     for line in sys.stdin:
-        (held.add if line[0] == "+" else held.discard)(int(line[1:]))
-    for leader in held:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)
+        leader, began = map(int, line[1:].split())
+        if line[0] == "+":
+            _hold(held, leader, began)
+        elif (leader, began) in held:
+            os.close(held.pop((leader, began)))
+    for (leader, began), descriptor in held.items():
+        end_group(descriptor, leader, began)
     end_marked(prefix)
 
 

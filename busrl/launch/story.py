@@ -21,6 +21,7 @@ import numpy as np
 
 from busrl.launch.printable import safe
 from busrl.ledger.fates import Fate, name_of
+from busrl.ledger.trainlog import of_step
 from busrl.paths import RunPaths
 
 TAIL_BYTES = 1 << 20
@@ -60,12 +61,12 @@ class Story:
     def of(cls, paths: RunPaths) -> Story:
         """Empty where there is nothing (yet)."""
         found = [row for row in tail_rows(paths.metrics) if is_step(row.get("step"))]
-        rows = [row for row in found if not row.get("kind")]
+        rows = [row for row in found if of_step(row)]
         # A line about groups without a step is the newest there is to tell; the next step's has its groups as well.
-        idle = found[-1] if found and found[-1].get("kind") else {}
+        idle = found[-1] if found and not of_step(found[-1]) else {}
         rounds = [row for row in tail_rows(paths.validation) if is_step(row.get("round"))]
         samples = tail_rows(paths.samples)
-        first = next((row for row in _head(paths.metrics) if "reward" in row and not row.get("kind")), {})
+        first = next((row for row in _head(paths.metrics) if "reward" in row and of_step(row)), {})
         return cls(first, tuple(rows), tuple(rounds), samples[-1] if samples else {}, idle)
 
     @property
@@ -104,7 +105,7 @@ class Story:
         steps, tokens, span = 0, 0.0, 0.0
         for row in reversed(self.rows):
             seconds = number(row.get("seconds")) or 0.0
-            if seconds > 0 and not row.get("kind"):
+            if seconds > 0:
                 steps, tokens, span = steps + 1, tokens + (number(row.get("tokens")) or 0.0), span + seconds
             if span >= PACE_S:
                 break

@@ -1,7 +1,7 @@
 """The train log, `train.jsonl`: one line per optimiser step, for people and for the audit.
 
-Written by the learner after a step; talks to one file. Knows nothing of the write-ahead log's bytes, of the ring or
-of tensors.
+Written by the learner after a step; talks to one file. `step_lines` and `last_step` read metrics.jsonl as well. Knows
+nothing of the write-ahead log's bytes, of the ring or of tensors.
 
 - A line with step s takes the place of all earlier lines with a step >= s: that is how a replay after a restart, or a
   return to a checkpoint with `wal = "off"`, shows. Nothing in the file is ever changed.
@@ -11,8 +11,9 @@ of tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -31,11 +32,22 @@ class TrainLine(msgspec.Struct, kw_only=True):
     samples: list[tuple[int, int, int]]
 
 
+def of_step(row: Mapping[str, Any]) -> bool:
+    """Whether a line of train.jsonl or metrics.jsonl is a step's: one with a `kind` tells of groups that ended without
+    a step, under the number of the step before them."""
+    return "kind" not in row
+
+
+def step_lines(path: Path, tail: int = 0) -> list[dict[str, Any]]:
+    """The lines of steps, in order: what every reader of metrics.jsonl means by its rows. Empty where there is no file;
+    `tail`: only of its last bytes."""
+    return [row for row in json_lines(path, tail) if of_step(row)]
+
+
 def last_step(path: Path) -> int:
-    """The newest step that has a line, by the end of the file; 0 if none has. A line with a `kind` is of no step."""
+    """The newest step that has a line, by the end of the file; 0 if none has."""
     for tail in (TAIL_BYTES, 0):  # the whole file only where its end is damaged
-        rows = [row for row in json_lines(path, tail) if "kind" not in row]
-        steps = [int(row["step"]) for row in rows if isinstance(row.get("step"), int)]
+        steps = [int(row["step"]) for row in step_lines(path, tail) if isinstance(row.get("step"), int)]
         if steps:
             return steps[-1]
     return 0

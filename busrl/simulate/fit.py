@@ -31,6 +31,7 @@ from busrl.data.prompt import plain_text
 from busrl.data.stream import JsonlStream
 from busrl.data.trace import Task
 from busrl.errors import DataError, NoSuchRun, UserError
+from busrl.ledger.trainlog import of_step
 from busrl.paths import RunPaths
 from busrl.simulate.actors import judges_of
 from busrl.simulate.answers import Recorded, RecordedAnswers
@@ -46,7 +47,6 @@ STEP_KEYS = (
     "step", "seconds", "wait_s", "publish_s", "checkpoint_s", "tokens", "forward_s", "backward_s", "groups",
     "groups_ended",
 )  # fmt: skip
-IDLE = "idle"  # `kind` of a line of metrics.jsonl that is no step
 GROUP_KEYS = ("draws", "born", "lengths", "rewards")
 
 
@@ -294,7 +294,7 @@ def _row(line: bytes, place: str, keys: Sequence[str]) -> dict[str, Any] | None:
         row = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         raise UserError(f"{place}: a line is not JSON ({error}); was it edited? Fit another run") from None
-    if isinstance(row, dict) and row.get("kind") == IDLE:
+    if isinstance(row, dict) and not of_step(row):
         return None
     missing = [key for key in keys if not isinstance(row, dict) or key not in row]
     if missing:

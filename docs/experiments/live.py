@@ -25,6 +25,7 @@ import report  # noqa: E402
 import runs  # noqa: E402
 
 from busrl.data import trace, tracemaker  # noqa: E402
+from busrl.ledger.trainlog import step_lines  # noqa: E402
 from busrl.ring import State  # noqa: E402
 
 SCRIPTED = ROOT / "configs" / "scripted.toml"
@@ -66,8 +67,7 @@ def keep_log(run: runs.BenchRun, to: Path) -> bool:
 
 def rows_of(run: runs.BenchRun) -> list[dict[str, Any]]:
     """The lines of steps in metrics.jsonl so far."""
-    lines = run.paths.metrics.read_bytes().split(b"\n")[:-1] if run.paths.metrics.exists() else []
-    return [json.loads(line) for line in lines if b'"kind"' not in line]
+    return step_lines(run.paths.metrics)
 
 
 def watch(run: runs.BenchRun, look: Callable[[], None], *, done: Callable[[], bool] = lambda: False) -> None:

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
 from runs import run  # noqa: E402
 
+from busrl.ledger.trainlog import step_lines  # noqa: E402
 from busrl.simulate import World  # noqa: E402
 from busrl.simulate.fit import Fitted, fit  # noqa: E402
 from busrl.simulate.settings import Asked, make  # noqa: E402
@@ -60,8 +61,7 @@ def available(name: str) -> bool:
 
 def measured(folder: Path) -> dict[str, float]:
     """What a finished run came to, between its first and its last step."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines if '"kind"' not in line]  # lines of steps
+    rows = step_lines(folder / "metrics.jsonl")
     span = rows[-1]["time_s"] - rows[0]["time_s"]
     waited = sum(sum(row["wait_s"].values()) for row in rows[1:])
     intervals = []

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from busrl.launch.usage import cpu_of
+from busrl.ledger.trainlog import step_lines
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Ring, RingError
 
@@ -123,9 +124,7 @@ class OneRun:
             time.sleep(0.05)
 
     def _read(self) -> None:
-        if self.paths.metrics.exists():
-            lines = self.paths.metrics.read_bytes().split(b"\n")[:-1]
-            self.rows = [json.loads(line) for line in lines if b'"kind"' not in line]  # lines of steps
+        self.rows = step_lines(self.paths.metrics)
 
     def _reached(self) -> bool:
         groups, total, samples = 0, 0.0, 0

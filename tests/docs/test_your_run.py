@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from busrl.cli.command import main
 from busrl.launch.state import read_map
+from busrl.ledger.trainlog import step_lines
 from busrl.paths import SHM, RunPaths
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-run.md").read_text()
@@ -124,7 +124,7 @@ def test_the_ten_numbers_stand_in_the_files(followed: tuple[Follower, dict[str, 
     section = PAGE[PAGE.index("## Ten numbers") : PAGE.index("Is it fast?")]
     named = re.findall(r"^\| `([\w/]+)`", section, re.M)
     assert len(named) == 10
-    rows: list[dict[str, Any]] = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    rows = step_lines(paths.metrics)
     rounds = json.loads(paths.validation.read_text().splitlines()[0])
     assert {name for name in named if "/" not in name} <= set(rows[0]) and {n for n in named if "/" in n} <= set(rounds)
 

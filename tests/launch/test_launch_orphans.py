@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from busrl.launch.orphans import MARK, born, end_left_behind, end_marked, mark, mark_of
+from busrl.launch import orphans
+from busrl.launch.orphans import MARK, born, end_group, end_left_behind, end_marked, mark, mark_of
 from busrl.ring import OfdLock
 
 LEAVERS = ["leaves_a_child", "leaves_a_session"]
@@ -108,6 +111,81 @@ def test_what_a_launch_that_is_gone_has_left_is_known_by_its_pid_and_the_time_it
     finally:
         left.kill()
         left.wait()
+
+
+# In a namespace of its own, where the next process id can be chosen: a launch is killed that had two children, both
+# gone before it. The number of the first is another process's by then; the second has left a process without a mark.
+REUSED = """
+import os, select, signal, subprocess, sys, time
+sys.path.insert(0, sys.argv[1])
+from busrl.launch.orphans import Guardian, mark
+
+def sleeper(number=0, **options):
+    if number:
+        with open("/proc/sys/kernel/ns_last_pid", "w") as file:
+            file.write(str(number - 1))
+    return subprocess.Popen(["sleep", "1000"], **options)
+
+launch = os.fork()
+if not launch:
+    guardian = Guardian(mark("test", os.getpid()))
+    first = sleeper(600, start_new_session=True)
+    second = subprocess.Popen(["sh", "-c", "sleep 1000 & echo $!; read wait"], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, start_new_session=True)
+    left = int(second.stdout.readline())
+    for one in (first, second):
+        guardian.hold(one.pid)
+    known = f"/proc/{guardian.pid}/fd"
+    end = time.monotonic() + 60
+    while sum("pidfd" in os.readlink(f"{known}/{one}") for one in os.listdir(known)) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    for one in (first, second):
+        one.kill()
+        one.wait()
+    os.kill(guardian.pid, signal.SIGSTOP)
+    with open(sys.argv[2], "w") as file:
+        file.write(f"{first.pid} {left} {guardian.pid}")
+    os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(launch, 0)
+first, left, guardian = map(int, open(sys.argv[2]).read().split())
+other = sleeper(first, start_new_session=True)
+assert other.pid == first, (other.pid, first)
+ends = {one: os.pidfd_open(one) for one in (guardian, left)}
+os.kill(guardian, signal.SIGCONT)
+for pid, end in ends.items():
+    assert select.select([end], [], [], 60)[0], f"{pid} of guardian and left {list(ends)} stays"
+print("the other process", "lives" if other.poll() is None else "was killed")
+"""
+
+
+def can_choose_pids() -> bool:
+    command = ["unshare", "-pf", "--mount-proc", "sh", "-c", "echo 500 > /proc/sys/kernel/ns_last_pid"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_choose_pids(), reason="needs root and unshare(1) for a private process namespace")
+def test_the_guardian_ends_the_group_that_it_was_told_of_and_no_other_that_has_its_number_by_now(tmp_path):
+    script = [sys.executable, "-c", REUSED, str(Path(orphans.__file__).parents[2]), str(tmp_path / "pids")]
+    done = subprocess.run(["unshare", "-pf", "--mount-proc", *script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "the other process lives\n", done.stdout + done.stderr
+
+
+def test_where_the_kernel_signals_no_groups_a_number_that_is_another_process_s_is_left_alone(monkeypatch):
+    def no_flags(descriptor, number, info=None, flags=0):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(orphans.signal, "pidfd_send_signal", no_flags)
+    group = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    descriptor = os.pidfd_open(group.pid)
+    try:
+        end_group(descriptor, group.pid, born(group.pid) - 1)
+        assert group.poll() is None
+        end_group(descriptor, group.pid, born(group.pid))
+        assert group.wait(10) == -signal.SIGKILL
+    finally:
+        os.close(descriptor)
+        group.kill()
+        group.wait()
 
 
 def children(pid: int) -> list[int]:

@@ -19,7 +19,7 @@ from busrl.ledger.fates import Fate
 from busrl.ledger.files import LineFile, json_lines, write_whole
 from busrl.ledger.openbin import OpenSlot, read_open, remove_open, write_open
 from busrl.ledger.trained import UID_LIMIT, TrainedSet
-from busrl.ledger.trainlog import TrainLog, last_step
+from busrl.ledger.trainlog import TrainLog, last_step, step_lines
 from busrl.ledger.wal import Record
 
 
@@ -217,5 +217,8 @@ def test_lines_are_read_back_past_whatever_else_stands_in_the_file(tmp_path: Pat
 
 def test_a_line_of_groups_without_a_step_is_not_taken_for_the_line_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 3}\n{"kind": "idle", "step": 4}\n')
+    idle = '{"kind": "idle", "step": 4}\n'
+    path.write_text(f'{idle}{{"step": 1}}\n{{"step": 3}}\n{idle}{{"step": 4, "re')
     assert last_step(path) == 3
+    assert [row["step"] for row in step_lines(path)] == [1, 3] and step_lines(tmp_path / "none") == []
+    assert step_lines(path, tail=50) == []

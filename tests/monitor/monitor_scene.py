@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.bus import Endpoint
-from busrl.monitor.recording import Entry, Recording
+from busrl.monitor.recording import FIXED, Entry, Recording
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Ring
 
@@ -111,7 +111,9 @@ def finished(child: subprocess.Popen[str]) -> str:
 
 
 def entries(path: Path) -> list[Entry]:
-    """What is in a recording now; it may be written still."""
+    """What is in a recording now; it may be written still, or have only its name."""
+    if path.stat().st_size < FIXED.size:
+        return []
     with Recording(path) as recording:
         return list(recording.entries())
 

@@ -159,6 +159,12 @@ def recorder(scene: Scene, started: Start, path: Path, *options: str):
     return child, publisher
 
 
+def test_a_recording_that_has_its_name_and_no_header_yet_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "a.rec"
+    path.touch()  # what a reader sees between the writer's first two calls of the system
+    assert entries(path) == []
+
+
 def recorded_uids(path: Path) -> list[int]:
     bodies = [one.body for one in entries(path) if one.topic == TOPIC.encode()]
     return [msgspec.msgpack.decode(body)["uid"] for body in bodies]

@@ -1,11 +1,12 @@
 """Runs in a mount namespace of its own (`unshare -m`): a full /dev/shm, and a disk that fills up in mid-run.
 
-Started by test_full_disk.py as `python small_disk.py CASE FOLDER`; fails by an assertion.
+Started by test_full_disk.py and test_storms.py as `python small_disk.py CASE FOLDER [SEED]`; fails by an assertion.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,16 @@ from harness import Run, running
 
 FILLED_AT = 4
 STEPS = 14
+
+
+def why_no_mounts() -> str:
+    """Why no mount namespace can be had here; empty if one can."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return "needs root and unshare(1) for a private mount namespace"
+    tried = subprocess.run(
+        ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True, timeout=30
+    )
+    return f"no private mounts here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def mount(where: Path, size: str) -> None:
@@ -90,6 +101,15 @@ def disk_fills_up(folder: Path) -> None:
     assert run.output.read_text().count("training pauses") == 1, run.output.read_text()
 
 
+def storm(folder: Path) -> None:
+    """Both fill up and are freed again while processes are killed and files vanish."""
+    from test_storms import storm_short_of_space
+
+    mount(folder / "disk", "96m")
+    mount(Path("/dev/shm"), "96m")
+    storm_short_of_space(folder, int(sys.argv[3]))
+
+
 if __name__ == "__main__":
-    cases = (small_shm, disk_fills_up, disk_fills_up_and_one_dies)
+    cases = (small_shm, disk_fills_up, disk_fills_up_and_one_dies, storm)
     {case.__name__: case for case in cases}[sys.argv[1]](Path(sys.argv[2]))

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from harness import ROOT
+from small_disk import why_no_mounts
 
 HERE = Path(__file__).parent
 
 
-def why_not() -> str:
-    """Why no mount namespace can be had here; empty if one can."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        return "needs root and unshare(1) for a private mount namespace"
-    tried = subprocess.run(
-        ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True, timeout=30
-    )
-    return f"no private mounts here: {tried.stderr.strip()}" if tried.returncode else ""
-
-
-WHY_NOT = why_not()
+WHY_NOT = why_no_mounts()
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checks import check_end
-from harness import Run, read_lines, running
+from harness import Run, running
 
 ONE_COPY = ("weights.transport=cuda_ipc", "model.device=cpu")
 
@@ -29,7 +29,7 @@ def survive(tmp_path: Path, kills: Sequence[tuple[int, str]], starts: int, steps
     learner = log_of(run, "learner")
     assert learner.count("trains the engine's own weights") == starts, learner
     assert "rollout-0 (pid" in learner and "held the weights and is gone" in learner
-    rewards = [row["reward"] for row in read_lines(run.paths.metrics)]
+    rewards = [row["reward"] for row in run.metrics()]
     assert sum(rewards[-5:]) > sum(rewards[:5]), rewards
 
 

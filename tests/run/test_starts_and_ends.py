@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -89,7 +88,7 @@ def test_a_run_that_was_asked_to_end_ends_in_order_and_is_finished_by_later_star
         code = run.wait()
     check_end(run, code)
     assert "signal SIG" not in (run.paths.logs / "launch.log").read_text(), run.tail()
-    told, rows = run.summary(), [json.loads(line) for line in run.paths.metrics.read_text().splitlines()]
+    told, rows = run.summary(), run.metrics()
     assert told["steps_before"] >= 12 and told["reward"]["first"] == rows[0]["reward"], "the story of all its starts"
     assert "goes on after step" in run.text()
     assert run.start().wait() == 0 and f"{STEPS} of {STEPS} steps are done; to go on" in run.text()

@@ -22,6 +22,8 @@ from typing import Any
 import report
 from runs import BenchRun, quantiles, run
 
+from busrl.ledger.trainlog import step_lines
+
 SHARES = (0.0, 0.3, 1.0)
 MEASURED = Path(__file__).with_name("measured_role.py")
 
@@ -32,8 +34,7 @@ def seconds(share: float, steps: int, seed: int) -> float:
     settings += [f"faults.bus=[{{drop={share}}}]"] if share else []
     with run(*settings) as one:
         finish(one)
-        lines = one.paths.metrics.read_text().splitlines()
-        times = [json.loads(line)["time_s"] for line in lines if '"kind"' not in line]  # lines of steps
+        times = [row["time_s"] for row in step_lines(one.paths.metrics)]
     return float(times[-1] - times[0])
 
 

@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median
 
+from busrl.ledger.trainlog import step_lines
+
 ROOT = Path(__file__).resolve().parents[2]
 LOSSES = ("ppo_clip", "decoupled")
 BARS = "▁▂▃▄▅▆▇█"
@@ -37,8 +39,7 @@ def run(loss: str, age: int, seed: int, steps: int) -> list[float]:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
         if done.returncode:
             raise RuntimeError(f"{loss} at age {age}, seed {seed}: exit code {done.returncode}\n{done.stdout[-2000:]}")
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines if '"kind"' not in line]  # lines of steps
+        rows = step_lines(directory / "metrics.jsonl")
         ages = {row["age_max"] for row in rows[age + 1 :]}
         if ages != {age}:
             raise RuntimeError(f"{loss} at age {age}, seed {seed}: batches of age {sorted(ages)} were trained")

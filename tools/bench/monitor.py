@@ -32,6 +32,8 @@ from typing import Any
 import report
 import zmq
 
+from busrl.ledger.trainlog import step_lines
+
 ROOT = Path(__file__).resolve().parents[2]
 TOPOLOGY = ROOT / "configs" / "quickstart.toml"
 SERVE = """
@@ -90,8 +92,7 @@ def ring_of(directory: Path) -> Path:
 
 def metrics_of(directory: Path) -> bool:
     """Whether the first step has ended."""
-    path = directory / "metrics.jsonl"
-    return path.exists() and path.stat().st_size > 0
+    return bool(step_lines(directory / "metrics.jsonl"))
 
 
 def watch(directory: Path, recording: Path) -> dict[str, subprocess.Popen[bytes]]:
@@ -126,8 +127,7 @@ def ended_cpu(child: subprocess.Popen[bytes]) -> float:
 
 
 def rates(directory: Path) -> dict[str, Any]:
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines if '"kind"' not in line]  # lines of steps
+    rows = step_lines(directory / "metrics.jsonl")
     summary = json.loads((directory / "summary.json").read_text())
     span = rows[-1]["time_s"] - rows[0]["time_s"]
     # Of the training time alone: what imports and loading cost is the same with and without watchers.

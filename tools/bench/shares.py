@@ -20,6 +20,8 @@ from typing import Any
 
 import report
 
+from busrl.ledger.trainlog import step_lines
+
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = ("launch", "bus", "keeper", "scheduler", "reward/0")
 BAR = 0.10
@@ -35,8 +37,7 @@ def run(seed: int, steps: int) -> dict[str, float]:
             "--set", f"run.max_steps={steps}", "--set", f"run.seed={seed}",
         ]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True, timeout=600, cwd=ROOT)
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines if '"kind"' not in line]  # lines of steps
+        rows = step_lines(run_dir / "metrics.jsonl")
         found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())["processes"]
     samples = sum(row["samples_ended"] for row in rows[1:]) / (rows[-1]["time_s"] - rows[0]["time_s"])
     return {**{name: found[name]["cpu_share"] for name in LIGHT}, "samples_per_s": samples}

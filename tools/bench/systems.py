@@ -164,6 +164,8 @@ class Watch:
             raise RunFailed(f"waited over {self.terms.limit_s:g} s for {what}")
 
     def _new_rows(self) -> None:
+        from busrl.ledger.trainlog import of_step
+
         path = self.run_dir / "metrics.jsonl"
         if not path.is_file():
             return
@@ -174,7 +176,7 @@ class Watch:
         *lines, self.tail = (self.tail + fresh).split(b"\n")
         for line in lines:
             row = json.loads(line)
-            if "kind" in row:  # groups that ended without a step
+            if not of_step(row):
                 continue
             self.rows.append(row)
             # Seen at once, a row tells when the first claim was; seen late, it would put it later than it was.

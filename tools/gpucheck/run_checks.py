@@ -47,6 +47,8 @@ def vllm(context: Context) -> None:
 
 def _run(context: Context, name: str, *settings: str) -> None:
     _need_packages()
+    from busrl.ledger.trainlog import step_lines
+
     steps = 3 if context.small else 20
     directory = context.file.parent / "run"
     command = [sys.executable, "-m", "busrl.cli", "launch", "configs/quickstart.toml", "--run-dir", str(directory)]
@@ -62,8 +64,7 @@ def _run(context: Context, name: str, *settings: str) -> None:
     audit = subprocess.run([sys.executable, "-m", "busrl.cli", "audit", str(directory)], cwd=ROOT, timeout=60,
                            stdin=subprocess.DEVNULL, capture_output=True, text=True)  # fmt: skip
     context.bar(f"{name}: exit code of busrl audit", audit.returncode, at_most=0)
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines if '"kind"' not in line]  # lines of steps
+    rows = step_lines(directory / "metrics.jsonl")
     context.figure(f"{name}: steps", rows[-1]["step"])
     fifth = max(1, len(rows) // 5)
     for what, part in (("first", rows[:fifth]), ("last", rows[-fifth:])):
