@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 
 import pytest
@@ -145,6 +146,8 @@ def test_output_that_nobody_reads_stops_neither_the_watch_nor_the_end(scripted):
     scripted.ready("rollout/0", 4)
     launch.send_signal(signal.SIGTERM)
     assert launch.wait(60) == 143 and scripted.summary()["outcome"] == "stopped"
+    unread = re.search(r"^(\d+) lines up to the end were not shown, as nobody read", scripted.log(), re.MULTILINE)
+    assert unread and int(unread[1]) > 10, "all that was said, and the summary"
     os.close(reader)
     os.close(writer)
 
