@@ -129,7 +129,7 @@ class RunPaths:
 
     @property
     def groups(self) -> Path:
-        """Lengths and rewards of every group that ended, for `busrl simulate --fit`."""
+        """Lengths and rewards of every group that ended, for the learner's next life and `busrl simulate --fit`."""
         return self.root / "groups.jsonl"
 
     @property

@@ -56,6 +56,7 @@ STEP, METRICS, SCHEDULE = "busrl/roles/training_step.py", "busrl/roles/stepmetri
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner.py", "busrl/roles/validator.py"
 ENGINE, SAMPLING = "busrl/inference/torch_engine.py", "busrl/inference/sampling.py"
 
+SET_ASIDE = "test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step"
 MUTANTS = (
     # -- what an engine draws
     Mutant("a rollout asks for temperature 1 whatever the slot says", ROLLOUT,
@@ -86,8 +87,8 @@ MUTANTS = (
     Mutant("an age is one step too much", METRICS,
            "ages = np.array([record.step - 1 - min(", "ages = np.array([record.step - min(", PPO),
     Mutant("an answer is as old as its last version", ROLLOUT,
-           "        if oldest < version:\n            version, step = oldest, min(step, self.step_of[oldest])\n",
-           "        version = int(sequence.versions[-1])\n        step = self.step_of[version]\n", RUN),
+           "        if oldest < version:\n            version, step = oldest, min(step, self.steps.step_of(oldest))\n",
+           "        version = int(sequence.versions[-1])\n        step = self.steps.step_of(version)\n", RUN),
     Mutant("the audit takes the newest member", "busrl/ledger/audit/ages.py",
            "min(least.get(sample.group, sample.step), sample.step)",
            "max(least.get(sample.group, sample.step), sample.step)",
@@ -116,13 +117,17 @@ MUTANTS = (
            (f"{ANSWERS}::test_a_sample_that_is_admitted_while_a_version_is_published_never_looks_younger_than_it_is",)),
     # -- rewards
     Mutant("the reward of a step leaves out flat groups", METRICS,
-           "ended = np.concatenate([rewards, self._aside_rewards])", "ended = rewards", PPO),
+           "        rewards.join(self.rewards)\n", "", PPO),
     Mutant("rewards of groups set aside are forgotten", METRICS,
-           "        self._aside_rewards += rewards\n", "", PPO),
+           "            self.rewards.add(rewards)\n", "", PPO),
+    Mutant("rewards of groups that a dead learner set aside are forgotten", METRICS,
+           "                self._aside.join(aside)\n", "                pass\n", (f"{STEPS}::{SET_ASIDE}",)),
+    Mutant("a group whose drop was cut short is counted twice", METRICS,
+           "            self._known[line.draws[0]] = None\n", "", (f"{STEPS}::{SET_ASIDE}",)),
     Mutant("a flat group is not told to the metrics", LEARNER,
            "        self.metrics.set_aside(", "        (lambda *told: None)(", RUN),
     Mutant("flat groups are counted against the trained ones alone", METRICS,
-           'self._aside["f"] / (len(groups) + self.groups_aside)', 'self._aside["f"] / len(groups)', PPO),
+           'self.fates["f"] / groups', 'self.fates["f"] / len(record.groups)', PPO),
     Mutant("fates of flat and of old groups are swapped", "busrl/scheduling/plan.py",
            'else "f" if view.flat[i] else "o"', 'else "o" if view.flat[i] else "f"', ("tests/scheduling/test_plan.py",)),
     Mutant("the penalty of a cut answer is added", "busrl/roles/worth.py",
@@ -226,8 +231,8 @@ MUTANTS = (
     Mutant("the log names a version that is not there yet", LEARNER,
            "            version=self.publisher.version,\n            cause", "            version=self.publisher.version + 1,\n            cause", RUN),
     Mutant("a replayed step is of age 0", METRICS,
-           '"reward": float(np.mean(rewards)), **_trained(record), **_training(stats),',
-           '"reward": float(np.mean(rewards)), **_trained(record), **_training(stats), "age_max": 0,',
+           "**aside.with_trained(record), **_trained(record),\n            **_training(stats),",
+           '**aside.with_trained(record), **_trained(record),\n            **_training(stats), "age_max": 0,',
            (f"{STEPS}::test_the_line_of_a_replayed_step_has_the_ages_of_its_groups",)),
     # -- starting again
     Mutant("random state is not restored", STEP, "            found.restore_random(self.device)\n", "",

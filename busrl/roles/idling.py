@@ -94,12 +94,17 @@ class Idling:
         self.flat = Flat()
 
     def _recall(self) -> None:
-        """What the steps before this life saw."""
+        """What the steps before this life saw: a streak after the last of them is another start's business."""
+        ended, seen = 0, set[float]()
         for row in json_lines(self.paths.groups, MOST_LINES_BYTES):
             with contextlib.suppress(KeyError, TypeError, ValueError):
-                self.saw([float(reward) for rewards in row["rewards"] for reward in rewards])
-                usable = row["fates"].count("T")
-                self._usable, self._ended = self._usable + usable, self._ended + len(row["fates"]) - usable
+                found = [float(reward) for rewards in row["rewards"] for reward in rewards]
+                seen |= {min(found), max(found)}
+                ended += len(row["fates"])
+                if usable := row["fates"].count("T"):
+                    self._usable, self._ended = self._usable + usable, self._ended + ended - usable
+                    self.saw([*seen])
+                    ended, seen = 0, set()
 
     # -- what happens ---------------------------------------------------------------------------------------------
 

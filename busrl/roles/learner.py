@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from busrl.errors import DiskFull, NothingToTrain, WriteFailed
+from busrl.errors import DiskFull, FateRefused, NothingToTrain, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
@@ -71,7 +72,9 @@ class Learner(Actor):
         self.pieces = Pieces(self.topology.limits.progress_s, self.work_s)
         self.training.moved = self._moved
         self.worth = Worth(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
-        self.metrics, self.excerpts = StepMetrics(self.paths), Excerpts(self.topology)
+        with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
+            self.ring.finish_drops()  # so that the fates tell what a predecessor set aside
+        self.metrics, self.excerpts = StepMetrics(self.paths, self._has_fate), Excerpts(self.topology)
         self.idling, self._solved = Idling(self.topology, self.paths), False
         self.agreement, self.alarms = Agreement(self.topology), Alarms()
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
@@ -100,6 +103,7 @@ class Learner(Actor):
                 self.metrics.replayed(record, stats)
                 self.ring.progress()
                 replayed += 1
+            self.metrics.resume(self.history.step)
             self.control.start()
             self.history.store_fates(self.fates)
             late = self.topology.experiments.forced_age
@@ -208,8 +212,7 @@ class Learner(Actor):
     def _set_aside(self, view: GroupView, action: SetAside) -> bool:
         lines = self.copy_lines()
         slots = view.slots_of(action.draw)
-        self.metrics.set_aside(lines[slots], action.fate)
-        self.metrics.reward_parts(parts_of(self.ring, slots))
+        self.metrics.set_aside(lines[slots], action.fate, self.history.step + 1, parts_of(self.ring, slots))
         shown = slots[0]
         self.idling.set_aside(
             lines[slots], action.fate, lambda: self.excerpts.glimpse(self.ring, shown, lines[shown])
@@ -219,6 +222,11 @@ class Learner(Actor):
             if int(lines["state"][slot]) == State.REWARDED and int(lines["group"][slot]) == action.draw:
                 self.ring.drop(slot, int(lines["word"][slot]), action.fate)
         return True
+
+    def _has_fate(self, draw: int, fate: str) -> bool:
+        """Whether any sample of a group has it."""
+        width = 2 * self.topology.groups.size
+        return bool((self.fates.view()[draw * width : (draw + 1) * width] == ord(fate)).any())
 
     def _look_at_idling(self) -> None:
         """Groups end and none can be trained: a line of the metrics at each quarter of the patience, a warning at the
@@ -330,7 +338,7 @@ class Learner(Actor):
                 "groups_total": self.history.groups, "queue": max(0, int(view.usable.sum()) - len(groups)),
                 **self._lengths(groups, view), **self.control.numbers(),
             }  # fmt: skip
-            row = self.metrics.step(record, groups, stats, samples, self.publisher.version, published, more)
+            row = self.metrics.step(record, stats, samples, self.publisher.version, published, more)
             for text in () if self.topology.scripted else self.alarms.step(row):
                 self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
             self.control.step(record, stats, row, self._warn_of_control)

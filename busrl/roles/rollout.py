@@ -49,6 +49,7 @@ from busrl.roles.trajectory import (
 )
 from busrl.roles.wave_claims import take_queued
 from busrl.weights import Receiver, make_receiver, settings_of, share_weights
+from busrl.weights.base import StepTable
 
 log = logging.getLogger("busrl")
 REQUEST_EVERY_S = 1.0
@@ -91,7 +92,7 @@ class Rollout(Actor):
         if self.waves is not None:
             self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # a wave begins without a transition that could wake us
         self.version = 0
-        self.step_of = {0: 0}  # learner step of each version that this engine has run
+        self.steps = StepTable()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
         own = self.engine.receiver(settings_of(self.topology, self.paths), self.worker_id)
         self.receiver: Receiver = own or make_receiver(self.topology, self.paths, self.worker_id)
@@ -187,7 +188,7 @@ class Rollout(Actor):
             return
         self.joined = True
         self.segments.fetched((time.monotonic_ns() - begun) / 1e9)
-        self.step_of[self.version] = step
+        self.steps.add(self.version, step)
         self.ring.set_version_seen(self.version)
         if not wait:
             self.pace.updated(time.monotonic_ns() - begun)
@@ -285,7 +286,7 @@ class Rollout(Actor):
     def _left_behind(self) -> bool:
         """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
         bound = 0 if self.limits.waves else self.limits.max_staleness
-        behind = self.ring.header("version_step") - self.step_of[self.version]
+        behind = self.ring.header("version_step") - self.steps.step_of(self.version)
         if bound is None or self.topology.experiments.forced_age != 0 or behind < max(1, bound):
             self._behind_since = math.inf
             return False
@@ -298,9 +299,9 @@ class Rollout(Actor):
 
     def _request(self, slot: int, word: int, task: bytes, line: dict[str, Any]) -> Request | None:
         version, step = line["version"], line["step"]
-        if self.step_of[self.version] < step:
+        if (own := self.steps.step_of(self.version)) < step:
             # Admitted with newer weights than these: say so now, the learner counts its age from it.
-            version, step = self.version, self.step_of[self.version]
+            version, step = self.version, own
             self.ring.set(slot, word, version=version, step=step)
         self.held[slot] = Task(word, line["uid"], version, step)
         segments = segments_of(word)
@@ -395,7 +396,7 @@ class Rollout(Actor):
         oldest = int(sequence.versions[0])  # versions only grow
         version, step = task.version, task.step
         if oldest < version:
-            version, step = oldest, min(step, self.step_of[oldest])
+            version, step = oldest, min(step, self.steps.step_of(oldest))
         if not whole and self.segments.trains_last_only:  # as if admitted now: what is trained is still to come
             step, version = self.ring.header("version_step"), self.ring.header("version")
         length = task.earlier + len(sequence.token_ids)

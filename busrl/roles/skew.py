@@ -6,6 +6,7 @@ Pure counting over the last steps; fed by `StepMetrics`. Knows nothing of the ri
 - *drawn*: the dispatched ones in the order of the loader. Its newest group is the last before the oldest draw that is
   still open, so a group that takes long is missing from it together with everything drawn after it.
 - A window of steps is lost with its process: the figures begin anew then.
+- Of more than `MOST_GROUPS` that end without a step the newest stand for all: there may never be a step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Shares = npt.NDArray[np.float64]
 QUARTILES = 4
+MOST_GROUPS = 10_000
 
 
 class Skew:
@@ -32,13 +34,15 @@ class Skew:
         self._drawn: deque[Ints] = deque(maxlen=steps)
         self._groups: deque[npt.NDArray[np.float64]] = deque(maxlen=steps)  # rows of mean length, fate as a number
         self._behind: dict[int, Ints] = {}  # ended groups after the oldest open draw
-        self._now: list[tuple[Ints, str]] = []
+        self._now: deque[tuple[Ints, str]] = deque(maxlen=MOST_GROUPS)
         self._told = False
 
     def ended(self, draw: int, lengths: Iterable[int], fate: str) -> None:
         """A group ended with this fate (T: trained), with the lengths of its survivors."""
         found = np.fromiter(lengths, np.int64)
         self._behind[draw] = found
+        if len(self._behind) > MOST_GROUPS:
+            del self._behind[next(iter(self._behind))]
         self._now.append((found, fate))
 
     def step(self, open_draws: Iterable[int]) -> dict[str, Any]:
@@ -50,7 +54,7 @@ class Skew:
         self._consumed.append(_joined(lengths for lengths, fate in self._now if fate == "T"))
         groups = [(lengths.sum() / len(lengths), ord(fate)) for lengths, fate in self._now if len(lengths)]
         self._groups.append(np.array(groups, np.float64).reshape(-1, 2))
-        self._now = []
+        self._now.clear()
         return self._figures()
 
     def _figures(self) -> dict[str, Any]:

@@ -1,8 +1,13 @@
 """What the learner writes down per step: one line of metrics.jsonl, one of samples.jsonl, and LEARNER_STATE_UPDATE; and
 a line for groups that end without a step.
 
-Pure counting plus two append-only files. Knows nothing of the ring or of torch. `reward` is the mean over all samples
+Pure counting plus append-only files. Knows nothing of the ring or of torch. `reward` is the mean over all samples
 of all groups that ended since the last step, flat ones included; `reward_trained` over the trained ones.
+
+- A group that is set aside has its line in groups.jsonl before its first sample is dropped; a step's own groups have
+  theirs when it is made. Who starts again after a death reads back what no step's line has counted yet, so the headline
+  reward counts each group that ended once.
+- Of groups set aside only sums are held: a run may set groups aside for ever and make no step.
 """
 
 from __future__ import annotations
@@ -10,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,11 +27,10 @@ import numpy.typing as npt
 
 from busrl.errors import MachineError
 from busrl.inference.base import LENGTH
-from busrl.ledger.files import LineFile
+from busrl.ledger.files import LineFile, json_lines
 from busrl.ledger.trainlog import last_step
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
-from busrl.roles.gather import Claimed
 from busrl.roles.idling import Idling
 
 if TYPE_CHECKING:
@@ -34,10 +40,90 @@ QUARTILES = 4
 IDLE = "idle"  # `kind` of a line about groups without a step; a step's line has none
 
 
-class StepMetrics:
-    """Counts since the last step, and the files they are written to."""
+TRAINED = "T"
+TAIL_BYTES = 1 << 20  # of groups.jsonl, in which a step's line is looked for at a start
+HALF_DROPPED = 4096  # newest groups set aside by predecessors that are known again; each death leaves one at most
 
-    def __init__(self, paths: RunPaths) -> None:
+
+class GroupsLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A line of groups.jsonl: groups that ended. `step` is the one whose headline reward counts them; its own line is
+    the one with fates T, and comes after those of the groups set aside before it."""
+
+    step: int
+    draws: list[int]
+    fates: str  # one letter per group
+    born: list[int]  # step of the oldest weights that the group was admitted with
+    lengths: list[list[int]]  # of each member, tokens
+    rewards: list[list[float]]
+    parts: dict[str, list[float]] = {}  # of the rewards of a group set aside, where the function gives any
+
+
+@dataclass
+class _Mean:
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, values: Iterable[float]) -> None:
+        for value in values:
+            self.total, self.count = self.total + value, self.count + 1
+
+    def join(self, other: _Mean) -> None:
+        self.total, self.count = self.total + other.total, self.count + other.count
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count
+
+
+@dataclass
+class _Aside:
+    """Sums over groups that were set aside since a step."""
+
+    fates: Counter[str] = field(default_factory=Counter)
+    rewards: _Mean = field(default_factory=_Mean)
+    lengths: _Mean = field(default_factory=_Mean)
+    parts: dict[str, _Mean] = field(default_factory=dict)
+
+    def add(self, line: GroupsLine) -> None:
+        self.fates.update(line.fates)
+        for rewards, lengths in zip(line.rewards, line.lengths):
+            self.rewards.add(rewards)
+            self.lengths.add(lengths)
+        for name, values in line.parts.items():
+            self.parts.setdefault(name, _Mean()).add(values)
+
+    def join(self, other: _Aside) -> None:
+        self.fates.update(other.fates)
+        self.rewards.join(other.rewards)
+        self.lengths.join(other.lengths)
+        for name, mean in other.parts.items():
+            self.parts.setdefault(name, _Mean()).join(mean)
+
+    @property
+    def groups(self) -> int:
+        return sum(self.fates.values())
+
+    def with_trained(self, record: Record) -> dict[str, Any]:
+        """What a step's line says of all groups that ended since the one before: these, and the step's own."""
+        groups, rewards, lengths = self.groups + len(record.groups), _Mean(), _Mean()
+        rewards.add(sample.reward for sample in record.samples)
+        lengths.add(_lengths(record.samples).tolist())
+        rewards.join(self.rewards)
+        lengths.join(self.lengths)
+        return {
+            "groups_ended": groups, "samples_ended": rewards.count, "reward": rewards.value,
+            "flat_share": self.fates["f"] / groups, "set_aside": dict(self.fates), "length_ended": lengths.value,
+        }  # fmt: skip
+
+
+class StepMetrics:
+    """Counts since the last step, and the files they are written to.
+
+    `begun` says of a group that a predecessor set aside with this fate, whether any of its samples has it: its line is
+    written first, and it may have died in between.
+    """
+
+    def __init__(self, paths: RunPaths, begun: Callable[[int, str], bool] = lambda draw, fate: True) -> None:
         self._told = last_step(paths.metrics)
         self._metrics = LineFile(paths.metrics)
         self._samples = LineFile(paths.samples)
@@ -47,16 +133,43 @@ class StepMetrics:
         self._row: dict[str, Any] = {}
         self.checkpoint_s = 0.0
         self._clear()
+        self._recall(paths.groups, begun)
 
     def _clear(self) -> None:
-        self._aside: Counter[str] = Counter()
-        self._aside_rewards: list[float] = []
-        self._aside_lengths: list[int] = []
-        self._parts: dict[str, list[float]] = {}  # of the rewards of all samples that ended
-        self._ended: list[tuple[int, str, int, list[int], list[float]]] = []  # draw, fate, step of birth, each member
+        self._aside = _Aside()
+        self._parts: dict[str, _Mean] = {}  # of the rewards of the samples that were trained
         self._waited: Counter[str] = Counter()
         self._waiting_for = "start"
         self._blocker: int | None = None
+
+    # -- start --------------------------------------------------------------------------------------------------
+
+    def _recall(self, path: Path, begun: Callable[[int, str], bool]) -> None:
+        """The groups that predecessors set aside since the last step's line, by the step that is to count them."""
+        for tail in (TAIL_BYTES, 0):
+            self._told_groups, self._earlier, self._known = 0, dict[int, _Aside](), dict[int, None]()
+            for row in json_lines(path, tail):
+                with contextlib.suppress(msgspec.ValidationError):
+                    self._met(msgspec.convert(row, GroupsLine), begun)
+            if self._told_groups or not path.is_file() or path.stat().st_size <= tail:
+                return
+
+    def _met(self, line: GroupsLine, begun: Callable[[int, str], bool]) -> None:
+        if TRAINED in line.fates:
+            lost = {step: aside for step, aside in self._earlier.items() if step > self._told}  # no line of the metrics
+            self._told_groups, self._earlier, self._known = line.step, lost, {}
+        elif len(line.draws) == len(line.fates) == 1 and begun(line.draws[0], line.fates):
+            self._earlier.setdefault(line.step, _Aside()).add(line)
+            self._known[line.draws[0]] = None
+            if len(self._known) > HALF_DROPPED:
+                del self._known[next(iter(self._known))]
+
+    def resume(self, step: int) -> None:
+        """The start is over, with `step` steps made: what was set aside since then counts for the next one."""
+        for counted, aside in self._earlier.items():
+            if counted > step:
+                self._aside.join(aside)
+        self._earlier.clear()
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -65,29 +178,41 @@ class StepMetrics:
         if self._started is None:
             self._started = self._last = time.monotonic()
 
-    def set_aside(self, lines: npt.NDArray[Any], fate: str) -> None:
-        """A group's survivors were dropped by a rule."""
-        rewards, lengths = lines["reward"].tolist(), lines["response_tokens"].tolist()
-        self._aside[fate] += 1
-        self._aside_rewards += rewards
-        self._aside_lengths += lengths
-        if rewards:
-            self._ended.append((int(lines["group"][0]), fate, int(lines["step"].min()), lengths, rewards))
+    def set_aside(
+        self, lines: npt.NDArray[Any], fate: str, step: int, parts: Iterable[Mapping[str, float]] = ()
+    ) -> None:
+        """A group's survivors are about to be dropped by a rule; `step` is the coming one, which counts them."""
+        draw = int(lines["group"][0])
+        if draw in self._known:  # a predecessor died while it dropped them: all of them are counted
+            del self._known[draw]
+            return
+        line = GroupsLine(
+            step=step, draws=[draw], fates=fate, born=[int(lines["step"].min())],
+            lengths=[lines["response_tokens"].tolist()], rewards=[lines["reward"].tolist()],
+        )  # fmt: skip
+        for found in parts:
+            for name, value in found.items():
+                line.parts.setdefault(name, []).append(value)
+        self._write_groups(line)
+        self._aside.add(line)
 
     def reward_parts(self, found: Iterable[Mapping[str, float]]) -> None:
-        """Parts of the rewards of samples that ended, trained or not."""
+        """Parts of the rewards of samples that are trained."""
         for parts in found:
             for name, value in parts.items():
-                self._parts.setdefault(name, []).append(value)
+                self._parts.setdefault(name, _Mean()).add([value])
 
     def _part_means(self) -> dict[str, dict[str, float]]:
-        means = {name: float(np.mean(values)) for name, values in self._parts.items()}
-        return {"reward_parts": means} if means else {}
+        """Of all samples that ended."""
+        means = {name: _Mean(mean.total, mean.count) for name, mean in self._parts.items()}
+        for name, mean in self._aside.parts.items():
+            means.setdefault(name, _Mean()).join(mean)
+        return {"reward_parts": {name: mean.value for name, mean in means.items()}} if means else {}
 
     @property
     def groups_aside(self) -> int:
         """Groups set aside since the last step."""
-        return sum(self._aside.values())
+        return self._aside.groups
 
     def waiting(self, reason: str, group: int | None) -> None:
         self._waiting_for, self._blocker = reason, group
@@ -100,7 +225,6 @@ class StepMetrics:
     def step(
         self,
         record: Record,
-        groups: Sequence[Claimed],
         stats: StepStats,
         samples: Iterable[Mapping[str, object]],
         version: int,
@@ -109,25 +233,17 @@ class StepMetrics:
     ) -> dict[str, Any]:
         """Write the lines of a finished step, with what others counted (`more`). Returns the row."""
         now = time.monotonic()
-        rewards = np.array([sample.reward for sample in record.samples])
-        lengths = _lengths(record.samples)
-        ended = np.concatenate([rewards, self._aside_rewards])
         row: dict[str, Any] = {
             "step": record.step,
             "version": version,
             "cause": record.cause,
             "time_s": round(now - (self._started or now), 4),
             "seconds": round(now - self._last, 4),
-            "groups_ended": len(groups) + self.groups_aside,
-            "samples_ended": len(ended),
             "tokens": stats.tokens,
-            "reward": float(ended.mean()),
+            **self._aside.with_trained(record),
             **self._part_means(),
-            "flat_share": self._aside["f"] / (len(groups) + self.groups_aside),
-            "set_aside": dict(self._aside),
             "skipped": stats.skipped,
             "culprits": list(stats.culprits),
-            "length_ended": float(np.concatenate([lengths, self._aside_lengths]).mean()),
             **_trained(record),
             **_training(stats),
             "wait_s": {reason: round(seconds, 4) for reason, seconds in self._waited.items()},
@@ -137,7 +253,7 @@ class StepMetrics:
             **more,
         }
         self._write(row, [{"step": record.step, **sample} for sample in samples])
-        self._write_groups(record.step, groups)
+        self._write_groups(_line_of(record))
         self._row, self._last, self.checkpoint_s = row, now, 0.0
         self._clear()
         return row
@@ -149,14 +265,14 @@ class StepMetrics:
         row: dict[str, Any] = {
             "kind": IDLE, "step": step, "version": version, "time_s": round(now - (self._started or now), 4),
             "seconds": round(now - self._last, 4), "groups": 0, "groups_ended": self.groups_aside, "samples": 0,
-            "samples_ended": len(self._aside_rewards), "tokens": 0, "set_aside": dict(self._aside),
+            "samples_ended": self._aside.rewards.count, "tokens": 0, "set_aside": dict(self._aside.fates),
             "idle_groups": idling.streak, "idle_limit": idling.patience, "idle_causes": dict(idling.causes),
             "wait_s": {reason: round(seconds, 4) for reason, seconds in self._waited.items()},
         }  # fmt: skip
-        if self._aside_rewards:
+        if self._aside.rewards.count:
             row |= {
-                "reward": float(np.mean(self._aside_rewards)), "length_ended": float(np.mean(self._aside_lengths)),
-                "flat_share": self._aside["f"] / max(1, self.groups_aside), **self._part_means(),
+                "reward": self._aside.rewards.value, "length_ended": self._aside.lengths.value,
+                "flat_share": self._aside.fates["f"] / self.groups_aside, **self._part_means(),
             }  # fmt: skip
         with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
@@ -164,14 +280,16 @@ class StepMetrics:
                 self._samples.append(msgspec.json.encode({"kind": IDLE, "step": step, **idling.flat.last}))
 
     def replayed(self, record: Record, stats: StepStats) -> None:
-        """The line of a step that a predecessor logged, but died before it wrote it; what only it knew is left out."""
+        """The lines of a step that a predecessor logged, but died before it wrote them; without what only it knew."""
+        aside = self._earlier.pop(record.step, _Aside())
+        if record.step > self._told_groups:
+            self._write_groups(_line_of(record))
         if record.step <= self._told:
             return
-        rewards = [sample.reward for sample in record.samples]
         row = {
             "step": record.step, "version": record.version, "cause": record.cause, "replayed": True,
-            "time_s": 0.0, "seconds": 0.0, "groups_ended": len(record.groups), "samples_ended": len(rewards),
-            "tokens": stats.tokens, "reward": float(np.mean(rewards)), **_trained(record), **_training(stats),
+            "time_s": 0.0, "seconds": 0.0, "tokens": stats.tokens, **aside.with_trained(record), **_trained(record),
+            **_training(stats),
         }  # fmt: skip
         with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
@@ -183,18 +301,10 @@ class StepMetrics:
             if samples:
                 self._samples.append(b"\n".join(map(msgspec.json.encode, samples)))
 
-    def _write_groups(self, step: int, groups: Sequence[Claimed]) -> None:
-        """Lengths and rewards of all groups that ended since the last step: what a simulation draws from."""
-        for group in groups:
-            lengths = [len(record.token_ids) // 4 for record in group.records]
-            self._ended.append((group.group, "T", group.step, lengths, group.rewards.tolist()))
-        draws, fates, born, lengths_of, rewards_of = zip(*self._ended)
-        row = {
-            "step": step, "draws": draws, "fates": "".join(fates), "born": born, "lengths": lengths_of,
-            "rewards": rewards_of,
-        }  # fmt: skip
+    def _write_groups(self, line: GroupsLine) -> None:
+        """Lengths and rewards of groups that ended: what a successor counts, and a simulation draws from."""
         with contextlib.suppress(MachineError, OSError):
-            self._groups.append(msgspec.json.encode(row))
+            self._groups.append(msgspec.json.encode(line))
 
     def update(self, more: Mapping[str, float]) -> dict[str, Any]:
         """Fields of LEARNER_STATE_UPDATE for the step just written, and numbers that hold from now on."""
@@ -218,6 +328,21 @@ class StepMetrics:
         self._metrics.close()
         self._samples.close()
         self._groups.close()
+
+
+def _members(record: Record) -> list[list[SampleRecord]]:
+    return [list(own) for _, own in groupby(record.samples, key=lambda sample: sample.group)]
+
+
+def _line_of(record: Record) -> GroupsLine:
+    """A step's own line."""
+    members = _members(record)
+    return GroupsLine(
+        step=record.step, draws=[own[0].group for own in members], fates=TRAINED * len(members),
+        born=[min(sample.step for sample in own) for own in members],
+        lengths=[_lengths(own).tolist() for own in members],
+        rewards=[[sample.reward for sample in own] for own in members],
+    )  # fmt: skip
 
 
 def _segments(sample: SampleRecord) -> int:
@@ -254,7 +379,7 @@ def _training(stats: StepStats) -> dict[str, Any]:
 def _trained(record: Record) -> dict[str, Any]:
     """What the record alone says of the groups of its step: the same live and replayed."""
     lengths = _lengths(record.samples)
-    members = [list(own) for _, own in groupby(record.samples, key=lambda sample: sample.group)]
+    members = _members(record)
     # A group is as old as its oldest member.
     ages = np.array([record.step - 1 - min(sample.step for sample in own) for own in members])
     return {

@@ -121,7 +121,8 @@ class FolderReceiver(Receiver, Protocol):
 
 
 class StepTable:
-    """Remembers the learner's step of the last versions that were fetched."""
+    """Remembers the learner's step of the last versions that were fetched; of one that it forgot the step is 0, so that
+    what it made looks too old, never too new."""
 
     def __init__(self, kept: int = 4096) -> None:
         self._steps: dict[int, int] = {}

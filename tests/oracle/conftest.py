@@ -64,13 +64,14 @@ class MadeRun:
     def start(self) -> None:
         """As a learner starts: from the newest checkpoint and the log, if there are any."""
         self.training, self.history = TrainingStep(self.topology), History(self.paths, self.topology)
-        self.metrics = StepMetrics(self.paths)
+        self.metrics = StepMetrics(self.paths, lambda draw, fate: fate.encode() in self.fates[draw * 2 * SIZE :][:SIZE])
         self.history.load(self.training, lambda meta, folder: None)
         for record in self.history.to_replay():
             self.training.old.at(record.version, record.step - 1)
             stats = self.training.replay(record)
             self.history.finished(record)
             self.metrics.replayed(record, stats)
+        self.metrics.resume(self.history.step)
 
     def checkpoint(self) -> None:
         self.history.checkpoint(self.training, self.history.step, {}, lambda folder: None)
@@ -95,7 +96,7 @@ class MadeRun:
             step=step, version=version, cause="count", groups=[group.group for group in groups], samples=samples,
             dmmpt=self.training.skip_mastered,
         )  # fmt: skip
-        self._flat_group(step)
+        self.flat_group(step)
         self.history.append(record)
         self.training.old.at(version, step - 1)
         if TrainingStep.streamable(self.topology.learner):
@@ -106,7 +107,7 @@ class MadeRun:
             stats = self.training.train(samples, GROUPS, version)
         self.history.finished(record)
         more = {"groups_total": self.history.groups}
-        self.metrics.step(record, groups, stats, {}, version + 1, 0.0, more)
+        self.metrics.step(record, stats, {}, version + 1, 0.0, more)
         if self.topology.learner.checkpoint_every:
             self.checkpoint()
 
@@ -138,11 +139,12 @@ class MadeRun:
             segments=_segments(chance, len(tokens)) if self.topology.segments.on else [],
         )  # fmt: skip
 
-    def _flat_group(self, step: int) -> None:
-        draw = (step - 1) * (GROUPS + 1) + GROUPS
+    def flat_group(self, step: int, draw: int = -1) -> None:
+        """Set a flat group aside for the coming `step`, as the learner does: metrics first, then its fates."""
+        draw = (step - 1) * (GROUPS + 1) + GROUPS if draw < 0 else draw
         lines = np.zeros(SIZE, [("group", "i8"), ("step", "i8"), ("reward", "f8"), ("response_tokens", "i8")])
         lines["group"], lines["step"], lines["reward"], lines["response_tokens"] = draw, max(0, step - 2), 2.0, 7
-        self.metrics.set_aside(lines, "f")
+        self.metrics.set_aside(lines, "f", step)
         self._fate(draw, "f")
 
     def _fate(self, draw: int, fate: str) -> None:

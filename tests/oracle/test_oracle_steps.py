@@ -74,6 +74,87 @@ def test_the_line_of_a_replayed_step_has_the_ages_of_its_groups(made: Callable[.
     assert wrong(run.paths.root) == []
 
 
+def counted(run: Any, step: int) -> tuple[int, int, float]:
+    """Groups and samples that a step's line counts, and its headline reward."""
+    (row,) = (one for line in run.paths.metrics.read_text().splitlines() if (one := json.loads(line))["step"] == step)
+    return row["groups_ended"], row["samples_ended"], row["reward"]
+
+
+DIED = ("before the step", "in the middle of the drop", "before it dropped any", "after the log")
+
+
+@pytest.mark.parametrize("died", DIED)
+def test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step(
+    died: str, made: Callable[..., Any], wrong: Any
+) -> None:
+    """Four groups of rewards 0 to 2, and two flat ones of rewards of 2; one of these was set aside in another life."""
+    run = made(2, stop=False)
+    before = len(run.fates)
+    run.flat_group(3, 16)
+    if died == "before it dropped any":
+        del run.fates[before:]
+    run.start()  # nobody closed anything
+    if died in ("in the middle of the drop", "before it dropped any"):
+        run.flat_group(3, 16)
+    run.step()
+    if died == "after the log":
+        rows = run.paths.metrics.read_text().splitlines(keepends=True)
+        lines = (run.paths.root / "groups.jsonl").read_text().splitlines(keepends=True)
+        run.paths.metrics.write_text("".join(rows[:-1]))
+        (run.paths.root / "groups.jsonl").write_text("".join(lines[:-1]))
+        run.start()
+    run.stop(checkpoint=False)
+    from oracle.check import check
+
+    groups, samples, reward = counted(run, 3)
+    assert (groups, samples) == (6, 24)
+    log = next(step for step in check_log(run) if step.step == 3)
+    assert reward == pytest.approx((sum(sample.reward for sample in log.samples) + 16.0) / 24)
+    assert wrong(run.paths.root) == [] and check(run.paths.root).left_out == []
+
+
+def check_log(run: Any) -> Any:
+    from oracle.files import read_log
+
+    return read_log(run.paths.wal)
+
+
+def test_groups_set_aside_before_a_step_of_an_earlier_life_are_not_counted_again(
+    made: Callable[..., Any], wrong: Any
+) -> None:
+    run = made(2, stop=False)
+    for _ in range(3):
+        run.start()
+    run.step()
+    run.stop(checkpoint=False)
+    assert counted(run, 3)[:2] == (5, 20) and wrong(run.paths.root) == []
+
+
+def test_a_run_directory_of_an_older_busrl_is_read_still(made: Callable[..., Any], wrong: Any) -> None:
+    """Its groups.jsonl has one line per step; what a learner had set aside died with it."""
+    run = made(3, derived={"W": 1})
+    path, rows = run.paths.root / "groups.jsonl", []
+    for line in map(json.loads, path.read_text().splitlines()):
+        if line["fates"] == "f":
+            rows.append(line)
+        else:
+            names = ("draws", "fates", "born", "lengths", "rewards")
+            rows[-1] = {"step": line["step"], **{name: rows[-1][name] + line[name] for name in names}}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert wrong(run.paths.root) == []
+    run.start()
+    assert run.metrics.groups_aside == 0
+    run.stop(checkpoint=False)
+    for name in ("draws", "fates", "rewards", "lengths"):
+        rows[0][name] = rows[0][name][1:]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run.paths.root / "summary.json").write_text('{"processes": {"learner": {"restarts": 1}}}')
+    run.paths.metrics.write_text("".join(run.paths.metrics.read_text().splitlines(keepends=True)[1:]))
+    from oracle.check import check
+
+    assert any("[4]: set aside by a learner that died" in text for text in check(run.paths.root).left_out)
+
+
 FALSE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "reward": ("metrics.jsonl", lambda row: row | {"reward": row["reward_trained"]}),
     "grad_norm": ("metrics.jsonl", lambda row: row | {"grad_norm": row["grad_norm"] * 1.0001}),
@@ -103,9 +184,8 @@ def test_a_flat_group_that_no_step_counted_is_found(made: Callable[..., Any], wr
     run = made(4, derived={"W": 1})
     path = run.paths.root / "groups.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for name in ("draws", "fates", "rewards", "lengths"):
-        rows[0][name] = rows[0][name][1:]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert rows[0]["fates"] == "f"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     assert any(text.startswith("fates: groups [4] are flat") for text in wrong(run.paths.root))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from busrl.inference.base import LENGTH
 from busrl.ledger.errorlog import record_error
 from busrl.paths import RunPaths
 from busrl.roles.idling import Idling, cause_of
+from busrl.roles.skew import MOST_GROUPS, Skew
 from busrl.roles.stepmetrics import StepMetrics
 from busrl.topology import Topology, load
 
@@ -219,7 +221,7 @@ def test_groups_without_a_step_have_a_line_of_their_own_kind_and_count_for_the_n
     metrics, idle = StepMetrics(RunPaths.of(tmp_path)), idling(tmp_path)
     own = np.zeros(2, [("reward", "f8"), ("finish", "u1"), ("response_tokens", "u4"), ("group", "u8"), ("step", "u8")])
     for _ in range(3):
-        metrics.set_aside(own, "f")
+        metrics.set_aside(own, "f", 6)
         idle.set_aside(own, "f", sample)
         idle.look(view(ended=["ff"]), [])
     metrics.idle(5, 6, idle)
@@ -231,3 +233,33 @@ def test_groups_without_a_step_have_a_line_of_their_own_kind_and_count_for_the_n
     assert metrics.groups_aside == 3
     (shown,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert shown["kind"] == "idle" and shown["completion"] == "1 2 3 and more"
+
+
+def test_groups_that_are_set_aside_for_ever_take_no_memory_where_no_step_is_ever_made(tmp_path: Path) -> None:
+    metrics, idle = StepMetrics(RunPaths.of(tmp_path)), idling(tmp_path, idle_groups=0)
+    own = np.zeros(4, [("reward", "f8"), ("finish", "u1"), ("response_tokens", "u4"), ("group", "u8"), ("step", "u8")])
+
+    def ends(count: int) -> int:
+        for draw in range(count):
+            own["group"] = draw
+            metrics.set_aside(own, "f", 1, [{"format": 1.0, "right": 0.0}] * 4)
+            idle.set_aside(own, "f", sample)
+            idle.look(view(ended=["ffff"]), [])
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        grown = -ends(100) + ends(2000)
+    finally:
+        tracemalloc.stop()
+    assert grown < 20_000 and metrics.groups_aside == 2100
+    assert metrics._part_means()["reward_parts"] == {"format": 1.0, "right": 0.0}
+    metrics.close()
+
+
+def test_the_figures_of_lengths_keep_the_newest_groups_where_no_step_is_ever_made() -> None:
+    skew = Skew(4, 0.0)
+    for draw in range(MOST_GROUPS + 10):
+        skew.ended(draw, [draw], "f")
+    row = skew.step([])
+    assert row["length_dispatched_mean"] == row["length_drawn_mean"] == 10 + (MOST_GROUPS - 1) / 2

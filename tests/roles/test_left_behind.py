@@ -1,14 +1,19 @@
-"""A rollout worker that new weights do not reach starts nothing too old, and says so when it lasts."""
+"""A rollout worker that new weights do not reach starts nothing too old, and says so when it lasts; of the versions
+that did reach it it remembers the newest."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
 
 from busrl.roles import rollout
 from busrl.roles.rollout import Rollout
+from busrl.weights.base import StepTable
 
 
 class Worker(Rollout):
@@ -19,8 +24,13 @@ class Worker(Rollout):
         self.ring = SimpleNamespace(header=lambda word: published)  # type: ignore[assignment]
         self.topology = SimpleNamespace(experiments=SimpleNamespace(forced_age=0))  # type: ignore[assignment]
         self.receiver = SimpleNamespace(newest=lambda: (3, 3))  # type: ignore[assignment]
-        self.version, self.step_of, self._behind_since = 3, {3: 3}, math.inf
+        self.steps, self._behind_since = StepTable(), math.inf
+        self.has(3)
         self.said: list[str] = []
+
+    def has(self, version: int) -> None:
+        self.version = version
+        self.steps.add(version, version)
 
     def warn(self, where: str, text: str, severity: str = "warning", kind: str = "") -> None:
         self.said.append(text)
@@ -44,12 +54,44 @@ def test_a_worker_that_stays_behind_names_both_versions_after_a_while(clock: Sim
 def test_the_time_begins_anew_when_the_weights_have_come(clock: SimpleNamespace) -> None:
     worker = Worker(published=5)
     assert worker._left_behind()
-    worker.version, worker.step_of = 5, {5: 5}
+    worker.has(5)
     assert not worker._left_behind()
     clock.now += rollout.LEFT_BEHIND_S + 1
-    worker.version, worker.step_of = 3, {3: 3}
+    worker.has(3)
     assert worker._left_behind() and worker.said == []
 
 
 def test_without_a_bound_nobody_is_left_behind(clock: SimpleNamespace) -> None:
     assert not Worker(published=50, bound=None)._left_behind()
+
+
+class Updated(Worker):
+    """One that only ever takes the next version."""
+
+    def __init__(self) -> None:
+        super().__init__(published=0)
+        newest = itertools.count(4)
+        self.receiver = SimpleNamespace(newest=lambda: (next(newest), 0))  # type: ignore[assignment]
+        self.engine = SimpleNamespace(update_weights=lambda receiver: (self.version + 1, self.version + 1))  # type: ignore[assignment]
+        self.topology.limits = SimpleNamespace(ready_s=1.0)  # type: ignore[misc]
+        self.activity = lambda *what: contextlib.nullcontext()  # type: ignore[method-assign, assignment]
+        self.ring.set_version_seen = lambda version: None  # type: ignore[method-assign]
+        self.segments = self.pace = SimpleNamespace(fetched=lambda s: None, updated=lambda ns: None)  # type: ignore[assignment]
+
+    def take(self, versions: int) -> int:
+        """Bytes of memory after so many more."""
+        for _ in range(versions):
+            self._update_weights()
+        return tracemalloc.get_traced_memory()[0]
+
+
+def test_the_memory_of_a_worker_does_not_grow_with_the_versions_that_it_has_run() -> None:
+    worker = Updated()
+    tracemalloc.start()
+    try:
+        early = worker.take(10_000)
+        late = worker.take(20_000)
+    finally:
+        tracemalloc.stop()
+    assert worker.version == 30_003 and worker.steps.step_of(30_003) == 30_003
+    assert late - early < 200_000, "20,000 versions remembered are 2 MB"

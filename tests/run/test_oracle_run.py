@@ -88,13 +88,25 @@ def test_after_the_death_of_the_learner_the_numbers_are_right_still(tmp_path: Pa
 
     run = Run(tmp_path / "run", *SETTINGS, "learner.loss=decoupled", "learner.updates_per_batch=2", steps=12)
     with running(run):
-        run.until_step(3)
-        run.kill("learner")
-        run.until_step(7)
-        run.kill("learner")
+        for step in (3, 5, 7):
+            run.until_step(step)
+            run.until("a group is set aside since the last step", lambda: groups(run)[-1:] not in ([], ["T"]))
+            run.kill("learner")
         check_end(run, run.wait())
     found = check(run.directory)
-    assert found.wrong == [] and found.done["loss"] == 12, found.text()
+    assert found.wrong == [] and found.done["loss"] == 12 and found.left_out == [], found.text()
+    rows, kinds = run.metrics(), groups(run)
+    lines = (run.directory / "groups.jsonl").read_text().splitlines()[: len(kinds) - kinds[::-1].index("T")]
+    draws = [draw for line in lines for draw in json.loads(line)["draws"]]
+    assert [row["step"] for row in rows] == [*range(1, 13)]
+    assert sum(row["groups_ended"] for row in rows) == len({*draws})
+
+
+def groups(run: Run) -> list[str]:
+    """What became of the groups of each line of groups.jsonl: T for a step's own."""
+    path = run.directory / "groups.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return ["T" if "T" in json.loads(line)["fates"] else "aside" for line in lines]
 
 
 def test_a_number_of_a_real_run_that_was_changed_by_hand_is_found(two_updates: tuple[Run, Any], tmp_path: Path) -> None:

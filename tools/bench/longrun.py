@@ -1,17 +1,20 @@
 """What a start, an end and an audit cost in a run directory that is old, without waiting until it is.
 
-    python tools/bench/longrun.py [--steps 100000] [--full] [--out tools/bench/results]
+    python tools/bench/longrun.py [--steps 100000] [--samples 0] [--out tools/bench/results]
 
 A short real run of the quickstart is stopped with a checkpoint; its directory is then made as old as asked: the
 checkpoint's step, trained set and counts, fates, and every file of lines with a line per step, with the right uids and
-prompt checksums, so that the audit is clean. `--full` gives the table of fates its last sample. Then the directory is
-audited and started again as a user does, for a few more steps. Peaks are VmHWM, the most resident memory of a life.
+prompt checksums, so that the audit is clean. `--samples N` lets the table of fates tell of N samples, all beyond the
+steps' own in flat groups: `--steps 1000 --samples 67108864` shows what a large table costs by itself. The directory is
+then audited and started again as a user does, for a few more steps. Peaks are VmHWM, the most memory of a life;
+`rss_pss_mib` is the most that learner and scheduler had during the steps, and their own share of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -30,6 +33,7 @@ from runs import ROOT, BenchRun
 from busrl.data import JsonlStream
 from busrl.ledger.trained import TrainedSet
 from busrl.paths import RunPaths
+from busrl.topology.rules import MOST_SAMPLES
 
 YOUNG, MORE, GROUPS = 20, 10, 8
 SETTINGS = [
@@ -37,8 +41,8 @@ SETTINGS = [
 ]  # fmt: skip
 FLAT_EVERY = 5  # of the draws, one was flat
 LOOK_S = 0.05
-CAPACITY = 1 << 26
-ROOM = 4096  # draws that a full table has left for the steps to come
+WATCHED = ("learner", "scheduler")
+ROOM = 4096  # draws that a table has left at least for the steps to come
 
 
 @dataclass
@@ -46,19 +50,21 @@ class Aged:
     """What an old directory holds."""
 
     steps: int
-    samples: int
-    uids: int
+    trained: int  # samples,
+    samples: int  # and all that the table of fates tells of
     nbytes: dict[str, int]
 
 
-def age(paths: RunPaths, steps: int, full: bool) -> Aged:
-    """Make a stopped run of `YOUNG` steps one of `steps`."""
+def age(paths: RunPaths, steps: int, samples: int) -> Aged:
+    """Make a stopped run of `YOUNG` steps one of `steps`, whose table of fates tells of `samples` at least."""
     topology = json.loads(paths.topology.read_text())
     size, prompts = topology["groups"]["size"], Path(json.loads(paths.topology.read_text())["data"]["train"])
     stream = JsonlStream(prompts, topology["run"]["seed"], topology["data"]["shuffle"])
     draws = np.arange(steps * GROUPS * FLAT_EVERY // (FLAT_EVERY - 1) + 1)
     trained = draws[draws % FLAT_EVERY != 0][: steps * GROUPS]
-    count = max(int(trained[-1]) + 1, CAPACITY // (2 * size) - ROOM if full else 0)
+    count = max(int(trained[-1]) + 1, -(-samples // size))
+    if (most := MOST_SAMPLES // (2 * size) - ROOM) < count:
+        raise SystemExit(f"longrun: a table of fates has room for {most * size:,} samples of groups of {size}")
     fates = np.zeros((count, 2 * size), np.uint8)
     fates[:, :size] = ord("f")
     fates[trained, :size] = ord("T")
@@ -77,7 +83,7 @@ def age(paths: RunPaths, steps: int, full: bool) -> Aged:
     for path in paths.wal.glob("*.wal"):
         path.unlink()
     nbytes = {path.name: path.stat().st_size for path in paths.root.iterdir() if path.is_file()}
-    return Aged(steps, int(uids.size), int(fates.size), {name: n for name, n in nbytes.items() if n > 1 << 20})
+    return Aged(steps, int(uids.size), count * size, {name: n for name, n in nbytes.items() if n > 1 << 20})
 
 
 def repeat_lines(path: Path, steps: int) -> None:
@@ -114,6 +120,15 @@ def peak_mib(pid: int) -> float:
         return 0.0
 
 
+def rss_pss_mib(pid: int) -> list[float]:
+    """Resident memory, and the process's share of it where others map the same pages."""
+    try:
+        lines = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+        return [int(lines[name].split()[0]) / 1024 for name in ("Rss", "Pss")]
+    except (OSError, ValueError, KeyError):
+        return [0.0, 0.0]
+
+
 def measured_audit(root: Path) -> dict[str, Any]:
     """Seconds and peak of `busrl audit` in a process of its own."""
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -131,6 +146,7 @@ def measured_audit(root: Path) -> dict[str, Any]:
 def measured_start(root: Path, steps: int) -> dict[str, Any]:
     """From exec to the first new step, and from the last one to the end; the peaks of all processes meanwhile."""
     begun, first, last, most = time.monotonic(), 0.0, 0.0, {}
+    shares = {label: [0.0, 0.0] for label in WATCHED}
     one = BenchRun(root, [*SETTINGS, f"run.max_steps={steps + MORE}"])
     try:
         ring = one.attach()
@@ -139,6 +155,8 @@ def measured_start(root: Path, steps: int) -> dict[str, Any]:
             for label, pid in pids.items():
                 most[label] = max(most.get(label, 0.0), peak_mib(pid))
             step = ring.header("step")
+            for label in WATCHED if first and not last else ():
+                shares[label] = list(map(max, shares[label], rss_pss_mib(pids.get(label, 0))))
             first = first or (time.monotonic() if step > steps else 0.0)
             last = last or (time.monotonic() if step >= steps + MORE else 0.0)
             time.sleep(LOOK_S)
@@ -150,13 +168,14 @@ def measured_start(root: Path, steps: int) -> dict[str, Any]:
     return {
         "to_first_step_s": round(first - begun, 2), "steps_s": round(last - first, 2), "end_s": round(end - last, 2),
         "peak_mib": {label: round(mib) for label, mib in sorted(most.items())},
+        "rss_pss_mib": {label: [round(mib) for mib in share] for label, share in shares.items()},
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--full", action="store_true", help="the table of fates has no room for another sample but few")
+    parser.add_argument("--samples", type=int, default=0, help="that the table of fates tells of, at least")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="busrl-bench-"))
@@ -166,14 +185,16 @@ def main() -> None:
             raise RuntimeError(young.tail())
         young.stop()
         told: dict[str, Any] = {"machine": report.machine(), "commit": report.commit(ROOT)}
+        told["load"] = [os.getloadavg()[0]]
         told["young"] = {"audit": measured_audit(folder / "run"), "start": measured_start(folder / "run", YOUNG)}
-        aged = age(young.paths, options.steps, options.full)
+        aged = age(young.paths, options.steps, options.samples)
         told["aged"] = {**vars(aged), "audit": measured_audit(folder / "run")}
         told["aged"]["start"] = measured_start(folder / "run", options.steps)
         told["aged"]["audit_after"] = measured_audit(folder / "run")
+        told["load"].append(os.getloadavg()[0])
         print(json.dumps(told, indent=1))
         if options.out:
-            kind, day = "longrun-full" if options.full else "longrun", time.strftime("%Y-%m-%d")
+            kind, day = "longrun-table" if options.samples else "longrun", time.strftime("%Y-%m-%d")
             path = options.out / f"{kind}_{told['machine']['cores']}cores_{day}.json"
             path.write_text(json.dumps(told, indent=1) + "\n")
     finally:

@@ -243,7 +243,7 @@ class _Check:
     def of_the_ended(self, step: Step) -> dict[str, Any]:
         """The headline reward: the mean over all samples of all groups that ended since the last step, flat too."""
         ended = self.files.ended.get(step.step)
-        if ended is None or self.row(step).get("replayed"):
+        if ended is None or (self.row(step).get("replayed") and not self.files.at_once):
             return {}
         rewards = [reward for group in ended["rewards"] for reward in group]
         lengths = [length for group in ended["lengths"] for length in group]
@@ -461,16 +461,17 @@ class _Check:
 
     def left_unnamed(self, size: int) -> None:
         """A group that the table calls flat and no line names was in no step's reward. What ended after the last step
-        has no line: that is no older than the window of that step."""
+        of an older run has no line: that is no older than the window of that step."""
         in_order = self.files.topology["scheduler"]["policy"] == "fifo" and self.files.steps
-        if not in_order or not self.files.ended or any(row.get("replayed") for row in self.files.rows.values()):
+        replayed = any(row.get("replayed") for row in self.files.rows.values())
+        if not in_order or not self.files.ended or (replayed and not self.files.at_once):
             return
-        named = {draw for ended in self.files.ended.values() for draw in ended["draws"]}
+        named = {draw for ended in self.files.ended.values() for draw in ended["draws"]} | self.files.uncounted
         codes = np.frombuffer(self.files.fates, np.uint8)
         flat = {int(uid) // (2 * size) for uid in np.flatnonzero(codes == ord("f"))} - named
         anchor = max(self.files.steps[-1].groups) - self.files.topology["derived"]["W"]
         early = sorted(draw for draw in flat if draw < anchor)
-        if early and self.files.learner_died:
+        if early and self.files.learner_died and not self.files.at_once:
             self.found.left_out.append(f"groups {early}: set aside by a learner that died before its next step")
         elif early:
             self.found.error("fates", f"groups {early} are flat, and in no step's reward")

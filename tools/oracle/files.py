@@ -74,7 +74,9 @@ class RunFiles:
     topology: dict[str, Any]
     steps: list[Step]
     rows: dict[int, dict[str, Any]]  # metrics.jsonl, by step
-    ended: dict[int, dict[str, Any]]  # groups.jsonl, by step
+    ended: dict[int, dict[str, Any]]  # groups.jsonl, by the step that counts them
+    uncounted: set[int]  # draws of groups that were set aside after the last step
+    at_once: bool  # whether groups.jsonl has each group set aside when it was (older runs: only with the next step)
     fates: bytes
     validation: list[dict[str, Any]]  # validation.log
     rounds: list[dict[str, Any]]  # validation.jsonl
@@ -84,12 +86,16 @@ class RunFiles:
 
 def read(root: Path) -> RunFiles:
     rows = [row for row in _lines(root / "metrics.jsonl") if row.get("lr") is not None]
+    lines = [row for row in _lines(root / "groups.jsonl") if "draws" in row]
+    ended, uncounted = _ended(lines)
     return RunFiles(
         root=root,
         topology=_topology(json.loads((root / "topology.json").read_text())),
         steps=read_log(root / "wal"),
         rows={row["step"]: row for row in rows},
-        ended={row["step"]: row for row in _lines(root / "groups.jsonl") if "draws" in row},
+        ended=ended,
+        uncounted=uncounted,
+        at_once=any("T" not in row["fates"] for row in lines),
         fates=(root / "fates.bin").read_bytes() if (root / "fates.bin").exists() else b"",
         validation=_lines(root / "validation.log"),
         rounds=_lines(root / "validation.jsonl"),
@@ -100,6 +106,27 @@ def read(root: Path) -> RunFiles:
             if (found := re.fullmatch(r"global_step_(\d+)", path.name))
         },
     )
+
+
+def _ended(lines: list[dict[str, Any]]) -> tuple[dict[int, dict[str, Any]], set[int]]:
+    """The groups that each step counts: those of its own line, which has fates T, and those that lines before it set
+    aside for it; of a group with several lines since the last step the last one holds. And the draws that are left."""
+    ended: dict[int, dict[str, Any]] = {}
+    aside: dict[int, tuple[int, str, list[int], list[float]]] = {}
+    for row in lines:
+        groups = zip(row["draws"], row["fates"], row["lengths"], row["rewards"])
+        if "T" not in row["fates"]:
+            aside |= {draw: (row["step"], *rest) for draw, *rest in groups}
+            continue
+        # What was set aside for an earlier step belongs to one whose line was lost; for a later one: the run went back.
+        counted = [(draw, *rest) for draw, (step, *rest) in aside.items() if step >= row["step"]]
+        every = [*counted, *groups]
+        names = ("draws", "fates", "lengths", "rewards")
+        one = dict(zip(names, (list(values) for values in zip(*every)), strict=True))
+        ended[row["step"]] = one | {"fates": "".join(one["fates"])}
+        aside = {}
+    last = max(ended, default=0)
+    return ended, {draw for draw, (step, *_) in aside.items() if step > last}
 
 
 def _topology(settings: dict[str, Any]) -> dict[str, Any]:
