@@ -197,7 +197,10 @@ class Launch:
         """Of a run that made its last step the newest line of metrics.jsonl is that step's."""
         step, goal = self._run.ring.header("step"), self.topology.run.max_steps
         if step < goal and Story.of(self._paths).idle:
-            return f"the task is solved after {step} of {goal} steps: nothing is left to learn (limits.idle_groups)"
+            return (
+                f"after {step} of {goal} steps all answers get the best reward seen: nothing is left to learn, or the "
+                "policy has collapsed (limits.idle_groups; see errors.jsonl)"
+            )
         return "the learner has reached the goal"
 
     def _ended(self) -> Iterator[tuple[Child, str]]:
