@@ -231,6 +231,7 @@ def start_with(killed: Path, copy: Path, names: list[str], damage: Callable[[byt
     return ""
 
 
+@pytest.mark.timeout(1800)  # some fifty starts
 def test_a_start_beside_any_damaged_file_goes_on_or_names_it_and_nothing_is_lost(killed: Path, tmp_path: Path) -> None:
     def tried(at: int, what: str, names: list[str], damage: Callable[[bytes], bytes]) -> str:
         problem = start_with(killed, tmp_path / str(at), names, damage)
