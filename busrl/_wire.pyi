@@ -1,4 +1,4 @@
-"""Types of the C++ module; csrc/python/wire.cpp says what it does, `busrl.bus.wire` uses it."""
+"""Types of the C++ module; csrc/python/wire.cpp says what it does, `busrl.bus.endpoint` uses it."""
 
 from collections.abc import Callable
 

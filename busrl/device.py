@@ -41,7 +41,7 @@ WAITING_RAISES = {
     "TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_HCCL_BLOCKING_WAIT": "1", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "0",
     "HCCL_BLOCKING_WAIT": "1", "HCCL_ASYNC_ERROR_HANDLING": "0",
-}  # fmt: skip
+}
 ONE_HOST = {"NCCL_SOCKET_IFNAME": "=lo", "HCCL_SOCKET_IFNAME": "=lo"}  # else they meet on a network's interface
 _environment = threading.Lock()
 REGISTER_PORTABLE = 1  # of cudaHostRegister

@@ -1,6 +1,6 @@
 """Measuring a model without a run: held-out prompts through an engine and a reward, in this process.
 
-Talks to an engine (`busrl.inference`), to reward children and to a prompt file. Knows nothing of rings, the bus or run
+Talks to an engine (`busrl.engines`), to reward children and to a prompt file. Knows nothing of rings, the bus or run
 directories. The prompts, what is drawn for each and how the mean is taken are those of a round of validation.
 
 - A sample is a function of seed, uid and weights: the checkpoint of step N, asked as the run's own round N, gives the
@@ -19,13 +19,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl.config import Topology
 from busrl.data import JsonlStream, prompt_of
-from busrl.data.held_out import VALIDATE_BIT, lines_of, mean_over_prompts, standard_error
-from busrl.data.stream import Item as Line
+from busrl.data.prompts import VALIDATE_BIT, lines_of, mean_over_prompts, standard_error
+from busrl.data.prompts import Item as Line
+from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.errors import UserError
-from busrl.inference import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.rewards import Item, Outcome, RewardPool
-from busrl.topology import Topology
 
 READY_S = 120.0
 NO_TOKENS = np.empty(0, np.int32)
@@ -131,7 +131,7 @@ class Evaluation:
                 key=place, uid=first + place, segment=0, prompt_ids=ids, prefix_ids=NO_TOKENS,
                 max_new_tokens=generation.max_new_tokens, temperature=self.asked.temperature, top_p=1.0,
                 seed=self.topology.run.seed,
-            )  # fmt: skip
+            )
 
     def _ids(self, engine: Engine, line: Line, row: Row) -> npt.NDArray[np.int32]:
         try:

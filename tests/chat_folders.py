@@ -43,7 +43,7 @@ TEMPLATES = {
         "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
     ),
-}  # fmt: skip
+}
 
 
 def make(folder: Path, template: str = "chatml", positions: int = 512, heads: int = 2, width: int = 32) -> Path:
@@ -56,7 +56,7 @@ def make(folder: Path, template: str = "chatml", positions: int = 512, heads: in
         vocab_size=len(VOCABULARY), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
         num_attention_heads=heads, num_key_value_heads=heads, head_dim=width // heads, tie_word_embeddings=True,
         max_position_embeddings=positions, pad_token_id=0, bos_token_id=VOCABULARY[BOS], eos_token_id=VOCABULARY[END],
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model: Any = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = [VOCABULARY[TURN_END], VOCABULARY[END]]
@@ -77,7 +77,7 @@ def tokenizer(template: str = "chatml") -> Any:
     made: Any = PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token=PAD, eos_token=END, bos_token=BOS, unk_token=PAD,
         additional_special_tokens=[TURN, TURN_END], clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
     if template:
         made.chat_template = TEMPLATES[template]
     return made

@@ -60,7 +60,7 @@ def checks(small: bool) -> list[Check]:
         for size, seconds in zip(sizes, (60.0, 75.0, 120.0))
         for name, function, title in (("cuda_ipc", "one_copy", "one copy of the weights for learner and engine"),
                                       ("shm", "shm", "weights through shared memory"))
-    ]  # fmt: skip
+    ]
     return [
         Check("machine", "what this machine is", "machine_checks:machine", 60),
         Check("bandwidth", "plain copies", "machine_checks:bandwidth", 60),
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=__doc__.rpartition("\n\n")[2],
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=minutes, default=9.0, help="for everything; what does not fit is left out")
     parser.add_argument("--out", type=Path, default=None, help="folder of the reports")
     parser.add_argument("--only", default="", help="names of checks, with commas between")
@@ -140,7 +140,7 @@ def accelerator() -> str:
     if not found:
         told = "\n".join(f"  {kind}: {reason}" for kind, reason in why.items())
         print(f"gpu_check: there is no accelerator here, nothing was checked (--cpu tries the tool):\n{told}",
-              file=sys.stderr)  # fmt: skip
+              file=sys.stderr)
     return found
 
 
@@ -189,7 +189,7 @@ class Findings:
             "when": time.strftime("%Y-%m-%d %H:%M:%S"), "device": str(self.of("machine").get("device", self.device)),
             "verdict": self.verdict(), "seconds": time.monotonic() - self.began, "minutes": self.options.minutes,
             "cpu": self.options.cpu, "notes": self.notes, "checks": self.rows,
-        })  # fmt: skip
+        })
 
     def code(self, stop: Stop) -> int:
         if stop.number:
@@ -221,7 +221,7 @@ def written(findings: Findings, folder: Path) -> bool:
         findings.write()
     except OSError as problem:
         print(f"gpu_check: no report can be written to {folder}: {problem}; name another folder with --out",
-              file=sys.stderr)  # fmt: skip
+              file=sys.stderr)
         return False
     return True
 
@@ -240,22 +240,22 @@ def row_of(check: Check, status: str, why: str, seconds: float, found: dict[str,
     return {
         "name": check.name, "title": check.title, "status": status, "why": why, "seconds": seconds,
         "figures": found.get("figures", {}), "bars": found.get("bars", []), "notes": found.get("notes", []),
-    }  # fmt: skip
+    }
 
 
 def in_a_process(
     check: Check, device: str, small: bool, seconds: float, bandwidth: dict[str, Any] | None = None,
     stop: Stop | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Run one check, and end it and all that it started at its deadline; what it had found by then is kept."""
     began, stop = time.monotonic(), stop or Stop()
     with tempfile.TemporaryDirectory(prefix="gpucheck-", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "found.json"
         command = held(sys.executable, __file__, "--one", check.name, device, str(int(small)), str(file), str(seconds),
-                       json.dumps(bandwidth or {}))  # fmt: skip
+                       json.dumps(bandwidth or {}))
         with open(Path(folder) / "words", "w+b") as words:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=words, stderr=words, cwd=ROOT,
-                                     start_new_session=True, env=environment(folder))  # fmt: skip
+                                     start_new_session=True, env=environment(folder))
             code = wait(child, seconds, stop)
             words.seek(0)
             said = words.read().decode(errors="replace")
@@ -285,7 +285,7 @@ def environment(folder: str) -> dict[str, str]:
     known = os.environ.get("PYTHONPATH")
     path = f"{ROOT}{os.pathsep}{known}" if known else str(ROOT)
     return {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
-            "HF_HUB_OFFLINE": "1", "TMPDIR": folder}  # fmt: skip
+            "HF_HUB_OFFLINE": "1", "TMPDIR": folder}
 
 
 def wait(child: subprocess.Popen[bytes], seconds: float, stop: Stop) -> int | None:
@@ -322,7 +322,7 @@ def build(stop: Stop) -> list[str]:
     command = held(sys.executable, "setup.py", "build_ext", "--inplace")
     with tempfile.TemporaryFile() as words:
         child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words,
-                                 start_new_session=True)  # fmt: skip
+                                 start_new_session=True)
         code = wait(child, BUILD_S, stop)
         words.seek(0)
         said = words.read().decode(errors="replace").strip()[-400:]

@@ -52,9 +52,9 @@ ENDS = (f"{ANSWERS}::test_every_end_token_of_the_generation_config_ends_an_answe
 RUN = (WHOLE_RUN,)
 ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.py"
 DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/trainer.py"
-STEP, METRICS, SCHEDULE = "busrl/roles/training_step.py", "busrl/roles/stepmetrics.py", "busrl/training/schedule.py"
-ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner.py", "busrl/roles/validator.py"
-ENGINE, SAMPLING = "busrl/inference/torch_engine.py", "busrl/inference/sampling.py"
+STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/trainer.py"
+ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
+ENGINE, SAMPLING = "busrl/engines/torch/engine.py", "busrl/engines/torch/engine.py"
 
 SET_ASIDE = "test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step"
 MUTANTS = (
@@ -67,13 +67,13 @@ MUTANTS = (
            "cdf = logprobs.double()", "cdf = torch.log_softmax(logits.float(), dim=-1).double()", DRAWN),
     Mutant("log-probabilities are told before the temperature", SAMPLING,
            "chosen = logprobs.gather(-1, tokens)", "chosen = logits.float().log_softmax(-1).gather(-1, tokens)", DRAWN),
-    Mutant("all segments draw from one stream", "busrl/inference/randomness.py",
+    Mutant("all segments draw from one stream", "busrl/engines/base.py",
            "segment & _MASK", "0 & _MASK", DRAWN),
-    Mutant("the seed of the run is not used", "busrl/inference/randomness.py",
+    Mutant("the seed of the run is not used", "busrl/engines/base.py",
            "[uid & _MASK, seed & _MASK]", "[uid & _MASK, 0]", DRAWN),
-    Mutant("only the tokenizer's end token ends an answer", "busrl/inference/tokens.py",
+    Mutant("only the tokenizer's end token ends an answer", "busrl/engines/tokens.py",
            "for source in sources)", "for source in sources[-1:])", ENDS),
-    Mutant("an end token is told as a cut", "busrl/inference/seats.py",
+    Mutant("an end token is told as a cut", "busrl/engines/torch/engine.py",
            "EOS if self._eos[tokens[-1]] else LENGTH", "LENGTH if self._eos[tokens[-1]] else EOS", ENDS),
     Mutant("tokens carry the version before theirs", ENGINE,
            "ended = seats.record(running, drawn, measured, self._version)",
@@ -89,27 +89,27 @@ MUTANTS = (
     Mutant("an answer is as old as its last version", ROLLOUT,
            "        if oldest < version:\n            version, step = oldest, min(step, self.steps.step_of(oldest))\n",
            "        version = int(sequence.versions[-1])\n        step = self.steps.step_of(version)\n", RUN),
-    Mutant("the audit takes the newest member", "busrl/ledger/audit/ages.py",
+    Mutant("the audit takes the newest member", "busrl/ledger/audit/rules.py",
            "min(least.get(sample.group, sample.step), sample.step)",
            "max(least.get(sample.group, sample.step), sample.step)",
            (f"{PLANTED}::test_the_age_of_a_group_is_that_of_its_oldest_member",)),
-    Mutant("the audit allows one step more", "busrl/ledger/audit/ages.py",
+    Mutant("the audit allows one step more", "busrl/ledger/audit/rules.py",
            "age > terms.bound:", "age > terms.bound + 1:", (f"{PLANTED}::test_a_group_one_step_above_the_bound_is_found",)),
-    Mutant("the audit takes the last version of an answer", "busrl/ledger/audit/ages.py",
+    Mutant("the audit takes the last version of an answer", "busrl/ledger/audit/rules.py",
            "step_of(int(versions.min()))", "step_of(int(versions[-1]))",
            (f"{PLANTED}::test_a_sample_that_counts_its_age_from_a_later_step_than_its_oldest_token_is_found",)),
-    Mutant("only the first token that is too old is left out", "busrl/roles/oldtokens.py",
+    Mutant("only the first token that is too old is left out", "busrl/roles/learner/step.py",
            "count = int(late[-1]) + 1", "count = int(late[0]) + 1", of_step("tokens that are too old")),
-    Mutant("the bound on age is one step wider", "busrl/scheduling/staleness.py",
+    Mutant("the bound on age is one step wider", "busrl/scheduling/admission.py",
            "> bound\n        return above", "> bound + 1\n        return above", ("tests/scheduling/test_plan.py",)),
-    Mutant("a step may leave groups above the bound behind", "busrl/scheduling/staleness.py",
+    Mutant("a step may leave groups above the bound behind", "busrl/scheduling/admission.py",
            "self.too_old(oldest_step, step + 1)", "self.too_old(oldest_step, step)", ("tests/scheduling/test_plan.py",)),
     Mutant("a group in the ring is as old as its newest member", "busrl/scheduling/groups.py",
            "np.minimum.at(self.oldest_step,", "np.maximum.at(self.oldest_step,", ("tests/scheduling/test_groups.py",)),
     Mutant("more groups are admitted than the bound allows", "busrl/scheduling/limits.py",
            "total = (staleness + 1) * n_lo + 1", "total = (staleness + 1) * n_lo + 2",
            ("tests/scheduling/test_limits_credit.py",)),
-    Mutant("an answer of older weights from outside looks fresh", "busrl/roles/remote_book.py",
+    Mutant("an answer of older weights from outside looks fresh", "busrl/roles/keeper.py",
            "        if oldest < version:", "        if oldest > version:", ("tests/gateway/test_gateway_ring.py",)),
     Mutant("the version is read before its step", "busrl/roles/scheduler.py",
            '"step": self.ring.header("version_step"), "version": self.ring.header("version"),',
@@ -128,15 +128,15 @@ MUTANTS = (
            "        self.metrics.set_aside(", "        (lambda *told: None)(", RUN),
     Mutant("flat groups are counted against the trained ones alone", METRICS,
            'self.fates["f"] / groups', 'self.fates["f"] / len(record.groups)', PPO),
-    Mutant("fates of flat and of old groups are swapped", "busrl/scheduling/plan.py",
+    Mutant("fates of flat and of old groups are swapped", "busrl/scheduling/trigger.py",
            'else "f" if view.flat[i] else "o"', 'else "o" if view.flat[i] else "f"', ("tests/scheduling/test_plan.py",)),
-    Mutant("the penalty of a cut answer is added", "busrl/roles/worth.py",
+    Mutant("the penalty of a cut answer is added", "busrl/roles/learner/loop.py",
            'lines["reward"] - self.penalty', 'lines["reward"] + self.penalty', ("tests/roles/test_worth.py",)),
-    Mutant("answers that ended by themselves are worth less", "busrl/roles/worth.py",
+    Mutant("answers that ended by themselves are worth less", "busrl/roles/learner/loop.py",
            '(lines["finish"] == LENGTH)', '(lines["finish"] != LENGTH)', ("tests/roles/test_worth.py",)),
     Mutant("the learner trains what the judge said of cut answers", LEARNER,
            "return self.worth.apply(super().copy_lines())", "return super().copy_lines()", RUN),
-    Mutant("validation is worth less where it is cut", "busrl/roles/worth.py",
+    Mutant("validation is worth less where it is cut", "busrl/roles/learner/loop.py",
            '& (lines["cls"] == TRAIN)', "", ("tests/roles/test_worth.py",)),
     # -- advantages and losses
     Mutant("n instead of n - 1 under the root", ADVANTAGES, "values.std(correction=1)", "values.std(correction=0)", PPO),
@@ -167,11 +167,11 @@ MUTANTS = (
            "record.earlier if last_only else 0", "0", of_step("the last segment")),
     Mutant("pois keeps its ratios", TRAINER,
            "if self.settings.ratio_one else tokens", "if False else tokens", of_step("pois")),
-    Mutant("what is not mastered is left out", "busrl/algorithms/dmmpt.py",
+    Mutant("what is not mastered is left out", "busrl/algorithms/masking.py",
            "(logp.detach().exp() >= tau)", "(logp.detach().exp() < tau)", of_step("mastered tokens")),
-    Mutant("the learner ignores the temperature", "busrl/training/logprobs.py",
+    Mutant("the learner ignores the temperature", "busrl/training/trainer.py",
            "return logits if temperature is None else logits / temperature[:, None]", "return logits", PPO),
-    Mutant("the learner multiplies by the temperature", "busrl/training/logprobs.py",
+    Mutant("the learner multiplies by the temperature", "busrl/training/trainer.py",
            "logits / temperature[:, None]", "logits * temperature[:, None]", PPO),
     Mutant("mean over sequences", "busrl/algorithms/aggregation.py",
            "return tokens if kind == TOKEN_MEAN else sequences", "return sequences", PPO),
@@ -226,7 +226,7 @@ MUTANTS = (
     Mutant("clip shares of the wrong sign", DIAGNOSTICS,
            "rows += [falling & (ratio < low), rising & (ratio > high),",
            "rows += [rising & (ratio < low), falling & (ratio > high),", PPO),
-    Mutant("metrics of the last mini-batch alone", "busrl/training/settings.py",
+    Mutant("metrics of the last mini-batch alone", "busrl/training/trainer.py",
            "    if len(updates) == 1:\n", "    if True:\n", TWO),
     Mutant("the log names a version that is not there yet", LEARNER,
            "            version=self.publisher.version,\n            cause", "            version=self.publisher.version + 1,\n            cause", RUN),
@@ -240,19 +240,19 @@ MUTANTS = (
     Mutant("the optimiser begins anew", STEP,
            "self.changed = self.trainer.load_optimizer_state(found.optimizer_state())", "self.changed = ()", AGAIN),
     Mutant("groups are counted from 0 again", STEP, 'self.groups = int(found.meta["groups"])', "self.groups = 0", AGAIN),
-    Mutant("the log is trained from the beginning", "busrl/roles/history.py",
+    Mutant("the log is trained from the beginning", "busrl/roles/learner/history.py",
            "self.wal.records(after=self.step)", "self.wal.records(after=self.step - 1)", AGAIN),
     # -- validation
     Mutant("validation at the training temperature", VALIDATOR,
            "temperature=self.topology.validation.temperature", "temperature=generation.temperature", RUN),
     Mutant("validation is greedy", VALIDATOR,
            "temperature=self.topology.validation.temperature", "temperature=0.0", RUN),
-    Mutant("samples of a prompt weigh more the more there are", "busrl/data/held_out.py",
+    Mutant("samples of a prompt weigh more the more there are", "busrl/data/prompts.py",
            "np.mean([np.mean(found) for found in of_prompt.values()])", "np.mean(sum(of_prompt.values(), []))",
            ("tests/roles/test_validation_rounds.py",)),
     Mutant("an answer of two versions is not mixed", VALIDATOR,
            "oldest=int(versions.min())", "oldest=int(versions.max())", ("tests/roles/test_validation_rounds.py",)),
-)  # fmt: skip
+)
 
 
 def main() -> int:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import losses
+from busrl.algorithms import losses
 
 FIELDS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "clip_low", "clip_high", "dual", "entropy", "loss",
-          "current", "current_abs", "begun", "begun_abs")  # fmt: skip
+          "current", "current_abs", "begun", "begun_abs")
 
 
 @dataclass(frozen=True)
@@ -72,4 +72,4 @@ def finish(total: Tensor | Sequence[float]) -> Diagnostics:
         ess=value["weight"] ** 2 / weights if weights else 0.0, clip_low=value["clip_low"] / count,
         clip_high=value["clip_high"] / count, dual_clip=value["dual"] / count, entropy=value["entropy"] / count,
         loss=value["loss"], mismatch=value["current_abs"] / value["current"] if value["current"] else None,
-        mismatch_begun=value["begun_abs"] / value["begun"] if value["begun"] else None)  # fmt: skip
+        mismatch_begun=value["begun_abs"] / value["begun"] if value["begun"] else None)

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from busrl.bus.broker import run_broker
-from busrl.bus.door import Door, Refusal
-from busrl.bus.endpoint import Endpoint
+from busrl.bus.broker import CurveListener, Refusal, run_broker
+from busrl.bus.endpoint import Endpoint, EndpointStats
 from busrl.bus.security import allow_many_connections, private_directory, tcp_pair
-from busrl.bus.stats import EndpointStats
 
 if TYPE_CHECKING:
     from busrl.bus.aio import AsyncEndpoint
 
 __all__ = [
     "AsyncEndpoint",
-    "Door",
+    "CurveListener",
     "Endpoint",
     "EndpointStats",
     "Refusal",

@@ -12,7 +12,7 @@ import contextlib
 import time
 from types import TracebackType
 
-from busrl.bus.core import Core
+from busrl.bus.endpoint import Core
 from busrl.protocol import Message
 
 

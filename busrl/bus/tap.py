@@ -16,8 +16,7 @@ from typing import Final, NamedTuple
 import msgspec
 import zmq
 
-from busrl.bus.core import DEFAULT_MAX_BYTES, configure
-from busrl.bus.gaps import Gaps
+from busrl.bus.endpoint import DEFAULT_MAX_BYTES, Gaps, configure
 from busrl.bus.security import check_endpoint
 
 QUEUE: Final = 4096  # messages on this side of the wire

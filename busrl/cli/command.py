@@ -1,4 +1,10 @@
-"""Arguments and dispatch of the command `busrl`.
+"""Values of options that several verbs take, checked while the command line is read. Knows nothing of the verbs.
+
+Arguments of verbs that have many, apart from `command.py`, which stays one page per verb.
+
+Loads nothing but argparse: `busrl --help` must be quick.
+
+Arguments and dispatch of the command `busrl`.
 
 Builds one parser per verb, runs the verb, turns errors into exit codes. Knows nothing of what the verbs do: the
 functions here only hand the arguments on, and import what they need when they are called.
@@ -7,6 +13,7 @@ functions here only hand the arguments on, and import what they need when they a
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import traceback
@@ -14,9 +21,73 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from busrl.cli.arguments import add_evaluate_arguments, add_simulate_arguments
-from busrl.cli.options import positive
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError
+
+# -- Values of options that several verbs take, checked while the command line is read. Knows nothing of the verbs ----
+
+
+def positive(text: str) -> float:
+    """The value of an option that is a time or a size."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
+    return number
+
+
+# -- Arguments of verbs that have many, apart from `command.py`, which stays one page per verb ------------------------
+
+
+def add_simulate_arguments(made: argparse.ArgumentParser) -> None:
+    """Of `busrl simulate`."""
+    add = made.add_argument
+    add("topology", nargs="?", type=Path, metavar="TOPOLOGY", help="topology file (.toml)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one key")
+    add("--actors", type=int, metavar="N", help="rollout processes (default: as the topology says)")
+    add("--trace", type=Path, metavar="FILE", help="prompts with the lengths of their answers (JSONL)")
+    add("--fit", type=Path, metavar="RUN_DIR", help="times, lengths and rewards of a finished run")
+    add("--sweep", action="append", default=[], metavar="KEY=A,B,C", help="simulate with each value; may be repeated")
+    add("--steps", type=int, metavar="S", help="optimiser steps (default: the first 60 of run.max_steps)")
+    add("--seed", type=int, metavar="N", help="of all that happens by chance (default: run.seed)")
+    add("--out", type=Path, metavar="DIR", help="where a sweep writes its table and picture (default: simulated/NAME)")
+    add("--json", action="store_true", help="print JSON")
+    add("--generate", type=Path, metavar="FILE", help="write a long-tailed trace and leave")
+    add("--prompts", type=int, metavar="N", help="with --generate: its lines (default 2048)")
+    add("--group-size", type=int, metavar="G", help="with --generate: answers per prompt (default 8)")
+    add("--median", type=float, metavar="T", help="with --generate: median length (default 400)")
+    add("--limit", type=int, metavar="T", help="with --generate: longest answer (default 8192)")
+    add("--arrivals", type=float, metavar="R", help="with --generate: prompts per second, 0 = all at once")
+
+
+def add_evaluate_arguments(made: argparse.ArgumentParser) -> None:
+    """Of `busrl evaluate`."""
+    add = made.add_argument
+    add("target", type=Path, metavar="TOPOLOGY|RUN_DIR", help="where engine, prompts and reward are described")
+    text = "a step of the run, or a folder: a checkpoint or any model (default: the newest of the run, or model.path)"
+    add("--checkpoint", default="", metavar="STEP|PATH", help=text)
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change a key of a topology")
+    add("--data", type=Path, metavar="FILE", help="prompts (default: validation.data, else data.train)")
+    add("--samples", type=_count, metavar="N", help="how many (default: validation.samples)")
+    add("--temperature", type=_temperature, metavar="T", help="0 = greedy (default: validation.temperature)")
+    add("--out", type=Path, metavar="FILE", help="a line per sample (default: RUN_DIR/evaluated/step_N.jsonl)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _count(text: str) -> int:
+    number = positive(text)
+    if number != int(number):
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number")
+    return int(number)
+
+
+def _temperature(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else positive(text)
+
+
+# -- Arguments and dispatch of the command `busrl` --------------------------------------------------------------------
+
 
 EPILOG = """\
 A first run:     busrl launch configs/quickstart.toml
@@ -121,7 +192,7 @@ def _add_topology(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
         help="change one key, e.g. learner.trigger.n_min=16 or process.rollout.count=2; may be repeated",
-    )  # fmt: skip
+    )
 
 
 def _add_launch(verbs: Verbs) -> None:
@@ -134,7 +205,7 @@ def _add_launch(verbs: Verbs) -> None:
         "--resume", default="auto", metavar="auto|never|PATH",
         help="auto: go on from what the run directory holds (default); never: refuse if it holds a run; "
         "PATH: go on in this run directory",
-    )  # fmt: skip
+    )
 
 
 def _add_check(verbs: Verbs) -> None:
@@ -203,7 +274,7 @@ def _add_monitor(verbs: Verbs) -> None:
     made.add_argument(
         "--seconds", type=positive, metavar="S",
         help="with --once: listen for so long first (default 1; at an endpoint until the replay is over, at most 60)",
-    )  # fmt: skip
+    )
 
 
 def _add_record(verbs: Verbs) -> None:
@@ -227,7 +298,7 @@ def _add_replay(verbs: Verbs) -> None:
     made.add_argument(
         "--run-dir", type=Path, metavar="DIR",
         help="for actors that take a run directory: make DIR with a run.json that leads here; implies a frontend",
-    )  # fmt: skip
+    )
     made.add_argument("--wait", type=positive, default=60.0, metavar="S", help="limit of the wait for a listener (60)")
     made.add_argument("--info", action="store_true", help="say what the file holds, and publish nothing")
 
@@ -242,22 +313,22 @@ def _add_simulate(verbs: Verbs) -> None:
 
 
 def launch(options: argparse.Namespace) -> int:
-    from busrl.topology import load
+    from busrl.config import load
 
     topology = load(options.topology, options.overrides)
     if options.dry_run:
-        from busrl.topology.check import dry_run
+        from busrl.config.explain import dry_run
 
         print(dry_run(topology), end="")
         return 0
-    from busrl.cli.start import start
+    from busrl.cli.run import start
 
     return start(topology, options.run_dir, options.resume)
 
 
 def check(options: argparse.Namespace) -> int:
-    from busrl.topology import load
-    from busrl.topology.check import report, require_cores, require_disk, require_memory
+    from busrl.config import load
+    from busrl.config.explain import report, require_cores, require_disk, require_memory
 
     topology = load(options.topology, options.overrides)
     print(report(topology, options.verbose), end="", flush=True)
@@ -268,20 +339,20 @@ def check(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-    from busrl.launch.status import status as show
+    from busrl.launch.display import status as show
 
     print(show(options.run_dir, as_json=options.json))
     return 0
 
 
 def stop(options: argparse.Namespace) -> int:
-    from busrl.cli.stop import stop as end
+    from busrl.cli.run import stop as end
 
     return end(options.run_dir, options.wait)
 
 
 def audit(options: argparse.Namespace) -> int:
-    from busrl.cli.audit import audit as look
+    from busrl.cli.run import audit as look
 
     return look(options.run_dir, options.json)
 
@@ -311,20 +382,20 @@ def ring_clean(options: argparse.Namespace) -> int:
 
 
 def monitor(options: argparse.Namespace) -> int:
-    from busrl.cli.monitor import monitor as show
+    from busrl.cli.watch import monitor as show
 
     return show(options.target, options.once, options.json, options.plain, options.seconds)
 
 
 def record(options: argparse.Namespace) -> int:
-    from busrl.cli.record import record as write
+    from busrl.cli.watch import record as write
 
     return write(options.run_dir, options.out, options.seconds, options.limit)
 
 
 def replay(options: argparse.Namespace) -> int:
-    from busrl.cli.replay import Where
-    from busrl.cli.replay import replay as publish
+    from busrl.cli.watch import Where
+    from busrl.cli.watch import replay as publish
 
     where = Where(options.bind, options.frontend, options.run_dir)
     return publish(options.file, options.speed, where, options.wait, options.info)

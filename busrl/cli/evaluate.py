@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from busrl.config import TINY, Topology, load, materialise, model_folder, recorded
 from busrl.errors import UserError
 from busrl.paths import RunPaths
-from busrl.topology import TINY, Topology, load, materialise, model_folder, recorded
 
 if TYPE_CHECKING:
     from busrl.evaluate import Evaluation, Found, Row

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl import keys
-from busrl.cli.options import positive
+from busrl.cli.command import positive
 from busrl.errors import BadKeys, BusNotReady
 
 

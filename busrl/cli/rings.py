@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from busrl.errors import RunInUse, UserError
-from busrl.launch.printable import printable
 from busrl.launch.rundir import unlink_segments
-from busrl.launch.state import newest_run
+from busrl.launch.story import newest_run, printable
 from busrl.paths import SHM, RunPaths
 from busrl.ring import UID_NONE, UID_VALIDATE, WORKING, Ring, RingError, RingGuard, State
 
@@ -170,7 +169,7 @@ def processes(ring: Ring) -> list[dict[str, Any]]:
                 "samples": process.samples, "tokens": process.tokens, "version": process.version,
                 "remote": process.remote,
             }
-        )  # fmt: skip
+        )
     return rows
 
 

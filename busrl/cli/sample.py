@@ -20,17 +20,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from busrl.config import recorded
 from busrl.data import JsonlStream
 from busrl.errors import BusrlError, NoSuchRun, RingNotFound, UserError
-from busrl.launch.printable import printable
+from busrl.launch.story import printable
 from busrl.ledger import fates as codes
-from busrl.ledger.drawslog import read_draws
+from busrl.ledger.log import Record, SampleRecord, frames, read_draws
 from busrl.ledger.openbin import read_open
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.wal import Record, SampleRecord, frames
 from busrl.paths import RunPaths
 from busrl.ring import UID_NONE, UID_VALIDATE, Fates, NoSuchTensor, Ring, RingError, State
-from busrl.topology import recorded
 
 SHOWN = 200  # characters of a text
 _records = msgspec.msgpack.Decoder(Record)

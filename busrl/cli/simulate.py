@@ -14,18 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from busrl.data.trace import write
-from busrl.data.tracemaker import Shape, generate
+from busrl.config import machine
+from busrl.config.derive import admission_limits
+from busrl.data.trace import Shape, make_trace, write
 from busrl.errors import UserError
-from busrl.ledger.files import write_whole
-from busrl.roles.limits import admission_limits
+from busrl.ledger.log import write_whole
 from busrl.simulate import Figures, World, report
 from busrl.simulate.fit import Fitted, fit
-from busrl.simulate.picture import svg
-from busrl.simulate.settings import Asked, Setting, make
-from busrl.simulate.sources import notes
-from busrl.simulate.sweep import Axis, Point, axis, points
-from busrl.topology import machine
+from busrl.simulate.report import Axis, Point, axis, points, svg
+from busrl.simulate.settings import Asked, Setting, make, notes
 
 PATIENCE_S = 10.0
 # Options of --generate with their values when left out, and those that belong to a simulation.
@@ -94,7 +91,7 @@ def generate_trace(options: argparse.Namespace) -> int:
     if os.path.lexists(options.generate):
         raise UserError(f"--generate {options.generate}: is there already; give another name, or remove it first")
     try:
-        write(options.generate, generate(options.prompts, shape, seed))
+        write(options.generate, make_trace(options.prompts, shape, seed))
     except OSError as error:
         raise UserError(f"--generate {options.generate}: can not be written: {error.strerror}") from None
     print(f"{options.generate}: {options.prompts} prompts of {options.group_size} answers, median {options.median:g}")
@@ -118,14 +115,14 @@ class Patience:
             f"{self.name}step {world.learner.step} of {world.steps} after {now - self.begun:.0f} s here and "
             f"{world.now:.0f} s of virtual time: {world.counts.ended} answers, {aside} groups set aside",
             file=sys.stderr, flush=True,
-        )  # fmt: skip
+        )
 
 
 def _play(point: Point, setting: Setting) -> Figures:
     world = World(
         point.topology, setting.times, setting.answers, actors=setting.actors, steps=setting.steps,
         seed=setting.seed, oracle=point.topology.simulate.oracle,
-    )  # fmt: skip
+    )
     return world.run(Patience(f"{' '.join(point.values)}: " if point.values else ""))
 
 
@@ -201,4 +198,4 @@ def _plain(point: Point, setting: Setting, found: Figures) -> dict[str, Any]:
     return {
         "name": point.topology.run.name, "set": list(point.topology.overrides), "actors": setting.actors,
         "seed": setting.seed, "answers": setting.answers_note, "times": times, "figures": found.to_json(),
-    }  # fmt: skip
+    }

@@ -2,7 +2,7 @@
 
 Used where no model is loaded: `busrl check` counts tokens with it. Reads tokenizer.json, tokenizer_config.json and the
 template files; needs the packages tokenizers and jinja2, which transformers brings. An engine encodes with the
-folder's own tokenizer (`busrl.inference.tokens`); tests hold the two to the same ids. Knows nothing of prompt files.
+folder's own tokenizer (`busrl.engines.tokens`); tests hold the two to the same ids. Knows nothing of prompt files.
 
 - A template writes every special token itself, so what it wrote is encoded without adding any.
 - A template is foreign code: it runs in jinja2's sandbox, and sees plain data only.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from busrl.data.prompt import Message, Prompt
+from busrl.data.prompts import Message, Prompt
 from busrl.errors import DataError
 
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -103,7 +103,7 @@ class LightTokenizer:
         except DataError:
             return None
         special = {token.content: number for number, token in self._core.get_added_tokens_decoder().items()
-                   if token.special}  # fmt: skip
+                   if token.special}
         found = max((text for text in special if after.startswith(text)), key=len, default="")
         return (special[found], found) if found else None
 
@@ -167,7 +167,7 @@ def _compiled(template: str) -> Callable[..., str]:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
-             sort_keys: bool = False) -> str:  # fmt: skip
+             sort_keys: bool = False) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

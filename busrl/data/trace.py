@@ -1,12 +1,24 @@
 """Traces: prompts with the lengths that their answers really had, or that a generator made up.
 
-Talks to one file. A trace is a prompt file (`busrl.data.check`) whose lines also say how long each answer of the group
+Talks to one file. A trace is a prompt file (`prompts.py`) whose lines also say how long each answer of the group
 was, so the same file can be simulated, and be run for real by the scripted engine. Knows nothing of tokens, groups'
 fates or schedules.
 
 - Line: {"prompt": str, "answer": str, "tag": str, "lengths": [int, ...]} and, where known, "rewards" (one per length)
   and "arrival_s" (seconds since the start of an open stream). Other keys are kept out.
 - Lengths are in tokens, the end-of-sequence token included; all are >= 1. Member m of a group has lengths[m mod n].
+
+Makes long-tailed traces whose prompts tell something about the length of their answers, but not all.
+
+Talks to nothing: a seed goes in, tasks come out. Knows nothing of files or schedules.
+
+The natural log of a length is the sum of three parts, and a few answers are much longer still:
+  text    what the prompt says: its kind of task, the size of its numbers, words like "step by step" or "briefly"
+  prompt  what all answers to a prompt share, though the prompt does not show it
+  member  what one answer has of its own
+With the default spreads (0.65, 0.40, 0.40) the text explains 57 % of the variance and the prompt 78 %. A predictor that
+read the text perfectly would reach Kendall tau 0.55; trained rankers were measured at 0.52 to 0.64 on two public chat
+data sets (arXiv:2408.15792). One finished sibling is worth 0.57, many are worth 0.69.
 """
 
 from __future__ import annotations
@@ -18,10 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from busrl.data.check import decode_line, open_file, prompt_lines
-from busrl.data.prompt import plain_text
+from busrl.data.prompts import decode_line, open_file, plain_text, prompt_lines
 from busrl.errors import DataError
+
+# -- Traces: prompts with the lengths that their answers really had, or that a generator made up ----------------------
+
 
 MAX_TOKENS = 1 << 30
 
@@ -113,3 +128,113 @@ def _numbers(record: dict[str, object], name: str, place: str) -> list[Any]:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# -- Makes long-tailed traces whose prompts tell something about the length of their answers, but not all -------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Standard deviations of the natural log of a length, and the tail: `share` of the answers, `factor` times longer
+    at most (uniform from 2 up)."""
+
+    text: float = 0.65
+    prompt: float = 0.40
+    member: float = 0.40
+    tail_share: float = 0.03
+    tail_factor: float = 8.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a trace looks like: median length and cut in tokens, answers per prompt, arrivals per second (0 = none)."""
+
+    group_size: int = 8
+    median: float = 400.0
+    limit: int = 8192
+    spread: Spread = Spread()
+    arrivals_per_s: float = 0.0
+
+
+# Kind of task, share of the prompts, and how much longer (natural log) its answers are; then prompts of that kind.
+KINDS: tuple[tuple[str, float, float, tuple[str, ...]], ...] = (
+    ("choice", 0.15, -1.6, ("Is it true or false that {a} is larger than {b}?", "判断：{a} 是否大于 {b}？")),
+    ("arithmetic", 0.25, -0.7, ("Compute the sum of {list}.", "计算下列各数之和：{list}。")),
+    ("equation", 0.25, 0.2, ("Solve the equation {a} x + {b} = {c} in {list}.", "解方程 {a} x + {b} = {c}：{list}。")),
+    ("code", 0.15, 0.7, ("Write a function that merges the lists {list}.", "写一个函数，合并列表 {list}。")),
+    ("proof", 0.20, 1.0, ("Prove that {a} divides the product of {list}.", "证明 {a} 整除 {list} 的乘积。")),
+)
+# A remark after the prompt, its share, and its effect.
+REMARKS: tuple[tuple[str, float, float], ...] = (
+    ("", 0.6, 0.0),
+    (" Think step by step.", 0.2, 0.5),
+    (" Answer briefly.", 0.2, -0.5),
+)
+SIZES = 8  # a prompt holds 1 to SIZES numbers
+PER_SIZE = 0.12  # natural log per number
+
+
+def make_trace(prompts: int, shape: Shape | None = None, seed: int = 0) -> list[Task]:
+    """`prompts` tasks; the same arguments give the same tasks."""
+    if prompts < 1:
+        raise ValueError(f"prompts = {prompts}: must be >= 1")
+    shape = shape or Shape()
+    random = np.random.default_rng(seed)
+    effects = _Standard(_effects())
+    texts = [_prompt(random) for _ in range(prompts)]
+    clock = np.cumsum(random.exponential(1 / shape.arrivals_per_s, prompts)) if shape.arrivals_per_s else None
+    return [
+        Task(
+            prompt=text,
+            lengths=_lengths(random, shape, effects(effect)),
+            tag=kind,
+            arrival_s=None if clock is None else round(float(clock[i]), 6),
+        )
+        for i, (kind, text, effect) in enumerate(texts)
+    ]
+
+
+def _lengths(random: np.random.Generator, shape: Shape, text: float) -> tuple[int, ...]:
+    spread, size = shape.spread, shape.group_size
+    shared = math.log(shape.median) + spread.text * text + random.normal(0, spread.prompt)
+    log = shared + random.normal(0, spread.member, size)
+    tail = np.where(random.random(size) < spread.tail_share, random.uniform(2, max(2.0, spread.tail_factor), size), 1.0)
+    return tuple(np.clip(np.rint(np.exp(log) * tail), 1, shape.limit).astype(int).tolist())
+
+
+def _prompt(random: np.random.Generator) -> tuple[str, str, float]:
+    """Kind, text, and what the text says about the length (in units of its own, see `_Standard`)."""
+    kind, _, effect, forms = KINDS[_pick(random, [share for _, share, _, _ in KINDS])]
+    remark, _, more = REMARKS[_pick(random, [share for _, share, _ in REMARKS])]
+    size = int(random.integers(1, SIZES + 1))
+    numbers = random.integers(10, 1000, size + 3).tolist()
+    form = forms[int(random.integers(len(forms)))]
+    text = form.format(a=numbers[0], b=numbers[1], c=numbers[2], list=", ".join(map(str, numbers[3:])))
+    return kind, text + remark, effect + more + PER_SIZE * size
+
+
+def _pick(random: np.random.Generator, shares: list[float]) -> int:
+    return int(random.choice(len(shares), p=shares))
+
+
+def _effects() -> tuple[list[float], list[float]]:
+    """Every effect that `_prompt` can return, with its probability."""
+    values, shares = [], []
+    for _, kind_share, kind, _ in KINDS:
+        for _, remark_share, remark in REMARKS:
+            for size in range(1, SIZES + 1):
+                values.append(kind + remark + PER_SIZE * size)
+                shares.append(kind_share * remark_share / SIZES)
+    return values, shares
+
+
+class _Standard:
+    """Scales an effect to mean 0 and standard deviation 1 over all prompts."""
+
+    def __init__(self, found: tuple[list[float], list[float]]) -> None:
+        values, shares = np.array(found[0]), np.array(found[1])
+        self.mean = float(values @ shares)
+        self.deviation = math.sqrt(float((values - self.mean) ** 2 @ shares))
+
+    def __call__(self, effect: float) -> float:
+        return (effect - self.mean) / self.deviation

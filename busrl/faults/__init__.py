@@ -6,8 +6,7 @@ Used by the roles and by `launch`; off unless a topology asks for it. Imports `p
 it accepts. Knows nothing of what messages mean or of who decides to restart a process.
 """
 
-from busrl.faults.crash import CrashWatch, crash_environment
-from busrl.faults.plan import BusFault, CrashFault, Faults, describe
+from busrl.faults.plan import BusFault, CrashFault, CrashWatch, Faults, crash_environment, describe
 from busrl.faults.trouble import Trouble, trouble_for
 
 __all__ = ["BusFault", "CrashFault", "CrashWatch", "Faults", "Trouble", "crash_environment", "describe", "trouble_for"]

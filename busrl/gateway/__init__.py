@@ -6,9 +6,7 @@ the protocol and NumPy; knows nothing of sockets, rings or files.
 
 from busrl.gateway.book import Answer, Book, Gone, Held, Member, Room, task_id
 from busrl.gateway.checks import Broken, Limits
-from busrl.gateway.desk import Desk, Settings
-from busrl.gateway.steps import VersionSteps
-from busrl.gateway.tally import BAD, Tally
+from busrl.gateway.desk import BAD, Desk, Settings, Tally, VersionSteps
 
 __all__ = [
     "BAD",

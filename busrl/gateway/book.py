@@ -1,6 +1,6 @@
 """What the gateway needs of the ledger: its entries for remote workers, and the slots that they hold.
 
-`busrl.roles.remote_book` is the one on a ring; tests have one in memory. Knows nothing of messages' routes or time.
+`busrl.roles.keeper` is the one on a ring; tests have one in memory. Knows nothing of messages' routes or time.
 
 - Everything here that changes a slot is one compare-and-swap in the name of the entry that holds it.
 - What a remote worker holds is in the ledger and nowhere else: `members` and `held` give it all back to a new keeper.

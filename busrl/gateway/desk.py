@@ -1,4 +1,21 @@
-"""The gateway's decisions: one request in, the ledger moved through a `Book`, the answers out.
+"""Leases on claims of remote workers, on a clock that only counts time in which the keeper could have heard them.
+
+Pure. Knows nothing of messages or rings.
+
+- A step of the clock is at most `MOST_STEP_S`: a keeper that was stopped, or a machine that was suspended, ends no
+  lease by waking up.
+- A keeper that comes back grants every lease afresh (`Leases.grant` for all that the ledger shows as held).
+
+Counts of what remote workers did and of what they were refused, by name, for `busrl status`.
+
+Pure; the keeper writes it to a file. Knows nothing of slots. Names come from outside, so their number is bounded.
+
+Which learner step made which weight version, as far as the keeper has seen it. Pure.
+
+A remote answer may hold tokens of older weights than those of its dispatch; the learner counts its age from the step
+of the oldest. For a version that was never seen the newest older one counts: an answer may look too old, never too new.
+
+The gateway's decisions: one request in, the ledger moved through a `Book`, the answers out.
 
 Talks to a `Book` and to nothing else; the clock value comes with each call. `busrl.roles.keeper` feeds it from the bus.
 Knows nothing of sockets, of arrays in shared memory, or of how answers travel.
@@ -22,18 +39,159 @@ Invariants (ledger, section 3), held by `tests/gateway` under loss, doubling, re
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from busrl.gateway import checks
 from busrl.gateway.book import Book, Gone, Held, Member, Room
-from busrl.gateway.leases import FairClock, Lease, Leases
-from busrl.gateway.tally import Tally
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.gateway import Remote
 from busrl.protocol.messages import Message, name_of
+
+# -- Leases on claims of remote workers, on a clock that only counts time in which the keeper could have heard them ---
+
+
+MOST_STEP_S = 1.0
+
+
+class FairClock:
+    """Seconds since it was made, without the time for which its reader was late."""
+
+    def __init__(self, now: float) -> None:
+        self._seen = now
+        self.time = 0.0
+
+    def advance(self, now: float) -> float:
+        self.time += min(max(0.0, now - self._seen), MOST_STEP_S)
+        self._seen = now
+        return self.time
+
+
+@dataclass
+class Lease:
+    """One claim of one worker, until the clock says `until`."""
+
+    name: str
+    held: Held
+    until: float
+
+
+class Leases:
+    """All leases; a slot has at most one. States of a lease: granted -> (settled | expired)."""
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._by_task: dict[str, Lease] = {}
+        self._by_name: dict[str, dict[str, Lease]] = {}
+
+    def grant(self, name: str, held: Held, now: float) -> Lease:
+        lease = Lease(name, held, now + self.lease_s)
+        self._by_task[held.task] = lease
+        self._by_name.setdefault(name, {})[held.task] = lease
+        return lease
+
+    def find(self, task: str) -> Lease | None:
+        return self._by_task.get(task)
+
+    def of(self, name: str) -> list[Lease]:
+        """What a worker holds, oldest first."""
+        return list(self._by_name.get(name, {}).values())
+
+    def renew(self, name: str, tasks: Iterable[str], now: float) -> list[str]:
+        """Begin the leases of these tasks anew; returns those that are not held by this worker."""
+        mine = self._by_name.get(name, {})
+        lost = []
+        for task in tasks:
+            lease = mine.get(task)
+            if lease is None:
+                lost.append(task)
+            else:
+                lease.until = now + self.lease_s
+        return lost
+
+    def settle(self, lease: Lease) -> None:
+        """The claim has ended, in whatever way."""
+        task = lease.held.task
+        if self._by_task.pop(task, None) is not None:
+            self._by_name[lease.name].pop(task)
+            if not self._by_name[lease.name]:
+                del self._by_name[lease.name]
+
+    def over(self, now: float) -> list[Lease]:
+        """Leases whose time is over."""
+        return [lease for lease in self._by_task.values() if lease.until <= now]
+
+
+# -- Counts of what remote workers did and of what they were refused, by name, for `busrl status` ---------------------
+
+
+BAD = ("malformed", "version", "oversize", "refused", "not_yours", "full", "too_large")  # a person should look at these
+MOST_NAMES = 256
+OTHERS = "(others)"
+
+
+class Tally:
+    """`add` an event of a worker; `plain` is all of it as JSON can hold it."""
+
+    def __init__(self, before: Any = None) -> None:
+        self.workers: dict[str, Counter[str]] = {}
+        self.latest: dict[str, str] = {}
+        self.changed = False
+        self._load(before)
+
+    def add(self, name: str, event: str, count: int = 1, text: str = "") -> None:
+        name = self._known(name)
+        self.workers.setdefault(name, Counter())[event] += count
+        if text:
+            self.latest[name] = f"{event}: {text}"[:300]
+        self.changed = True
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            name: {**dict(sorted(counts.items())), **({"latest": self.latest[name]} if name in self.latest else {})}
+            for name, counts in sorted(self.workers.items())
+        }
+
+    def _known(self, name: str) -> str:
+        name = name or "(unnamed)"
+        return name if name in self.workers or len(self.workers) < MOST_NAMES else OTHERS
+
+    def _load(self, before: Any) -> None:
+        """Go on from what an earlier keeper wrote; anything unexpected in it is left out."""
+        for name, counts in (before if isinstance(before, dict) else {}).items():
+            if isinstance(counts, dict):
+                self.workers[str(name)] = Counter({k: v for k, v in counts.items() if isinstance(v, int)})
+                if isinstance(counts.get("latest"), str):
+                    self.latest[str(name)] = counts["latest"]
+
+
+# -- Which learner step made which weight version, as far as the keeper has seen it. Pure -----------------------------
+
+
+class VersionSteps:
+    """`note` what the ring's header says; `step_of` a version."""
+
+    def __init__(self, keep: int = 4096) -> None:
+        self._steps: dict[int, int] = {0: 0}
+        self._keep = keep
+
+    def note(self, version: int, step: int) -> None:
+        """The header showed this pair. The two words are not read together: the smallest step seen is the right one."""
+        self._steps[version] = min(step, self._steps.get(version, step))
+        if len(self._steps) > self._keep:
+            del self._steps[sorted(self._steps)[1]]  # 0 stays
+
+    def step_of(self, version: int) -> int:
+        known = sorted(self._steps)
+        return self._steps[known[bisect_right(known, version) - 1]]
+
+
+# -- The gateway's decisions: one request in, the ledger moved through a `Book`, the answers out ----------------------
+
 
 MOST_HELD = 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # it stands in a topic, and the process table keeps 39 bytes
@@ -200,7 +358,7 @@ class Desk:
             max_message_bytes=self.settings.max_message_bytes, max_prompt_tokens=made.max_prompt_tokens,
             seed=made.seed, model=made.model, prompt_key=made.prompt_key, answer_key=made.answer_key,
             template=made.template,
-        )  # fmt: skip
+        )
 
     def _replaced(self, message: Remote) -> Message:
         return _answer(message, "replaced", "a newer life of this name has joined: exit, or take another name")
@@ -343,7 +501,7 @@ def _answer(message: Remote, code: str, text: str = "", task: str = "", lost: li
     return g.GatewayAnswer(
         code=code, life=message.life, req=message.req, about=name_of(type(message)), task=task, text=text,
         lost=lost or [],
-    )  # fmt: skip
+    )
 
 
 def _parse(task: str) -> tuple[int, int, int] | None:

@@ -15,17 +15,14 @@ from typing import TextIO
 
 import setproctitle
 
+from busrl.config import Topology, materialise
 from busrl.errors import MachineError, RunFinished
-from busrl.launch.closing import audit_run, close_run
-from busrl.launch.display import Display, open_display
-from busrl.launch.run import Launch
+from busrl.launch.display import Display, open_display, status
+from busrl.launch.run import Interrupted, Launch, Signals, audit_run, close_run
 from busrl.launch.rundir import open_run
-from busrl.launch.signals import Interrupted, Signals
-from busrl.launch.status import status
 from busrl.launch.summary import Outcome, build, final_lines, write
 from busrl.ledger.audit import AuditReport
 from busrl.paths import RunPaths
-from busrl.topology import Topology, materialise
 
 __all__ = ["launch", "status"]
 
@@ -84,7 +81,7 @@ def _conclude(
     summary = build(
         outcome, running.progress, running.children, report, still_open, time.monotonic(), running.usage.summary(),
         running.stays.summary(), running.crashes.missing(),
-    )  # fmt: skip
+    )
     paths = RunPaths.of(root)
     try:
         write(paths, summary)

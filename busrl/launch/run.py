@@ -1,4 +1,19 @@
-"""The loop of `launch`: starts the children, watches them, starts them again, stops them in order.
+"""Signals to `launch` as something to wait for: the first asks for an orderly stop, a second one kills.
+
+Talks to the kernel; knows nothing of children. Handlers only count; a descriptor becomes readable, so that a wait ends.
+
+- SIGHUP and SIGINT that were ignored when launch began stay ignored: so ask `nohup`, and a shell that starts something
+  in the background. SIGTERM is always heard: by it `busrl stop` asks.
+- Output to a terminal that belongs to another job (SIGTTOU, under `stty tostop`) does not stop launch.
+
+The end of a run with all its roles stopped: `open.bin`, nothing left in shared memory, and the audit.
+
+Talks to the ring, the ledger's files and the audit. Knows nothing of processes; it must be called when none is left.
+
+- The order is: reclaim what the dead held, write and sync open.bin and the fates, then unlink the ring. Killed in
+  between, the next start adopts the ring and forgets open.bin.
+
+The loop of `launch`: starts the children, watches them, starts them again, stops them in order.
 
 Talks to the children (pids, exit codes), to the ring's process table (reading), to the bus (progress for display, STOP)
 and to the terminal. What to do about a child is decided in `supervisor.py`, in which order to stop in `shutdown.py`.
@@ -16,37 +31,159 @@ import contextlib
 import errno
 import os
 import selectors
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
 
 from busrl import device
 from busrl.bus import Endpoint
-from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, FateRefused
+from busrl.config import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY, ProcessName, Topology, machine
+from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
-from busrl.launch.children import Running, last_lines, last_words, start
+from busrl.launch.children import Guardian, Running, last_lines, last_words, mark, start
 from busrl.launch.children import describe as describe_end
-from busrl.launch.chronicle import Chronicle
-from busrl.launch.display import Display
-from busrl.launch.fatewatch import FateWatch
-from busrl.launch.orphans import Guardian, mark
-from busrl.launch.printable import printable
-from busrl.launch.progress import Progress
-from busrl.launch.rundir import OpenRun
-from busrl.launch.shutdown import Ask, Shutdown
-from busrl.launch.signals import Signals
-from busrl.launch.stays import Stays
-from busrl.launch.story import Story
-from busrl.launch.strangers import Strangers
-from busrl.launch.summary import Outcome
-from busrl.launch.supervisor import Child, FairClock, Patience, Phase
-from busrl.launch.usage import Usage
-from busrl.launch.watch import Watch
-from busrl.ledger.errorlog import record_error
+from busrl.launch.display import Display, Watch
+from busrl.launch.fates import FateWatch
+from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
+from busrl.launch.story import Progress, Story, printable
+from busrl.launch.summary import EventLog, Outcome, ResidenceTimes, Usage
+from busrl.launch.supervisor import Ask, Child, FairClock, ForeignProcesses, Patience, Phase, Shutdown
+from busrl.ledger.audit import AuditReport, audit
+from busrl.ledger.errors import record_error
+from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.protocol import address, topic
 from busrl.protocol import messages as m
-from busrl.ring.takeovers import taken_back
-from busrl.topology import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, ProcessName, cores, machine
+from busrl.ring import UID_NONE, Fates, State
+from busrl.ring.locks import taken_back
+
+# -- Signals to `launch` as something to wait for: the first asks for an orderly stop, a second one kills -------------
+
+
+ORDERLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """A signal came while nothing was at stake any more (`Signals.interrupting`); its name is the text."""
+
+
+class Signals:
+    """Installed with `with`, in the main thread; what was there before is put back."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.count = 0
+        self._raises = False
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that was ended by the first signal."""
+        return 128 + self.first
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def clear(self) -> None:
+        """Make the descriptor quiet again."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._reader, 4096):
+                pass
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Inside, a signal raises `Interrupted`: for work that only reads and that nobody has to wait for."""
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
+
+    def _received(self, number: int, _frame: FrameType | None) -> None:
+        self.first = self.first or number
+        self.count += 1
+        if self._raises:
+            self._raises = False
+            raise Interrupted(signal.Signals(number).name)
+
+    def __enter__(self) -> Signals:
+        heard = [one for one in ORDERLY if one not in LEFT_IGNORED or signal.getsignal(one) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._received) for number in heard}
+        self._before[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+# -- The end of a run with all its roles stopped: `open.bin`, nothing left in shared memory, and the audit ------------
+
+
+def close_run(run: OpenRun) -> int:
+    """Write what is open, unlink everything, let go of the directory. Returns how many samples are open."""
+    if run.displaced:
+        run.release()
+        return 0
+    if run.moved() or run.read_only():
+        return _abandon(run)
+    # Mapped anew: a table that somebody cut short must not be read as long as it was.
+    run.fates = Fates(str(run.paths.fates), create=True)
+    run.validate_fates = Fates(str(run.paths.validate_fates), create=True)
+    run.ring.bind_fates(run.fates, run.validate_fates)
+    run.ring.reap()
+    run.ring.finish_drops()
+    lines = run.ring.lines()
+    held = np.flatnonzero((lines["state"] != State.FREE) & (lines["uid"] != UID_NONE))
+    still_open = [OpenSlot(int(lines["uid"][slot]), int(lines["state"][slot]), int(slot)) for slot in held]
+    run.fates.sync()
+    run.validate_fates.sync()
+    write_open(run.paths.open_bin, still_open)
+    unlink_segments(run.paths.ring_name)
+    shutil.rmtree(run.paths.published, ignore_errors=True)
+    remove_runtime_dir(run.paths)
+    run.release()
+    return len(still_open)
+
+
+def _abandon(run: OpenRun) -> int:
+    """The run directory is not where it was, or can not be written: nothing is written in its place. Without a ring and
+    an open.bin the next start, wherever it is, generates again what was open."""
+    unlink_segments(run.paths.ring_name)
+    remove_runtime_dir(run.paths)
+    held = sum(count for state, count in run.ring.stats().occupancy.items() if state != "FREE")
+    run.release()
+    return held
+
+
+def audit_run(root: Path, topology: Topology) -> AuditReport | str:
+    """The audit of a run that has ended, or why there is none; finds the prompt file of a tiny task where it was made.
+
+    Whatever happened to the run's files, a run has a summary.
+    """
+    prompts: Path | None = None
+    if topology.data.train.startswith(TINY):
+        from busrl.quickstart import paths
+
+        made = paths(topology.data.train)
+        prompts = made.train if made else None
+    try:
+        return audit(root, prompts=prompts)
+    except (OSError, BusrlError) as problem:
+        return str(problem)
+
+
+# -- The loop of `launch`: starts the children, watches them, starts them again, stops them in order ------------------
+
 
 TICK_S = 0.2
 STOP_EVERY_S = 0.5
@@ -77,9 +214,9 @@ class Launch:
         self._watch = Watch(opened.ring)
         self._fates = FateWatch(self._paths.fates, self._paths.validate_fates, opened.ring, opened.topology.groups.size)
         own = [name for name, one in self._processes.items() if not one.spec.command]
-        self._chronicle = Chronicle(opened.paths, self.children, own)
-        self._strangers = Strangers({*IMPLIED_ROLES, *SINGLE_ROLES} & self._processes.keys(), patience)
-        self.usage, self.stays, self.crashes = Usage(), Stays(), CrashWatch(opened.topology.faults)
+        self._chronicle = EventLog(opened.paths, self.children, own)
+        self._strangers = ForeignProcesses({*IMPLIED_ROLES, *SINGLE_ROLES} & self._processes.keys(), patience)
+        self.usage, self.stays, self.crashes = Usage(), ResidenceTimes(), CrashWatch(opened.topology.faults)
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
@@ -158,7 +295,7 @@ class Launch:
             crash = crash_environment(topology.faults, child.name, child.restarts + 1)
             known = {**os.environ, **process.spec.env}
             devices = device.environment(topology.device_of(child.name), process.devices, known)
-            bound = cores.of(topology, process.spec, machine.cores())
+            bound = machine.cores_of(topology, process.spec, machine.cores())
             sign = f"{self._mark}{child.name}/{child.restarts}/"
             running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, bound, sign)
         except OSError as error:

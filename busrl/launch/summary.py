@@ -1,4 +1,26 @@
-"""`summary.json`, and the last lines that a person reads when a run has ended.
+"""What each process of a run used: CPU seconds, and the share of the training time that it was busy.
+
+Talks to /proc and is given the ring's process table. Training time runs from the learner's first step that was seen to
+the last look before the end, so that imports and model loading are left out of the shares. Knows nothing of samples.
+
+- A process that was started again counts on: what its predecessors used is kept.
+- A process's own children (the judges of a reward worker) count as its own.
+
+How long slots stay in each state, by Little's law: mean slots in a state / entries into it per second.
+
+Pure: fed with the ring's counts four times a second while the learner trains. Sampled by the clock and not when
+something happens, so that no phase of the run counts more than it lasts. Knows nothing of samples.
+
+What `launch` writes down for whoever looks at the run: deaths of its children, and ERRORs from outside.
+
+Talks to `errors.jsonl` and `supervisor.json`, which `busrl status` shows. Knows nothing of processes beyond what it is
+told, and decides nothing.
+
+- Processes of busrl file their own warnings before they publish them, so only those of others are filed here. Who
+  belongs to busrl is known by its place in the topology, or by its entry in the ring together with its title.
+- What strangers send is bounded: a line each 5 s for each of `MOST_SENDERS`, the rest counted.
+
+`summary.json`, and the last lines that a person reads when a run has ended.
 
 Pure but for writing one file: puts together what the supervisor, the bus and the audit know. Knows nothing of how they
 know it.
@@ -6,17 +28,261 @@ know it.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from busrl.launch.progress import Progress, duration, short
-from busrl.launch.story import in_words
-from busrl.launch.supervisor import Child
+from busrl.errors import first_line
+from busrl.gateway import Tally
+from busrl.launch.story import Progress, duration, in_words, short
+from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport
-from busrl.ledger.files import write_whole
+from busrl.ledger.errors import Throttle, record_error
+from busrl.ledger.log import show_whole, write_whole
 from busrl.paths import RunPaths
+from busrl.protocol import address
+from busrl.protocol import messages as m
+from busrl.ring import Process
+
+# -- What each process of a run used: CPU seconds, and the share of the training time that it was busy ----------------
+
+
+TICKS = os.sysconf("SC_CLK_TCK")
+LOOK_EVERY_S = 0.5
+
+
+@dataclass
+class _Used:
+    """Of one name: seconds of earlier incarnations, of the present one, and both when training began."""
+
+    pid: int = 0
+    cpu_before: float = 0.0
+    cpu: float = 0.0
+    busy_before: float = 0.0
+    busy: float = 0.0
+    cpu_at_start: float = 0.0
+    busy_at_start: float = 0.0
+
+    def seen(self, pid: int, cpu: float, busy: float) -> None:
+        if pid != self.pid:
+            self.cpu_before, self.busy_before = self.cpu_before + self.cpu, self.busy_before + self.busy
+            self.pid = pid
+        self.cpu, self.busy = cpu, busy
+
+    @property
+    def cpu_total(self) -> float:
+        return self.cpu_before + self.cpu
+
+    @property
+    def busy_total(self) -> float:
+        return self.busy_before + self.busy
+
+
+class Usage:
+    """Fed with a look now and then; `summary` at the end."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, _Used] = {}
+        self._next = 0.0
+        self._began: float | None = None
+        self._ended = 0.0
+
+    def look(self, pids: Iterable[tuple[str, int]], entries: dict[int, Process], step: int, now: float) -> None:
+        """`pids`: name and pid of every living process; `step`: the learner's. Cheap: reads /proc twice a second."""
+        if now < self._next:
+            return
+        self._next = now + LOOK_EVERY_S
+        for name, pid in pids:
+            entry = entries.get(pid)
+            used = self._used.setdefault(name, _Used())
+            # An entry that is gone while its process still ends says nothing new.
+            busy = entry.busy_ns / 1e9 if entry else used.busy if used.pid == pid else 0.0
+            used.seen(pid, cpu_of(pid, children=pid != os.getpid()), busy)
+        if step > 0 and self._began is None:
+            self._began = now
+            for used in self._used.values():
+                used.cpu_at_start, used.busy_at_start = used.cpu_total, used.busy_total
+        self._ended = now
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Per process: cpu_s in all, and the shares of the training time; None where nothing was trained."""
+        return {name: self._of(used) for name, used in self._used.items()}
+
+    def _of(self, used: _Used) -> dict[str, Any]:
+        span = self._ended - self._began if self._began is not None else 0.0
+        if span <= 0:
+            return {"cpu_s": round(used.cpu_total, 2), "cpu_share": None, "busy_share": None}
+        return {
+            "cpu_s": round(used.cpu_total, 2),
+            "cpu_share": round((used.cpu_total - used.cpu_at_start) / span, 4),
+            "busy_share": round(min(1.0, (used.busy_total - used.busy_at_start) / span), 4),
+        }
+
+
+def cpu_of(pid: int, children: bool = True) -> float:
+    """CPU seconds of a process, and with `children` those it has waited for and the living ones; 0 if it is gone."""
+    total = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total = sum(int(field) for field in fields[11 : 15 if children else 13]) / TICKS
+        living = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if children else []
+        for child in living:
+            total += cpu_of(int(child))
+    return total
+
+
+# -- How long slots stay in each state, by Little's law: mean slots in a state / entries into it per second -----------
+
+
+EVERY_S = 0.25
+
+
+class ResidenceTimes:
+    """Look now and then; `summary` at the end."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, int] = {}
+        self._looks = 0
+        self._first: tuple[float, dict[str, int]] | None = None
+        self._last: tuple[float, dict[str, int]] = (0.0, {})
+        self._next = 0.0
+
+    def look(self, occupancy: Mapping[str, int], transitions: Mapping[str, int], step: int, now: float) -> None:
+        """`occupancy`: slots by state; `transitions`: entries into each, ever; `step`: the learner's."""
+        if step < 1 or now < self._next:
+            return
+        self._next = now + EVERY_S
+        for state, count in occupancy.items():
+            self._sums[state] = self._sums.get(state, 0) + count
+        self._looks += 1
+        self._last = now, dict(transitions)
+        if self._first is None:
+            self._first = self._last
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """By state: mean slots, entries per second, seconds that one stays (0 where none came); empty without looks."""
+        if self._first is None or self._last[0] <= self._first[0]:
+            return {}
+        span = self._last[0] - self._first[0]
+        found = {}
+        for state, total in self._sums.items():
+            mean = total / self._looks
+            rate = (self._last[1].get(state, 0) - self._first[1].get(state, 0)) / span
+            stay = mean / rate if rate > 0 else 0.0
+            found[state.lower()] = {"mean": round(mean, 3), "per_s": round(rate, 3), "stay_s": round(stay, 6)}
+        return found
+
+
+# -- What `launch` writes down for whoever looks at the run: deaths of its children, and ERRORs from outside ----------
+
+
+MOST_SENDERS = 64
+OTHERS = "(others)"
+UNNAMED = "(unnamed)"
+SAVE_EVERY_S = 1.0
+TRACE = 4000
+TEXT = 200
+
+
+class EventLog:
+    """`own`: names of the children that are busrl's own programs. `tick` now and then, `close` at the end."""
+
+    def __init__(self, paths: RunPaths, children: Sequence[Child], own: Collection[str]) -> None:
+        self._paths, self._children = paths, children
+        self._own = {address(name) for name in own} | {"launch"}
+        self._met: set[tuple[int, int]] = set()
+        self._throttle, self._shown, self._tally = Throttle(), Throttle(), Tally()
+        self._deaths: dict[str, str] = {}
+        self._changed, self._next_save = True, 0.0
+
+    def died(self, child: Child, text: str, *, gives_up: bool = False) -> None:
+        """A child ended that should not have."""
+        self.warn(text, "critical" if gives_up else "warning")
+        self._deaths[child.name] = text
+        self._changed = True
+
+    def warn(self, text: str, severity: str = "warning", uids: Sequence[int] = ()) -> None:
+        """Anything else that launch itself saw or did."""
+        record_error(self._paths, "launch", severity, "supervisor", text, uids=uids)
+
+    def met(self, entries: Iterable[Process]) -> None:
+        """The process table: a role of busrl that somebody else started files its warnings itself."""
+        for one in entries:
+            if not one.remote and (one.pid, one.index) not in self._met:
+                self._met.add((one.pid, one.index))
+                if is_titled(one.pid, one.label):
+                    self._own.add(one.label.replace("/", "-"))
+
+    def heard(self, error: m.Error, now: float) -> list[str]:
+        """An ERROR came; the lines that a person should read now."""
+        severity = error.severity if error.severity in m.SEVERITIES else m.SEVERITIES[0]
+        if error.sender in self._own:
+            return self._heard_own((error.sender, severity, error.where, error.text), now)
+        sender = self._known(error.sender)
+        self._tally.add(sender, severity, text=first_line(error.text))
+        self._changed = True
+        line = (sender, severity, error.where, error.text, error.traceback[-TRACE:])
+        return [self._file(line)] if self._throttle.admit(sender, line, now) else []
+
+    def tick(self, now: float, everything: bool = False) -> list[str]:
+        """What was held back of strangers and is due: filed, and the lines to show. Saves the counts."""
+        told = []
+        for count, (sender, severity, where, text, trace), _ in self._throttle.due(now, everything):
+            told.append(self._file((sender, severity, where, f"{count} more from it, the latest: {text}", trace)))
+        for count, (sender, severity, where, text), _ in self._shown.due(now, everything):
+            told.append(f"{shown(sender, severity, where, text)} ({count} more like this)")
+        if self._changed and (everything or now >= self._next_save):
+            self._changed, self._next_save = False, now + SAVE_EVERY_S
+            show_whole(self._paths.supervisor, self.plain())
+        return told
+
+    def close(self, now: float) -> list[str]:
+        """Everything that was held back."""
+        return self.tick(now, everything=True)
+
+    def _heard_own(self, line: tuple[str, str, str, str], now: float) -> list[str]:
+        """It files and holds back itself; this is for one that does not, or that is none of ours."""
+        sender, _, where, text = line
+        kind = f"{sender}/{where}/{re.sub('[0-9]+', '#', text)[:TEXT]}"
+        return [shown(*line)] if self._shown.admit(kind, line, now) else []
+
+    def _known(self, sender: str) -> str:
+        sender = sender or UNNAMED
+        return sender if sender in self._tally.workers or len(self._tally.workers) < MOST_SENDERS else OTHERS
+
+    def _file(self, line: tuple[str, ...]) -> str:
+        sender, severity, where, text, trace = line
+        record_error(self._paths, sender, severity, where, text, trace)
+        return shown(sender, severity, where, text)
+
+    def plain(self) -> dict[str, Any]:
+        """What stands in supervisor.json."""
+        return {
+            "time": time.time(),
+            "processes": {
+                child.name: {
+                    "restarts": child.restarts,
+                    "killed_for_silence": child.kills,
+                    **({"latest": self._deaths[child.name]} if child.name in self._deaths else {}),
+                }
+                for child in self._children
+            },
+            "errors_from_outside": self._tally.plain(),
+        }
+
+
+def shown(sender: str, severity: str, where: str, text: str) -> str:
+    """An ERROR as one line."""
+    return f"{severity}: {sender}{f' ({where})' if where else ''}: {first_line(text)}"
+
+
+# -- `summary.json`, and the last lines that a person reads when a run has ended --------------------------------------
 
 
 @dataclass(frozen=True)

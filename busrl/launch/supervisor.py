@@ -1,4 +1,11 @@
-"""What should happen to each child: a pure state machine, fed with sightings, deaths and a clock.
+"""In which order the processes of a run end, and when patience with one of them is over.
+
+Pure: told who is alive and what time it is, it answers whom to ask and whom to kill. Knows nothing of processes.
+
+- Producers end before consumers, so that nothing new arrives at a process that is ending; the bus is last.
+- A process is asked once (SIGTERM, beside STOP on the bus) and killed by name after its time.
+
+What should happen to each child: a pure state machine, fed with sightings, deaths and a clock.
 
 Talks to nothing; `run.py` does what it answers. Knows nothing of processes, rings or signals, so every rule here can
 be tested without starting one.
@@ -16,13 +23,87 @@ be tested without starting one.
 - The limit is that of the declared activity if it declares one, else the usual one; what is declared to be endless
   (waiting for another's lock, for disk space) does not count. A child that does not map the
   ring has no such counter and no such limit; it only has to become ready in time.
+
+Processes that hold the place of one of ours: a keeper, broker, scheduler or learner that this launch did not start.
+
+Pure but for reading /proc: told what the ring's process table says, it answers whom to kill. Such a process may well do
+the work (somebody started it by hand, or it outlived its launch): our own child then waits for its lock. It is never
+by-passed; if it makes no progress it is killed by name, as our own would be, and the waiting child takes its place.
+
+- Only a process whose title says that it is what the table says is killed: a pid alone may be somebody else's.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from busrl.ring import Process
+
+# -- In which order the processes of a run end, and when patience with one of them is over ----------------------------
+
+
+ORDER = ("scheduler", "rollout", "reward", "validator", "learner", "keeper", "bus")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Send SIGTERM."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Force:
+    """Send SIGKILL; `why` names the process and how long it was waited for."""
+
+    name: str
+    why: str
+
+
+@dataclass
+class Shutdown:
+    """One orderly stop. `stop_s` is the patience with each stage."""
+
+    stop_s: float
+    _stage: int = 0
+    _since: float | None = None
+    _asked: set[str] = field(default_factory=set)
+    _forced: set[str] = field(default_factory=set)
+
+    def step(self, alive: Collection[str], now: float) -> list[Ask | Force]:
+        """What to do now, given the names of the processes that still run."""
+        while self._stage < len(ORDER):
+            here = [name for name in alive if stage_of(name) == self._stage]
+            if here:
+                return self._press(here, now)
+            self._stage, self._since = self._stage + 1, None
+        return []
+
+    def _press(self, here: list[str], now: float) -> list[Ask | Force]:
+        if self._since is None:
+            self._since = now
+        waited = now - self._since
+        actions: list[Ask | Force] = [Ask(name) for name in here if name not in self._asked]
+        self._asked.update(here)
+        if waited > self.stop_s:
+            late = [name for name in here if name not in self._forced]
+            self._forced.update(late)
+            actions += [Force(name, f"{name} did not end within {waited:.1f} s of SIGTERM: killed") for name in late]
+        return actions
+
+
+def stage_of(name: str) -> int:
+    """Place of a process in the order; names that are none of ours go with the rollouts."""
+    role = name.partition("/")[0]
+    return ORDER.index(role) if role in ORDER else 1
+
+
+# -- What should happen to each child: a pure state machine, fed with sightings, deaths and a clock -------------------
+
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
@@ -253,3 +334,41 @@ class FairClock:
         """Seconds since the last call that may be held against a child."""
         passed, self._last = now - self._last, now
         return min(max(passed, 0.0), self._longest_s)
+
+
+# -- Processes that hold the place of one of ours: a keeper, broker, scheduler or learner that this launch did ... ----
+
+
+class ForeignProcesses:
+    """`names`: those of the processes of which there is one each."""
+
+    def __init__(self, names: Collection[str], patience: Patience) -> None:
+        self._names, self._patience = names, patience
+        self._known: dict[tuple[int, int], Child] = {}
+
+    def look(self, entries: Iterable[Process], ours: Collection[int], passed_s: float) -> list[tuple[int, str]]:
+        """The table was read, `passed_s` after the last time; pid and reason of each that has to be killed."""
+        theirs = [one for one in entries if not one.remote and one.label in self._names]
+        here = {(one.pid, one.index): one for one in theirs if one.pid not in ours}
+        self._known = {key: self._known.get(key) or self._met(one) for key, one in here.items()}
+        condemned = []
+        for key, child in self._known.items():
+            one = here[key]
+            kill = child.looked(Sight(True, one.progress, one.activity, one.deadline_s), passed_s)
+            if kill is not None and is_titled(one.pid, one.label):
+                condemned.append((one.pid, f"{kill.why}; this launch did not start it, and it holds a lock of the run"))
+        return condemned
+
+    def _met(self, process: Process) -> Child:
+        child = Child(process.label, self._patience)
+        child.started(process.pid, 0.0)
+        child.became_ready()
+        return child
+
+
+def is_titled(pid: int, name: str) -> bool:
+    """Whether a process shows itself as this one of a run."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0 ") == f"busrl:{name}".encode()
+    except OSError:
+        return False

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from busrl.errors import FileCorrupt
-from busrl.ledger.files import sync_dir, write_whole
+from busrl.ledger.log import sync_dir, write_whole
 
 MAGIC = b"BUSRLOPN"
 LAYOUT = 1

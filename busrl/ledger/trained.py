@@ -7,21 +7,44 @@ Talks to `trained.bin` in a checkpoint directory. Knows nothing of groups, steps
 
 Layout, little endian: "BUSRLTRD", u32 layout 1, u32 crc32 of the packed bytes, u64 uids in the set, u64 bytes of the
 bitmap; then the bitmap, zlib-packed. Bit uid % 8 (from the lowest) of byte uid // 8.
+
+Makes a damaged `trained.bin` of the newest checkpoint whole again, from the train log or from what came before it,
+and a damaged train log from checkpoint and log.
+
+Talks to `checkpoints/`, `train.jsonl` and `wal/`; called by `launch` before any role runs, and by a learner that
+starts. Knows nothing of models: what else a checkpoint holds is looked at where it is loaded.
+
+- The train log is made durable before each checkpoint, so its lines up to the checkpoint's step name the very same
+  samples. So do the trained set of the checkpoint before and the log's records from there on. Either is believed only
+  if it has as many as meta.json says.
+- A line of the train log with an impossible uid is a damaged one, which is told; the file is read a line at a time.
+- A checkpoint whose writer died while it took another's place has its name again before anybody looks for it.
+- What can not be made again is refused with what to do: to pass over it silently would forget who was trained.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import json
 import os
+import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Annotated, Any, BinaryIO
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from busrl.errors import FileCorrupt, LedgerError
-from busrl.ledger.files import write_whole
+from busrl.ledger.log import Record, Wal, finish_replacements, write_whole
+from busrl.paths import RunPaths
+
+# -- The set of trained uids that every checkpoint keeps, as a bitmap: one bit per uid up to the highest --------------
+
 
 MAGIC = b"BUSRLTRD"
 LAYOUT = 1
@@ -129,3 +152,247 @@ class TrainedSet:
     def _recount(self) -> int:
         blocks = (self._bits[start : start + BLOCK] for start in range(0, self._bits.size, BLOCK))
         return sum(int(np.bincount(block, minlength=256) @ _ONES) for block in blocks)
+
+
+# -- Makes a damaged `trained.bin` of the newest checkpoint whole again, from the train log or from what came ... -----
+
+
+NAME = "trained.bin"
+LISTING = "files.json"
+TAIL = 1 << 16  # bytes of the train log whose lines are looked at
+MOST_LINE_BYTES = 1 << 28  # what is longer is no line
+
+
+RESTORED = "restored"  # the cause of a line that stands for steps whose own lines are gone
+
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Uid = Annotated[int, msgspec.Meta(ge=0, lt=UID_LIMIT)]
+
+
+class _Line(msgspec.Struct):
+    """What is needed of a line of the train log; a sample is [uid, attempt, crc]."""
+
+    step: _Natural
+    samples: list[tuple[_Uid, int, int]]
+    version: int = 0
+    cause: str = RESTORED
+
+
+def newest_checkpoint(paths: RunPaths) -> Path | None:
+    """The whole checkpoint with the highest step."""
+    return next(iter(_checkpoints(paths)), None)
+
+
+def _checkpoints(paths: RunPaths) -> list[Path]:
+    """All that have a meta.json, newest first."""
+    named = [one for one in paths.checkpoints.glob("global_step_*") if re.fullmatch(r"global_step_\d+", one.name)]
+    whole = [one for one in named if (one / "meta.json").is_file()]
+    return sorted(whole, key=lambda one: int(one.name.rpartition("_")[2]), reverse=True)
+
+
+def mend_trained_set(paths: RunPaths) -> str | None:
+    """Look at the newest checkpoint's trained set, and write it again if it is damaged; what was done, if anything.
+
+    `FileCorrupt` with the remedy if it can not be made again.
+    """
+    finish_replacements(paths.checkpoints)
+    folder = newest_checkpoint(paths)
+    fault = _fault_of(folder / NAME) if folder else None
+    if folder is None or fault is None:
+        return None
+    step, samples = _meta(folder, fault)
+    standing, source = _Standing(paths.train_log), paths.train_log.name
+    found = _uids_of(standing.lines(step))
+    if len(found) != samples:
+        why = f"{paths.train_log} names {len(found)} samples up to its step, not {samples}{standing.told}"
+        found, source = _trained_before(paths, folder, step), "the checkpoint before and the log"
+        if len(found) != samples:
+            raise _beyond_repair(folder, fault, f"{why}; {source} hold {len(found)}")
+    found.save(folder / NAME)
+    _list(folder)
+    return f"{fault}; it was written again: {samples} samples, from {source}"
+
+
+def _fault_of(path: Path) -> str | None:
+    try:
+        TrainedSet.load(path)
+    except FileCorrupt as problem:
+        return str(problem).removesuffix(REMEDY)
+    except OSError as problem:
+        return f"{path}: {problem.strerror}"
+    return None
+
+
+def _meta(folder: Path, fault: str) -> tuple[int, int]:
+    """Step and number of samples of a checkpoint."""
+    try:
+        meta = json.loads((folder / "meta.json").read_bytes())
+        return int(meta["step"]), int(meta["samples"])
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise _beyond_repair(folder, fault, f"its meta.json can not be read either ({problem!r})") from None
+
+
+def _uids_of(lines: Iterable[_Line]) -> TrainedSet:
+    found = TrainedSet()
+    for line in lines:
+        found.add(uid for uid, _, _ in line.samples)
+    return found
+
+
+class _Standing:
+    """The lines of a train log that stand, by their places: the file may be long. A line takes the place of all earlier
+    ones with its step or a later one; half a line at the end, or one that is none, is left out and told."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.steps = path, list[int]()
+        self._places: list[tuple[int, int]] = []  # offset and bytes of each
+        self._damaged, self._first = 0, ""
+        if path.is_file():
+            with open(path, "rb") as file:
+                self._find(file)
+
+    def _find(self, file: BinaryIO) -> None:
+        number, at = 1, 0
+        while text := file.readline(MOST_LINE_BYTES):
+            try:
+                step = msgspec.json.decode(text, type=_Line).step
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+                self._damaged += bool(text.strip())
+                self._first = self._first or f"line {number}: {problem}"
+            else:
+                while self.steps and self.steps[-1] >= step:
+                    del self.steps[-1], self._places[-1]
+                self.steps.append(step)
+                self._places.append((at, len(text)))
+            number, at = number + text.endswith(b"\n"), at + len(text)
+
+    @property
+    def told(self) -> str:
+        """Lines that are none, in words; "" if there is none."""
+        return f" ({self._damaged} of its lines can not be read, {self._first})" if self._damaged else ""
+
+    def lines(self, until: int) -> Iterator[_Line]:
+        """Those up to a step, one after the other."""
+        if self.steps:
+            with open(self.path, "rb") as file:
+                for step, (at, size) in zip(self.steps, self._places):
+                    if step <= until:
+                        file.seek(at)
+                        yield msgspec.json.decode(file.read(size), type=_Line)
+
+
+def train_log_is_whole(path: Path, least: int) -> bool:
+    """Whether it has as many bytes as a checkpoint says that it had, and nothing but lines at its end."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL))
+            last = file.read().split(b"\n")[1 if size > TAIL else 0 :]
+    except OSError:
+        return False
+    try:
+        for text in last[:-1]:
+            msgspec.json.decode(text, type=_Line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return size >= least and last[-1:] == [b""]
+
+
+def mend_train_log(
+    path: Path, step: int, trained: TrainedSet, records: Iterable[Record], crc_of: Callable[[int], int], least: int
+) -> str:
+    """Write a line again for every step up to `step`: as it stands, or from its record. Samples of `trained` whose line
+    is gone stand together in one, with the crc of their prompts; spaces make it `least` bytes long, so that nobody
+    takes it for a shortened one. The damaged file is kept; what was done."""
+    standing, own = _Standing(path), dict[int, _Line]()  # its own are those of the records
+    for record in records:
+        if record.step <= step:
+            samples = [(one.uid, one.attempt, one.prompt_crc) for one in record.samples]
+            own[record.step] = _Line(record.step, samples, record.version, record.cause)
+    told = _uids_of(_merged(standing, own, step))
+    gone = [uid for uids in trained.blocks() for uid in uids.tolist() if uid not in told]
+    if gone:
+        known = {*standing.steps, *own}
+        free = next((one for one in range(step, 0, -1) if one not in known), step)
+        line = next((one for one in _merged(standing, own, step) if one.step == free), _Line(free, []))
+        line.samples += [(uid, 0, crc_of(uid)) for uid in gone]
+        own[free] = line
+    kept = next(one for k in itertools.count(1) if not (one := path.with_name(f"{path.name}.damaged-{k}")).exists())
+    _keep(path, kept)
+    standing.path = kept
+    write_whole(path, _written(_merged(standing, own, step), least))
+    return (
+        f"{path} was damaged or removed{standing.told}; it was written again from checkpoint and log, the steps of "
+        f"{len(gone)} samples are not told apart any more"
+        f"{f', and what was there is kept as {kept.name}' if kept.exists() else ''}"
+    )
+
+
+def _merged(standing: _Standing, own: Mapping[int, _Line], until: int) -> Iterator[_Line]:
+    """The lines by step; one of `own` takes the place of the one that stands."""
+    return heapq.merge(
+        (line for line in standing.lines(until) if line.step not in own),
+        (own[step] for step in sorted(own)),
+        key=lambda line: line.step,
+    )
+
+
+def _written(lines: Iterable[_Line], least: int) -> Iterator[bytes]:
+    """The bytes of the lines, with spaces in the last one that make them `least` bytes; none for no line."""
+    total, end = 0, b""
+    for line in lines:
+        text = end + msgspec.json.encode(line)
+        total, end = total + len(text), b"\n"
+        yield text
+    while end and total < least - 1:
+        spaces = b" " * min(TAIL, least - 1 - total)
+        total += len(spaces)
+        yield spaces
+    yield end
+
+
+def _keep(path: Path, kept: Path) -> None:
+    """Give a file a second name, so that a death before it is replaced leaves it where it was."""
+    try:
+        os.link(path, kept)
+    except FileNotFoundError:
+        return
+    except OSError:  # a file system without second names, or something else than a file
+        path.rename(kept)
+
+
+def _trained_before(paths: RunPaths, folder: Path, step: int) -> TrainedSet:
+    """The trained set of the checkpoint before `folder`, and the uids of the records after it, up to a step."""
+    older = [one for one in _checkpoints(paths) if one.name != folder.name]
+    found, start = TrainedSet(), 0
+    if older:
+        try:
+            found, start = TrainedSet.load(older[0] / NAME), int(older[0].name.rpartition("_")[2])
+        except (FileCorrupt, OSError):
+            return TrainedSet()
+    if paths.wal.is_dir():
+        with Wal(paths.wal) as wal:
+            for record in wal.records(after=start):
+                found.add(sample.uid for sample in record.samples if record.step <= step)
+    return found
+
+
+def _list(folder: Path) -> None:
+    """Put the new file's size and checksum in the checkpoint's list (they differ only with another zlib)."""
+    path = folder / LISTING
+    if not path.is_file():
+        return
+    listed: dict[str, Any] = json.loads(path.read_bytes())
+    data = (folder / NAME).read_bytes()
+    entry = [len(data), zlib.crc32(data)]
+    if listed.get(NAME) != entry:
+        write_whole(path, json.dumps({**listed, NAME: entry}, indent=1).encode())
+
+
+def _beyond_repair(folder: Path, fault: str, why: str) -> FileCorrupt:
+    return FileCorrupt(
+        f"{fault}, and it can not be made again: {why}. Move {folder} out of its directory and start again: the run "
+        "goes on from the checkpoint before it. Steps that neither that one nor the log holds are gone from its "
+        "history; `busrl audit` names their samples as trained_unlogged"
+    )

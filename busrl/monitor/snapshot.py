@@ -12,15 +12,14 @@ from typing import Any, Final
 
 import msgspec
 
-from busrl.monitor.picture import Picture, Row
-from busrl.monitor.seen import ErrorSeen, StepSeen
+from busrl.monitor.state import ErrorRecord, ProcessRow, RunState, StepRecord
 
 SCHEMA: Final = 1
 CHART_STEPS: Final = 512
 ERRORS: Final = 20
 
 
-def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
+def snapshot(picture: RunState, now: float, wall: float) -> dict[str, Any]:
     """One JSON object; `now` on the picture's clock, `wall` seconds since the epoch."""
     facts, speed = picture.facts, picture.speed(now)
     return {
@@ -56,23 +55,23 @@ def snapshot(picture: Picture, now: float, wall: float) -> dict[str, Any]:
             "samples_per_s": _round(speed.samples_per_s), "tokens_per_s": _round(speed.tokens_per_s),
             "steps_per_min": _round(speed.steps_per_min),
         },
-    }  # fmt: skip
+    }
 
 
-def _error(error: ErrorSeen) -> dict[str, Any]:
+def _error(error: ErrorRecord) -> dict[str, Any]:
     return {**msgspec.structs.asdict(error), "time": _round(error.time)}
 
 
-def _process(row: Row) -> dict[str, Any]:
+def _process(row: ProcessRow) -> dict[str, Any]:
     return {
         "name": row.name, "role": row.role, "pid": row.pid or None, "state": row.state, "activity": row.activity,
         "progress_age_s": _round(row.progress_age_s), "deadline_s": row.deadline_s or None, "late": row.late,
         "busy": _round(row.busy), "tokens": row.tokens, "samples": row.samples, "version": row.version or None,
         "behind": row.behind, "restarts": row.restarts,
-    }  # fmt: skip
+    }
 
 
-def _ring(picture: Picture) -> dict[str, Any] | None:
+def _ring(picture: RunState) -> dict[str, Any] | None:
     ring = picture.ring
     if ring is None:
         return None
@@ -80,10 +79,10 @@ def _ring(picture: Picture) -> dict[str, Any] | None:
         "slots": ring.slots, "occupancy": ring.occupancy, "words": ring.words, "dispatched": ring.dispatched,
         "finished": ring.finished, "dropped": ring.dropped, "drops": ring.drops, "reaps": ring.reaps,
         "tokens": ring.tokens,
-    }  # fmt: skip
+    }
 
 
-def _trigger(picture: Picture) -> dict[str, Any]:
+def _trigger(picture: RunState) -> dict[str, Any]:
     facts, ring = picture.facts, picture.ring
     known = ring is not None and ring.groups_ready >= 0
     return {
@@ -96,7 +95,7 @@ def _trigger(picture: Picture) -> dict[str, Any]:
     }
 
 
-def _control(picture: Picture) -> dict[str, Any] | None:
+def _control(picture: RunState) -> dict[str, Any] | None:
     """None without a controller, or before it was heard of."""
     newest = picture.steps.newest
     if newest is None or not newest.control_n_min:
@@ -104,11 +103,11 @@ def _control(picture: Picture) -> dict[str, Any] | None:
     return {
         "n_min": int(newest.n_min), "wants_n_min": int(newest.control_n_min), "moves": int(newest.control_moves),
         "entropy_ratio": newest.entropy_ratio or None, "eta": int(newest.eta) if newest.eta >= 0 else None,
-    }  # fmt: skip
+    }
 
 
-def _staleness(picture: Picture) -> dict[str, Any]:
-    newest = picture.steps.newest or StepSeen(0)
+def _staleness(picture: RunState) -> dict[str, Any]:
+    newest = picture.steps.newest or StepRecord(0)
     known = len(picture.steps) > 0
     return {
         "mode": picture.facts.mode,
@@ -119,7 +118,7 @@ def _staleness(picture: Picture) -> dict[str, Any]:
     }
 
 
-def _policy(picture: Picture) -> dict[str, Any]:
+def _policy(picture: RunState) -> dict[str, Any]:
     """Means over the newest steps; None where no step told."""
     steps = picture.steps
     return {
@@ -131,7 +130,7 @@ def _policy(picture: Picture) -> dict[str, Any]:
     }
 
 
-def _charts(picture: Picture) -> dict[str, Any]:
+def _charts(picture: RunState) -> dict[str, Any]:
     steps = picture.steps
     return {
         "steps": steps.numbers()[-CHART_STEPS:],
@@ -145,7 +144,7 @@ def _finite(course: list[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in course[-CHART_STEPS:]]
 
 
-def _messages(picture: Picture) -> dict[str, Any]:
+def _messages(picture: RunState) -> dict[str, Any]:
     traffic = picture.traffic
     return {
         "count": traffic.count, "bytes": traffic.bytes, "per_s": _round(traffic.per_s()), "missed": traffic.missed,
@@ -154,7 +153,7 @@ def _messages(picture: Picture) -> dict[str, Any]:
             name: {"count": flow.count, "bytes": flow.bytes, "per_s": _round(flow.rate.per_s())}
             for name, flow in sorted(traffic.by_name.items())
         },
-    }  # fmt: skip
+    }
 
 
 def _round(value: float | None) -> float | None:

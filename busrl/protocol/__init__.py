@@ -3,9 +3,10 @@
 Imports msgspec and nothing else of busrl, so that any tool can read a recorded message.
 """
 
-from busrl.protocol.codec import Fault, Rejected, decode, encode
+from busrl.protocol.codec import ALL, BY_NAME, Fault, Rejected, address, decode, encode, is_address, kind_of, topic
 from busrl.protocol.messages import (
     MAX_ACTIVITY,
+    VERSION,
     DataGenerated,
     Error,
     Goodbye,
@@ -26,9 +27,6 @@ from busrl.protocol.messages import (
     WeightsPublished,
     name_of,
 )
-from busrl.protocol.registry import ALL, BY_NAME
-from busrl.protocol.topics import address, is_address, kind_of, topic
-from busrl.protocol.version import VERSION
 
 __all__ = [
     "ALL",

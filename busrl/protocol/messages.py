@@ -1,4 +1,15 @@
-"""The envelope, and the messages between processes that map the ring, grouped by direction: one flat msgpack map each,
+"""The number of the wire protocol, and the rules under which it changes.
+
+Read by the codec alone; knows nothing of sockets. `VERSION` goes into field `v` of every message. A receiver drops
+and counts messages whose `v` is not its own, and says so once per sender.
+
+Evolution rules, so that old and new programs can share a bus without a flag day:
+- a new field has a default, so that a message without it still decodes;
+- a field never changes its type or its meaning, and a removed name is never used again;
+- a message type is never renamed, and its topic is always derived from its name;
+- whatever can not be done within these rules raises `VERSION`.
+
+The envelope, and the messages between processes that map the ring, grouped by direction: one flat msgpack map each,
 with its name in field `type`. Those of the gateway stand in `gateway.py`, the list of all in `registry.py`.
 
 Talks to nothing; the codec turns these into bytes and `topics.py` says where they are sent. Knows nothing of sockets
@@ -14,11 +25,18 @@ or of the ring. Who sends what stands in `catalog.py`; docs/protocol.md is made 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct, field
 
-from busrl.protocol.version import VERSION
+# -- The number of the wire protocol, and the rules under which it changes --------------------------------------------
+
+
+VERSION: Final = 1
+
+
+# -- The envelope, and the messages between processes that map the ring, grouped by direction: one flat msgpack ... ---
+
 
 MAX_NAME = 64
 MAX_TEXT = 16_384

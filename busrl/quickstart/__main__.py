@@ -13,7 +13,7 @@ from types import FrameType
 
 from busrl.errors import BusrlError
 from busrl.quickstart.cache import Paths, paths
-from busrl.quickstart.recipe import RECIPES
+from busrl.quickstart.task import RECIPES
 
 
 def _interrupted(signum: int, frame: FrameType | None) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from busrl.errors import MachineError, PeerTimeout
-from busrl.quickstart.recipe import Recipe, find
+from busrl.quickstart.task import Recipe, find
 
 WAIT_S = 900.0  # many times what making takes on a loaded machine
 POLL_S = 0.2

@@ -1,4 +1,20 @@
-"""Makes a quickstart folder: tokenizer, model, warm-up and data files.
+"""A progress line on stderr: redrawn on a terminal, a line now and then elsewhere.
+
+Talks to stderr only. Knows nothing of what makes progress.
+
+The supervised warm-up of a quickstart model, and the sampling that measures its pass rate.
+
+Talks to torch and to the model it is given. Knows nothing of files or of the cache.
+
+- The pass rate is that of completions sampled at temperature 1 on held-out prompts, judged like the run's reward.
+- Batches hold examples of like length, since padding would be half of the work otherwise.
+
+The model and tokenizer of a quickstart: a tiny Qwen3 and a vocabulary of single characters.
+
+Talks to torch, transformers and tokenizers. Both are saved as an ordinary Hugging Face folder that any tool can load.
+Knows nothing of the warm-up.
+
+Makes a quickstart folder: tokenizer, model, warm-up and data files.
 
 Talks to torch and transformers, which it imports when it works, and to `cache` for the lock and the atomic rename.
 The warm-up first teaches the task, then teaches mistakes over it: most targets get one wrong digit, until the
@@ -12,16 +28,246 @@ minutes on a CPU; it shows that the loop works, not that a new skill is learnt. 
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
+import re
+import sys
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
 from busrl.errors import MachineError
-from busrl.quickstart import sort_task
+from busrl.quickstart import task
 from busrl.quickstart.cache import Paths, make_once
-from busrl.quickstart.progress import Progress
-from busrl.quickstart.recipe import Recipe, find
+from busrl.quickstart.task import END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, VOCABULARY, Recipe, find
+
+# -- A progress line on stderr: redrawn on a terminal, a line now and then elsewhere ----------------------------------
+
+
+WIDTH = 24
+QUIET_S = 5.0  # between two lines when stderr is no terminal
+
+
+class Progress:
+    """`with Progress("making x") as progress: progress.show(0.4, "pass rate 0.31")`."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._terminal = sys.stderr.isatty()
+        self._started = time.monotonic()
+        self._shown = 0.0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._terminal:
+            print(file=sys.stderr, flush=True)
+
+    def show(self, share: float, text: str) -> None:
+        """Show that `share` (0 to 1) is done; `text` says where it stands."""
+        now = time.monotonic()
+        if not self._terminal and now - self._shown < QUIET_S and share < 1.0:
+            return
+        self._shown = now
+        filled = round(WIDTH * min(max(share, 0.0), 1.0))
+        bar = "#" * filled + "." * (WIDTH - filled)
+        line = f"{self._title} [{bar}] {text}, {now - self._started:.0f} s"
+        text, end = (f"\r{line:<78}", "") if self._terminal else (line, "\n")
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+# -- The supervised warm-up of a quickstart model, and the sampling that measures its pass rate -----------------------
+
+
+POOL_BATCHES = 8  # drawn together, sorted by length, then shuffled as batches
+IGNORED = -100
+RIGHT = re.compile(task.EXTRACT)
+
+
+class WarmUp:
+    """One warm-up: `teach()` until the skill is there, then `mask()` until it is hidden under mistakes."""
+
+    def __init__(self, recipe: Recipe, tokenizer: Any, model: Any, held_out: list[str], progress: Progress) -> None:
+        self._recipe, self._tokenizer, self._model, self._progress = recipe, tokenizer, model, progress
+        self._held_out = held_out
+        self._prompts = task.warm_up_prompts(recipe, held_out)
+        self._rng = random.Random(f"{recipe.seed}/targets")
+        self._pool: list[list[tuple[list[int], list[int]]]] = []
+        self._ids = {token: index for index, token in enumerate(task.VOCABULARY)}
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self._steps = {"teach": 0, "mask": 0}
+        self._lengths = torch.zeros(1)
+
+    def teach(self) -> float:
+        """Train on right answers until the sampled pass rate is the recipe's `skill`; the rate reached."""
+        recipe, passed = self._recipe, 0.0
+        while passed < recipe.skill and self._steps["teach"] < recipe.skill_steps_max:
+            for _ in range(recipe.check_every):
+                self._steps["teach"] += 1
+                self._step(0.0, recipe.lr * min(1.0, self._steps["teach"] / recipe.lr_rise))
+            passed = self.pass_rate()
+            self._progress.show(0.7 * passed / recipe.skill, f"learning, pass rate {passed:.2f}")
+        return passed
+
+    def mask(self) -> float:
+        """Train on mostly wrong answers, for `mask_steps` and until the pass rate is in its range; the rate reached."""
+        recipe, passed = self._recipe, 0.0
+        self._pool.clear()
+        while self._steps["mask"] < recipe.mask_steps_max:
+            for _ in range(recipe.check_every):
+                self._steps["mask"] += 1
+                done = min(1.0, self._steps["mask"] / recipe.mask_steps)
+                self._step(recipe.wrong, recipe.lr * (recipe.lr_end / recipe.lr) ** done)
+            passed = self.pass_rate()
+            done = self._steps["mask"] / recipe.mask_steps
+            self._progress.show(min(0.7 + 0.3 * done, 1.0), f"unlearning, pass rate {passed:.2f}")
+            if done >= 1.0 and recipe.pass_low <= passed <= recipe.pass_high:
+                break
+        return passed
+
+    def facts(self) -> dict[str, Any]:
+        """What was needed, and the completion lengths (in tokens) that version 0 samples."""
+        quantiles = torch.quantile(self._lengths, torch.tensor([0.05, 0.5, 0.95])).tolist()
+        return {
+            "steps": dict(self._steps),
+            "length_mean": round(self._lengths.mean().item(), 2),
+            "length_p5_p50_p95": quantiles,
+        }
+
+    def _step(self, wrong: float, lr: float) -> None:
+        ids, labels = self._batch(wrong)
+        logits = self._model(input_ids=ids[:, :-1], use_cache=False).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+
+    def _batch(self, wrong: float) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self._recipe.batch
+        if not self._pool:
+            drawn = [self._example(wrong) for _ in range(size * POOL_BATCHES)]
+            drawn.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
+            self._pool = [drawn[start : start + size] for start in range(0, len(drawn), size)]
+            self._rng.shuffle(self._pool)
+        pairs = self._pool.pop()
+        width = max(len(prompt) + len(target) for prompt, target in pairs)
+        ids = torch.zeros(size, width, dtype=torch.long)
+        labels = torch.full((size, width), IGNORED)
+        for row, (prompt, target) in enumerate(pairs):
+            ids[row, : len(prompt) + len(target)] = torch.tensor(prompt + target)
+            labels[row, len(prompt) : len(prompt) + len(target)] = torch.tensor(target)
+        return ids, labels
+
+    def _example(self, wrong: float) -> tuple[list[int], list[int]]:
+        prompt = next(self._prompts)
+        target = task.draw_completion(self._recipe, prompt, wrong, self._rng)
+        end = self._ids[task.END_TOKEN]
+        return [self._ids[char] for char in prompt], [*(self._ids[char] for char in target), end]
+
+    @torch.no_grad()
+    def pass_rate(self) -> float:
+        """Sample one completion for each of `check_samples` held-out prompts; the share that is right."""
+        recipe, tokenizer = self._recipe, self._tokenizer
+        prompts = (self._held_out * math.ceil(recipe.check_samples / len(self._held_out)))[: recipe.check_samples]
+        asked = tokenizer(prompts, return_tensors="pt", padding=True)
+        options = {"max_new_tokens": recipe.max_new_tokens, "do_sample": True, "top_k": 0, "top_p": 1.0}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            self._model.eval()
+            rows = self._model.generate(asked["input_ids"], attention_mask=asked["attention_mask"], **options)
+            self._model.train()
+        completions = rows[:, asked["input_ids"].shape[1] :]
+        self._lengths = (completions != tokenizer.pad_token_id).sum(1).float()
+        texts = [text.replace(task.PAD_TOKEN, "") for text in tokenizer.batch_decode(completions)]
+        return sum(map(self._right, prompts, texts)) / len(prompts)
+
+    def _right(self, prompt: str, text: str) -> bool:
+        found = RIGHT.search(text)
+        return found is not None and found[1] == task.answer_of(prompt)
+
+
+# -- The model and tokenizer of a quickstart: a tiny Qwen3 and a vocabulary of single characters ----------------------
+
+
+POSITIONS = 128
+
+
+def new_tokenizer(recipe: Recipe) -> Any:
+    """One token per character; decoding joins them without spaces."""
+    vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN_TOKEN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    make: Any = PreTrainedTokenizerFast  # untyped in transformers
+    return make(
+        tokenizer_object=core,
+        pad_token=PAD_TOKEN,
+        eos_token=END_TOKEN,
+        unk_token=UNKNOWN_TOKEN,
+        padding_side="left",
+        model_max_length=POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def new_model(recipe: Recipe) -> Any:
+    """A Qwen3 with fresh float32 weights, seeded by the recipe."""
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.mlp,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        head_dim=recipe.head_dim,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        pad_token_id=VOCABULARY.index(PAD_TOKEN),
+        eos_token_id=VOCABULARY.index(END_TOKEN),
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model: Any = Qwen3ForCausalLM(config)
+    return model.to(torch.float32)
+
+
+def save(folder: Path, recipe: Recipe, tokenizer: Any, model: Any) -> None:
+    """Write config.json, generation_config.json, model.safetensors and the tokenizer's files."""
+    make: Any = GenerationConfig  # untyped in transformers
+    model.generation_config = make(
+        do_sample=True,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        max_new_tokens=recipe.max_new_tokens,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=model.config.pad_token_id,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _name_portably(folder / "tokenizer_config.json")
+
+
+def _name_portably(path: Path) -> None:
+    """Newer transformers write a class name that older ones can not load; this one both can."""
+    told = json.loads(path.read_text())
+    told["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(told, indent=2) + "\n")
+
+
+# -- Makes a quickstart folder: tokenizer, model, warm-up and data files ----------------------------------------------
 
 
 def make(name: str, *, force: bool = False) -> Paths:
@@ -31,7 +277,7 @@ def make(name: str, *, force: bool = False) -> Paths:
 
 
 def _fill(folder: Path, recipe: Recipe) -> None:
-    train, validation = sort_task.splits(recipe)
+    train, validation = task.splits(recipe)
     _write_jsonl(folder / "train.jsonl", train)
     _write_jsonl(folder / "validation.jsonl", validation)
     facts = _make_model(folder / "model", recipe, validation)
@@ -41,7 +287,7 @@ def _fill(folder: Path, recipe: Recipe) -> None:
 def _write_jsonl(path: Path, prompts: list[str]) -> None:
     with path.open("w", encoding="utf-8") as lines:
         for prompt in prompts:
-            lines.write(json.dumps({"prompt": prompt, "answer": sort_task.answer_of(prompt)}) + "\n")
+            lines.write(json.dumps({"prompt": prompt, "answer": task.answer_of(prompt)}) + "\n")
 
 
 def _make_model(folder: Path, recipe: Recipe, validation: list[str]) -> dict[str, Any]:
@@ -52,8 +298,6 @@ def _make_model(folder: Path, recipe: Recipe, validation: list[str]) -> dict[str
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
 
-    from busrl.quickstart.model import new_model, new_tokenizer, save
-    from busrl.quickstart.warmup import WarmUp
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -4,8 +4,7 @@
 ring, groups or the bus. Importing it imports neither NumPy nor torch.
 """
 
-from busrl.rewards.base import MalformedReward, RewardFunction, RewardSettings, build, load, settle
-from busrl.rewards.exact_match import ExactMatch
+from busrl.rewards.base import ExactMatch, MalformedReward, RewardFunction, RewardSettings, build, load, settle
 from busrl.rewards.pool import Item, Outcome, PoolStats, RewardPool
 
 __all__ = [

@@ -22,7 +22,7 @@ import msgspec
 
 from busrl.errors import cause
 from busrl.rewards.base import MalformedReward, RewardFunction, build, settle
-from busrl.rewards.frames import PREFIX, READY, Answer, Request, Setup, frame
+from busrl.rewards.process import PREFIX, READY, Answer, Request, Setup, frame
 
 PR_SET_PDEATHSIG = 1
 TEXT_LIMIT = 2000

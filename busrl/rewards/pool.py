@@ -24,8 +24,7 @@ from typing import Protocol
 import msgspec
 
 from busrl.rewards.base import RewardSettings
-from busrl.rewards.frames import Answer, Request, Setup
-from busrl.rewards.lane import Lane
+from busrl.rewards.process import Answer, Lane, Request, Setup
 
 LATENESS_S = 1.0
 
@@ -86,7 +85,7 @@ class RewardPool:
         setup = Setup(
             settings.kind, settings.function, settings.extract, settings.answer_key,
             str(Path(base_dir).resolve()), dict(weights or {}),
-        )  # fmt: skip
+        )
         self._poller = select.epoll()
         self._keys: dict[int, int] = {}
         self._next_seq = 1

@@ -1,7 +1,7 @@
 """One look at a reward before a run: `python -m busrl.rewards.trial`, the process in which it is loaded and tried.
 
 Reads one JSON line from stdin (the settings, a record, the answers to try) and writes one line per event to stdout:
-loaded, then a result for each answer. The parent (`busrl.topology.trial`) has the deadlines and kills it. Judges as
+loaded, then a result for each answer. The parent (`busrl.config.trial`) has the deadlines and kills it. Judges as
 `child` does; knows nothing of topologies.
 
 - Whatever the user's code prints goes to stderr, and stdin is empty for it.
@@ -17,7 +17,7 @@ from typing import Any
 
 from busrl.rewards.base import build
 from busrl.rewards.child import die_with_parent, judge, private_pipes
-from busrl.rewards.frames import Request
+from busrl.rewards.process import Request
 
 
 def main() -> int:

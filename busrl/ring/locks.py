@@ -8,6 +8,10 @@ in a ring, or of roles.
 - A launch takes the guard of its ring right after it made or adopted it, and then looks whether the ring still has its
   name. Who removes a ring takes the guard first and holds it until the name is gone. So the launch is seen, or it
   sees that it has to make another one.
+
+What was taken back from the dead, in words and by sample: for `errors.jsonl`, where a sample's history is read.
+
+Reads the lines of the slots that a reaper has just moved. Knows nothing of files or of who reads it.
 """
 
 from __future__ import annotations
@@ -16,9 +20,14 @@ import fcntl
 import os
 import struct
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from busrl._ring import OfdLock as CoreLock
+from busrl.ring import UID_NONE, Reaped, Ring, State
+
+# -- Locks by file: who serves a role of a run, and which ring nobody may remove --------------------------------------
+
 
 ATTEMPTS = 16
 BYTE = 1 << 40  # of the ring's file, far beyond its end; the first bytes are those of the process table
@@ -135,3 +144,23 @@ class RingGuard:
 
     def release(self) -> None:
         os.close(self._fd)
+
+
+# -- What was taken back from the dead, in words and by sample: for `errors.jsonl`, where a sample's history is read --
+
+
+Step = tuple[str, int, str, str]  # label and pid of the dead owner, from which state, to which
+
+
+def taken_back(ring: Ring, reaped: Iterable[Reaped]) -> Iterator[tuple[str, list[int]]]:
+    """One text for each dead owner and step, and the samples that it is about.
+
+    A slot that went back to FREE held no sample yet; any other keeps its sample, which may only have moved on since.
+    """
+    steps: dict[Step, list[int]] = {}
+    for one in reaped:
+        uid = UID_NONE if one.to == State.FREE else int(ring.line(one.slot)["uid"])
+        steps.setdefault((one.label, one.pid, one.frm.name, one.to.name), []).append(uid)
+    for (label, pid, before, after), uids in steps.items():
+        text = f"{len(uids)} slots of {label} (pid {pid}) went back from {before} to {after}: it died"
+        yield text, [uid for uid in uids if uid != UID_NONE]

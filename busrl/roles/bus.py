@@ -1,4 +1,9 @@
-"""The broker process: everything published reaches everything subscribed, without Python per message.
+"""What the broker says of those whom its TCP side turned away: who at once, then once a minute how often.
+
+Talks to a writer of lines; knows nothing of sockets. A flood of strangers must not fill the disk, so an address has one
+line a minute, and no refusal is missing from the counts.
+
+The broker process: everything published reaches everything subscribed, without Python per message.
 
 Runs libzmq's own proxy in a thread. Its liveness is a ping of its own that went through the proxy and came back, so a
 broker whose proxy is stuck makes no progress and is replaced. Knows nothing of the messages. Whoever knocks on its TCP
@@ -12,19 +17,51 @@ side without a listed key is named in errors.jsonl.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from busrl.bus import Door, allow_many_connections, run_broker
+from busrl.bus import CurveListener, Refusal, allow_many_connections, run_broker
 from busrl.errors import QueuesFull
-from busrl.ledger.errorlog import record_error
+from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock, Ring
-from busrl.roles.process import configure_process, hold_again, wait_for_turn
-from busrl.roles.refusals import Refusals
+from busrl.roles.actor import configure_process, hold_again, wait_for_turn
+
+# -- What the broker says of those whom its TCP side turned away: who at once, then once a minute how often -----------
+
+
+EVERY_S = 60.0
+log = logging.getLogger("busrl")
+
+
+class Refusals:
+    """`add` for each; `tell` from time to time for what was held back."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write, self._throttle, self._total = write, Throttle(EVERY_S), 0
+
+    def add(self, refusal: Refusal) -> None:
+        self._total += refusal.count
+        text = f"{refusal} ({self._total} refused in all)"
+        if self._throttle.admit(refusal.address, (text,), time.monotonic()):
+            self._tell(text)
+
+    def tell(self) -> None:
+        for count, (text,), _ in self._throttle.due(time.monotonic()):
+            self._tell(f"{count} more like this, the latest: {text}")
+
+    def _tell(self, text: str) -> None:
+        log.warning(text)
+        self._write(text)
+
+
+# -- The broker process: everything published reaches everything subscribed, without Python per message ---------------
+
 
 MOST_QUEUED_MIB = 512
 SILENT_NS = 2_000_000_000
@@ -33,7 +70,7 @@ SILENT_NS = 2_000_000_000
 def main(run_dir: str, name: str) -> int:
     configure_process(name)
     paths, stop = RunPaths.of(run_dir), threading.Event()
-    settings = json.loads(paths.topology.read_text())["bus"]  # all of busrl.topology would take longer than the rest
+    settings = json.loads(paths.topology.read_text())["bus"]  # all of busrl.config would take longer than the rest
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _got, _frame: stop.set())
     ring = Ring.attach(paths.ring_name)
@@ -91,7 +128,7 @@ def serve(paths: RunPaths, settings: dict[str, Any], ring: Ring, lock: OfdLock, 
         tap=paths.tap,
         on_ready=ready,
         on_progress=progress,
-        door=Door.of(settings["endpoint"], settings["keys"]),
+        door=CurveListener.of(settings["endpoint"], settings["keys"]),
         on_refused=refusals.add,
         max_bytes=settings["max_message_bytes"],
         hwm=settings["hwm"],

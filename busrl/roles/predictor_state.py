@@ -1,4 +1,12 @@
-"""The length predictor of a run: made as the topology says, guarded, and kept in `predictor.npz`.
+"""Plain data in one file: numbers, strings, lists, dicts with string keys, and NumPy arrays among them.
+
+Talks to one file, a NumPy archive without pickle: the arrays under numbers, and a JSON text that says where each
+belongs. Knows nothing of what the data mean.
+
+- A file is whole or the old one: it is written beside it and renamed.
+- `load` gives equal data back, tuples as lists; a damaged file is a ValueError.
+
+The length predictor of a run: made as the topology says, guarded, and kept in `predictor.npz`.
 
 Talks to files: the run's own state, the copy in each checkpoint, the user's table of keywords. Used by the scheduler
 (makes, restores, saves) and by the learner (`copy_into` a checkpoint). Knows nothing of policies or slots.
@@ -12,19 +20,76 @@ Talks to files: the run's own state, the copy in each checkpoint, the user's tab
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from busrl.config import Topology, files
 from busrl.data import JsonlStream
 from busrl.data.trace import parse
 from busrl.paths import RunPaths
-from busrl.roles import plaindata
-from busrl.scheduling.predictors import Guard, Keywords, RulesPredictor, make_predictor
-from busrl.topology import Topology, keywords
+from busrl.scheduling.lengths import Guard, Keywords, RulesPredictor, make_predictor
+
+# -- Plain data in one file: numbers, strings, lists, dicts with string keys, and NumPy arrays among them -------------
+
+
+ARRAY, TEXT = "$array", "data"
+
+
+def save_plain(path: Path, data: Mapping[str, Any]) -> None:
+    """Write `data`. OSError if the disk refuses."""
+    arrays: list[npt.NDArray[Any]] = []
+    text = json.dumps(_taken_out(dict(data), arrays)).encode()
+    beside = path.with_suffix(".new")
+    with open(beside, "wb") as file:
+        members = {f"a{number}": array for number, array in enumerate(arrays)}
+        np.savez(file, allow_pickle=False, **{TEXT: np.frombuffer(text, np.uint8)}, **members)
+    os.replace(beside, path)
+
+
+def load_plain(path: Path) -> dict[str, Any] | None:
+    """The data of a file, None if there is none. ValueError if it can not be read."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            found: dict[str, Any] = _put_back(json.loads(archive[TEXT].tobytes()), archive)
+            return found
+    except FileNotFoundError:
+        return None
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as problem:
+        raise ValueError(f"{path}: can not be read ({problem}); it is not used") from None
+
+
+def _taken_out(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
+    if isinstance(value, np.ndarray):
+        arrays.append(value)
+        return {ARRAY: len(arrays) - 1}
+    if isinstance(value, Mapping):
+        return {str(name): _taken_out(item, arrays) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_taken_out(item, arrays) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _put_back(value: Any, archive: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {ARRAY}:
+            return archive[f"a{value[ARRAY]}"]
+        return {name: _put_back(item, archive) for name, item in value.items()}
+    return [_put_back(item, archive) for item in value] if isinstance(value, list) else value
+
+
+# -- The length predictor of a run: made as the topology says, guarded, and kept in `predictor.npz` -------------------
+
 
 log = logging.getLogger("busrl")
 SAVE_EVERY_S, SAVE_COSTS = 5.0, 100.0  # seconds between two saves, and times that one took: whichever is more
@@ -49,7 +114,7 @@ class PredictorState:
         """Take over what an earlier scheduler learned; False if there was nothing that could be used."""
         for path in _candidates(self.paths):
             try:
-                state = plaindata.load(path)
+                state = load_plain(path)
                 if state is not None:
                     self.guard.load(state)
                     log.info("the predictor goes on from %s", path)
@@ -74,7 +139,7 @@ class PredictorState:
         if self.guard.answers == self._saved_at:
             return
         try:
-            plaindata.save(self.paths.predictor, self.guard.state())
+            save_plain(self.paths.predictor, self.guard.state())
             self._saved_at = self.guard.answers
         except Exception as problem:  # a predictor whose state fails must not end the run either
             self._warn(f"what the predictor learned is not saved: {problem}")
@@ -106,7 +171,7 @@ def _keywords(topology: Topology, warn: Warn) -> Keywords | None:
     """The user's table; None for the shipped one. `launch` has checked it, so a fault is one of a moment later."""
     if not topology.scheduler.keywords:
         return None
-    found, problems = keywords.read(topology.scheduler.keywords)
+    found, problems = files.read_keywords(topology.scheduler.keywords)
     for problem in problems:
         warn(f"{topology.scheduler.keywords}: {problem}; left out")
     return found if found.words or found.tags else None

@@ -21,8 +21,8 @@ from busrl.ring import SlotTooSmall, State
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.trajectory import (
     UNREADABLE,
-    read,
-    read_many,
+    read_generated,
+    read_many_generated,
     read_task,
     read_text,
     segments_of,
@@ -167,8 +167,8 @@ class Reward(Actor):
         """What the judge needs of each; a sample that can not be read is dropped as malformed."""
         self.held.update(taken)
         try:
-            tasks = read_many(self.ring, taken, "task")
-            texts = map(text_of, read_many(self.ring, taken, "text"))
+            tasks = read_many_generated(self.ring, taken, "task")
+            texts = map(text_of, read_many_generated(self.ring, taken, "text"))
             ids = [self._ids(slot, word) if self.wants_ids else [] for slot, word in taken]
             return [Item(held[0], *parts) for held, parts in zip(taken, zip(tasks, texts, ids))]
         except UNREADABLE:  # which of them it is, is found one by one
@@ -183,7 +183,7 @@ class Reward(Actor):
             return None
 
     def _ids(self, slot: int, word: int) -> list[int]:
-        ids: list[int] = read(self.ring, slot, "tokens", segments_of(word)).tolist()
+        ids: list[int] = read_generated(self.ring, slot, "tokens", segments_of(word)).tolist()
         return ids
 
     def _commit(self, outcomes: Sequence[Outcome]) -> None:

@@ -1,6 +1,28 @@
-"""A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and versions.
+"""How fast a rollout process decodes: sums over short intervals, from which `busrl simulate --fit` learns its times.
 
-Talks to the ring, to one engine (`busrl.inference`) and to the weight plane (`busrl.weights`). Consumes QUEUED slots,
+Talks to one file of the run, `pace/NAME.jsonl`, a line per interval. Knows nothing of the ring or of engines.
+
+- The file is thinned as it grows, also over restarts: each further `MIB_EACH` MiB take as long as all before, down to
+  a line a minute. A first week makes some 20 MB, later ones 3 MB. Each line is of one short interval, whatever was left
+  out beside it, so a fit reads all alike.
+- A line ends with what the engine tells of itself by then, so its errors can be seen while the run lives.
+- Within an interval wall = steps + weights + idle + what the loop itself takes.
+- A disk that is full costs lines, never the process.
+
+What an engine runs while it has to start again with new weights: finished before, or cut and continued after it.
+
+Used by the rollout role where versions are folders that an engine restarts with; talks to the engine. Knows nothing of
+slots beyond their numbers as keys, of versions or of files.
+
+- A cut answer loses no token: what was drawn becomes the prefix of a new request, and the pieces are committed as one,
+  each token with its own log-probability and version.
+- The piece after a cut draws from a stream of random numbers of its own: the same numbers twice would tie tokens of
+  one answer to each other.
+- Pieces live in this process alone. If it dies, the whole sample is generated again, as any that was running.
+
+A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and versions.
+
+Talks to the ring, to one engine (`busrl.engines`) and to the weight plane (`busrl.weights`). Consumes QUEUED slots,
 produces GENERATED ones and DATA_GENERATED; waits for slots, unblocked by the ring's wake-up, NEW_TASK or the timer.
 Knows nothing of rewards, groups or the learner's state beyond the newest version.
 
@@ -17,29 +39,30 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl.config.derive import admission_limits
 from busrl.data import prompt_of
-from busrl.errors import WeightsRefused, WeightsTimeout
-from busrl.inference import ABORTED, EOS, Engine, Finished, Request, make_engine
+from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
+from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
+from busrl.ledger.log import LineFile
 from busrl.protocol import messages as m
-from busrl.protocol.topics import topic
+from busrl.protocol.codec import topic
 from busrl.ring import SlotTooSmall, State
 from busrl.roles.actor import Actor, Doorbell, Pieces
-from busrl.roles.limits import admission_limits
-from busrl.roles.pace import Pace
-from busrl.roles.restart import Restart
-from busrl.roles.segment_cuts import SegmentCuts
+from busrl.roles.segments import SegmentCuts, take_queued
 from busrl.roles.trajectory import (
     UNREADABLE,
     Generated,
-    read,
-    read_many,
+    read_generated,
+    read_many_generated,
     read_prompt_ids,
     read_task,
     segments_of,
@@ -47,9 +70,174 @@ from busrl.roles.trajectory import (
     write_segment,
     write_text,
 )
-from busrl.roles.wave_claims import take_queued
 from busrl.weights import Receiver, make_receiver, settings_of, share_weights
 from busrl.weights.base import StepTable
+
+# -- How fast a rollout process decodes: sums over short intervals, from which `busrl simulate --fit` learns its ... --
+
+
+EVERY_S = 0.25
+MIB_EACH = 2  # of the file, after which half as many intervals are written
+MOST_LEFT_OUT = 256  # one interval in so many is written at least: a person may look for what an engine tells
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One interval. `tokens`: running sequences summed over the steps, so their mean is tokens / steps. `engine`: its
+    statistics since it was made."""
+
+    wall_s: float
+    step_s: float
+    weights_s: float
+    idle_s: float
+    steps: int
+    tokens: int
+    joined: int
+    updates: int
+    engine: Any
+
+
+class Pace:
+    """Counts of the interval under way. `joined` is added to from outside; `engine` is asked at its end."""
+
+    def __init__(self, directory: Path, name: str, engine: Callable[[], Any]) -> None:
+        self._engine = engine
+        directory.mkdir(exist_ok=True)
+        self._file = LineFile(directory / f"{name}.jsonl")
+        self._left_out = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._began = time.monotonic_ns()
+        self._step = self._weights = self._idle = 0
+        self._steps = self._tokens = self._updates = self.joined = 0
+
+    def stepped(self, active: int, drawn: int, nanoseconds: int) -> None:
+        """An engine's step: `drawn` tokens by `active` sequences, which is one decoding step or several."""
+        self._step += nanoseconds
+        self._steps += drawn // active
+        self._tokens += drawn
+        self._write_when_due()
+
+    def idled(self, nanoseconds: int) -> None:
+        """A wait for slots."""
+        self._idle += nanoseconds
+        self._write_when_due()
+
+    def updated(self, nanoseconds: int) -> None:
+        """New weights were loaded."""
+        self._weights += nanoseconds
+        self._updates += 1
+
+    def _write_when_due(self) -> None:
+        wall = time.monotonic_ns() - self._began
+        if wall < EVERY_S * 1e9:
+            return
+        self._left_out += 1
+        if self._left_out >= one_in(self._file.size()):
+            self._left_out = 0
+            self._write(wall)
+        self._clear()
+
+    def _write(self, wall: int) -> None:
+        row = Row(
+            wall_s=round(wall / 1e9, 6), step_s=round(self._step / 1e9, 6), weights_s=round(self._weights / 1e9, 6),
+            idle_s=round(self._idle / 1e9, 6), steps=self._steps, tokens=self._tokens, joined=self.joined,
+            updates=self._updates, engine=self._engine(),
+        )
+        with contextlib.suppress(MachineError, OSError):
+            self._file.append(msgspec.json.encode(row))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def one_in(nbytes: int) -> int:
+    """Of how many intervals one is written to a file of `nbytes`."""
+    return min(MOST_LEFT_OUT, 1 << min(32, nbytes // (MIB_EACH << 20)))
+
+
+# -- What an engine runs while it has to start again with new weights: finished before, or cut and continued ... ------
+
+
+PIECE = 1 << 32  # segments are numbered below it, so piece k of segment s draws from stream s + k * PIECE
+
+
+@dataclass
+class _Running:
+    """A request as it was submitted first, and the pieces of its answer so far."""
+
+    request: Request
+    pieces: list[Finished]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(piece.token_ids) for piece in self.pieces)
+
+    def rest(self) -> Request:
+        """What is left to be generated."""
+        first = self.request
+        return replace(
+            first,
+            segment=first.segment + PIECE * len(self.pieces),
+            prefix_ids=np.concatenate([first.prefix_ids, *(piece.token_ids for piece in self.pieces)]).astype(np.int32),
+            max_new_tokens=first.max_new_tokens - self.tokens,
+        )
+
+
+class Restart:
+    """`finish`: let answers end before the engine restarts, and start none meanwhile; else they are cut."""
+
+    def __init__(self, finish: bool) -> None:
+        self.finish = finish
+        self.draining = False
+        self._running: dict[int, _Running] = {}
+        self._cut: list[int] = []  # keys of what was taken out of the engine, until it goes on
+
+    def submitted(self, requests: Iterable[Request]) -> None:
+        """Remember what runs; every request comes back by `whole`."""
+        for request in requests:
+            self._running[request.key] = _Running(request, [])
+
+    def waits(self, engine: Engine) -> bool:
+        """Whether the restart has to wait for running answers; none is to be started meanwhile (`draining`)."""
+        self.draining = self.finish and engine.active > 0
+        return self.draining
+
+    def empty(self, engine: Engine) -> list[Finished]:
+        """Stop the engine and take out what runs. Returns those that had ended all the same."""
+        ended = []
+        for one in engine.pause("abort"):
+            if one.finish == ABORTED:
+                self._cut.append(one.key)
+                if len(one.token_ids):
+                    self._running[one.key].pieces.append(one)
+            else:
+                ended.append(one)
+        return ended
+
+    def go_on(self, engine: Engine) -> None:
+        """Let the engine work again, on what was cut."""
+        engine.resume()
+        cut, self._cut = self._cut, []
+        engine.submit([self._running[key].rest() for key in cut])
+
+    def whole(self, last: Finished) -> Finished:
+        """The answer with the pieces that came before its last one."""
+        running = self._running.pop(last.key, None)
+        if running is None or not running.pieces:
+            return last
+        pieces = [*running.pieces, last]
+        return replace(
+            last,
+            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
+            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+            versions=np.concatenate([piece.versions for piece in pieces]),
+            text=None,  # the engine knows that of the last piece at most
+        )
+
+
+# -- A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and versions --------------
+
 
 log = logging.getLogger("busrl")
 REQUEST_EVERY_S = 1.0
@@ -274,7 +462,7 @@ class Rollout(Actor):
     def _tasks(self, taken: Sequence[tuple[int, int]]) -> list[bytes]:
         """The prompts' lines; an empty one, which renders as no prompt, for a slot that can not be read."""
         try:
-            return read_many(self.ring, taken, "task")
+            return read_many_generated(self.ring, taken, "task")
         except UNREADABLE:
             return [self._task(slot) for slot, _ in taken]
 
@@ -307,7 +495,7 @@ class Rollout(Actor):
         segments = segments_of(word)
         try:
             prompt = self._prompt_ids(slot, word, task, segments)
-            prefix = read(self.ring, slot, "tokens", segments).copy() if segments else NO_TOKENS
+            prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_TOKENS
         except UNREADABLE as problem:
             self._drop(slot, word, "M", f"an earlier segment can not be read: {problem}")
             return None
@@ -381,7 +569,7 @@ class Rollout(Actor):
         """The whole answer; a scripted engine brings its own."""
         if sequence.text is not None:
             return sequence.text
-        ids: Ids = read(self.ring, slot, "tokens", segment + 1) if segment else sequence.token_ids
+        ids: Ids = read_generated(self.ring, slot, "tokens", segment + 1) if segment else sequence.token_ids
         return self.engine.decode(ids, sequence.finish == EOS)
 
     def _goes_on(self, task: Task, sequence: Finished) -> bool:
@@ -406,7 +594,7 @@ class Rollout(Actor):
             slot, task.word,
             version=version, step=step, finish=sequence.finish if whole else 0, response_tokens=length,
             prompt_tokens=task.prompt_tokens,
-        )  # fmt: skip
+        )
 
     def _drop(self, slot: int, word: int, fate: str, why: str) -> None:
         uid = int(self.ring.line(slot)["uid"])

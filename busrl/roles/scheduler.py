@@ -1,4 +1,12 @@
-"""The scheduler: which prompt enters the ring next, and when. The door by which prompts come in.
+"""What the scheduler's policy is told, and what it tells: the side of it that meets prompts and files.
+
+Talks to the prompts (`busrl.data`) and to `scheduler.jsonl` of the run directory. Decisions are the policy's; slots and
+messages are the role's. Knows nothing of credit or admission.
+
+- A policy that does not learn is told nothing, so that it costs nothing.
+- What is lost here with the process costs order, never a sample.
+
+The scheduler: which prompt enters the ring next, and when. The door by which prompts come in.
 
 Talks to the ring (FREE -> RESERVED* -> QUEUED, fates, the header word next_admission) and the bus (NEW_TASK to every
 worker that asked). Consumes prompts and learner states; waits for credit, unblocked by a new version. All decisions
@@ -6,42 +14,131 @@ are made by `busrl.scheduling`; this loop feeds them and carries them out. Knows
 
 Invariants:
 - A member of an open group is dispatched before any new group, so that no group stays half open; but siblings of a
-  probe wait while it is generated (`busrl.scheduling.probes`).
-- A group is opened only under the group credit and while fewer than B are in flight (`busrl.scheduling.credit`).
+  probe wait while it is generated (`busrl.scheduling.admission`).
+- A group is opened only under the group credit and while fewer than B are in flight (`busrl.scheduling.admission`).
 - With a damaged fate table nothing is dispatched: what it says to do is wrong.
 - Nothing is remembered that ring and fates do not say: a successor goes on where this process was killed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from busrl.data import JsonlStream, trace
+from busrl.config import Topology
+from busrl.config.derive import admission_limits, checkpoint_may_follow, in_flight
+from busrl.data import JsonlStream, plain_text, trace
 from busrl.errors import DiskFull, SamplesUsedUp
+from busrl.paths import RunPaths
 from busrl.protocol import is_address
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import RUNNING, Actor, Doorbell
-from busrl.roles.foresight import Foresight
-from busrl.roles.intervals import checkpoint_may_follow
-from busrl.roles.limits import admission_limits
 from busrl.roles.predictor_state import PredictorState
+from busrl.roles.segments import waves_of
 from busrl.roles.trajectory import seq_of
-from busrl.roles.wave_claims import waves_of
-from busrl.scheduling.arrivals import Arrivals
-from busrl.scheduling.credit import Admission, Room, kept_back, not_ahead
-from busrl.scheduling.groups import GroupScanner, GroupView, in_a_row, uid_of
-from busrl.scheduling.predictors import Candidate
-from busrl.scheduling.probes import Probes
-from busrl.scheduling.rows import Rows
-from busrl.scheduling.strength import LearnerState
-from busrl.topology import Topology
-from busrl.topology.resolve import in_flight
+from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, kept_back, not_ahead
+from busrl.scheduling.dispatch import Policy, make_policy
+from busrl.scheduling.groups import GroupScanner, GroupView, Lines, in_a_row, uid_of
+from busrl.scheduling.lengths import Candidate, Guard
+from busrl.scheduling.pool import FinishedAnswers, LearnerState, Record
+
+# -- What the scheduler's policy is told, and what it tells: the side of it that meets prompts and files --------------
+
+
+RECORDS_A_LINE = 64
+TAG_KEY = "tag"
+
+
+class DispatchFeed:
+    """The policy of a run, which asks `predictor`. `warn` is told of what can not be written."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        paths: RunPaths,
+        stream: JsonlStream,
+        predictor: Guard,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.topology, self.paths, self.stream = topology, paths, stream
+        self.predictor, self._warn = predictor, warn
+        scheduler, derived = topology.scheduler, topology.derived
+        self.policy: Policy = make_policy(
+            scheduler.policy, derived.horizon, self.predictor, scheduler.aging,
+            tail_share=scheduler.tail_share, window=derived.W, group_size=topology.groups.size,
+            round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
+        )
+        self._answers = FinishedAnswers()
+        self._records: list[Record] = []
+
+    # -- told to the policy ---------------------------------------------------------------------------------------
+
+    def look(self, view: GroupView, lines: Lines, rows: int) -> None:
+        """What finished since the last look, what is open, and how much workers can run."""
+        if not self.policy.learns:
+            return
+        open_draws = view.draws.tolist()
+        self.policy.adopt(self.candidates(self.policy.unknown(open_draws)))
+        uids, tokens = self._answers.look(lines)
+        if len(uids):
+            self.policy.finished((uids // (2 * view.group_size)).tolist(), tokens.tolist())
+        self.policy.look(open_draws, (view.running + view.due).tolist(), rows)
+        self._write(self.policy.take_records())
+
+    def offer(self, view: GroupView, groups: int, arrived: int) -> None:
+        """Supply the policy with what lies within its horizon and is there: draws below `arrived`."""
+        draws = view.unopened_draws(self.policy.horizon + groups)
+        missing = self.policy.missing(draw for draw in draws if draw < arrived)
+        if missing:
+            self.policy.offer(self.candidates(missing))
+
+    def candidates(self, draws: Sequence[int]) -> list[Candidate]:
+        """The groups of these draws, read from the prompts."""
+        return [self._candidate(draw) for draw in draws]
+
+    def _candidate(self, draw: int) -> Candidate:
+        record = self.stream.record(self.stream.item(draw))
+        prompt = plain_text(record[self.topology.data.prompt_key])
+        return Candidate(draw, prompt, self.topology.generation.max_new_tokens, str(record.get(TAG_KEY, "")))
+
+    # -- told by it -----------------------------------------------------------------------------------------------
+
+    def told(self) -> dict[str, float]:
+        """Numbers about policy and predictor, for SCHEDULER_STATE and `scheduler.jsonl`."""
+        if not self.policy.learns:
+            return {}
+        measures = self.predictor.measures()
+        return self.policy.told() | {name: value for name, value in measures.items() if math.isfinite(value)}
+
+    def _write(self, records: Sequence[Record], least: int = RECORDS_A_LINE) -> None:
+        """Append ended groups to `scheduler.jsonl`, one list per number and line, and how good the predictions are."""
+        self._records += records
+        if len(self._records) < max(1, least):
+            return
+        columns = ("draw", "wait", "predicted", "actual", "longest", "members")
+        line = {name: [round(getattr(record, name), 2) for record in self._records] for name in columns}
+        self._records = []
+        head = {"time": round(time.time(), 3), "policy": self.policy.name, "predictor": self.predictor.name}
+        try:
+            with open(self.paths.scheduler_log, "a", encoding="utf-8") as file:
+                file.write(json.dumps(head | self.told() | line) + "\n")
+        except OSError as problem:
+            self._warn(f"{len(line['draw'])} groups are missing from {self.paths.scheduler_log.name}: {problem}")
+
+    def close(self) -> None:
+        """The last records."""
+        self._write(self.policy.take_records(), least=1)
+
+
+# -- The scheduler: which prompt enters the ring next, and when. The door by which prompts come in --------------------
+
 
 log = logging.getLogger("busrl")
 CLS_TRAIN, CLS_VALIDATE = 0, 1
@@ -70,7 +167,7 @@ class Scheduler(Actor):
         self.predictor = PredictorState(self.topology, self.paths, self.stream, self._complain)
         self.predictor.restore()
         guard = self.predictor.guard
-        self.foresight = Foresight(self.topology, self.paths, self.stream, guard, self._complain)
+        self.foresight = DispatchFeed(self.topology, self.paths, self.stream, guard, self._complain)
         self.policy = self.foresight.policy
         self.probes = Probes(derived.W if self.topology.scheduler.probe else 0)
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
@@ -223,7 +320,7 @@ class Scheduler(Actor):
             "top_p": generation.top_p,
             # The step first: a publication in between makes the sample look too old, never too new.
             "step": self.ring.header("version_step"), "version": self.ring.header("version"),
-        }  # fmt: skip
+        }
 
     def _put(self, uid: int, member: int, members: int, fields: dict[str, Any]) -> int:
         """Dispatch `members` of a group, `member` the first of them; how many found a slot."""
@@ -256,7 +353,7 @@ class Scheduler(Actor):
             for name in workers:
                 self.bus.send(m.NewTask(
                     worker_id=name, slot_id=message.slot_id, seq=message.seq, uid=message.uid, count=message.count
-                ), name)  # fmt: skip
+                ), name)
         if now >= self._next_state:
             self._next_state = now + STATE_EVERY_S
             self._publish_state(view)

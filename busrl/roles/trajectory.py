@@ -31,9 +31,10 @@ import numpy.typing as npt
 from busrl.ring import NO_SEGMENT, BadTensor, NoSuchTensor, Ring, SlotTooSmall, segments_of, seq_of
 
 __all__ = [
-    "UNREADABLE", "Generated", "read", "read_many", "read_parts", "read_prompt_ids", "read_segment", "read_task",
+    "UNREADABLE", "Generated", "read_generated", "read_many_generated", "read_parts", "read_prompt_ids", "read_segment",
+    "read_task",
     "read_text", "segments_of", "seq_of", "text_of", "write_parts", "write_segment", "write_text",
-]  # fmt: skip
+]
 
 
 UNREADABLE = (BadTensor, NoSuchTensor)
@@ -43,7 +44,7 @@ DTYPES = {
         ("task", np.uint8), ("prompt_ids", np.int32), ("tokens", np.int32), ("logprobs", np.float32),
         ("versions", np.uint32), ("text", np.uint8), ("reward_parts", np.float32), ("part_names", np.uint8),
     )
-}  # fmt: skip
+}
 
 
 
@@ -109,7 +110,7 @@ def read_prompt_ids(ring: Ring, slot: int) -> npt.NDArray[np.int32]:
     return _get(ring, slot, "prompt_ids", NO_SEGMENT)
 
 
-def read(ring: Ring, slot: int, name: str, segments: int) -> npt.NDArray[Any]:
+def read_generated(ring: Ring, slot: int, name: str, segments: int) -> npt.NDArray[Any]:
     """A tensor of all committed segments; a view of the slot when there is one segment."""
     if segments == 1:
         return _get(ring, slot, name, 0)
@@ -121,7 +122,7 @@ def read_segment(ring: Ring, slot: int, name: str, segment: int) -> npt.NDArray[
     return _get(ring, slot, name, segment)
 
 
-def read_many(ring: Ring, held: Sequence[tuple[int, int]], name: str) -> list[bytes]:
+def read_many_generated(ring: Ring, held: Sequence[tuple[int, int]], name: str) -> list[bytes]:
     """Copies of one tensor of each slot that we hold (of its last segment); `UNREADABLE` if any can not be read."""
     last = name not in ("task", "prompt_ids")
     return ring.copies(held, name, DTYPES[name], last_segment=last)

@@ -22,16 +22,16 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from busrl.config.rules import batch_varies
+from busrl.config.rules import due as due_by
 from busrl.data import JsonlStream
-from busrl.data.held_out import VALIDATE_BIT, lines_of, mean_over_prompts
-from busrl.ledger.files import LineFile, json_lines
+from busrl.data.prompts import VALIDATE_BIT, lines_of, mean_over_prompts
+from busrl.ledger.log import LineFile, json_lines
 from busrl.protocol import messages as m
 from busrl.ring import BadTensor, State
-from busrl.roles import hold
+from busrl.roles import version_pin
 from busrl.roles.actor import Actor
-from busrl.roles.trajectory import UNREADABLE, read, read_parts, segments_of
-from busrl.topology.control import batch_varies
-from busrl.topology.control import due as due_by
+from busrl.roles.trajectory import UNREADABLE, read_generated, read_parts, segments_of
 
 log = logging.getLogger("busrl")
 CLS_VALIDATE = 1
@@ -128,7 +128,7 @@ class Validator(Actor):
         self.results = _read_log(self.log_path, due, self.samples * RESULT_BYTES)
         self.pending = [uid for uid in self._uids() if self.validate_fates.get(uid & ~VALIDATE_BIT) == 0]
         if self.topology.validation.mode == "hold" and not finished:
-            hold.take(self.ring)
+            version_pin.pin(self.ring)
         self.ring.activity(f"validate round {due}", self.topology.limits.ready_s)
         version = self.ring.header("version")
         self.bus.send(m.ValidationStarted(round=due, version=version, samples=self.samples))
@@ -170,7 +170,7 @@ class Validator(Actor):
             uid=uid, group=uid, admission=0, member=0, group_size=1, cls=CLS_VALIDATE, task=item.line,
             prompt_crc=item.crc, priority=PRIORITY, max_new_tokens=generation.max_new_tokens,
             temperature=self.topology.validation.temperature, top_p=1.0, version=version, step=step,
-        )  # fmt: skip
+        )
         return bool(done)
 
     def _collect(self) -> int:
@@ -193,7 +193,7 @@ class Validator(Actor):
 
     def _result(self, slot: int, word: int, line: np.void) -> Result:
         uid = int(line["uid"])
-        versions = read(self.ring, slot, "versions", segments_of(word))
+        versions = read_generated(self.ring, slot, "versions", segments_of(word))
         if not len(versions):
             raise BadTensor(f"slot {slot}: no tokens")
         return Result(
@@ -224,7 +224,7 @@ class Validator(Actor):
         versions, mean, samples = record["versions"], record["val/reward"], record["samples"]
         if not self.until_written("validation", lambda: self.rows.append(msgspec.json.encode(record))):
             return
-        hold.let_go(self.ring)
+        version_pin.unpin(self.ring)
         self.ring.activity("")
         self.bus.send(
             m.ValidationDone(
@@ -266,10 +266,10 @@ class Validator(Actor):
             "version": versions[0] if versions else 0,
             "versions": versions, "mixed": len(versions) > 1, "seconds": round(time.monotonic() - self.started, 3),
             "groups": self.groups_done, "val/length": length,
-        }  # fmt: skip
+        }
 
     def teardown(self) -> None:
-        hold.let_go(self.ring)
+        version_pin.unpin(self.ring)
 
 
 def _finished_rounds(path: Path) -> set[int]:

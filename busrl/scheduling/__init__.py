@@ -7,19 +7,13 @@ scheduler role: GroupScanner -> GroupView -> Admission.room -> Policy.next ; Gro
 learner role:   GroupScanner -> GroupView -> LearnerPlan.decide -> SetAside | Claim | Fire | Wait
 """
 
-from busrl.scheduling.adaptive import Adaptive
-from busrl.scheduling.credit import Admission, Room, kept_back
-from busrl.scheduling.fifo import Fifo
+from busrl.scheduling.admission import Admission, Room, Staleness, Verdict, age, kept_back
+from busrl.scheduling.dispatch import POLICIES, Adaptive, Fifo, Ljf, Policy, Sjf, make_policy
 from busrl.scheduling.groups import NOT_STARTED, UNKNOWN, GroupScanner, GroupView, Todo, slot_priority, uid_of
-from busrl.scheduling.inflight import Record
+from busrl.scheduling.lengths import Candidate, Predictor, RulesPredictor, kendall_tau, make_predictor
 from busrl.scheduling.limits import Limits, derive
-from busrl.scheduling.ordered import Ljf, Sjf
-from busrl.scheduling.plan import Action, Claim, Fire, LearnerPlan, SetAside, Wait
-from busrl.scheduling.policy import POLICIES, Policy, make_policy
-from busrl.scheduling.predictors import Candidate, Predictor, RulesPredictor, kendall_tau, make_predictor
-from busrl.scheduling.staleness import Staleness, Verdict, age
-from busrl.scheduling.strength import LearnerState
-from busrl.scheduling.trigger import Cause, Moment, Trigger
+from busrl.scheduling.pool import LearnerState, Record
+from busrl.scheduling.trigger import Action, Cause, Claim, Fire, LearnerPlan, Moment, SetAside, Trigger, Wait
 
 __all__ = [
     "NOT_STARTED",

@@ -101,7 +101,7 @@ class GroupView:
             Todo(uid_of(int(self.draws[g]), int(t), int(m), self.group_size), int(self.draws[g]), int(t), int(m),
                  int(self.admission[g]))
             for g, t, m in zip(*np.nonzero(due))
-        ]  # fmt: skip
+        ]
         return tuple(sorted(found, key=lambda t: (t.admission == UNKNOWN, t.admission, t.uid)))
 
     @cached_property

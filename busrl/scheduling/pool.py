@@ -6,19 +6,60 @@ cost O(log n) however many wait. Knows nothing of what a key means, nor of slots
 - Only a draw below `limit(oldest waiting draw)` is ever taken.
 - Keys that are equal go by draw. Same additions, same keys, same order.
 - An entry that was taken and is added again has lost nothing.
+
+What a policy knows of the groups that are open: predicted length, finished lengths, members that still run.
+
+Talks to nothing. Knows nothing of slots or fates: it is told which draws are open and which members finished.
+
+- A hint only: a scheduler that lost it is told the open groups again (`adopt`), and what finished unseen stays unseen.
+- Holds the open groups, and for a while the records of ended ones; nothing else.
+
+How far a policy departs from the order drawn, as the learner's entropy asks for it.
+
+Talks to nothing: learner states come in, a number from 0 (as drawn) to 1 (by length) comes out. Knows nothing of
+prompts or lengths.
+
+- Without a reference (the first updates) the strength is 1.
+- It moves in steps of 1 / LEVELS, so that whoever keeps an order by it has to sort again only now and then.
+
+Priority numbers of slots: in which order workers take what is QUEUED, larger first.
+
+Talks to nothing. The ring serves unfinished segments first, then the larger priority, then the older admission index.
+Knows nothing of how a length was estimated.
+
+- Blocks of `window` admission indices are served one after the other; only inside a block does length decide. So a
+  group is overtaken only by groups that lie in the learner's window while it holds that window: overtaking never makes
+  a finished group wait for the anchor. In `sync` a block is a round.
+- Probes go before everything else of training: few rows, and they tell the order of the rest.
+- All numbers are <= 0, so that a class with positive priorities (validation) goes before training.
+
+Answers that were finished since the last look: from the ring's lines, each once.
+
+Talks to nothing: it is given lines. A slot that came free still shows its last sample until it is used again, so an
+answer that was judged and trained between two looks is seen too. Knows nothing of groups' fates or predictors.
+
+- Each finished training answer is given once, unless its slot was used twice between two looks.
+- A new scheduler is given those that the ring shows at its start once more.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from busrl.scheduling.predictors import Candidate
+from busrl.scheduling.groups import CLS_TRAIN, FREE, GENERATED, TRAINING, VALIDATE_BIT, Ints, Lines, slot_priority
+from busrl.scheduling.lengths import Candidate
 
-Ints = npt.NDArray[np.int64]
+# -- The groups that wait to be opened, in the order of a key, within a horizon of draws ------------------------------
+
+
 BEYOND = -1
 SPARE = 1024
 
@@ -214,3 +255,220 @@ class Present:
             flags[at : at + len(kept)] = kept
         self._base, self._flags = low, flags
         return draw - low
+
+
+# -- What a policy knows of the groups that are open: predicted length, finished lengths, members that still run ------
+
+
+RECORDS_KEPT = 4096
+WAITS_KEPT = 1024
+UNSEEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A group that ended: what was predicted, and what came out. Lengths in tokens, `wait` in groups opened.
+
+    `wait` is UNSEEN for a group that an earlier scheduler opened. `actual` is the mean over `members` finished ones.
+    """
+
+    draw: int
+    wait: int
+    predicted: float
+    actual: float
+    longest: int
+    members: int
+
+
+@dataclass(slots=True)
+class Open:
+    """An open group."""
+
+    candidate: Candidate
+    predicted: float
+    wait: int = UNSEEN
+    tail: bool = False  # among the longest at its opening
+    running: int = 0  # members that run or are still due
+    longest: int = 0
+    tokens: int = 0
+    members: int = 0
+
+    @property
+    def estimate(self) -> float:
+        """The longest finished sibling if there is one: the best that is known of a group (Seer, arXiv:2511.14617)."""
+        return float(self.longest) if self.members else self.predicted
+
+
+class InFlight:
+    """The open groups by draw."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Open] = {}
+        self.records: deque[Record] = deque(maxlen=RECORDS_KEPT)
+        self.waits: deque[int] = deque(maxlen=WAITS_KEPT)
+        self.tail_rows = 0
+
+    def get(self, draw: int) -> Open | None:
+        return self._open.get(draw)
+
+    def unknown(self, draws: Iterable[int]) -> list[int]:
+        """Open groups of which nothing is known: an earlier scheduler opened them."""
+        return [int(draw) for draw in draws if int(draw) not in self._open]
+
+    def opened(self, group: Open, members: int) -> None:
+        """A group was opened with so many members."""
+        group.running = members
+        self._open[group.candidate.draw] = group
+        if group.wait != UNSEEN:
+            self.waits.append(group.wait)
+        if group.tail:
+            self.tail_rows += members
+
+    def look(self, draws: Sequence[int], running: Sequence[int]) -> None:
+        """All open groups as they are now, in order of draws; those that are not among them have ended."""
+        now = dict(zip(draws, running))
+        for draw in [draw for draw in self._open if draw not in now]:
+            self._end(self._open.pop(draw))
+        self.tail_rows = 0
+        for draw, group in self._open.items():
+            group.running = now[draw]
+            self.tail_rows += group.running if group.tail else 0
+
+    def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> list[tuple[Candidate, int]]:
+        """Members that finished with so many tokens; those of known groups come back with their candidates."""
+        pairs = []
+        for draw, length in zip(draws, tokens):
+            group = self._open.get(draw)
+            if group is not None:
+                group.longest = max(group.longest, length)
+                group.tokens, group.members = group.tokens + length, group.members + 1
+                pairs.append((group.candidate, length))
+        return pairs
+
+    def take_records(self) -> list[Record]:
+        """The groups that ended since the last call, oldest first."""
+        found = list(self.records)
+        self.records.clear()
+        return found
+
+    def _end(self, group: Open) -> None:
+        if group.members:
+            mean = group.tokens / group.members
+            draw = group.candidate.draw
+            self.records.append(Record(draw, group.wait, group.predicted, mean, group.longest, group.members))
+
+
+# -- How far a policy departs from the order drawn, as the learner's entropy asks for it ------------------------------
+
+
+REFERENCE_UPDATES = 20  # updates whose mean entropy is the reference
+EMA = 0.9
+HIGH, LOW = 1.3, 0.6  # entropy over reference at which the preference for a length is full, or gone
+LEVELS = 16
+
+
+@dataclass(frozen=True)
+class LearnerState:
+    """What the learner tells about itself; the part of LEARNER_STATE_UPDATE that policies use."""
+
+    step: int
+    entropy: float
+
+
+class Strength:
+    """High entropy (against its reference) takes the strength to 1: answers are wanted early. Low takes it to 0."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._reference = _Reference()
+
+    def feed(self, state: LearnerState) -> bool:
+        """Take one learner state; True if the strength is another now."""
+        ratio = self._reference.add(state.entropy)
+        if ratio is None:
+            return False
+        wanted = round(min(1.0, max(0.0, (ratio - LOW) / (HIGH - LOW))) * LEVELS) / LEVELS
+        changed, self.value = wanted != self.value, wanted
+        return changed
+
+
+class _Reference:
+    """Entropy relative to the mean of the first updates, smoothed; None until there is a reference."""
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+        self._mean = 0.0
+        self._smooth = 0.0
+
+    def add(self, entropy: float) -> float | None:
+        if len(self._first) < REFERENCE_UPDATES:
+            self._first.append(entropy)
+            self._mean = self._smooth = sum(self._first) / len(self._first)
+            return None
+        self._smooth = EMA * self._smooth + (1 - EMA) * entropy
+        return self._smooth / self._mean if self._mean > 0 else None
+
+
+# -- Priority numbers of slots: in which order workers take what is QUEUED, larger first ------------------------------
+
+
+LEVELS_PER_OCTAVE = 16
+TOP = 255  # levels of a length: 1 to 65,536 tokens
+BLOCKS = 1 << 22  # block numbers wrap here; far apart ones are never in the ring together
+
+
+class SlotOrder:
+    """`window`: the learner's W. `direction`: 1 shortest first, -1 longest first, 0 as admitted."""
+
+    def __init__(self, window: int, direction: int) -> None:
+        if window < 1 or direction not in (-1, 0, 1):
+            raise ValueError(f"window = {window}, direction = {direction}: must be >= 1 and one of -1, 0, 1")
+        self.window, self.direction = window, direction
+
+    def probe(self) -> int:
+        """Of a probe sample."""
+        return 0
+
+    def sample(self, admission: int, estimate: float) -> int:
+        """Of a member of the group with this admission index and this estimated length in tokens."""
+        if self.direction == 0 or self.window == 1:
+            return slot_priority(admission)
+        rank = level(estimate) if self.direction > 0 else TOP - level(estimate)
+        return -1 - (admission // self.window % BLOCKS * (TOP + 1) + rank)
+
+
+def level(tokens: float) -> int:
+    """A length on a scale of 256 steps, 16 to each doubling."""
+    return min(TOP, int(LEVELS_PER_OCTAVE * math.log2(max(1.0, tokens))))
+
+
+# -- Answers that were finished since the last look: from the ring's lines, each once ---------------------------------
+
+
+NOBODY = (1 << 64) - 1
+
+
+class Answers(NamedTuple):
+    """Uids and lengths in tokens of finished answers."""
+
+    uids: Ints
+    tokens: Ints
+
+
+class FinishedAnswers:
+    """Remembers per slot which sample it has given."""
+
+    def __init__(self) -> None:
+        self._given = np.empty(0, np.uint64)
+
+    def look(self, lines: Lines) -> Answers:
+        """What is new in a copy of the ring's lines."""
+        uids, state = lines["uid"], lines["state"]
+        if len(self._given) != len(lines):
+            self._given = np.full(len(lines), NOBODY, np.uint64)
+        ended = ((state >= GENERATED) & (state <= TRAINING)) | (state == FREE)
+        fresh = np.flatnonzero(ended & (uids != self._given) & (uids < VALIDATE_BIT))
+        # Field by field, and only of what is new: most slots are not.
+        fresh = fresh[(lines["finish"][fresh] > 0) & (lines["cls"][fresh] == CLS_TRAIN)]
+        self._given[fresh] = uids[fresh]
+        return Answers(uids[fresh].astype(np.int64), lines["response_tokens"][fresh].astype(np.int64))

@@ -11,9 +11,9 @@ learner  carries out LearnerPlan                     figures  what is counted
 scheduler, feed  what a look opens, as live      report, sweep, picture: tables for people
 """
 
+from busrl.simulate.actors import Times
 from busrl.simulate.answers import Answer, Answers, Recorded, RecordedAnswers, TraceAnswers
 from busrl.simulate.figures import Figures
-from busrl.simulate.times import Times
 from busrl.simulate.world import World
 
 __all__ = ["Answer", "Answers", "Figures", "Recorded", "RecordedAnswers", "Times", "TraceAnswers", "World"]

@@ -1,4 +1,23 @@
-"""Actors that generate: continuous batching in rows, with decoding steps whose length grows with what is running.
+"""Service times of a simulated run: how long a decoding step, a reward, an optimiser step and a publication take.
+
+Plain numbers in seconds, with a note where each came from: stated (an assumption of the topology's [simulate] section)
+or fitted (`fit`). Talks to nothing; knows nothing of events, rings or policies.
+
+- A decoding step of an actor with n running sequences takes step_s + row_s x n; a sequence that joins costs
+  sequence_s + prefill_token_s x (its prompt and what earlier segments made of it) once.
+- An answer is looked at by a reward process after reward_s on average, and judged by one of its workers, which takes
+  reward_call_s: workers are servers with a rate, and answers queue for them.
+- A learner's step takes learner_step_s, plus learner_token_s per token, plus learner_group_s per group set aside.
+
+A ring of slots in memory: the lines and fates that the group scanner reads, and the steps of the state machine.
+
+NumPy arrays instead of shared memory, and no owners, since nobody dies here; otherwise the ledger's rules: a fate is
+stored before its slot is freed. Talks to nothing. Knows nothing of time, policies or the learner's decisions.
+
+- `changes` counts every change of a line or a fate, so that a view is made again only when it must be.
+- Slots wait in the order of their priority: unfinished samples first, then groups in the order of their admission.
+
+Actors that generate: continuous batching in rows, with decoding steps whose length grows with what is running.
 
 Given a clock value with every call; says when it next wants to be called. An actor's time is kept in decoding steps,
 not in tokens: between two events its step time is constant, so nothing has to be done for a token. Talks to the ring
@@ -8,6 +27,11 @@ only through what it is handed. Knows nothing of groups, policies or the learner
 - New weights interrupt every running actor once, for weights_s. That is settled when the actor is next looked at, which
   gives the same times as settling it at once.
 - Busy time, stalls and idle time add up to the time that has passed.
+
+The learner of a simulated run: carries out what `LearnerPlan` decides, and says how long that takes.
+
+Talks to the simulated ring. Every decision is the plan's; this class frees and claims slots, counts tokens and adds up
+seconds. Knows nothing of actors, prompts or the event queue.
 """
 
 from __future__ import annotations
@@ -15,14 +39,184 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from busrl.config import Topology
+from busrl.scheduling.admission import age
+from busrl.scheduling.groups import DISPATCHED, FREE, GENERATING, QUEUED, REWARDED, TRAINING, GroupView, uid_of
 from busrl.scheduling.segments import SegmentPlan
-from busrl.simulate.times import Times
-from busrl.topology import Topology
+from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, publication_is_due
+from busrl.simulate.figures import Counts, StepRow
+
+# -- Service times of a simulated run: how long a decoding step, a reward, an optimiser step and a publication take ---
+
+
+STATED = "assumed"
+
+
+@dataclass(frozen=True)
+class Times:
+    """In seconds, but for spreads, which are standard deviations of a natural log: between actors (`speed_spread`), of
+    one actor over the time (`step_spread`), of the learner's work (`learner_spread`); none changes a mean.
+
+    `busy_share`: of an actor's own time, what its counters call busy (the rest is its loop).
+    """
+
+    step_s: float = 0.004
+    row_s: float = 0.00004
+    sequence_s: float = 0.0002
+    prefill_token_s: float = 0.000005
+    weights_s: float = 0.002
+    speed_spread: float = 0.0
+    step_spread: float = 0.0
+    reward_s: float = 0.03
+    reward_call_s: float = 0.0
+    learner_step_s: float = 0.01
+    learner_token_s: float = 0.00003
+    learner_group_s: float = 0.0003
+    publish_s: float = 0.001
+    learner_spread: float = 0.0
+    checkpoint_s: float = 0.05
+    busy_share: float = 1.0
+    source: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, float) and not 0 <= value < float("inf"):
+                raise ValueError(f"{one.name} = {value}: must be a number of seconds >= 0")
+        if self.step_s + self.row_s <= 0:
+            raise ValueError("step_s + row_s = 0: a decoding step must take some time")
+
+    def decoding(self, rows: int) -> list[float]:
+        """Seconds of one decoding step by the number of running sequences, 0 to `rows`."""
+        return [self.step_s + self.row_s * active for active in range(rows + 1)]
+
+    def with_source(self, source: Mapping[str, str], **values: float) -> Times:
+        """With other values and a note on where each came from."""
+        return replace(self, source={**self.source, **source}, **values)
+
+    def notes(self) -> list[tuple[str, float, str]]:
+        """Name, value and origin of every number."""
+        named = [one.name for one in fields(self) if one.name != "source"]
+        return [(name, getattr(self, name), self.source.get(name, STATED)) for name in named]
+
+
+# -- A ring of slots in memory: the lines and fates that the group scanner reads, and the steps of the state machine --
+
+
+GENERATED = 4
+LINE = np.dtype(
+    [
+        ("uid", "u8"), ("admission", "u8"), ("reward", "f8"), ("step", "u4"), ("cls", "u4"), ("state", "u1"),
+        ("segs", "u1"),
+    ],
+    align=True,
+)
+FATES_AT_FIRST = 1 << 16
+UNFINISHED = 1 << 40  # more priority for a slot that has segments already
+
+
+class SimRing:
+    """`slots` slots for training, of groups of `group_size`."""
+
+    def __init__(self, slots: int, group_size: int) -> None:
+        self.lines: npt.NDArray[Any] = np.zeros(slots, LINE)
+        self.fates = np.zeros(FATES_AT_FIRST, np.uint8)
+        self.size = group_size
+        self.state, self.reward, self.segs = self.lines["state"], self.lines["reward"], self.lines["segs"]
+        self.uid, self.admission, self.step = self.lines["uid"], self.lines["admission"], self.lines["step"]
+        self.free = list(range(slots - 1, -1, -1))
+        self.queue: list[tuple[int, int, int]] = []  # (less its priority, when it came, slot)
+        self.held: list[tuple[int, int, int]] = []  # those that are QUEUED and may not be taken yet
+        self.priority = [0] * slots
+        self.changes = 0
+        self._order = 0
+
+    def dispatch(
+        self, draw: int, member: int, members: int, admission: int, step: int, priority: int, hold: bool = False
+    ) -> list[int]:
+        """`members` of a group, `member` the first of them, go to QUEUED; their slots. The largest priority is taken
+        first. `hold`: none is taken before it is allowed."""
+        first = uid_of(draw, 0, member, self.size)
+        self._reserve(first + 2 * self.size)
+        slots = [self.free.pop() for _ in range(members)]
+        self.fates[first : first + members] = DISPATCHED
+        self.uid[slots] = np.arange(first, first + members, dtype=np.uint64)
+        self.admission[slots], self.step[slots] = admission, step
+        self.segs[slots], self.reward[slots], self.state[slots] = 0, 0.0, QUEUED
+        for slot in slots:
+            self.priority[slot] = priority
+            self._wait(slot, 0, hold)
+        self.changes += 1
+        return slots
+
+    def take(self, limit: int) -> list[int]:
+        """Up to `limit` slots go from QUEUED to GENERATING, the best first."""
+        queue = self.queue
+        if limit == 1 and queue:
+            slot = heapq.heappop(queue)[2]
+            self.state[slot] = GENERATING
+            self.changes += 1
+            return [slot]
+        taken = [heapq.heappop(queue)[2] for _ in range(min(limit, len(queue)))]
+        if taken:
+            self.state[taken] = GENERATING
+            self.changes += 1
+        return taken
+
+    def release(self, slot: int, hold: bool = False) -> None:
+        """The end of a segment that was not the last: back to QUEUED, before all that have none."""
+        self.state[slot] = QUEUED
+        self.segs[slot] = min(255, int(self.segs[slot]) + 1)
+        self._wait(slot, UNFINISHED, hold)
+        self.changes += 1
+
+    def allow(self, slots: npt.NDArray[np.bool_]) -> None:
+        """Those of the slots (a mask of all) that are held may be taken from now on."""
+        self.queue += [one for one in self.held if slots[one[2]]]
+        self.held = [one for one in self.held if not slots[one[2]]]
+        heapq.heapify(self.queue)
+
+    def generated(self, slot: int) -> None:
+        self.state[slot] = GENERATED
+        self.changes += 1
+
+    def rewarded(self, slots: Sequence[int], rewards: Sequence[float]) -> None:
+        """Rewards are known."""
+        self.reward[slots], self.state[slots] = rewards, REWARDED
+        self.changes += 1
+
+    def claim(self, slots: Sequence[int]) -> None:
+        """Into the learner's hands."""
+        self.state[slots] = TRAINING
+        self.changes += 1
+
+    def end(self, slots: Sequence[int], fate: str) -> None:
+        """Store the fate of each, then free the slots."""
+        self.fates[self.uid[slots].astype(np.int64)] = ord(fate)
+        self.state[slots] = FREE
+        self.free.extend(slots)
+        self.changes += 1
+
+    def _wait(self, slot: int, ahead: int, hold: bool) -> None:
+        self._order += 1
+        heapq.heappush(self.held if hold else self.queue, (-self.priority[slot] - ahead, self._order, slot))
+
+    def _reserve(self, upto: int) -> None:
+        if upto > len(self.fates):
+            grown = np.zeros(max(upto, 2 * len(self.fates)), np.uint8)
+            grown[: len(self.fates)] = self.fates
+            self.fates = grown
+
+
+# -- Actors that generate: continuous batching in rows, with decoding steps whose length grows with what is running ---
+
 
 PACE_S = 0.25  # an actor keeps its pace for so long: the interval over which a fit measures it
 
@@ -254,3 +448,137 @@ def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
     if length is None:
         return SegmentPlan(own.length, own.max_segments, limit)
     return SegmentPlan(length, -(-limit // length) if length else 1, limit)
+
+
+# -- The learner of a simulated run: carries out what `LearnerPlan` decides, and says how long that takes -------------
+
+
+@dataclass
+class Look:
+    """What one look came to: seconds of work, whether slots came free, and what it waits for if it does."""
+
+    cost_s: float = 0.0
+    freed: bool = False
+    fired: bool = False
+    publishes: bool = False
+    reason: str = "groups"
+
+
+@dataclass
+class Learner:
+    """`lengths`: draw -> tokens of each member, for every open group."""
+
+    topology: Topology
+    plan: LearnerPlan
+    times: Times
+    ring: SimRing
+    counts: Counts
+    noise: Noise
+    lengths: Mapping[int, tuple[int, ...]]
+    pace: float = 1.0  # factor on the work of the step that fills up now
+    step: int = 0
+    unpublished: int = 0
+    aside: int = 0
+    claimed: dict[int, list[int]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)  # draws trained or set aside since they were last collected
+    _pending_tokens: int = 0
+    _pending_samples: int = 0
+    _row: StepRow | None = None
+    _waits: Wait = field(default_factory=lambda: Wait("start"))
+
+    def look(
+        self, view: GroupView, now: float, next_admission: int, draining: bool, wave_over: bool | None = None
+    ) -> Look:
+        """Decide and act."""
+        found = Look()
+        actions = self.plan.decide(
+            view, list(self.claimed), step=self.step, now=now, next_admission=next_admission, draining=draining,
+            aside=self.aside, wave_over=wave_over,
+        )
+        for action in actions:
+            if isinstance(action, SetAside):
+                self._set_aside(view, action, found)
+            elif isinstance(action, Claim):
+                self._claim(view, action)
+            elif isinstance(action, Fire):
+                self._fire(view, action, now, found)
+            else:
+                self._wait(action, found)
+        return found
+
+    def finish_step(self, now: float) -> bool:
+        """The step under way is done; whether its weights are published with it."""
+        assert self._row is not None
+        self.step += 1
+        self._row.time_s = now
+        self.counts.rows.append(self._row)
+        self._row, self.aside = None, 0
+        self.plan.trigger.step_ended(now)
+        published = self.step % self.topology.publish_every == 0
+        if published:
+            self.unpublished = 0
+        return published
+
+    def rest(self) -> Look:
+        """What it does after some work if nothing has changed since its last look, which ended with a Wait."""
+        found = Look(reason=self._waits.reason)
+        self._wait(self._waits, found)
+        return found
+
+    # -- actions ------------------------------------------------------------------------------------------------
+
+    def _set_aside(self, view: GroupView, action: SetAside, found: Look) -> None:
+        self.ring.end(view.slots_of(action.draw), action.fate)
+        self.counts.aside[action.fate] += 1
+        self.ended.add(action.draw)
+        self.aside += 1
+        found.cost_s += self.times.learner_group_s
+        found.freed = True
+
+    def _claim(self, view: GroupView, action: Claim) -> None:
+        for draw in action.draws:
+            slots = view.slots_of(draw)
+            self.ring.claim(slots)
+            self.claimed[draw] = slots
+            self._pending_tokens += sum(self.lengths[draw])
+            self._pending_samples += len(slots)
+
+    def _fire(self, view: GroupView, action: Fire, now: float, found: Look) -> None:
+        oldest = view.oldest_step
+        ages = [age(int(oldest[view.index(draw)]), self.step) for draw in action.draws]
+        slots = [slot for draw in action.draws for slot in self.claimed[draw]]
+        lengths = [tokens for draw in action.draws for tokens in self.lengths[draw]]
+        self._row = StepRow(
+            self.step + 1, now, action.cause.value, len(ages), len(slots), sum(lengths), len(ages) + self.aside,
+            sum(ages) / len(ages), max(ages),
+        )
+        self.counts.ages.update(ages)
+        self.counts.consumed.extend(lengths)
+        self.ended.update(action.draws)
+        self.unpublished += len(ages)
+        self.ring.end(slots, "T")
+        self.claimed.clear()
+        found.cost_s += self._micro_batch() + self.times.learner_step_s * self.pace
+        self.pace = self.noise.next()
+        found.fired = found.freed = True
+        if (self.step + 1) % self.topology.publish_every == 0:
+            found.cost_s += self.times.publish_s
+
+    def _wait(self, action: Wait, found: Look) -> None:
+        """Use the time as the live learner does: a micro-batch, or a publication that holds up admission."""
+        self._waits, found.reason = action, action.reason
+        few = self._pending_samples < self.topology.learner.micro_batch_min_samples
+        if self.plan.streaming and self._pending_samples and not few:
+            found.cost_s += self._micro_batch()
+        elif publication_is_due(
+            self.unpublished, self.step, n_min=self.plan.trigger.n_min, admitted=self.plan.window.B,
+            publish_every=self.topology.publish_every,
+        ):
+            found.publishes = True
+            found.cost_s += self.times.publish_s
+            self.unpublished = 0
+
+    def _micro_batch(self) -> float:
+        seconds = self.times.learner_token_s * self._pending_tokens * self.pace
+        self._pending_tokens = self._pending_samples = 0
+        return seconds

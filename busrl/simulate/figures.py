@@ -108,7 +108,7 @@ class Figures:
 def figures(
     counts: Counts, seconds: float, busy: Sequence[float], stalled: Sequence[float], decoded: int,
     told: Mapping[str, float],
-) -> Figures:  # fmt: skip
+) -> Figures:
     """Put together after `seconds`; `busy` and `stalled`: seconds of each actor, `decoded`: decoding steps of all."""
     rows, span = counts.rows, max(seconds, 1e-12)
     samples, tokens = sum(row.samples for row in rows), sum(row.tokens for row in rows)

@@ -12,13 +12,34 @@ answers   lengths and rewards of every group that ended, by prompt and by the st
 
 Spreads over the time stay 0: what single intervals are off is mostly what a straight line leaves out, and not chance.
 Taken as chance it made foretold throughput worse (on a busy machine 7 % off against 1 %).
+
+What is known of the quickstart without a run of one's own: times, lengths and rewards that are shipped with busrl.
+
+Reads one file of the package, `tiny_sort.jsonl`, which `tools/bench/ship_quickstart.py` makes from a finished run.
+Knows nothing of other models, of events or of tables.
+
+- First line: {"source": text, "times": {name: seconds}}. Every further line is a group: [step of its weights, prompt,
+  [length, ...], "0110..." (rewards)].
+- A draw is one of the shipped prompts by chance. Its answers are those of a prompt of the same kind (first digit and
+  size, which is all that the lengths of this task depend on) at about the same step.
+
+Which service time comes from where: [simulate] as written, a fitted run, [mock], shipped figures, or an assumption.
+
+Pure: a topology and what is known goes in, `Times` with a source for every number come out. Knows nothing of answers,
+events or files.
+
+- The first of these that knows a time gives it: `simulate.*` keys of the topology, --fit, `[mock]` (scripted engines),
+  the shipped figures of the quickstart, and last the defaults of [simulate], which are assumed.
+- The learner takes at least `mock.learner_s_per_token` for a token, as a real one does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -27,17 +48,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.data.prompt import plain_text
-from busrl.data.stream import JsonlStream
+from busrl.config import Topology, recorded
+from busrl.config.schema import TINY, Simulate
+from busrl.data.prompts import JsonlStream, plain_text
 from busrl.data.trace import Task
 from busrl.errors import DataError, NoSuchRun, UserError
-from busrl.ledger.trainlog import of_step
+from busrl.ledger.log import of_step
 from busrl.paths import RunPaths
-from busrl.simulate.actors import judges_of
-from busrl.simulate.answers import Recorded, RecordedAnswers
-from busrl.simulate.times import Times
-from busrl.topology import Topology, recorded
-from busrl.topology.schema import TINY
+from busrl.simulate.actors import PACE_S, STATED, Times, judges_of
+from busrl.simulate.answers import Recorded, RecordedAnswers, chance
+
+# -- Service times and answers of a finished run, from the files that it left -----------------------------------------
+
 
 Floats = npt.NDArray[np.float64]
 LEAST_INTERVALS = 8  # of a rollout process, with at least one decoding step each
@@ -46,7 +68,7 @@ PACE_KEYS = ("wall_s", "step_s", "weights_s", "idle_s", "steps", "tokens", "join
 STEP_KEYS = (
     "step", "seconds", "wait_s", "publish_s", "checkpoint_s", "tokens", "forward_s", "backward_s", "groups",
     "groups_ended",
-)  # fmt: skip
+)
 GROUP_KEYS = ("draws", "born", "lengths", "rewards")
 
 
@@ -306,3 +328,111 @@ def _row(line: bytes, place: str, keys: Sequence[str]) -> dict[str, Any] | None:
 
 def _missing(path: Path, what: str) -> UserError:
     return UserError(f"{path}: {what}; give a run of this busrl that made at least {LEAST_STEPS + 1} steps and ended")
+
+
+# -- What is known of the quickstart without a run of one's own: times, lengths and rewards that are shipped ... ------
+
+
+NAME = "tiny:sort"
+FILE = Path(__file__).with_name("tiny_sort.jsonl")
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """Times by name, and groups with their prompts."""
+
+    source: str
+    times: dict[str, float]
+    prompts: tuple[str, ...]
+    groups: tuple[Recorded, ...]
+
+    def answers(self, topology: Topology, seed: int) -> RecordedAnswers:
+        """The shipped groups for the draws of `topology`."""
+
+        def prompt_of(draw: int) -> str:
+            return self.prompts[int(chance(topology.run.seed, draw) * len(self.prompts))]
+
+        return RecordedAnswers(
+            self.groups,
+            topology.groups.size,
+            topology.generation.max_new_tokens,
+            line_of=lambda draw: kind_of(prompt_of(draw)),
+            text_of=lambda draw: Task(prompt_of(draw), (1,)),
+            seed=seed,
+        )
+
+
+def find_shipped(topology: Topology) -> Shipped | None:
+    """What is shipped for model and data of a topology, if anything is; scripted answers are of other lengths."""
+    return _read() if topology.model.path == topology.data.train == NAME and not topology.scripted else None
+
+
+def kind_of(prompt: str) -> int:
+    """Prompts of one kind have answers of one kind; a prompt of this task is a row of digits and a sign."""
+    return 100 * int(prompt[0]) + len(prompt)
+
+
+@cache
+def _read() -> Shipped:
+    first, *rest = (msgspec.json.decode(line) for line in FILE.read_bytes().splitlines())
+    groups = tuple(
+        Recorded(step, kind_of(prompt), tuple(lengths), tuple(float(one) for one in rewards))
+        for step, prompt, lengths, rewards in rest
+    )
+    return Shipped(first["source"], first["times"], tuple(dict.fromkeys(prompt for _, prompt, _, _ in rest)), groups)
+
+
+# -- Which service time comes from where: [simulate] as written, a fitted run, [mock], shipped figures, or an ... -----
+
+
+SET, MOCK = "set in [simulate]", "stated in [mock]"
+SLICE_S = 0.05  # a scripted engine draws its jitter anew for each stretch of at most so long
+NAMES = tuple(one.name for one in dataclasses.fields(Times) if one.name not in ("source", "busy_share"))
+
+
+def times_of(
+    topology: Topology, written: Collection[str] = (), fitted: Times | None = None, shipped: Shipped | None = None
+) -> Times:
+    """The times of one simulated run. `written`: dotted keys that topology file and overrides give."""
+    own = dataclasses.asdict(topology.simulate)
+    values, sources = {name: float(own[name]) for name in NAMES}, dict.fromkeys(NAMES, STATED)
+    for source, known in reversed([*_known(topology, written, fitted, shipped)]):
+        values.update(known)
+        sources.update(dict.fromkeys(known, source))
+    floor = topology.mock.learner_s_per_token
+    if floor > values["learner_token_s"] and sources["learner_token_s"] != SET:
+        values["learner_token_s"], sources["learner_token_s"] = floor, MOCK
+    if values["step_s"] + values["row_s"] <= 0:
+        raise UserError("simulate.step_s = 0 and simulate.row_s = 0: a decoding step must take some time; raise one")
+    return Times().with_source(sources, **values)
+
+
+def _known(
+    topology: Topology, written: Collection[str], fitted: Times | None, shipped: Shipped | None
+) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """Every source with what it knows, the one that counts most first."""
+    own, default = dataclasses.asdict(topology.simulate), dataclasses.asdict(Simulate())
+    given = {name: float(own[name]) for name in NAMES if f"simulate.{name}" in written or own[name] != default[name]}
+    yield SET, given
+    if fitted is not None:
+        yield next(iter(fitted.source.values())), {name: getattr(fitted, name) for name in fitted.source}
+        return
+    if topology.scripted:
+        yield MOCK, scripted(topology)
+    elif shipped is not None:
+        yield shipped.source, shipped.times
+
+
+def scripted(topology: Topology) -> dict[str, float]:
+    """What [mock] says of engines. A scripted engine counts its deadlines on, so joining and new weights cost it
+    nothing; its jitter evens out over the interval for which a simulated actor keeps its pace."""
+    mock = topology.mock
+    return {
+        "step_s": mock.token_s,
+        "row_s": mock.per_sequence_s,
+        "prefill_token_s": mock.prefill_s_per_token,
+        "sequence_s": 0.0,
+        "weights_s": 0.0,
+        "speed_spread": 0.0,
+        "step_spread": mock.jitter * float((SLICE_S / (3 * PACE_S)) ** 0.5),
+    }

@@ -1,4 +1,12 @@
-"""The figures of a simulated run as text for people: a page for one run, a table for a sweep.
+"""A sweep as a picture: small charts in one SVG, readable in any browser, made without a plotting library.
+
+Pure: figures in, text out. Knows nothing of files.
+
+A sweep: the same simulation for every combination of some values of topology keys.
+
+Loads and checks every topology before the first run, so that a wrong key costs nothing. Knows nothing of tables.
+
+The figures of a simulated run as text for people: a page for one run, a table for a sweep.
 
 Pure: figures in, text out. Knows nothing of how they came about.
 """
@@ -6,17 +14,161 @@ Pure: figures in, text out. Knows nothing of how they came about.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 
+from busrl.config import Topology, sketch
+from busrl.errors import TopologyError, UserError
 from busrl.scheduling.limits import Limits
-from busrl.simulate.actors import judges_of
+from busrl.simulate.actors import STATED, judges_of
 from busrl.simulate.figures import Figures
 from busrl.simulate.fit import Seen
 from busrl.simulate.settings import Setting
-from busrl.simulate.standstill import FATES
-from busrl.simulate.times import STATED
-from busrl.topology import Topology
+from busrl.simulate.world import FATES
+
+# -- A sweep as a picture: small charts in one SVG, readable in any browser, made without a plotting library ----------
+
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 250, 64, 16, 34, 58
+ACROSS = 2
+COLOURS = ("#1f6feb", "#d1690e", "#2da44e", "#8250df")
+Series = tuple[str, Callable[[Figures], float]]
+CHARTS: tuple[tuple[str, tuple[Series, ...]], ...] = (
+    ("samples trained per second", (("samples/s", lambda f: f.samples_per_s),)),
+    ("busy share", (("learner", lambda f: f.learner_busy), ("rollout", lambda f: f.actors_busy))),
+    ("age in steps", (("mean", lambda f: f.age_mean), ("max", lambda f: float(f.age_max)))),
+    ("seconds until", (("reward, mean", lambda f: f.completion_mean_s), ("begun, p99", lambda f: f.queued_p99_s))),
+)
+
+
+def svg(title: str, points: Sequence[tuple[Sequence[str], Figures]]) -> str:
+    """One chart per figure, a position per point of the sweep in its order; a label is the values joined by spaces."""
+    labels = [" ".join(values) for values, _ in points]
+    found = [figures for _, figures in points]
+    rows = -(-len(CHARTS) // ACROSS)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{ACROSS * WIDTH}" height="{rows * HEIGHT + 30}" '
+        'font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="12" y="20" font-size="14">{escape(title)}</text>',
+    ]
+    for index, (name, series) in enumerate(CHARTS):
+        x, y = index % ACROSS * WIDTH, index // ACROSS * HEIGHT + 30
+        parts.append(f'<g transform="translate({x},{y})">{_chart(name, series, labels, found)}</g>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _chart(name: str, series: Sequence[Series], labels: Sequence[str], found: Sequence[Figures]) -> str:
+    top = max((value(one) for _, value in series for one in found), default=0.0) or 1.0
+    parts = [f'<text x="{LEFT}" y="16" font-weight="bold">{escape(name)}</text>', _axes(top), _names(labels)]
+    for number, (label, value) in enumerate(series):
+        colour = COLOURS[number % len(COLOURS)]
+        spots = [(_x(i, len(found)), _y(value(one), top)) for i, one in enumerate(found)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in spots]
+        if len(series) > 1:
+            x = WIDTH - RIGHT - 90 * (len(series) - number)
+            parts.append(f'<text x="{x}" y="28" fill="{colour}">{escape(label)}</text>')
+    return "".join(parts)
+
+
+def _axes(top: float) -> str:
+    lines = []
+    for part in (0.0, 0.5, 1.0):
+        y = _y(part * top, top)
+        lines.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
+        lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{part * top:.3g}</text>')
+    return "".join(lines)
+
+
+def _names(labels: Sequence[str]) -> str:
+    """Labels below the axis; slanted, and only some of many."""
+    every, y = max(1, len(labels) // 16), HEIGHT - BOTTOM + 14
+    return "".join(
+        f'<text transform="translate({_x(i, len(labels)):.1f},{y}) rotate(-30)" text-anchor="end">'
+        f"{escape(label)}</text>"
+        for i, label in enumerate(labels)
+        if i % every == 0
+    )
+
+
+def _x(index: int, count: int) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * (index + 0.5) / max(1, count)
+
+
+def _y(value: float, top: float) -> float:
+    return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top)
+
+
+# -- A sweep: the same simulation for every combination of some values of topology keys -------------------------------
+
+
+MAX_POINTS = 1000
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One key and its values, as text."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination, in the order of the axes."""
+
+    values: tuple[str, ...]
+    topology: Topology
+    written: frozenset[str]  # the keys that topology file, --set and --sweep give
+
+
+def axis(text: str) -> Axis:
+    """`key=a,b,c` of the command line."""
+    key, equals, values = text.partition("=")
+    found = tuple(value.strip() for value in values.split(","))
+    if not equals or not key.strip() or not all(found):
+        raise UserError(f"--sweep {text}: must be key=a,b,c, for example --sweep learner.trigger.n_min=16,32,64")
+    return Axis(key.strip(), found)
+
+
+def points(file: Path, overrides: Sequence[str], axes: Sequence[Axis]) -> list[Point]:
+    """Every combination, loaded and checked; the first that is wrong is reported with its values."""
+    twice = {one.key for one in axes if sum(other.key == one.key for other in axes) > 1}
+    if twice:
+        raise UserError(f"--sweep {twice.pop()}: given twice; give all its values at once, separated by commas")
+    combinations = list(itertools.product(*(one.values for one in axes)))
+    if len(combinations) > MAX_POINTS:
+        raise UserError(f"--sweep: {len(combinations)} combinations, at most {MAX_POINTS}; give fewer values")
+    return [_load(file, overrides, axes, values) for values in combinations]
+
+
+def _load(file: Path, overrides: Sequence[str], axes: Sequence[Axis], values: tuple[str, ...]) -> Point:
+    chosen = [f"{one.key}={value}" for one, value in zip(axes, values)]
+    try:
+        found = sketch(file, [*overrides, *chosen])
+        return Point(values, found.topology, found.written)
+    except TopologyError as error:
+        if not axes:
+            raise
+        keys = {one.key for one in axes}
+        renamed = (
+            dataclasses.replace(problem, place=problem.place.replace("--set", "--sweep", 1))
+            if any(key in problem.place for key in keys)
+            else problem
+            for problem in error.problems
+        )
+        raise TopologyError(renamed) from None
+
+
+# -- The figures of a simulated run as text for people: a page for one run, a table for a sweep -----------------------
+
 
 BUSY, IDLE = 0.9, 0.8  # busy shares above which something is the bottleneck, and below which it is not
 DECISIVE = ("step_s", "row_s", "reward_call_s", "learner_step_s", "learner_token_s")
@@ -27,7 +179,7 @@ FLAT = 0.5
 COLUMNS = (
     "samples/s", "tokens/s", "s/step", "learner busy", "rollout busy", "stalled", "age mean", "age max",
     "taken p99 s", "answered s", "group p99 s", "skew",
-)  # fmt: skip
+)
 
 
 def page(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float, cores: int) -> str:
@@ -195,7 +347,7 @@ def outside(seen: Seen, found: Figures) -> str:
     said = []
     for what, value, (least, most) in (
         ("tokens per step", tokens, seen.tokens), ("running sequences", found.rows_running, seen.rows)
-    ):  # fmt: skip
+    ):
         if found.steps and not least <= value <= most:
             said.append(f"{_short(value)} {what} (the fitted run: {_short(least)} to {_short(most)})")
     return ", ".join(said)
@@ -210,7 +362,7 @@ def cells(found: Figures) -> list[str]:
         f"{found.samples_per_s:.4g}", f"{found.tokens_per_s:.4g}", f"{found.step_s:.4g}", f"{found.learner_busy:.3f}",
         f"{found.actors_busy:.3f}", f"{found.actors_stalled:.3f}", f"{found.age_mean:.2f}", f"{found.age_max}",
         f"{found.queued_p99_s:.3g}", f"{found.completion_mean_s:.3g}", f"{found.group_p99_s:.3g}", f"{found.skew:.3f}",
-    ]  # fmt: skip
+    ]
 
 
 def markdown(keys: Sequence[str], points: Sequence[tuple[Sequence[str], Figures]]) -> str:

@@ -1,4 +1,13 @@
-"""From a topology and the command line to what a simulated run needs: service times and answers.
+"""Where the answers of a simulated run come from, and what has to be said about them.
+
+Reads traces and prompts. Knows nothing of times, events or tables.
+
+- The first of these: --trace, --fit, `data.train` if its lines have lengths, what is shipped for the quickstart's data,
+  and else a generated trace, whose lengths are an assumption.
+- A live run obeys the arrivals of `data.train` with `data.arrivals` only, and then goes through the file again and
+  again; a trace given with --trace is an open stream if its lines say so, and ends with the last one.
+
+From a topology and the command line to what a simulated run needs: service times and answers.
 
 Puts together what `pacing` knows of times and `sources` of answers. Says of everything where it came from. Knows
 nothing of events or tables.
@@ -6,17 +15,161 @@ nothing of events or tables.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
-from busrl.errors import UserError
-from busrl.simulate import pacing, shipped, sources
-from busrl.simulate.answers import Answers
-from busrl.simulate.control import refuse
-from busrl.simulate.fit import Fitted
-from busrl.simulate.times import Times
-from busrl.topology import Topology
+from busrl.config import Topology
+from busrl.config.schema import TINY
+from busrl.data.prompts import JsonlStream
+from busrl.data.trace import Shape, Task, make_trace, parse, read
+from busrl.errors import DataError, UserError
+from busrl.scheduling.admission import Arrivals
+from busrl.simulate import fit
+from busrl.simulate.actors import Times
+from busrl.simulate.answers import Answers, RecordedAnswers, TraceAnswers
+from busrl.simulate.fit import Fitted, Shipped
+from busrl.simulate.scheduler import refuse
+
+# -- Where the answers of a simulated run come from, and what has to be said about them -------------------------------
+
+
+GENERATED_PROMPTS = 2048
+
+
+def answers_of(
+    topology: Topology, trace: Path | None, fitted: Fitted | None, shipped: Shipped | None, seed: int
+) -> tuple[Answers, str]:
+    """The answers, and a line for people: where they come from, and what happens to them."""
+    if trace is not None:
+        return _traced(topology, trace, seed)
+    if fitted is not None:
+        found = fitted.answers(topology, seed)
+        if topology.data.arrivals:
+            _arrive(found, topology)
+        return found, f"recorded in {fitted.run_dir}{_changes([g.lengths for g in fitted.groups], topology)}"
+    train = Path(topology.data.train)
+    if not topology.data.train.startswith(TINY) and (_needs_trace(topology) or _is_trace(train, topology)):
+        return _trained_on(topology, train, seed)
+    if shipped is not None:
+        text = f"{shipped.source} ({len(shipped.groups)} groups of it, by step)"
+        return shipped.answers(topology, seed), text + _changes([g.lengths for g in shipped.groups], topology)
+    return _generated(topology, train, seed)
+
+
+def _needs_trace(topology: Topology) -> bool:
+    return topology.scripted or topology.data.arrivals
+
+
+def _is_trace(path: Path, topology: Topology) -> bool:
+    """Whether the first line has lengths."""
+    try:
+        with open(path, "rb") as file:
+            first = file.readline().removesuffix(b"\n")
+        return b'"lengths"' in first and bool(parse(first, f"{os.fspath(path)}:1", topology.data.prompt_key))
+    except (OSError, DataError):
+        return False
+
+
+def _traced(topology: Topology, path: Path, seed: int) -> tuple[Answers, str]:
+    """--trace: drawn as a run would draw the lines; an open stream in its own order, once."""
+    tasks = read(path, topology.data.prompt_key)
+    note = f"trace {path}"
+    if tasks[0].arrival_s is None:
+        return _repeated(topology, path, tasks, seed), note + _changes([t.lengths for t in tasks], topology)
+    tasks = sorted(tasks, key=lambda task: task.arrival_s or 0.0)
+    answers = TraceAnswers(
+        tasks, topology.groups.size, topology.generation.max_new_tokens, flat_share=topology.simulate.flat_share,
+        seed=seed, endless=False,
+    )
+    return answers, f"{note}; open stream: arrivals obeyed{_changes([t.lengths for t in tasks], topology)}"
+
+
+def _trained_on(topology: Topology, path: Path, seed: int) -> tuple[Answers, str]:
+    """`data.train` with lengths, as a live run draws from it."""
+    tasks = read(path, topology.data.prompt_key)
+    arrivals = _arrivals(path, tasks) if topology.data.arrivals else None
+    note = f"trace data.train = {path}"
+    if arrivals is not None:
+        note += "; open stream: arrivals obeyed"
+    elif tasks[0].arrival_s is not None:
+        note += "; its arrival_s are ignored, as in a run with data.arrivals = false"
+    return _repeated(topology, path, tasks, seed, arrivals), note + _changes([t.lengths for t in tasks], topology)
+
+
+def _arrive(answers: RecordedAnswers, topology: Topology) -> None:
+    """Give the prompts of a recorded run the times at which they arrive."""
+    path, text_of = Path(topology.data.train), answers.text_of
+    arrivals = _arrivals(path, read(path, topology.data.prompt_key))
+    answers.text_of = lambda draw: replace(text_of(draw), arrival_s=arrivals.time_of(draw))
+
+
+def _arrivals(path: Path, tasks: Sequence[Task]) -> Arrivals:
+    times = [task.arrival_s for task in tasks]
+    known = [time for time in times if time is not None]
+    if len(known) < len(times):
+        raise UserError(f"{path}: data.arrivals = true, and no line has arrival_s; add them, or set it to false")
+    for number, (before, time) in enumerate(pairwise(known), 2):
+        if time < before:
+            raise UserError(
+                f"{path}:{number}: arrival_s = {time}, after {before} on the line before: prompts arrive in the order "
+                "of their lines; sort them"
+            )
+    return Arrivals(known)
+
+
+def _repeated(
+    topology: Topology, path: Path, tasks: Sequence[Task], seed: int, arrivals: Arrivals | None = None
+) -> Answers:
+    stream = JsonlStream(path, topology.run.seed, topology.data.shuffle, topology.data.prompt_key)
+    return TraceAnswers(
+        tasks, topology.groups.size, topology.generation.max_new_tokens, order=lambda draw: stream.item(draw).index,
+        flat_share=topology.simulate.flat_share, seed=seed, arrival=None if arrivals is None else arrivals.time_of,
+    )
+
+
+def _generated(topology: Topology, train: Path, seed: int) -> tuple[Answers, str]:
+    limit, size = topology.generation.max_new_tokens, topology.groups.size
+    median = topology.simulate.length_median or max(1, limit // 4)
+    tasks = make_trace(GENERATED_PROMPTS, Shape(group_size=size, median=median, limit=limit), seed)
+    answers = TraceAnswers(tasks, size, limit, flat_share=topology.simulate.flat_share, seed=seed, name="generated")
+    text = f"assumed: long-tailed, median {median} tokens, at most {limit} (simulate.length_median)"
+    missing = not topology.data.train.startswith(TINY) and not train.is_file()
+    return answers, text + (f"; data.train = {train} is not there" if missing else "")
+
+
+def _changes(lengths: Sequence[Sequence[int]], topology: Topology) -> str:
+    """What the topology does to answers of these lengths, one group each: cut, or repeated."""
+    size, limit = topology.groups.size, topology.generation.max_new_tokens
+    cut = sum(_times(one, size, i) for one in lengths for i, length in enumerate(one[:size]) if length > limit)
+    short = sum(len(one) < size for one in lengths)
+    said = []
+    if cut:
+        said.append(f"{cut} of {size * len(lengths)} answers cut by generation.max_new_tokens = {limit}")
+    if short:
+        said.append(f"{short} of {len(lengths)} groups have fewer lengths than groups.size = {size}: they repeat")
+    return "".join(f"; {text}" for text in said)
+
+
+def _times(one: Sequence[int], size: int, i: int) -> int:
+    """How many members of a group of `size` get length i of `one`."""
+    return -(-(size - i) // len(one))
+
+
+def notes(told: Iterable[tuple[str, str]]) -> list[str]:
+    """What is said of the answers of each point of a sweep: once where it is the same for all."""
+    by: dict[str, list[str]] = {}
+    for point, note in told:
+        by.setdefault(note, []).append(point)
+    if len(by) == 1:
+        return list(by)
+    return [f"{', '.join(points)}: {note}" for note, points in by.items()]
+
+
+# -- From a topology and the command line to what a simulated run needs: service times and answers --------------------
+
 
 MAX_ACTORS = 1 << 20
 STEPS = 60  # of a run are played unless more are asked for: enough to be past its beginning, and done in seconds
@@ -55,9 +208,9 @@ def make(
     steps = min(STEPS, topology.run.max_steps) if asked.steps is None else asked.steps
     if steps < 1:
         raise UserError(f"--steps {steps}: must be >= 1; leave it out for the first {STEPS}")
-    known = shipped.find(topology)
-    times = pacing.times_of(topology, written, None if fitted is None else fitted.times, known)
-    answers, note = sources.answers_of(topology, asked.trace, fitted, known, seed)
+    known = fit.find_shipped(topology)
+    times = fit.times_of(topology, written, None if fitted is None else fitted.times, known)
+    answers, note = answers_of(topology, asked.trace, fitted, known, seed)
     return Setting(times, answers, actors_of(topology, asked.actors), steps, seed, note)
 
 

@@ -1,4 +1,11 @@
-"""One simulated run: the event queue, the virtual clock, and who is woken by what.
+"""When a simulated run can not get on: nothing is under way any more, or nothing of what is made can be trained.
+
+Pure: is told of groups, and makes the texts. Knows nothing of events, rings or traces.
+
+- A trace may be repeated for ever, so groups that train nothing would be made for ever too. That is ended after so many
+  in a row that it is no chance.
+
+One simulated run: the event queue, the virtual clock, and who is woken by what.
 
 Drives the objects that the live roles drive (GroupScanner, Admission, the policy, LearnerPlan with its trigger and
 staleness) over a ring in memory. What takes time comes from `Times`, what comes out of it from `Answers`. Knows
@@ -15,25 +22,60 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from busrl.config import Topology
+from busrl.config.derive import admission_limits, make_plan
+from busrl.config.rules import batch_varies, due
 from busrl.errors import UserError
-from busrl.roles.limits import admission_limits
-from busrl.roles.plan import make_plan
 from busrl.scheduling.groups import GroupScanner, GroupView
-from busrl.simulate.actors import Actors, Delays, Judges, Noise, cuts_of, judges_of
+from busrl.simulate.actors import Actors, Delays, Judges, Learner, Look, Noise, SimRing, Times, cuts_of, judges_of
 from busrl.simulate.answers import Answers
-from busrl.simulate.control import Control
 from busrl.simulate.figures import Counts, Figures, figures
-from busrl.simulate.learner import Learner, Look
-from busrl.simulate.ring import SimRing
-from busrl.simulate.scheduler import Learned, Scheduler
-from busrl.simulate.standstill import InVain, all_flat, nothing_under_way
-from busrl.simulate.times import Times
-from busrl.topology import Topology
-from busrl.topology.control import batch_varies, due
+from busrl.simulate.scheduler import Control, Learned, Scheduler
+
+# -- When a simulated run can not get on: nothing is under way any more, or nothing of what is made can be trained ----
+
+
+FATES = {"f": "flat", "o": "too old", "i": "incomplete"}
+LEAST, STEPS = 2000, 50  # groups in a row, and in steps of n_min: with 99 % flat ones it happens once in 10^8 groups
+
+
+class InVain:
+    """Groups in a row whose members all have one reward."""
+
+    def __init__(self, n_min: int) -> None:
+        self.limit, self.groups = max(LEAST, STEPS * n_min), 0
+
+    def ended(self, rewards: Sequence[float]) -> bool:
+        """One more group has ended; whether it is one too many."""
+        self.groups = self.groups + 1 if len(set(rewards)) == 1 else 0
+        return self.groups >= self.limit
+
+
+def all_flat(groups: int, step: int, now: float, answers: str, flat_share: float) -> str:
+    """The text for a run that makes nothing but flat groups."""
+    return (
+        f"the simulated run does not get on: after step {step}, at {now:.1f} s, {groups} groups in a row ended with "
+        f"equal rewards for all their members, and such a group trains nothing; correct the rewards of the {answers}"
+        + (f", or lower simulate.flat_share = {flat_share:g}" if flat_share else "")
+    )
+
+
+def nothing_under_way(reason: str, step: int, now: float, groups: int, aside: Mapping[str, int]) -> str:
+    """The text for a run in which everybody waits."""
+    gone = ", ".join(f"{count} {FATES.get(fate, fate)}" for fate, count in aside.items()) or "none"
+    return (
+        f"the simulated run stands still at step {step} after {now:.1f} s: the learner waits for {reason}, {groups} "
+        f"groups are open, and nothing is under way (groups set aside: {gone}); are all groups flat "
+        "(simulate.flat_share, rewards of the trace), or is learner.trigger.n_min above what can be admitted?"
+    )
+
+
+# -- One simulated run: the event queue, the virtual clock, and who is woken by what ----------------------------------
+
 
 TICK_S = 0.03  # the scheduler sees slots that came free without a message at its next tick, after this on average
 PROBING_TICK_S = 0.01  # and the end of a probe after this
@@ -308,7 +350,7 @@ class World:
         view, scheduler = self.view(), self.scheduler
         found = self.learner.look(
             view, self.now, scheduler.next_admission, self._draining(), scheduler.wave_over(view)
-        )  # fmt: skip
+        )
         self._forget(self.learner.ended)
         self._act(found)
 

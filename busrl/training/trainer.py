@@ -1,4 +1,38 @@
-"""The optimiser step: streams samples through forward and backward as groups become ready, then divides, clips and
+"""The numbers of a trainer, and what it reports per step.
+
+Plain data; the names are those of the topology's [learner] keys.
+
+The learning rate of a step: warm-up and decay counted in groups, coupled to the size of the step.
+
+Pure; called by the learner. Knows nothing of the optimiser.
+
+- Everything counts groups, not steps: with a trigger that may fire early a step has no fixed size.
+- The coupling is sqrt(groups / n_min), the change that keeps the noise of Adam's update the same, within [0.5, 2].
+
+From logits to the log-probability of each trained token and the entropy of its whole distribution.
+
+Called by the trainer and the probes. Knows nothing of samples and losses.
+
+- The distribution is the one that was sampled from: logits divided by the sampling temperature.
+- Entropy carries no gradient.
+
+Tells the C library to keep freed memory instead of handing it back to the kernel.
+
+Called once by a process that trains on the CPU. Talks to glibc; does nothing elsewhere.
+
+- A step allocates the same few megabytes again and again. Handed back each time, every page has to be mapped and zeroed
+  anew: thousands of page faults and about a tenth of the time of a small model's step.
+
+Measures squared gradient norms of parts of a step and of the whole of it, for the gradient noise scale.
+
+Used by the training step around `Trainer.accumulate`. Talks to the parameters' gradients; what the norms mean is in
+`busrl.scheduling.controller`. Knows nothing of samples or losses.
+
+- The gradient of a step is the sum over its parts, as without the meter, up to the order of summation.
+- A part's gradient is divided by its own tokens and the whole by all tokens: both are means over tokens.
+- Costs three passes over the parameters per part and as much memory as one gradient; it is made only when asked for.
+
+The optimiser step: streams samples through forward and backward as groups become ready, then divides, clips and
 updates.
 
 Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and AdamW; knows
@@ -15,9 +49,11 @@ nothing of rings, groups that are still missing, checkpoints or the clock of the
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -26,13 +62,246 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from busrl import device
-from busrl.algorithms import aggregation, diagnostics, dmmpt, losses
+from busrl.algorithms import aggregation, diagnostics, losses, masking
+from busrl.algorithms import diagnostics as told
+from busrl.algorithms.diagnostics import Diagnostics
+from busrl.algorithms.losses import LossSettings
+from busrl.training import batch
+from busrl.training.batch import Flat, Padded, Sample
+from busrl.training.fused import Forward, choose_forward
+from busrl.training.model import named_weights
 
-from . import batch, logprobs
-from .batch import Flat, Padded, Sample
-from .forward import Forward, choose
-from .model import named_weights
-from .settings import StepStats, TrainerSettings
+# -- The numbers of a trainer, and what it reports per step -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Everything but the learning rate, which comes with each step."""
+
+    loss: str = "ppo_clip"
+    aggregation: str = "token-mean"  # of a run always
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 3.0
+    tis_cap: float = 2.0
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 4096
+    dmmpt: str = "off"
+    dmmpt_tau: float = 0.99
+    dmmpt_sigma: float = 0.2
+    ratio_one: bool = False  # segments.loss = "pois"
+    compute_dtype: str = "float32"  # "bfloat16": forward under autocast, parameters and gradients stay float32
+
+    @classmethod
+    def of(cls, topology: Any) -> TrainerSettings:
+        """From a topology's [learner], [experiments], model.dtype and segments.loss."""
+        mastered = {name: getattr(topology.experiments, name) for name in ("dmmpt", "dmmpt_tau", "dmmpt_sigma")}
+        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one", "aggregation"} - set(mastered)
+        values = {name: getattr(topology.learner, name) for name in names}
+        ratio_one = topology.segments.loss == "pois"
+        return cls(compute_dtype=topology.model.dtype, ratio_one=ratio_one, **values, **mastered)
+
+    def for_loss(self) -> LossSettings:
+        return LossSettings(self.clip_low, self.clip_high, self.dual_clip, self.tis_cap)
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimiser step was; `skipped` says why there was none, `culprits` which samples or parameters did it."""
+
+    lr: float
+    loss: float  # the aggregated loss of the step, before the update
+    grad_norm: float  # before clipping
+    tokens: int
+    sequences: int
+    micro_batches: int
+    padding: float  # share of the computed positions that were padding
+    diagnostics: Diagnostics
+    skipped: str = ""
+    culprits: tuple[str, ...] = ()
+    partly: bool = False  # several updates, of which some were skipped and others made
+    old_tokens: int = 0  # of `context_tokens`, those that were too old
+    context_tokens: int = 0  # generated, and read as context only: earlier segments, too old; not among `tokens`
+    mastered_tokens: int = 0  # among `tokens`, left out of the loss by DMMPT
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    step_s: float = 0.0
+    sums: tuple[float, ...] = ()  # what the diagnostics were made of, in the order of their FIELDS
+
+
+def combined(updates: Sequence[StepStats]) -> StepStats:
+    """One step of several updates, at least one: counts and times added up, means over all of its trained tokens, each
+    under the weights of its own update. The gradient norm is that of the last update."""
+    last = updates[-1]
+    if len(updates) == 1:
+        return last
+    sums = tuple(map(sum, zip(*(one.sums for one in updates), strict=True)))
+    added = {name: sum(getattr(one, name) for one in updates) for name in ADDED}
+    weights = [one.tokens + one.context_tokens for one in updates]
+    return replace(
+        last, **added, sums=sums, diagnostics=told.finish(sums),
+        loss=sum(one.loss * one.tokens for one in updates) / max(1, sum(one.tokens for one in updates)),
+        padding=sum(one.padding * weight for one, weight in zip(updates, weights, strict=True)) / max(1, sum(weights)),
+        partly=len({bool(one.skipped) for one in updates}) > 1,
+        skipped="; ".join(dict.fromkeys(one.skipped for one in updates if one.skipped)),
+        culprits=tuple(name for one in updates for name in one.culprits),
+    )
+
+
+ADDED = (
+    "tokens", "sequences", "micro_batches", "context_tokens", "mastered_tokens", "forward_s", "backward_s", "step_s",
+)
+
+
+# -- The learning rate of a step: warm-up and decay counted in groups, coupled to the size of the step ----------------
+
+
+COUPLING_LOW, COUPLING_HIGH = 0.5, 2.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`lr` is for steps of `n_min` groups; `warmup_groups` = 0 starts at full size, `decay_to` is a share of `lr`."""
+
+    lr: float
+    n_min: int
+    warmup_groups: int = 0
+    decay: str = "none"
+    decay_groups: int = 0  # from the end of the warm-up on
+    decay_to: float = 0.0
+
+    def __call__(self, trained: int, groups: int) -> float:
+        """The rate of a step of `groups` groups after `trained` groups were trained before it."""
+        return self.lr * self.warmup(trained + groups) * self.left(trained) * self.coupling(groups)
+
+    def warmup(self, seen: int) -> float:
+        """Rises in a line from 0, this step's groups included, so that the first step is not wasted."""
+        return 1.0 if self.warmup_groups <= 0 else min(1.0, seen / self.warmup_groups)
+
+    def left(self, seen: int) -> float:
+        """Falls from 1 to decay_to over decay_groups groups and stays there; what this step adds is not counted."""
+        if self.decay == "none" or self.decay_groups <= 0:
+            return 1.0
+        done = min(max(seen - self.warmup_groups, 0) / self.decay_groups, 1.0)
+        shape = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.decay_to + (1.0 - self.decay_to) * shape
+
+    def coupling(self, groups: int) -> float:
+        return min(max(math.sqrt(groups / self.n_min), COUPLING_LOW), COUPLING_HIGH)
+
+
+# -- From logits to the log-probability of each trained token and the entropy of its whole distribution ---------------
+
+
+def at_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Logits of the distribution that was sampled from; `temperature` per row, None where all are 1."""
+    return logits if temperature is None else logits / temperature[:, None]
+
+
+def selected(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of the target and entropy in nats, one of each per row."""
+    result: tuple[Tensor, Tensor] = _Selected.apply(logits, targets)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Selected(torch.autograd.Function):
+    """One log-softmax for both results; keeps it alone for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        every = torch.log_softmax(logits, -1)
+        ctx.save_for_backward(every, targets)
+        # A token that can not occur (-inf) adds nothing to the entropy; 0 * -inf would.
+        entropy = -(every.exp() * every.clamp(min=-1e4)).sum(-1)
+        ctx.mark_non_differentiable(entropy)
+        return every.gather(-1, targets[:, None])[:, 0], entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        every, targets = ctx.saved_tensors
+        gradient = gradients[0][:, None]
+        out = every.exp().mul_(-gradient)
+        return out.scatter_add_(-1, targets[:, None], gradient), None
+
+
+# -- Tells the C library to keep freed memory instead of handing it back to the kernel --------------------------------
+
+
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
+LARGEST = (1 << 31) - 1
+
+
+def keep_freed_memory(slack: int = 1 << 26) -> bool:
+    """True if the C library took it; `slack` bytes are asked for at a time."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    settings = ((MMAP_THRESHOLD, 1 << 30), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
+    taken = [mallopt(option, value) == 1 for option, value in settings]
+    return all(taken)
+
+
+# -- Measures squared gradient norms of parts of a step and of the whole of it, for the gradient noise scale ----------
+
+
+@dataclass(frozen=True)
+class Norms:
+    """`small`: harmonic mean of the parts' sizes, `big`: their sum, both in groups."""
+
+    small_squared: float
+    small: float
+    big_squared: float
+    big: int
+
+
+class NoiseMeter:
+    """`part` after the backward pass of some whole groups, `whole` before the step."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the step under way."""
+        self._total: list[Tensor | None] = [None] * len(self._parameters)
+        self._parts: list[tuple[Tensor, int, int]] = []  # squared norm of the sum, tokens, groups
+
+    def part(self, groups: int, tokens: int) -> None:
+        """What stands in `.grad` belongs to these groups; it is put aside."""
+        found = [p.grad for p in self._parameters if p.grad is not None]
+        if not found:
+            return
+        squared = torch.stack(torch._foreach_norm(found)).square().sum()
+        self._parts.append((squared, tokens, groups))
+        for i, parameter in enumerate(self._parameters):
+            gradient, total = parameter.grad, self._total[i]
+            if gradient is not None:
+                self._total[i] = gradient if total is None else total.add_(gradient)
+                parameter.grad = None
+
+    def whole(self) -> Norms | None:
+        """Put the sum back into `.grad`. The norms, or None with fewer than two parts that have tokens."""
+        for parameter, total in zip(self._parameters, self._total, strict=True):
+            if total is not None:
+                parameter.grad = total
+        parts = [(float(squared) / tokens**2, groups) for squared, tokens, groups in self._parts if tokens]
+        tokens = sum(tokens for _, tokens, _ in self._parts)
+        found = [total for total in self._total if total is not None]
+        self.clear()
+        if len(parts) < 2:
+            return None
+        squared = float(torch.stack(torch._foreach_norm(found)).square().sum()) / tokens**2
+        small = len(parts) / sum(1 / groups for _, groups in parts)
+        mean = sum(square for square, _ in parts) / len(parts)
+        return Norms(mean, small, squared, sum(groups for _, groups in parts))
+
+
+# -- The optimiser step: streams samples through forward and backward as groups become ready, then divides, ... -------
+
 
 Floats = NDArray[np.float32]
 
@@ -50,7 +319,7 @@ class Trainer:
         """`named` gives the weights to publish; others than the model's own where it has an adapter."""
         self.model, self.settings, self._named = model, settings, named
         self.loss = losses.get(settings.loss)
-        self.forward = forward or choose(model, lean=settings.compute_dtype == "float32")
+        self.forward = forward or choose_forward(model, lean=settings.compute_dtype == "float32")
         self._loss_settings = settings.for_loss()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device = self._parameters[0].device
@@ -73,7 +342,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------- streaming
 
     def accumulate(self, samples: Sequence[Sample], advantages: Sequence[float],
-                   prox: Sequence[Floats] | None = None, version: int | None = None) -> None:  # fmt: skip
+                   prox: Sequence[Floats] | None = None, version: int | None = None) -> None:
         """Forward and backward of these samples, added to the step under way.
 
         `prox` are the log-probabilities of `score` at the start of the step (left out: those of this forward);
@@ -81,19 +350,19 @@ class Trainer:
         """
         if len(samples) != len(advantages) or (prox is not None and len(prox) != len(samples)):
             raise ValueError(f"{len(samples)} samples need as many advantages and prox rows, got {len(advantages)}"
-                             + (f" and {len(prox)}" if prox is not None else ""))  # fmt: skip
+                             + (f" and {len(prox)}" if prox is not None else ""))
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             self._micro_batch([samples[i] for i in part], [advantages[i] for i in part],
-                              None if prox is None else [prox[i] for i in part], version)  # fmt: skip
+                              None if prox is None else [prox[i] for i in part], version)
 
     def _micro_batch(self, samples: Sequence[Sample], advantages: Sequence[float], prox: Sequence[Floats] | None,
-                     version: int | None) -> None:  # fmt: skip
+                     version: int | None) -> None:
         started = self._watch.mark()
         padded, flat = self._tensors(samples)
         logp, entropy = self._logp(samples, padded, flat)
         tokens = losses.Tokens(
             logp=logp, behaviour=flat.behaviour, prox=logp.detach() if prox is None else self._flat_prox(prox, logp),
-            advantage=flat.per_token(advantages, self._dtype), mask=flat.mask)  # fmt: skip
+            advantage=flat.per_token(advantages, self._dtype), mask=flat.mask)
         weights = token_weights(self.settings.aggregation, flat, self._dtype)
         if self.skip_mastered:
             weights = weights.masked_fill(self._find_mastered(tokens, flat, entropy), 0)
@@ -109,8 +378,8 @@ class Trainer:
 
     def _find_mastered(self, tokens: losses.Tokens, flat: Flat, entropy: Tensor) -> Tensor:
         settings = self.settings
-        found = dmmpt.mastered(tokens.logp, entropy, tokens.advantage, flat.rows, flat.lengths, settings.dmmpt_tau,
-                               settings.dmmpt_sigma, flat.mask)  # fmt: skip
+        found = masking.mastered(tokens.logp, entropy, tokens.advantage, flat.rows, flat.lengths, settings.dmmpt_tau,
+                               settings.dmmpt_sigma, flat.mask)
         self._mastered += found.sum()
         return found
 
@@ -121,7 +390,7 @@ class Trainer:
     def _logp(self, samples: Sequence[Sample], padded: Padded, flat: Flat) -> tuple[Tensor, Tensor]:
         with self._autocast():
             logits = self.forward.logits(samples, padded)
-        return logprobs.selected(logprobs.at_temperature(logits.to(self._dtype), flat.temperature), flat.targets)
+        return selected(at_temperature(logits.to(self._dtype), flat.temperature), flat.targets)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.settings.compute_dtype == "float32":
@@ -132,7 +401,7 @@ class Trainer:
         return torch.from_numpy(np.concatenate(list(prox))).to(logp)
 
     def _count(self, samples: Sequence[Sample], padded: Padded, flat: Flat, tokens: losses.Tokens, weighted: Tensor,
-               entropy: Tensor, version: int | None) -> None:  # fmt: skip
+               entropy: Tensor, version: int | None) -> None:
         current, begun = self._of_these_weights(samples, flat, version)
         self._sums += diagnostics.sums(tokens, weighted, entropy, current, self._loss_settings, begun)
         per_sample = torch.zeros(len(samples), dtype=weighted.dtype, device=self._device)
@@ -209,14 +478,14 @@ class Trainer:
 
     def _culprits(self) -> tuple[str, ...]:
         bad = [f"sample {uid}" for uids, sums in self._blame
-               for uid, finite in zip(uids, sums.isfinite().tolist(), strict=True) if not finite]  # fmt: skip
+               for uid, finite in zip(uids, sums.isfinite().tolist(), strict=True) if not finite]
         if bad:
             return tuple(bad)
         named = self.model.named_parameters()
         return tuple(f"parameter {n}" for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all()))
 
     def _stats(self, lr: float, norm: float, count: int, reason: str, culprits: tuple[str, ...],
-               started: float) -> StepStats:  # fmt: skip
+               started: float) -> StepStats:
         sums = tuple(self._sums.tolist())  # the one time that the device is read
         told = diagnostics.finish(sums)
         return StepStats(
@@ -226,7 +495,7 @@ class Trainer:
             mastered_tokens=int(self._mastered),
             forward_s=sum(self._watch.seconds(begun, between) for begun, between, _ in self._marks),
             backward_s=sum(self._watch.seconds(between, ended) for _, between, ended in self._marks),
-            step_s=time.perf_counter() - started, sums=sums)  # fmt: skip
+            step_s=time.perf_counter() - started, sums=sums)
 
     @property
     def tokens(self) -> int:
@@ -301,7 +570,7 @@ def _plain(value: Any) -> Any:
 def _adamw(parameters: Sequence[Tensor], settings: TrainerSettings) -> torch.optim.AdamW:
     # Norms and biases are not decayed: they set a scale, they do not overfit.
     groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
+              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
     used = [group for group in groups if group["params"]]
     return torch.optim.AdamW(used, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 

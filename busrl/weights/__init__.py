@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from busrl.weights.base import NOTHING, GroupChange, News, Receiver, Sender
 
 if TYPE_CHECKING:
+    from busrl.config import Topology
     from busrl.paths import RunPaths
-    from busrl.topology import Topology
     from busrl.weights.factory import Settings
-    from busrl.weights.folder_sender import Write
+    from busrl.weights.folders import Write
 
 __all__ = [
     "NOTHING", "GroupChange", "News", "Receiver", "Sender", "bridge_file", "make_receiver", "make_sender",
     "settings_of", "share_weights", "store_file",
-]  # fmt: skip
+]
 
 
 def make_sender(

@@ -1,4 +1,8 @@
-"""Makes the sender or receiver that `weights.transport` names.
+"""The part of a transport's settings that versions as folders need, and the two ends made from it.
+
+Used by `factory`. Talks to the topology and to the model folder (its fingerprint). Imports no torch.
+
+Makes the sender or receiver that `weights.transport` names.
 
 Used by `busrl.weights.make_sender` and `make_receiver`. The one place that knows all transports.
 Importing it imports no torch: an engine without tensors of its own needs `Settings` too.
@@ -12,15 +16,59 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from busrl import device as devices
-from busrl.errors import UserError
+from busrl.config.machine import held_versions, kept_versions
+from busrl.config.rules import ADAPTERS, FOLDERS
+from busrl.config.schema import RESTARTS
+from busrl.errors import BugError, UserError
 from busrl.weights import bridge_file, store_file
 from busrl.weights.base import News, Receiver, Sender
-from busrl.weights.folder_sender import Write
-from busrl.weights.folder_settings import folder_receiver, folder_sender, folder_settings
+from busrl.weights.folders import FolderReceiver, FolderSender, Write
+from busrl.weights.tensors import fingerprint
 
 if TYPE_CHECKING:
+    from busrl.config import Topology
     from busrl.paths import RunPaths
-    from busrl.topology import Topology
+
+
+
+# -- The part of a transport's settings that versions as folders need, and the two ends made from it ------------------
+
+
+def folder_settings(topology: Topology, paths: RunPaths) -> dict[str, Any]:
+    """Fields of `factory.Settings`; none for a transport of tensors."""
+    transport = topology.weights.transport
+    if transport not in FOLDERS:
+        return {}
+    adapters = transport in ADAPTERS
+    return {
+        "folders": str(paths.adapters if adapters else paths.published),
+        "kept": kept_versions(topology),
+        "held": held_versions(topology),
+        "base": topology.model.path if adapters else "",
+    }
+
+
+def folder_sender(settings: Settings, write: Write | None) -> FolderSender:
+    if write is None:
+        raise BugError(f"{settings.transport} publishes folders, and nobody said how their files are made")
+    root = Path(settings.folders)
+    if not settings.base:
+        return FolderSender(root, write, kind="checkpoint", kept=settings.kept)
+    return FolderSender(root, write, kind="adapter", kept=settings.kept, base=fingerprint(Path(settings.base)))
+
+
+def folder_receiver(settings: Settings, name: str) -> FolderReceiver:
+    return FolderReceiver(
+        Path(settings.folders),
+        name,
+        kind="folder" if settings.transport in RESTARTS else "adapter",
+        held=settings.held,
+        base=Path(settings.base) if settings.base else None,
+        timeout_s=settings.timeout_s,
+    )
+
+
+# -- Makes the sender or receiver that `weights.transport` names ------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -94,8 +142,7 @@ def sender(
             key_every=settings.key_every,
         )
     if settings.transport == "broadcast":
-        from busrl.weights.broadcast import BroadcastSender
-        from busrl.weights.outbox import Sparse
+        from busrl.weights.broadcast.sender import BroadcastSender, Sparse
 
         return BroadcastSender(
             settings.address_file,
@@ -108,7 +155,7 @@ def sender(
             news=news,
         )
     if settings.transport == "cuda_ipc":
-        from busrl.weights.one_copy import OneCopySender
+        from busrl.weights.shared import OneCopySender
 
         at = bridge_file(Path(settings.address_file))
         return OneCopySender(at, settings.segment, timeout_s=settings.timeout_s)
@@ -123,12 +170,12 @@ def receiver(settings: Settings, name: str) -> Receiver:
 
         return ShmReceiver(settings.segment, timeout_s=settings.timeout_s)
     if settings.transport == "broadcast":
-        from busrl.weights.broadcast_receiver import BroadcastReceiver
+        from busrl.weights.broadcast.receiver import BroadcastReceiver
 
         where = _memory_of(settings)
         return BroadcastReceiver(settings.address_file, name, timeout_s=settings.timeout_s, device=where)
     if settings.transport == "cuda_ipc":
-        from busrl.weights.one_copy import OneCopyReceiver
+        from busrl.weights.shared import OneCopyReceiver
 
         at = bridge_file(Path(settings.address_file))
         return OneCopyReceiver(at, settings.segment, name, timeout_s=settings.timeout_s)

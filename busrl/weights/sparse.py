@@ -26,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl._blocks import changed, digest, put
-from busrl.weights.copies import is_plain
-from busrl.weights.manifest import Entry, Manifest
+from busrl.weights.tensors import Entry, Manifest, is_plain
 
 if TYPE_CHECKING:
     import torch

@@ -31,8 +31,8 @@ from typing import Any
 import live
 import msgspec
 
-from busrl.ledger.wal import Record, frames
-from busrl.topology import Topology
+from busrl.config import Topology
+from busrl.ledger.log import Record, frames
 
 ACTORS = 16
 FIRST = 4  # steps left out: buffers fill
@@ -51,7 +51,7 @@ def records(folder: Path) -> list[Record]:
 
 def feed(topology_file: Path, log: Path) -> dict[str, float]:
     """Train the batches of a log as fast as they can be; runs in a process of its own."""
-    from busrl.roles.training_step import TrainingStep
+    from busrl.roles.learner.step import TrainingStep
 
     training = TrainingStep(Topology.from_json(topology_file.read_text()))
     batches = records(log)
@@ -140,7 +140,7 @@ def settings_of(options: argparse.Namespace, trace: Path, capacity: float) -> di
         "weights.max_staleness": options.staleness, "run.max_steps": options.steps,
         "learner.checkpoint_every": 0, "learner.micro_batch_min_samples": 64,
         "learner.micro_batch_tokens": options.micro_batch_tokens, "process.learner.cpus": options.learner_cpus,
-    }  # fmt: skip
+    }
 
 
 def measure(options: argparse.Namespace, folder: Path, trace: Path, capacity: float) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def measure(options: argparse.Namespace, folder: Path, trace: Path, capacity: fl
         "cpu_ratio": round(memory["cpu_per_token"] / cpu, 3), "seconds_per_step": round(seconds / len(rows), 3),
         "waits": waits, "age_mean": round(statistics.fmean(row["age_mean"] for row in rows), 2),
         "actors_busy": round(statistics.fmean(actors), 3), "load_before": round(load, 2),
-    }  # fmt: skip
+    }
 
 
 def need(options: argparse.Namespace, folder: Path, trace: Path) -> float:

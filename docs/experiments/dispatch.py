@@ -28,7 +28,7 @@ TOKENS_PER_S = ACTORS * ROWS / TOKEN_S
 COMMON: dict[str, object] = {
     "groups.size": GROUP, "generation.max_new_tokens": LIMIT, "generation.max_batch": ROWS, "mock.token_s": TOKEN_S,
     "mock.per_sequence_s": 0, "mock.jitter": 0.05, "learner.checkpoint_every": 0, "run.max_steps": 100000,
-}  # fmt: skip
+}
 
 
 def policy_settings(name: str, seed: int) -> dict[str, object]:
@@ -52,7 +52,7 @@ def stream_run(name: str, seed: int, folder: Path, options: argparse.Namespace) 
         **COMMON, **policy_settings(name, seed), "data.train": path, "data.arrivals": True,
         "weights.mode": "fully-async",
         "learner.trigger.n_min": 64, "scheduler.ahead": options.ahead, "scheduler.horizon": options.horizon,
-    }  # fmt: skip
+    }
     load = os.getloadavg()[0]
     with live.runs.run(*live.flat(settings), config=live.SCRIPTED) as run:
         seen = live.Groups(run, GROUP)
@@ -66,7 +66,7 @@ def stream_run(name: str, seed: int, folder: Path, options: argparse.Namespace) 
         "completion_s": live.quantiles(took), "wait_s": live.quantiles(waited), "overtaken": live.quantiles(passed),
         "overtaken_bound": options.horizon - 1, "skew": skew(rows, live.mean_tokens(tasks, LIMIT)),
         "trained_steps": len(rows), "load_before": round(load, 2),
-    }  # fmt: skip
+    }
 
 
 def skew(rows: list[dict[str, Any]], drawn: float) -> float | None:
@@ -86,12 +86,12 @@ def round_run(name: str, seed: int, folder: Path, options: argparse.Namespace) -
     path = folder / f"round-{seed}.jsonl"
     live.make_trace(
         path, options.groups * (options.rounds + 1), seed, group_size=GROUP, median=MEDIAN, limit=LIMIT
-    )  # fmt: skip
+    )
     settings = {
         **COMMON, **policy_settings(name, seed), "data.train": path, "weights.mode": "sync", "scheduler.ahead": 0,
         "learner.trigger.n_min": options.groups, "run.max_steps": options.rounds, "weights.max_staleness": 0,
         "scheduler.horizon": options.groups,
-    }  # fmt: skip
+    }
     load = os.getloadavg()[0]
     with live.runs.run(*live.flat(settings), config=live.SCRIPTED) as run:
         seen = live.Groups(run, GROUP)
@@ -104,7 +104,7 @@ def round_run(name: str, seed: int, folder: Path, options: argparse.Namespace) -
     return {
         "makespan_s": live.quantiles(spans), "spans": [round(span, 3) for span in spans],
         "step_s": live.quantiles([row["seconds"] for row in rows]), "load_before": round(load, 2),
-    }  # fmt: skip
+    }
 
 
 POLICIES = {
@@ -132,7 +132,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         table.append({
             "policy": policy, key: round(statistics.fmean(mine.values()), 3),
             f"over_{options.policies[0]}": round(statistics.median(ratios), 3), "ratios": ratios,
-        })  # fmt: skip
+        })
     return {"settings": vars(options), "table": table, "runs": cells}
 
 

@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT / "tools" / "bench"))
 import report  # noqa: E402
 import runs  # noqa: E402
 
-from busrl.data import trace, tracemaker  # noqa: E402
-from busrl.ledger.trainlog import step_lines  # noqa: E402
+from busrl.data import trace  # noqa: E402
+from busrl.ledger.log import step_lines  # noqa: E402
 from busrl.ring import State  # noqa: E402
 
 SCRIPTED = ROOT / "configs" / "scripted.toml"
@@ -38,7 +38,7 @@ Settings = Mapping[str, object]
 
 def make_trace(path: Path, prompts: int, seed: int, **shape: Any) -> list[trace.Task]:
     """Write a long-tailed trace; `shape` as in tracemaker.Shape."""
-    tasks = tracemaker.generate(prompts, tracemaker.Shape(**shape), seed)
+    tasks = trace.make_trace(prompts, trace.Shape(**shape), seed)
     trace.write(path, tasks)
     return tasks
 

@@ -24,7 +24,7 @@ POLICIES = (
     "fifo", "sjf:rules", "sjf:blend", "ljf:rules",
     *(f"fifo,segments.length={64 // most},segments.max_segments={most}" for most in (2, 4, 8)),
     "fifo,weights.mode=fully-async", "fifo,weights.mode=fully-async,weights.window=127",
-)  # fmt: skip
+)
 
 
 def settings_of(text: str) -> list[str]:
@@ -43,7 +43,7 @@ def row_of(policy: str, runs: list[dict[str, Any]], first: str) -> dict[str, Any
         **{key: round(statistics.median(run[key] for run in mine.values()), 2)
            for key in ("seconds", "cpu_seconds", "updates", "samples")},
         f"over_{first}": [round(mine[seed]["seconds"] / base[seed]["seconds"], 3) for seed in both],
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def main() -> int:
     options = parser.parse_args()
     terms = systems.Terms(
         options.goal, 2e-4, options.max_updates, 600.0, live.ROOT / "configs" / "quickstart.toml", ""
-    )  # fmt: skip
+    )
     runs: list[dict[str, Any]] = []
     for place, seed in enumerate(options.seeds):
         for policy in options.policies[:: 1 if place % 2 == 0 else -1]:

@@ -55,7 +55,7 @@ def settings_of(variant: str, path: Path, seed: int, options: argparse.Namespace
         "learner.trigger.n_min": options.groups, "learner.checkpoint_every": 0, "scheduler.ahead": 0,
         "weights.mode": "sync" if mode == "sync" else "batch-async", "weights.max_staleness": options.staleness,
         "learner.micro_batch_tokens": 16384,
-    }  # fmt: skip
+    }
     if segments > 1:
         loss = "pois" if mode == "sync" else "behaviour"
         found |= {"segments.length": cut, "segments.max_segments": segments, "segments.loss": loss}
@@ -82,7 +82,7 @@ def measure(variant: str, seed: int, folder: Path, options: argparse.Namespace) 
         "tokens_per_step": round(statistics.fmean(row["tokens"] for row in rows)),
         "train_s": round(statistics.fmean(row["forward_s"] + row["backward_s"] + row["update_s"] for row in rows), 3),
         "age_mean": round(statistics.fmean(row["age_mean"] for row in rows), 2), "load_before": round(load, 2),
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
@@ -108,7 +108,7 @@ def main() -> int:
     cells = []
     with tempfile.TemporaryDirectory(prefix="busrl-segments-") as name:
         jobs = [(variant, seed) for place, seed in enumerate(options.seeds)
-                for variant in options.variants[:: 1 if place % 2 == 0 else -1]]  # fmt: skip
+                for variant in options.variants[:: 1 if place % 2 == 0 else -1]]
         with ProcessPoolExecutor(options.at_once) as pool:
             for told in pool.map(measure, *zip(*jobs), repeat(Path(name)), repeat(options)):
                 cells.append(told)
@@ -120,7 +120,7 @@ def main() -> int:
         ratios = [round(first["step_s"] / cell["step_s"], 3) for first, cell in mine]
         alone = [(first["step_s"] - first["train_s"]) / (cell["step_s"] - cell["train_s"]) for first, cell in mine]
         table.append({"variant": variant, "faster": round(statistics.median(ratios), 3), "ratios": ratios,
-                      "less_training": round(statistics.median(alone), 3)})  # fmt: skip
+                      "less_training": round(statistics.median(alone), 3)})
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
     live.save(options.name, {"settings": settings, "table": table, "runs": cells})
     for row in table:

@@ -33,9 +33,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from busrl.data.tracemaker import Shape, generate
+from busrl.config import Topology, load
+from busrl.data.trace import Shape, make_trace
 from busrl.simulate import Figures, Times, TraceAnswers, World
-from busrl.topology import Topology, load
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(__file__).resolve().parent / "results"
@@ -75,7 +75,7 @@ class Case:
             step_s=step_s, row_s=row_s, sequence_s=0.002, prefill_token_s=2e-5, weights_s=0.5, reward_s=0.1,
             learner_step_s=0.5, learner_token_s=1 / (self.reach * self.capacity), learner_group_s=1e-5,
             publish_s=0.1, checkpoint_s=0.0,
-        )  # fmt: skip
+        )
 
     @property
     def capacity(self) -> float:
@@ -86,11 +86,11 @@ class Case:
         return load(ROOT / "configs" / "quickstart.toml", [
             f"learner.trigger.n_min={self.n_min}", f"generation.max_batch={self.rows}", f"groups.size={GROUP}",
             f"generation.max_new_tokens={LIMIT}", "learner.checkpoint_every=0", *more,
-        ])  # fmt: skip
+        ])
 
     def answers(self, arrivals_per_s: float = 0.0, prompts: int = PROMPTS, limit: int = LIMIT) -> TraceAnswers:
         shape = Shape(group_size=GROUP, limit=limit, arrivals_per_s=arrivals_per_s)
-        tasks = generate(prompts, shape, self.seed)
+        tasks = make_trace(prompts, shape, self.seed)
         return TraceAnswers(tasks, GROUP, LIMIT, flat_share=0.2, seed=self.seed, endless=not arrivals_per_s)
 
     def play(
@@ -105,7 +105,7 @@ class Case:
         world = World(
             topology, self.times, answers, actors=self.actors, steps=steps or STEPS.get(self.actors, 20),
             seed=self.seed, **more,
-        )  # fmt: skip
+        )
         if change is not None:
             change(world)
         return world.run()
@@ -118,12 +118,12 @@ SCHEDULES = (("fifo", ""), *((policy, name) for policy in ("sjf", "ljf", "adapti
 def dispatch(case: Case) -> list[Row]:
     """Policies x predictors in three situations."""
     rows = []
-    lengths = [length for task in generate(PROMPTS, Shape(group_size=GROUP, limit=LIMIT), case.seed)
-               for length in task.lengths]  # fmt: skip
+    lengths = [length for task in make_trace(PROMPTS, Shape(group_size=GROUP, limit=LIMIT), case.seed)
+               for length in task.lengths]
     arrivals = OPEN_LOAD * case.capacity / GROUP / statistics.mean(lengths)
     count = STREAM_PER_ROW * case.actors * case.rows // GROUP
     free = ["weights.mode=fully-async", f"learner.trigger.n_min={2 * case.actors * case.rows // GROUP}",
-            f"scheduler.ahead={GROUP}", f"scheduler.horizon={count}"]  # fmt: skip
+            f"scheduler.ahead={GROUP}", f"scheduler.horizon={count}"]
     round_groups = case.actors * case.rows * SYNC_PER_ROW // GROUP
     # A horizon of one round: every policy has the same prompts in each, but for its edges.
     big = [f"learner.trigger.n_min={round_groups}", "weights.mode=sync", f"scheduler.horizon={round_groups}"]
@@ -138,7 +138,7 @@ def dispatch(case: Case) -> list[Row]:
             "policy": policy, "predictor": predictor or "-", "tau": closed.told.get("predictor_tau", 0.0),
             "samples/s": closed.samples_per_s, "skew": closed.skew, "stream: answered s": stream.completion_mean_s,
             "stream: p99 s": stream.completion_p99_s, "sync: round s": rounds.seconds / ROUNDS,
-        })  # fmt: skip
+        })
     return rows
 
 
@@ -154,7 +154,7 @@ def segments(case: Case) -> list[Row]:
                 "mode": mode, "segments": "auto" if length == "auto" else str(most), "samples/s": found.samples_per_s,
                 "tokens/s": found.tokens_per_s, "s/step": found.step_s, "rollout busy": found.actors_busy,
                 "skew": found.skew, "age": found.age_mean, "age max": found.age_max,
-            })  # fmt: skip
+            })
     return rows
 
 
@@ -171,7 +171,7 @@ def trigger(case: Case) -> list[Row]:
             "weights.max_staleness=5", "learner.controller.mode=act", "experiments.controller.rules=full",
             f"learner.controller.n_lo={n}", f"learner.controller.n_hi={n}", "learner.controller.every=2",
         ],
-    }  # fmt: skip
+    }
     rows = []
     bounds = {f"n_min, S = {bound}": [f"weights.max_staleness={bound}"] for bound in (2, 3, 4, 5)}
     controlled = list(settings.items())[-1:]
@@ -184,7 +184,7 @@ def trigger(case: Case) -> list[Row]:
             "age max": found.age_max, "rollout busy": found.actors_busy, "stalled": found.actors_stalled,
             "learner busy": found.learner_busy, "by time": found.causes.get("time", 0) / max(1, found.steps),
             "bound at the end": found.told.get("control_eta", 0),
-        })  # fmt: skip
+        })
     return rows
 
 
@@ -197,7 +197,7 @@ def window(case: Case) -> list[Row]:
             "mode": mode, "order": "greedy" if greedy else "window", "samples/s": found.samples_per_s,
             "tokens/s": found.tokens_per_s, "skew": found.skew, "age": found.age_mean, "age max": found.age_max,
             "rollout busy": found.actors_busy, "waits for window": found.learner_waited.get("window", 0.0),
-        })  # fmt: skip
+        })
     return rows
 
 
@@ -212,7 +212,7 @@ def capacity(case: Case) -> list[Row]:
             "S": f"{bound}", "generation over need": f"{over:g}", "learner busy": found.learner_busy,
             "rollout busy": found.actors_busy, "s/step": found.step_s, "age": found.age_mean,
             "waits for window": found.learner_waited.get("window", 0.0),
-        })  # fmt: skip
+        })
     return rows
 
 
@@ -223,7 +223,7 @@ def _greedy(world: World) -> None:
 
 EXPERIMENTS: dict[str, Callable[[Case], list[Row]]] = {
     "dispatch": dispatch, "segments": segments, "trigger": trigger, "window": window, "capacity": capacity,
-}  # fmt: skip
+}
 
 
 def median(runs: Sequence[list[Row]]) -> list[Row]:
@@ -232,7 +232,7 @@ def median(runs: Sequence[list[Row]]) -> list[Row]:
         {key: value if isinstance(value, str) else statistics.median(run[i][key] for run in runs)
          for key, value in row.items()}
         for i, row in enumerate(runs[0])
-    ]  # fmt: skip
+    ]
 
 
 def table(rows: list[Row]) -> str:

@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
 from runs import run  # noqa: E402
 
-from busrl.ledger.trainlog import step_lines  # noqa: E402
+from busrl.config import Topology  # noqa: E402
+from busrl.config.schema import Process  # noqa: E402
+from busrl.ledger.log import step_lines  # noqa: E402
 from busrl.simulate import World  # noqa: E402
 from busrl.simulate.fit import Fitted, fit  # noqa: E402
 from busrl.simulate.settings import Asked, make  # noqa: E402
-from busrl.topology import Topology  # noqa: E402
-from busrl.topology.schema import Process  # noqa: E402
 
 OUT = Path(__file__).resolve().parent / "results"
 BAR = 0.10
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Path, dict[str, list[str]]]] = {
         "max_batch 4": ["generation.max_batch=4"],
         "8 actors": ["process.rollout.count=8"],
     }),
-}  # fmt: skip
+}
 
 
 def available(name: str) -> bool:
@@ -109,7 +109,7 @@ def one_round(name: str, steps: int, number: int) -> list[dict[str, Any]]:
             told = foretold(fitted, topology, seed=number + 1)
         ratios = {figure: told[figure] / real[figure] for figure in FIGURES}
         rows.append({"experiment": name, "case": case, "round": number, "load": load, "measured": real,
-                     "foretold": told, "ratio": ratios})  # fmt: skip
+                     "foretold": told, "ratio": ratios})
         shown = ", ".join(f"{figure} {real[figure]:.3g} / {told[figure]:.3g}" for figure in FIGURES)
         print(f"{name}, {case}: {shown}", flush=True)
     return rows

@@ -19,24 +19,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from busrl.data.tracemaker import Shape, Spread, generate
+from busrl.config import load
+from busrl.data.trace import Shape, Spread, make_trace
+from busrl.simulate.actors import Times
 from busrl.simulate.answers import TraceAnswers
-from busrl.simulate.feed import Feed
-from busrl.simulate.times import Times
+from busrl.simulate.scheduler import Feed
 from busrl.simulate.world import World
-from busrl.topology import load
 
 HERE = Path(__file__).resolve().parent
 ACTORS, ROWS, GROUP, LIMIT, MEDIAN, TOKEN_S = 16, 4, 4, 512, 60.0, 0.01
 TIMES = Times(
     step_s=TOKEN_S, row_s=0.0, sequence_s=0.0, prefill_token_s=0.0, weights_s=0.001, reward_s=0.005,
     learner_step_s=0.05, learner_token_s=1 / 60000, learner_group_s=1e-5, publish_s=0.005, checkpoint_s=0.0,
-)  # fmt: skip
+)
 KNOWN = {"text": Spread(prompt=0, member=0, tail_share=0), "prompt": Spread(member=0, tail_share=0)}
 ARMS = (
     "fifo", "sjf:rules", "sjf:learned", "sjf:history", "sjf:blend", "sjf:blend:probe", "sjf:text", "sjf:prompt",
     "sjf:oracle",
-)  # fmt: skip
+)
 
 
 class TellingFeed(Feed):
@@ -59,21 +59,21 @@ def settings(policy: str, predictor: str, probe: str, seed: int) -> list[str]:
         f"generation.max_batch={ROWS}", f"groups.size={GROUP}", f"generation.max_new_tokens={LIMIT}",
         "learner.checkpoint_every=0", "weights.mode=fully-async", "scheduler.ahead=16", "scheduler.horizon=1024",
         f"scheduler.probe={'true' if probe else 'false'}",
-    ]  # fmt: skip
+    ]
 
 
 def play(arm: str, seed: int, options: argparse.Namespace) -> float:
     policy, predictor, probe = (*arm.split(":"), "", "")[:3]
-    mean = statistics.fmean(n for task in generate(options.prompts, shape(), seed) for n in task.lengths)
+    mean = statistics.fmean(n for task in make_trace(options.prompts, shape(), seed) for n in task.lengths)
     rate = options.load * ACTORS * ROWS / TOKEN_S / (GROUP * mean)
-    tasks = generate(options.prompts, shape(arrivals_per_s=rate), seed)
+    tasks = make_trace(options.prompts, shape(arrivals_per_s=rate), seed)
     topology = load(HERE.parents[1] / "configs" / "quickstart.toml", settings(policy, predictor, probe, seed))
     answers = TraceAnswers(tasks, GROUP, LIMIT, flat_share=0.2, seed=seed, endless=False)
     world = World(
         topology, TIMES, answers, actors=ACTORS, steps=10**6, seed=seed, oracle=predictor in (*KNOWN, "oracle")
-    )  # fmt: skip
+    )
     if predictor in KNOWN:
-        told = generate(options.prompts, shape(KNOWN[predictor], rate), seed)  # the same draws, with less spread
+        told = make_trace(options.prompts, shape(KNOWN[predictor], rate), seed)  # the same draws, with less spread
         TellingFeed.lengths = [task.lengths for task in told]
         world.scheduler.feed = TellingFeed(topology, answers, oracle=True)
     return float(world.run().completion_mean_s)
@@ -85,7 +85,7 @@ def table(options: argparse.Namespace, run: Callable[..., float] = play) -> list
         {"arm": arm, "completion_s": round(mean, 3), "over_fifo": round(mean / means["fifo"], 3),
          "over_oracle": round(mean / means["sjf:oracle"], 3)}
         for arm, mean in means.items()
-    ]  # fmt: skip
+    ]
 
 
 def main() -> int:

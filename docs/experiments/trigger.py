@@ -35,8 +35,8 @@ from typing import Any
 
 import numpy as np
 
-from busrl.launch.usage import cpu_of
-from busrl.ledger.trainlog import step_lines
+from busrl.launch.summary import cpu_of
+from busrl.ledger.log import step_lines
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Ring, RingError
 
@@ -61,7 +61,7 @@ WORKLOADS = ("quickstart", "harder", "slower")
 ALWAYS = (
     "weights.max_staleness=4", "validation.data=",
     "run.max_steps=100000", f"run.max_groups={LONGEST_GROUPS}",
-)  # fmt: skip
+)
 
 
 def prompts(path: Path, seed: int) -> None:
@@ -106,7 +106,7 @@ class OneRun:
         return {
             "workload": self.workload, "arm": self.arm, "seed": self.seed, "goal": self.goal, **told,
             "load": round(os.getloadavg()[0], 2), "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        }  # fmt: skip
+        }
 
     def _until_goal(self, child: subprocess.Popen[bytes], brake: Brake | None) -> dict[str, Any]:
         begun, cpu = time.monotonic(), 0.0
@@ -148,7 +148,7 @@ class OneRun:
             "train_s": round(sum(r["forward_s"] + r["backward_s"] + r["update_s"] for r in self.rows), 2),
             "n_min": sorted({row["n_min"] for row in self.rows}), "moves": int(last.get("control_moves", 0)),
             "ratio": last.get("entropy_ratio"), "age_mean": float(np.mean([row["age_mean"] for row in self.rows])),
-        }  # fmt: skip
+        }
 
     def _stop(self, child: subprocess.Popen[bytes]) -> None:
         child.send_signal(signal.SIGTERM)
@@ -221,7 +221,7 @@ def report(rows: list[dict[str, Any]]) -> list[str]:
         if not here:
             continue
         out += [f"### {workload}", "", "| arm | runs | reached | seconds | samples | CPU s | steps | moves | load |",
-                "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+                "|---|---|---|---|---|---|---|---|---|"]
         for arm in ARMS:
             runs = [row for row in here if row["arm"] == arm]
             if runs:
@@ -233,7 +233,7 @@ def report(rows: list[dict[str, Any]]) -> list[str]:
 def _line(arm: str, runs: list[dict[str, Any]]) -> str:
     done = [row for row in runs if row["reached"]] or runs
     cells = [f"{median(row[name] for row in done):.{digits}f}" for name, digits in
-             (("seconds", 1), ("samples", 0), ("cpu_s", 1), ("steps", 0), ("moves", 0), ("load", 1))]  # fmt: skip
+             (("seconds", 1), ("samples", 0), ("cpu_s", 1), ("steps", 0), ("moves", 0), ("load", 1))]
     return f"| {arm} | {len(runs)} | {sum(row['reached'] for row in runs)} | " + " | ".join(cells) + " |"
 
 
@@ -252,7 +252,7 @@ def _paired(rows: list[dict[str, Any]]) -> list[str]:
             if ratios:
                 low, high = interval(ratios)
                 found.append(f"- {name}: {arm} / {best} = {median(ratios):.2f} [{low:.2f}, {high:.2f}] over "
-                             f"{len(ratios)} seeds")  # fmt: skip
+                             f"{len(ratios)} seeds")
     return found
 
 

@@ -33,9 +33,9 @@ from pathlib import Path
 
 import numpy as np
 
+from busrl.config import Topology, load
 from busrl.data.trace import Task
 from busrl.simulate import Times, TraceAnswers, World
-from busrl.topology import Topology, load
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(__file__).resolve().parent / "results"
@@ -52,12 +52,12 @@ def topology(segments: int) -> Topology:
     """Synchronous steps whose rounds are made of one segment of every answer; with 1 segment, of whole answers."""
     cut = [
         f"segments.length={LIMIT // segments}", f"segments.max_segments={segments}", "segments.rounds=segments"
-    ]  # fmt: skip
+    ]
     return load(ROOT / "configs" / "quickstart.toml", [
         f"learner.trigger.n_min={PROMPTS}", "weights.mode=sync", f"groups.size={GROUP}",
         f"generation.max_new_tokens={LIMIT}", "generation.max_batch=8192", "learner.checkpoint_every=0",
         *(cut if segments > 1 else []),
-    ])  # fmt: skip
+    ])
 
 
 def step_s(
@@ -70,7 +70,7 @@ def step_s(
     times = Times(
         step_s=1.0, row_s=ratio, sequence_s=0.0, prefill_token_s=0.0, weights_s=0.0, reward_s=0.0, learner_step_s=0.0,
         learner_token_s=0.0, learner_group_s=0.0, publish_s=0.0, checkpoint_s=0.0,
-    )  # fmt: skip
+    )
     answers = TraceAnswers(tasks, GROUP, LIMIT)
     world = World(made[segments], times, answers, actors=1, steps=WARM_UP + steps, seed=seed, grid_s=0.0)
     rows = world.run().rows
@@ -108,7 +108,7 @@ def foretold(made: Mapping[int, Topology], sigma: float, ratio: float, median: f
         "share_at_limit": round(0.5 * math.erfc((math.log(LIMIT) - math.log(median)) / sigma / math.sqrt(2)), 5),
         **{f"predicted_{n}": round(float(scale * found[n]), 1) for n in found},
         "error_4": round(float(scale * found[4]) / MEASURED[4] - 1, 4), "gain_4": round(float(found[1] / found[4]), 3),
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
@@ -126,7 +126,7 @@ def main() -> int:
     result = {
         "measured": MEASURED, "least_share_at_limit": LEAST_AT_LIMIT, "rows": rows, "error_4_least": min(kept),
         "error_4_most": max(kept), "error_4_of_the_short": left, "bar": 0.15, "met": max(map(abs, kept)) <= 0.15,
-    }  # fmt: skip
+    }
     OUT.mkdir(exist_ok=True)
     (OUT / "ulorl.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"4 segments: foretold {min(kept):+.1%} to {max(kept):+.1%} off the measured 601 s (bar 15 %)")

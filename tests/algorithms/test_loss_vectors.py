@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from busrl.algorithms import advantages, aggregation, diagnostics, dmmpt, losses
+from busrl.algorithms import advantages, aggregation, diagnostics, losses, masking
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 CASES = {case["name"]: case for case in VECTORS["losses"]}
@@ -52,7 +52,7 @@ def found_mastered(tokens: losses.Tokens, entropy: Tensor, tau: float, sigma: fl
     rows = torch.arange(len(entropy))[:, None].expand_as(entropy)
     flat = [values.flatten() for values in (tokens.logp, entropy, tokens.advantage, rows)]
     lengths = tokens.mask.sum(1).long()
-    return dmmpt.mastered(*flat, lengths, tau, sigma, tokens.mask.flatten()).view_as(entropy)
+    return masking.mastered(*flat, lengths, tau, sigma, tokens.mask.flatten()).view_as(entropy)
 
 
 @pytest.mark.parametrize("planted", [None, float("nan"), 1e9, -1e9], ids=["zeros", "nan", "plus", "minus"])
@@ -159,7 +159,7 @@ def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
 
 def test_both_losses_can_be_streamed_and_only_the_decoupled_one_wants_a_proximal_policy() -> None:
     assert {name: (loss.streamable, loss.uses_prox) for name, loss in losses.LOSSES.items()} == {
-        "ppo_clip": (True, False), "decoupled": (True, True)}  # fmt: skip
+        "ppo_clip": (True, False), "decoupled": (True, True)}
 
 
 def test_the_printed_sign_of_the_entropy_would_leave_out_tokens_of_every_better_answer() -> None:
@@ -167,7 +167,7 @@ def test_the_printed_sign_of_the_entropy_would_leave_out_tokens_of_every_better_
     inputs = VECTORS["inputs"]
     advantage = array(VECTORS["advantage"])[:, None].expand(4, 5)
     tokens = losses.Tokens(array(inputs["logp"]), array(inputs["logp"]), array(inputs["logp"]), advantage,
-                           array(inputs["mask"]))  # fmt: skip
+                           array(inputs["mask"]))
     entropy = array(inputs["token_entropy"])
     assert int(found_mastered(tokens, -entropy, 0.7, 0.45).sum()) >= 3
     assert int(found_mastered(tokens, entropy, 0.7, 0.45).sum()) == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from busrl.bus import Endpoint
-from busrl.bus.wire import KIND, PlainWire
+from busrl.bus.endpoint import KIND, PlainWire
 
 SERVE = """
 import signal, sys, threading
@@ -78,7 +78,7 @@ def broker(short_dir: Path) -> Iterator[BrokerProcess]:
 def each_wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Endpoints of this test speak through pyzmq's libzmq, and once more as where that can not be reached."""
     if request.param == "plain":
-        monkeypatch.setattr("busrl.bus.core.open_wire", PlainWire)
+        monkeypatch.setattr("busrl.bus.endpoint.open_wire", PlainWire)
     else:
         assert KIND != "pyzmq", "the fixture would test one wire twice"
 

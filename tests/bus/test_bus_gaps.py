@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.bus.gaps import Gaps
+from busrl.bus.endpoint import Gaps
 from busrl.protocol import messages as m
 from busrl.protocol import topic
 

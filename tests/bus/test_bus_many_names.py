@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from busrl.bus.core import MAX_ADDRESSED
+from busrl.bus.endpoint import MAX_ADDRESSED
 from busrl.protocol import MAX_ACTIVITY, codec, topic
 from busrl.protocol import messages as m
 

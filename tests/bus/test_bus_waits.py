@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from busrl.bus.core import PING_EVERY_S
+from busrl.bus.endpoint import PING_EVERY_S
 from busrl.protocol import messages as m
 
 LONG_S = 30.0

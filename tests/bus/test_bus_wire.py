@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl import _ring, _wire
-from busrl.bus import wire as module
-from busrl.bus.wire import KIND, NOBLOCK, WAIT, PlainWire, open_wire
+from busrl.bus import endpoint as module
+from busrl.bus.endpoint import KIND, NOBLOCK, WAIT, PlainWire, open_wire
 from busrl.errors import BusClosed
 from busrl.protocol import messages as m
 

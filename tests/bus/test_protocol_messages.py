@@ -17,7 +17,7 @@ TASK_MAP = {
     "task": "1.2.3", "slot_id": 1, "seq": 2, "uid": 3, "record": "{}", "segment": 0, "attempt": 0,
     "max_new_tokens": 0, "temperature": 1.0, "top_p": 1.0, "version": 0, "completion": "x",
     "tensors": {"tokens": IDS_MAP}, "segment_tokens": 0,
-}  # fmt: skip
+}
 GOLDEN: list[tuple[m.Message, dict]] = [
     (
         m.TaskRequest(worker_id="w-0", capacity=8, rows=64),

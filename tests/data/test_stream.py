@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.data import JsonlStream, prompt_of, scan
-from busrl.data.stream import line_bounds
+from busrl.data.prompts import line_bounds
 from busrl.errors import DataError
 
 
@@ -205,7 +205,7 @@ def test_files_are_read_as_people_write_them(tmp_path: Path) -> None:
 
 
 def test_the_audit_reads_the_same_lines_by_itself(tmp_path: Path) -> None:
-    from busrl.ledger.audit.prompts import Prompts
+    from busrl.ledger.audit.snapshot import Prompts
 
     path = written_by_people(tmp_path / "p.jsonl")
     stream, prompts = JsonlStream(path, 3, True, "q"), Prompts(path, 3, True)
@@ -229,4 +229,4 @@ def test_broken_lines_beyond_the_first_few_are_counted_by_what_is_wrong(tmp_path
     assert dict(found.more) == {
         "must be a string, or a list of messages": 1, "the key 'prompt' is missing": 9, "not JSON": 3,
         "every line must be a JSON object": 1,
-    }  # fmt: skip
+    }

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from busrl.data import JsonlStream
-from busrl.data.trace import Task, parse, read, write
-from busrl.data.tracemaker import Shape, generate
+from busrl.data.trace import Shape, Task, make_trace, parse, read, write
 from busrl.errors import DataError
-from busrl.scheduling.predictors import kendall_tau
+from busrl.scheduling.lengths import kendall_tau
 
 
 def test_what_was_written_is_read_again_and_is_a_prompt_file(tmp_path: Path) -> None:
-    tasks = [*generate(20, seed=1), Task("p", (3, 4), "a", "kind", (0.0, 1.0))]
+    tasks = [*make_trace(20, seed=1), Task("p", (3, 4), "a", "kind", (0.0, 1.0))]
     write(tmp_path / "t.jsonl", tasks)
     assert read(tmp_path / "t.jsonl") == tasks
     with JsonlStream(tmp_path / "t.jsonl", seed=0, shuffle=False) as stream:
@@ -55,8 +54,8 @@ def test_arrivals_on_some_lines_only_are_refused(tmp_path: Path) -> None:
 
 def test_the_same_seed_makes_the_same_trace_and_lengths_have_a_long_tail() -> None:
     shape = Shape(median=100, limit=2000, arrivals_per_s=5)
-    tasks = generate(2000, shape, seed=3)
-    assert tasks == generate(2000, shape, seed=3) != generate(2000, shape, seed=4)
+    tasks = make_trace(2000, shape, seed=3)
+    assert tasks == make_trace(2000, shape, seed=3) != make_trace(2000, shape, seed=4)
     lengths = np.array([task.lengths for task in tasks])
     assert 90 < np.median(lengths) < 120
     assert lengths.min() >= 1 and lengths.max() <= 2000
@@ -65,7 +64,7 @@ def test_the_same_seed_makes_the_same_trace_and_lengths_have_a_long_tail() -> No
 
 
 def test_siblings_tell_more_about_a_length_the_more_of_them_there_are() -> None:
-    lengths = np.array([task.lengths for task in generate(1500, seed=5)])
+    lengths = np.array([task.lengths for task in make_trace(1500, seed=5)])
     one = kendall_tau(lengths[:, 0].tolist(), lengths[:, 1].tolist())
     many = kendall_tau(lengths[:, 0].tolist(), np.log(lengths[:, 1:]).mean(1).tolist())
     assert 0.45 < one < 0.62 < many < 0.72

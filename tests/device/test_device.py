@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from busrl import device
+from busrl.config import load
+from busrl.config.schema import Process, ProcessName
+from busrl.engines import make_engine
 from busrl.errors import DeviceMissing
-from busrl.inference import make_engine
 from busrl.launch.children import environment_of
 from busrl.paths import RunPaths
-from busrl.roles.training_step import TrainingStep
-from busrl.topology import load
-from busrl.topology.schema import Process, ProcessName
+from busrl.roles.learner.step import TrainingStep
 
 ROOT = Path(__file__).resolve().parents[2] / "busrl"
 HAS_CUDA = not device.missing("cuda")

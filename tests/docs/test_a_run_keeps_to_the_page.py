@@ -11,7 +11,7 @@ import zmq
 
 from busrl.protocol import codec, kind_of, name_of
 from busrl.protocol import messages as m
-from busrl.protocol.catalog import ROUTES, Reach
+from tools.reference.catalog import ROUTES, Reach
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "run"))
 from harness import Run, running
@@ -19,7 +19,7 @@ from harness import Run, running
 EXPECTED = {
     m.TaskRequest, m.NewTask, m.DataGenerated, m.RewardComputed, m.LearnerStateUpdate, m.WeightsPublished,
     m.ValidationStarted, m.ValidationDone, m.SchedulerState, m.Hello, m.Heartbeat, m.Goodbye, m.Ping, m.Stop,
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ ELEMENT = {(0, 8): "b", (0, 16): "h", (0, 32): "i", (0, 64): "q", (1, 8): "B", (
 ELEMENT |= {(2, 16): "e", (2, 32): "f", (2, 64): "d", (4, 16): "H", (6, 8): "?"}
 WORDS = [
     "version", "version_step", "next_admission", "unpublished_groups", "hold", "step", "run_state", "generation_pause"
-]  # fmt: skip
+]
 
 
 class Damaged(Exception):

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from busrl.topology.experiment import Weights
-from busrl.topology.keys import rule_of
+from busrl.config.machinery import rule_of
+from busrl.config.schema import Weights
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "weights.md"
@@ -25,7 +25,7 @@ def test_every_transport_has_a_row() -> None:
 
 def test_results_become_rows_between_the_marks(tmp_path: Path) -> None:
     row = {"mode": "shm", "model_mb": 100.0, "moved_mb": 100.0, "publish_s": 0.031, "take_s": 0.02, "limit_s": 0.0251,
-           "limit": "memcpy"}  # fmt: skip
+           "limit": "memcpy"}
     machine = {"cpu": "Some CPU", "cores": 2, "kernel": "6", "python": "3.11"}
     result, page = tmp_path / "r.json", tmp_path / "weights.md"
     result.write_text(json.dumps({"machine": machine, "commit": "abc", "date": "2026-01-02", "rows": [row]}))

@@ -24,8 +24,8 @@ from busrl.bus import Endpoint, run_broker
 from busrl.protocol import Message, topic
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
+from busrl.protocol.codec import BY_NAME
 from busrl.protocol.gateway import REMOTE
-from busrl.protocol.registry import BY_NAME
 from busrl.ring import OfdLock
 
 ROOT = Path(__file__).resolve().parents[2]

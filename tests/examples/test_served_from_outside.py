@@ -21,7 +21,7 @@ from checks import check_end
 from harness import Run, read_lines, running
 from outside import EXAMPLES, finished, node, words_of, workers
 
-from busrl.launch.status import status
+from busrl.launch.display import status
 
 ANSWER_S = 20.0
 EMPTY = {"dtype": "int32", "shape": [3], "data": b"\0" * 12}
@@ -81,7 +81,7 @@ def misbehave(liar: Stranger, thief: Stranger) -> None:
     answer = {
         "tokens": EMPTY, "versions": {**EMPTY, "dtype": "uint32"}, "logprobs": {**EMPTY, "dtype": "float32"},
         "prompt_ids": EMPTY, "text": "",
-    }  # fmt: skip
+    }
     lie = liar.ask("refused", "REMOTE_GENERATED", task=task, **{**answer, "tokens": {**EMPTY, "shape": [1 << 40]}})
     assert re.match(r"liar: tokens says shape \[1099511627776\] of int32, and has 12 bytes", lie["text"])
     ids = {**EMPTY, "data": b"\xff\xff\xff\x7f" * 3}

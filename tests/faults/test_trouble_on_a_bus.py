@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from busrl.bus import AsyncEndpoint, Endpoint
+from busrl.config import BusFault, Faults
 from busrl.errors import BusNotReady
 from busrl.faults import trouble_for
 from busrl.protocol import messages as m
-from busrl.topology import BusFault, Faults
 
 
 def _bus_fixtures() -> Any:

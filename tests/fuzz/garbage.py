@@ -66,7 +66,7 @@ class Garbage:
         """What a bad peer sends before it goes away."""
         makers: list[Callable[[], bytes]] = [
             self._noise, self._greeted, self._cut, self._flipped, self._old, self._giant, self._commanded, self._parts,
-        ]  # fmt: skip
+        ]
         return self.random.choice(makers)()
 
     def frames(self, count: int) -> bytes:

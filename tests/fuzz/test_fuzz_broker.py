@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "security"))
 
 from fixtures import Broker, free_port, short_dir  # noqa: F401
 
-from .garbage import Garbage, dial, frame, greeting, shake_hands, speak
+from tests.fuzz.garbage import Garbage, dial, frame, greeting, shake_hands, speak
 
 PATIENCE_S = 30.0
 GROWTH_BYTES = 64 << 20

@@ -15,8 +15,7 @@ from busrl.bus import Endpoint
 from busrl.protocol import ALL, Fault, Rejected, codec, name_of, topic
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-
-from .mutate import Mutator, golden, sample
+from tests.fuzz.mutate import Mutator, golden, sample
 
 GROWTH_BYTES = 64 << 20
 LIMIT = 1 << 20

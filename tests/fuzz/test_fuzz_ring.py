@@ -31,7 +31,7 @@ def valid() -> Iterator[tuple[Path, bytes]]:
             ring.dispatch(
                 uid=uid, group=uid, admission=uid, member=0, group_size=1, cls=0, task=b"task", prompt_crc=0,
                 max_new_tokens=1, temperature=1.0,
-            )  # fmt: skip
+            )
         for slot, word in ring.take(State.QUEUED, State.GENERATING, cls=None, limit=2):
             ring.put(slot, word, "tokens", np.arange(4, dtype=np.int32), 0)
             ring.put(slot, word, "grid", np.zeros((2, 3), np.float32), 0)

@@ -14,8 +14,8 @@ from busrl.gateway import Desk, Limits, Tally, VersionSteps
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
-from busrl.roles.remote_book import RemoteBook
-from busrl.roles.segment_cuts import SegmentCuts
+from busrl.roles.keeper import RemoteBook
+from busrl.roles.segments import SegmentCuts
 from busrl.scheduling.segments import SegmentPlan
 
 LEASE_S = 10.0

@@ -303,7 +303,7 @@ def test_no_request_whatever_is_in_it_raises_or_moves_a_slot_that_is_not_its_sen
             "role": TEXTS, "task": TEXTS | st.just(task), "capacity": NUMBERS, "holding": st.lists(TEXTS, max_size=3),
             "tokens": TENSORS, "logprobs": TENSORS, "versions": TENSORS, "prompt_ids": TENSORS | st.none(),
             "text": TEXTS, "finish": NUMBERS, "done": st.booleans(), "reward": st.floats(), "drop": TEXTS,
-        }.items():  # fmt: skip
+        }.items():
             if name in kind.__struct_fields__:
                 fields[name] = data.draw(strategy)
         answers = desk.handle(kind(**fields), 0.0)

@@ -19,14 +19,14 @@ from on_a_ring import Keeper, play
 from busrl.gateway.checks import tensor
 from busrl.protocol import gateway as g
 from busrl.ring import NotRegistered, Ring, RingError, RingFull, State
-from busrl.roles.trajectory import read
+from busrl.roles.trajectory import read_generated
 
 HERE = Path(__file__).parent
 SOME = ["remote.entered:1", "put.copied:1", "commit.before:1", "release.before:1", "remote.rested:1"]
 OTHERS = [
     "remote.described:1", "claim.cas:1", "take.claimed:1", "put.stored:3", "commit.after:1", "remote.described:2",
     "claim.cas:2", "put.stored:6", "release.after:1", "remote.rested:2",
-]  # fmt: skip
+]
 POINTS = [*SOME, *(pytest.param(point, marks=pytest.mark.slow) for point in OTHERS)]
 
 
@@ -50,7 +50,7 @@ def dispatch(ring: Ring, uid: int, version: int = 0, step: int = 0) -> None:
     assert ring.dispatch(
         uid=uid, group=0, admission=0, member=uid, group_size=4, cls=0, task=b'{"prompt": "%d"}' % uid, prompt_crc=uid,
         max_new_tokens=8, temperature=1.0, version=version, step=step,
-    )  # fmt: skip
+    )
 
 
 def states(ring: Ring) -> dict[str, int]:
@@ -86,7 +86,7 @@ def test_a_reward_worker_gets_the_whole_answer_inline(keeper: Keeper) -> None:
     [task] = keeper.claim("gen", req=2)
     assert (task.max_new_tokens, task.segment, sorted(task.tensors)) == (
         5, 1, ["logprobs", "prompt_ids", "tokens", "versions"],
-    )  # fmt: skip
+    )
     assert keeper.ask("gen", answer_to(task.task, count=6))[0].code == "refused"
     keeper.ask("gen", answer_to(task.task, prompt_ids=None))
     keeper.ask("judge", g.RemoteJoin(life=1, role="reward"))
@@ -115,7 +115,7 @@ def test_a_remote_worker_is_told_where_a_segment_ends_and_may_continue_what_anot
     assert keeper.ask("gen", answer_to(task.task, count=2, done=False, finish=2))[0].code == "done"
     line = keeper.ring.lines()[0]
     assert (line["state"], line["segs"], line["finish"], line["response_tokens"]) == (State.GENERATED, 3, 2, 8)
-    assert read(keeper.ring, 0, "tokens", 3).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert read_generated(keeper.ring, 0, "tokens", 3).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
 def test_an_answer_that_ended_by_itself_and_is_not_done_is_refused(keeper: Keeper) -> None:

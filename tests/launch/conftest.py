@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 DRIVER = """
 import dataclasses, json, sys
 from busrl.launch import launch
-from busrl.topology import *
+from busrl.config import *
 root, modes, limits, child = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
 
 class Scripted(Topology):
@@ -184,7 +184,7 @@ class Scripted:
         assert ring.dispatch(
             uid=uid, group=uid // 16, admission=0, member=uid % 8, group_size=8, cls=0, task=b"{}", prompt_crc=0,
             max_new_tokens=4, temperature=1.0,
-        )  # fmt: skip
+        )
         ring.close()
 
     def kill_launch(self, children: Iterable[str]) -> None:

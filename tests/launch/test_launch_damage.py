@@ -10,9 +10,9 @@ import pytest
 
 from busrl.errors import UserError
 from busrl.launch import status
-from busrl.launch.putback import put_back
+from busrl.launch.fates import put_back
 from busrl.launch.rundir import unlink_segments
-from busrl.ledger.errorlog import record_error
+from busrl.ledger.errors import record_error
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.launch.display import Display, LiveDisplay, fit, open_display, picture, plain_line, sparkline
-from busrl.launch.progress import Progress, Rate, Row, duration, short
+from busrl.launch.story import Progress, Rate, Row, duration, short
 from busrl.protocol import messages as m
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -137,7 +137,7 @@ STEPS = st.one_of(COUNTS, st.integers(80, 220))
         ),
         max_size=12,
     )
-)  # fmt: skip
+)
 def test_no_message_that_the_bus_lets_pass_can_end_the_picture(messages):
     state = progress()
     for message in messages:

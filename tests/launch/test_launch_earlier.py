@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from busrl.config import Topology, load
 from busrl.errors import RunFinished, UserError
-from busrl.launch.earlier import Start, compare, digests
+from busrl.launch.rundir import Start, compare, digests
 from busrl.paths import RunPaths
-from busrl.topology import Topology, load
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -66,7 +66,7 @@ def test_what_changed_since_the_last_start_is_said_key_by_key_and_kept(place: Pl
     rows = [json.loads(line) for line in place.paths.starts.read_text().splitlines()]
     assert rows[0]["changes"] == {} and rows[1]["changes"]["learner.lr"]["now"] == 0.5 and rows[1]["step"] == 30
     assert not any("changed" in note for note in place.start("learner.lr=0.5", "limits.progress_s=99",
-                                                             "process.rollout.threads=2").notes)  # fmt: skip
+                                                             "process.rollout.threads=2").notes)
 
 
 def test_an_edited_prompt_file_is_refused_at_the_start_and_a_moved_one_is_not(place: Place) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from busrl.errors import first_line
 from busrl.launch.children import last_words
-from busrl.launch.problems import SHOWN, TAIL_BYTES, kinds, lines
+from busrl.launch.story import SHOWN, TAIL_BYTES, kinds, lines
 
 
 def problems(path: Path) -> list[str]:

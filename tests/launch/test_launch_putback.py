@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from busrl.launch.putback import PutBack, put_back
+from busrl.launch.fates import PutBack, put_back
+from busrl.ledger.log import Record, SampleRecord, Wal
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates
 
@@ -34,7 +34,7 @@ def sample(uid: int) -> SampleRecord:
     return SampleRecord(
         uid=uid, group=0, admission=0, member=0, attempt=0, prompt_crc=0, reward=0.0, temperature=1.0, version=0,
         step=0, finish=1, prompt_ids=b"", token_ids=b"", logprobs=b"", versions=b"",
-    )  # fmt: skip
+    )
 
 
 def checkpoint(paths: RunPaths, step: int, uids: list[int]) -> None:

@@ -8,8 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from busrl.launch.strangers import Strangers, is_titled
-from busrl.launch.supervisor import Child, Patience, Sight
+from busrl.launch.supervisor import Child, ForeignProcesses, Patience, Sight, is_titled
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
 
@@ -26,7 +25,7 @@ def test_the_slots_of_a_killed_child_go_back_to_rest_although_there_is_no_keeper
     [made] = ring.dispatch(
         uid=3, group=0, admission=0, member=3, group_size=8, cls=0, task=b"{}", prompt_crc=0, max_new_tokens=4,
         temperature=1.0,
-    )  # fmt: skip
+    )
     scripted.until(lambda: (scripted.root / "seen" / "holding").exists(), "the slot to be held")
     assert ring.line(made[0])["state"] == State.GENERATING
     os.kill(pid, signal.SIGKILL)
@@ -68,7 +67,9 @@ class Entry:
     remote: bool = False
 
 
-def looks(strangers: Strangers, seconds: int, *entries: Entry, ours: tuple[int, ...] = ()) -> list[tuple[int, str]]:
+def looks(
+    strangers: ForeignProcesses, seconds: int, *entries: Entry, ours: tuple[int, ...] = ()
+) -> list[tuple[int, str]]:
     return [one for _ in range(seconds) for one in strangers.look(entries, ours, 1.0)]  # type: ignore[arg-type]
 
 
@@ -83,7 +84,7 @@ def titled(name: str) -> subprocess.Popen[bytes]:
 def test_a_stranger_in_the_place_of_one_of_ours_is_condemned_only_without_progress_and_by_its_title():
     child = titled("keeper")
     try:
-        strangers = Strangers(["keeper"], PATIENCE)
+        strangers = ForeignProcesses(["keeper"], PATIENCE)
         assert looks(strangers, 100, Entry(child.pid), ours=(child.pid,)) == []
         assert looks(strangers, 100, Entry(child.pid, label="rollout/0")) == []
         assert looks(strangers, 100, Entry(child.pid, deadline_s=ENDLESS)) == []
@@ -93,14 +94,14 @@ def test_a_stranger_in_the_place_of_one_of_ours_is_condemned_only_without_progre
         ((pid, why),) = looks(strangers, 3, Entry(child.pid, progress=99))
         assert pid == child.pid and "killing keeper" in why and "this launch did not start it" in why
         assert is_titled(child.pid, "keeper") and not is_titled(child.pid, "scheduler")
-        assert looks(Strangers(["scheduler"], PATIENCE), 50, Entry(child.pid, label="scheduler")) == []
+        assert looks(ForeignProcesses(["scheduler"], PATIENCE), 50, Entry(child.pid, label="scheduler")) == []
     finally:
         child.kill()
         child.wait()
 
 
 def test_a_stranger_that_left_is_forgotten_and_another_in_its_entry_starts_afresh():
-    strangers = Strangers(["keeper"], PATIENCE)
+    strangers = ForeignProcesses(["keeper"], PATIENCE)
     looks(strangers, 29, Entry(os.getpid()))
     looks(strangers, 1)
     assert looks(strangers, 30, Entry(os.getpid())) == []

@@ -167,7 +167,7 @@ def test_a_process_that_dies_after_ready_and_never_works_ends_the_run_by_name(sc
     """Also while others work: but for a worker that shows only in what the run does, that is none of its own."""
     others = {"rollout/0": "dies_when_ready"} if name == "rollout/0" else {name: "dies_after_others_moved"}
     scripted.start({**others, "rollout/9": "moves" if name != "rollout/0" else "well", "learner": "learner"},
-                   crash_attempts=3)  # fmt: skip
+                   crash_attempts=3)
     scripted.ready("rollout/9")
     scripted.dispatch_one(0)
     assert scripted.wait() == 1

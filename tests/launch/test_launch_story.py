@@ -10,8 +10,7 @@ import pytest
 
 from busrl.launch import status
 from busrl.launch.display import plain_line
-from busrl.launch.progress import Progress
-from busrl.launch.story import TAIL_BYTES, Story, fates, number, sample_line
+from busrl.launch.story import STORY_TAIL_BYTES, Progress, Story, fates, number, sample_line
 from busrl.ledger.fates import Fate
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
@@ -21,7 +20,7 @@ def row(step: int, **more: Any) -> dict[str, Any]:
     return {
         "step": step, "version": step, "seconds": 2.0, "groups": 2, "groups_ended": 10, "tokens": 100,
         "reward": step / 100, "flat_share": 0.8, "cut_share": 0.25, "entropy": 0.5, "ess": None, "k3": 0.001, **more,
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture
@@ -53,9 +52,9 @@ def test_a_story_begins_with_the_first_step_ever_and_ends_with_the_newest_ones(r
 
 def test_a_long_file_is_read_at_both_ends_and_bad_lines_are_left_out(run: RunPaths) -> None:
     run.metrics.write_bytes(
-        b"\xff\n[]\n" + json.dumps(row(1)).encode() + b"\n" + b"x" * TAIL_BYTES + b"\n"
+        b"\xff\n[]\n" + json.dumps(row(1)).encode() + b"\n" + b"x" * STORY_TAIL_BYTES + b"\n"
         + b'{"step": 7, "reward": 1e999}\n{"step": 8, "reward": 0.5}\n{"step": 9, "rew'
-    )  # fmt: skip
+    )
     story = Story.of(run)
     assert (story.first_reward, story.step, story.rewards()) == (0.01, 8, [0.5])
     assert Story.of(RunPaths.of(run.root / "nothing")) == Story()
@@ -110,7 +109,7 @@ def test_a_table_of_fates_of_any_length_is_counted_in_words(tmp_path: Path) -> N
         ({"prompt": "{broken", "completion": "A"}, "'{broken' → 'A'"),
         ({}, ""),
     ],
-)  # fmt: skip
+)
 def test_a_sample_is_one_line_whatever_stands_in_it(sample: dict[str, Any], line: str) -> None:
     assert sample_line(sample) == line
 
@@ -129,7 +128,7 @@ def test_a_resumed_run_goes_on_with_its_story(run: RunPaths) -> None:
 
 def test_groups_that_give_no_step_are_told_and_are_no_steps(run: RunPaths) -> None:
     idle = {"kind": "idle", "step": 60, "groups_ended": 100, "flat_share": 1.0, "reward": 0.0, "tokens": 0,
-            "seconds": 99.0, "idle_groups": 100, "idle_limit": 128, "idle_causes": {"flat": 100}}  # fmt: skip
+            "seconds": 99.0, "idle_groups": 100, "idle_limit": 128, "idle_causes": {"flat": 100}}
     with open(run.metrics, "a") as file:
         file.write(json.dumps(idle) + "\n")
     story = Story.of(run)

@@ -6,8 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.launch.shutdown import ORDER, Ask, Force, Shutdown
-from busrl.launch.supervisor import LONGEST_PAUSE_S, SERVED_S, Child, FairClock, Patience, Phase, Sight
+from busrl.launch.supervisor import (
+    LONGEST_PAUSE_S,
+    ORDER,
+    SERVED_S,
+    Ask,
+    Child,
+    FairClock,
+    Force,
+    Patience,
+    Phase,
+    Shutdown,
+    Sight,
+)
 
 PATIENCE = Patience(ready_s=60.0, progress_s=30.0, restart_attempts=5)
 

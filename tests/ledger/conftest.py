@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from busrl.ledger.audit import AuditReport, audit
-from busrl.ledger.audit.ring import BOOT_ID, crc32c
+from busrl.ledger.audit.snapshot import BOOT_ID, crc32c
+from busrl.ledger.log import Record, SampleRecord, TrainLog, Wal
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.trainlog import TrainLog
-from busrl.ledger.wal import Record, SampleRecord, Wal
 
 LINE_OFF = 0x4000
 NAMES = ["FREE", "RESERVED", "QUEUED", "GENERATING", "GENERATED", "REWARDING", "REWARDED", "TRAINING", "DROPPED"]
@@ -70,7 +69,7 @@ class FakeRun:
             "prompt_crc": self.crc(uid), "reward": 1.0, "temperature": 1.0, "version": 0, "step": 0, "finish": 1,
             "prompt_ids": np.arange(4, dtype="<i4").tobytes(), "token_ids": np.arange(tokens, dtype="<i4").tobytes(),
             "logprobs": np.full(tokens, -0.5, "<f4").tobytes(), "versions": np.zeros(tokens, "<u4").tobytes(),
-        }  # fmt: skip
+        }
         return SampleRecord(**{**fields, **lies})  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------------------------------------- the files
@@ -81,7 +80,7 @@ class FakeRun:
         return Record(step=step, version=step - 1, cause="count", groups=groups, samples=samples)
 
     def step(self, step: int, uids: Iterable[int], *, lies: dict[int, dict[str, object]] | None = None,
-             fate: str = "T", log: bool = True, line: bool = True) -> Record:  # fmt: skip
+             fate: str = "T", log: bool = True, line: bool = True) -> Record:
         """One training step as the learner leaves it; each part of it can be left out."""
         record = self.record(step, uids, lies)
         if log:

@@ -18,9 +18,8 @@ from pathlib import Path
 import numpy as np
 from conftest import LINE_OFF, STATES, FakeRun
 
+from busrl.ledger.log import TrainLog, Wal
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.trainlog import TrainLog
-from busrl.ledger.wal import Wal
 
 LINE = np.dtype(
     {
@@ -64,7 +63,7 @@ class LiveRun:
         for name, value in (
             ("group", uid // self.run.size // 2), ("member", uid % self.run.size), ("size", self.run.size),
             ("cls", 0), ("crc", self.run.crc(uid)), ("claim", int(self.ring["word"][slot]) & (1 << 36) - 1),
-        ):  # fmt: skip
+        ):
             self.ring[name][slot] = value
         self.ring["uid"][slot] = uid
         self.fates[uid] = ord("D")

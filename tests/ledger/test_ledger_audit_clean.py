@@ -18,8 +18,8 @@ import pytest
 from busrl.errors import NoSuchRun
 from busrl.ledger.audit import audit, render
 from busrl.ledger.audit.readers import Findings, read_fates, read_train_log
+from busrl.ledger.log import Wal
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.wal import Wal
 
 VALIDATE = 1 << 62
 
@@ -189,8 +189,7 @@ def test_the_audit_imports_none_of_the_code_that_it_judges() -> None:
 
 
 def test_the_trained_set_is_read_alike_by_its_own_code_and_by_the_audit(trained) -> None:
-    from busrl.ledger.audit.readers import unpack_trained
-    from busrl.ledger.audit.sets import in_bitmap
+    from busrl.ledger.audit.readers import in_bitmap, unpack_trained
 
     path = trained.root / "checkpoints" / "global_step_2" / "trained.bin"
     assert np.array_equal(in_bitmap(unpack_trained(path.read_bytes())[0]), TrainedSet.load(path).uids())

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from busrl.ledger.audit import audit
-from busrl.ledger.audit.ring import read_ring
+from busrl.ledger.audit.snapshot import read_ring
 from busrl.ring import Fates, Ring, State
 
 WORK = """
 import sys
-from busrl.ledger.wal import Wal
-from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.log import Wal
+from busrl.ledger.log import TrainLog
 from busrl.ring import Fates, Ring, State
 from conftest import FakeRun
 from pathlib import Path

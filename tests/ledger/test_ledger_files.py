@@ -14,13 +14,20 @@ import pytest
 
 from busrl.errors import DiskFull, FileCorrupt, LedgerError, UserError
 from busrl.ledger import fates
-from busrl.ledger.drawslog import DrawsLog, read_draws
 from busrl.ledger.fates import Fate
-from busrl.ledger.files import LineFile, json_lines, write_whole
+from busrl.ledger.log import (
+    DrawsLog,
+    LineFile,
+    Record,
+    TrainLog,
+    json_lines,
+    last_step,
+    read_draws,
+    step_lines,
+    write_whole,
+)
 from busrl.ledger.openbin import OpenSlot, read_open, remove_open, write_open
 from busrl.ledger.trained import UID_LIMIT, TrainedSet
-from busrl.ledger.trainlog import TrainLog, last_step, step_lines
-from busrl.ledger.wal import Record
 
 
 @contextmanager

@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from busrl.errors import FileCorrupt
-from busrl.ledger import mend
-from busrl.ledger.mend import mend_train_log, mend_trained_set, train_log_is_whole
-from busrl.ledger.trained import TrainedSet
-from busrl.ledger.trainlog import TrainLine
+from busrl.ledger import trained as mend
+from busrl.ledger.log import TrainLine
+from busrl.ledger.trained import TrainedSet, mend_train_log, mend_trained_set, train_log_is_whole
 from busrl.paths import RunPaths
 
 STEPS = {step: list(range(step * 8, step * 8 + 8)) for step in range(1, 6)}
@@ -27,7 +26,7 @@ def paths(tmp_path: Path) -> RunPaths:
     made = RunPaths.of(tmp_path)
     rolled_back = [TrainLine(step=3, version=3, cause="count", samples=[(900, 0, 0)])]
     lines = [TrainLine(step=step, version=step, cause="count", samples=[(u, 0, 0) for u in us]) for step, us in
-             STEPS.items()]  # fmt: skip
+             STEPS.items()]
     lines[2:2] = rolled_back
     made.train_log.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines) + b'{"step": 6, "samp')
     for step in (2, 4):
@@ -150,7 +149,7 @@ def test_a_line_with_an_impossible_uid_is_a_damaged_line(paths: RunPaths, uid: s
     assert "line 2: " in told and "the steps of 8 samples are not told apart" in told
     mended = [json.loads(line) for line in paths.train_log.read_text().splitlines()]
     assert [(line["step"], line["cause"]) for line in mended] == [(step, mend.RESTORED if step == 2 else "count")
-                                                                  for step in (1, 2, 3, 4)]  # fmt: skip
+                                                                  for step in (1, 2, 3, 4)]
     assert sorted(uid for line in mended for uid, _, _ in line["samples"]) == sorted(trained)
     paths.train_log.write_text('{"step": 1, "samples": [[' + uid + ", 0, 0]]}\n")
     assert not train_log_is_whole(paths.train_log, 0)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from busrl.errors import FileCorrupt
 from busrl.ledger.audit import readers
-from busrl.ledger.audit.sets import in_bitmap
+from busrl.ledger.audit.readers import in_bitmap
+from busrl.ledger.log import HEAD, Record, SampleRecord, Wal
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.wal import HEAD, Record, SampleRecord, Wal
 
 uids = st.integers(0, 5000)
 samples = st.builds(
@@ -22,7 +22,7 @@ samples = st.builds(
     prompt_crc=st.integers(0, 2**32 - 1), reward=st.floats(allow_nan=False), temperature=st.just(1.0), version=uids,
     step=uids, finish=st.integers(0, 3), prompt_ids=st.binary(max_size=9), token_ids=st.binary(max_size=9),
     logprobs=st.binary(max_size=9), versions=st.binary(max_size=9),
-)  # fmt: skip
+)
 causes = st.one_of(st.text(max_size=5), st.just("WREC"))
 
 

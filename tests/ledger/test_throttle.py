@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from busrl.ledger.throttle import EVERY_S, LONGEST_S, MOST_KINDS, OTHERS, Throttle
+from busrl.ledger.errors import EVERY_S, LONGEST_S, MOST_KINDS, OTHERS, Throttle
 
 
 def told_in(seconds: int, uids: list[int]) -> tuple[int, int]:

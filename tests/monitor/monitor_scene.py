@@ -33,7 +33,7 @@ TOPOLOGY: dict[str, Any] = {
     "run": {"name": "scene", "max_steps": 200}, "groups": {"size": 4},
     "learner": {"trigger": {"n_min": 8, "t_max_s": 2.5}},
     "weights": {"mode": "batch-async", "max_staleness": 2}, "limits": {"progress_s": 30.0}, "derived": {"slots": 16},
-}  # fmt: skip
+}
 
 
 def until(what: str, condition: Callable[[], Any], limit_s: float = PATIENCE_S) -> Any:
@@ -56,11 +56,11 @@ class Scene:
         self.paths.errors.write_text(
             json.dumps({"time": time.time() - 60, "process": "keeper", "severity": "error", "where": "keeper",
                         "text": "sample 7 is poison", "trace": ""}) + "\n"
-        )  # fmt: skip
+        )
         info = {
             "run_id": "scene-1", "uuid": UUID.hex(), "tap": self.paths.tap, "launch_pid": os.getpid(),
             "started": time.time() - 100, "frontend": self.paths.frontend, "backend": self.paths.backend,
-        }  # fmt: skip
+        }
         self.paths.run_json.write_text(json.dumps(info))
         self.lock = OfdLock(str(self.paths.lock("run")))
         assert self.lock.try_acquire()
@@ -124,5 +124,5 @@ def metrics_line(step: int) -> bytes:
         "step": step, "version": step + 1, "cause": "count", "seconds": 0.5, "groups": 8, "samples": 32, "tokens": 900,
         "reward": step / 100, "length_mean": 20.0, "length_ended": 21.0 - step / 10, "age_mean": 0.5, "age_p95": 1.0,
         "age_max": 2, "entropy": 0.7, "set_aside": {"f": 1}, "wait_s": {},
-    }  # fmt: skip
+    }
     return json.dumps(row).encode() + b"\n"

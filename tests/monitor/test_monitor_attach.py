@@ -22,8 +22,7 @@ import pytest
 from monitor_scene import PATIENCE_S, Scene, finished, metrics_line, until
 
 from busrl.cli import main
-from busrl.monitor.find import living_runs
-from busrl.monitor.look import Look
+from busrl.monitor.sources import Look, living_runs
 from busrl.protocol import messages as m
 from busrl.ring import Ring
 
@@ -122,7 +121,7 @@ def test_the_live_screen_follows_the_terminal_and_gives_it_back_as_it_was(
     child = started(
         "monitor", str(scene.paths.root), stdin=slave, stdout=slave, stderr=slave,
         env={**without_size(), "TERM": "xterm-256color"},
-    )  # fmt: skip
+    )
     seen = read_until(master, lambda text: "scene · running" in text and "compiling" in text)
     assert "age of samples" not in seen
     resize(slave, 120, 40)
@@ -224,7 +223,7 @@ def test_without_rich_the_lines_are_plain_and_say_how_to_get_the_live_view(scene
     child = subprocess.Popen(
         [sys.executable, "-c", hide, str(scene.paths.root)],
         stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm"},
-    )  # fmt: skip
+    )
     text = read_until(master, lambda text: "groups ready" in text)
     child.terminate()
     assert "busrl[monitor]" in text and "scene · running" in text
@@ -258,7 +257,7 @@ def test_rounds_of_validation_of_a_run_that_is_over_stand_in_the_picture(scene: 
     told = json.loads(finished(started("monitor", str(scene.paths.root), "--once", "--json", "--seconds", "0.2")))
     assert told["validations"] == [
         {"round": 0, "version": 0, "mean": 0.25}, {"round": 40, "version": 0, "mean": None},
-    ]  # fmt: skip
+    ]
 
 
 def test_an_endpoint_where_nobody_says_anything_is_no_picture_but_an_error(tmp_path: Path, started: Start) -> None:

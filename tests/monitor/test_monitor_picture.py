@@ -9,15 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.monitor import plain
-from busrl.monitor.complaints import Complaints
-from busrl.monitor.draw import chart, gauge, portions, safe
-from busrl.monitor.follow import Follower, RunFiles
-from busrl.monitor.picture import Picture, Speed
-from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, RoundSeen, StepSeen
+from busrl.monitor import words
 from busrl.monitor.snapshot import snapshot
-from busrl.monitor.steps import KEPT, Steps
-from busrl.monitor.traffic import Traffic
+from busrl.monitor.sources import Follower, RunFiles
+from busrl.monitor.state import (
+    STEPS_KEPT,
+    ErrorRecord,
+    Facts,
+    ProcessRecord,
+    RecentErrors,
+    RingRecord,
+    RoundRecord,
+    RunState,
+    Speed,
+    StepRecord,
+    Steps,
+    Traffic,
+)
+from busrl.monitor.words import chart, gauge, portions, safe
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 
@@ -27,26 +36,26 @@ def update(step: int) -> m.LearnerStateUpdate:
     return m.LearnerStateUpdate(step=step, version=step, reward=step / 10, samples=8, tokens=100, metrics=metrics)
 
 
-def process(name: str = "rollout/0", **changed: object) -> ProcessSeen:
+def process(name: str = "rollout/0", **changed: object) -> ProcessRecord:
     fields = {
         "name": name, "role": "rollout", "pid": 7, "state": "ready", "activity": "", "deadline_s": 0.0,
         "progress_age_s": 0.1, "activity_age_s": 0.1, "busy_ns": 0, "tokens": 0, "samples": 0, "version": 0,
-    }  # fmt: skip
-    return ProcessSeen(**{**fields, **changed})  # type: ignore[arg-type]
+    }
+    return ProcessRecord(**{**fields, **changed})  # type: ignore[arg-type]
 
 
-def ring(*processes: ProcessSeen, **changed: object) -> RingSeen:
+def ring(*processes: ProcessRecord, **changed: object) -> RingRecord:
     fields = {
         "slots": 16, "occupancy": {"free": 16}, "words": {"step": 9, "version": 10, "run_state": 0}, "dispatched": 0,
         "finished": 0, "dropped": 0, "reaps": 0, "tokens": 0, "drops": {}, "groups_open": 3, "groups_ready": 2,
         "processes": processes,
-    }  # fmt: skip
-    return RingSeen(**{**fields, **changed})  # type: ignore[arg-type]
+    }
+    return RingRecord(**{**fields, **changed})  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1))
 def test_steps_told_in_any_order_and_any_number_of_times_make_the_same_charts(told: list[int]) -> None:
-    picture = Picture()
+    picture = RunState()
     for step in told:
         picture.hear(update(step), 0.0)
     charts = snapshot(picture, 0.0, 0.0)["charts"]
@@ -57,9 +66,9 @@ def test_steps_told_in_any_order_and_any_number_of_times_make_the_same_charts(to
 
 @given(st.sets(st.integers(1, 20)), st.sets(st.integers(1, 20)))
 def test_a_step_that_file_and_bus_both_tell_of_counts_once(filed: set[int], heard: set[int]) -> None:
-    picture = Picture()
+    picture = RunState()
     for step in filed:
-        picture.step(StepSeen(step, samples=8), None)
+        picture.step(StepRecord(step, samples=8), None)
     for step in heard:
         picture.hear(update(step), 0.0)
     assert picture.steps.numbers() == sorted(filed | heard)
@@ -67,14 +76,14 @@ def test_a_step_that_file_and_bus_both_tell_of_counts_once(filed: set[int], hear
 
 def test_the_newest_steps_are_kept_and_memory_is_bounded() -> None:
     steps = Steps()
-    for step in range(1, KEPT + 500):
-        steps.add(StepSeen(step))
-    assert len(steps) == KEPT and steps.numbers()[-1] == KEPT + 499
-    assert not steps.add(StepSeen(3)) and not steps.add(StepSeen(KEPT))
+    for step in range(1, STEPS_KEPT + 500):
+        steps.add(StepRecord(step))
+    assert len(steps) == STEPS_KEPT and steps.numbers()[-1] == STEPS_KEPT + 499
+    assert not steps.add(StepRecord(3)) and not steps.add(StepRecord(STEPS_KEPT))
 
 
 def test_the_ring_is_believed_where_messages_were_lost() -> None:
-    picture = Picture()
+    picture = RunState()
     picture.hear(update(3), 0.0)
     picture.look(ring(process()), 0.0)
     assert (picture.at_step, picture.version, picture.state) == (9, 10, "running")
@@ -83,25 +92,25 @@ def test_the_ring_is_believed_where_messages_were_lost() -> None:
 
 
 def test_an_error_that_was_filed_and_published_is_shown_once_and_two_alike_twice() -> None:
-    complaints = Complaints()
-    one = ErrorSeen(100.0, "rollout/0", "warning", "rollout", "slow")
-    published = ErrorSeen(100.01, "rollout-0", "warning", "rollout", "slow")
+    complaints = RecentErrors()
+    one = ErrorRecord(100.0, "rollout/0", "warning", "rollout", "slow")
+    published = ErrorRecord(100.01, "rollout-0", "warning", "rollout", "slow")
     for seen, source in ((one, "file"), (published, "bus"), (published, "bus"), (one, "file")):
         complaints.add(seen, source)
     assert complaints.count == 2
-    complaints.add(ErrorSeen(500.0, "rollout-0", "warning", "rollout", "slow"), "bus")
+    complaints.add(ErrorRecord(500.0, "rollout-0", "warning", "rollout", "slow"), "bus")
     assert complaints.count == 3 and complaints.newest()[0].time == 500.0
 
 
 def test_a_process_is_late_only_after_the_time_that_it_declared() -> None:
-    picture = Picture(facts=Facts(progress_s=30.0))
+    picture = RunState(facts=Facts(progress_s=30.0))
     silent = {"progress_age_s": 40.0}
     picture.look(ring(process("a", **silent), process("b", activity="step", deadline_s=600.0, **silent)), 0.0)
     assert [(row.name, row.late) for row in picture.rows(0.0)] == [("a", True), ("b", False)]
 
 
 def test_a_process_without_a_mapping_is_shown_by_its_presence_on_the_bus_until_it_leaves() -> None:
-    picture = Picture()
+    picture = RunState()
     picture.look(ring(process("rollout/0")), 0.0)
     picture.hear(m.Hello(sender="rollout-0", role="rollout", pid=7, index=1), 0.0)
     picture.hear(m.Hello(sender="judge", role="reward", pid=99), 0.0)
@@ -115,7 +124,7 @@ def test_a_process_without_a_mapping_is_shown_by_its_presence_on_the_bus_until_i
 
 
 def test_tokens_per_second_are_the_rings_counter_and_start_anew_with_a_new_ring() -> None:
-    picture = Picture()
+    picture = RunState()
     for second, tokens in enumerate((100, 150, 200, 0, 30)):
         picture.look(ring(process(), tokens=tokens), float(second))
         if second == 2:
@@ -124,12 +133,12 @@ def test_tokens_per_second_are_the_rings_counter_and_start_anew_with_a_new_ring(
 
 
 def test_a_counter_that_becomes_known_is_no_speed() -> None:
-    picture = Picture()
+    picture = RunState()
     picture.look(None, 0.0)
     assert picture.speed(0.0) == Speed()
     picture.look(ring(process(), tokens=45_000, finished=700, words={"step": 45, "version": 45}), 1.0)
     assert picture.speed(1.0) == Speed()
-    assert "- samples/s · - tokens/s · - steps/min" in plain.line(picture, 1.0)
+    assert "- samples/s · - tokens/s · - steps/min" in words.line(picture, 1.0)
     picture.look(ring(process(), tokens=45_100), 2.0)
     assert picture.speed(2.0) == Speed(tokens_per_s=100.0)
     picture.look(None, 3.0)
@@ -138,9 +147,9 @@ def test_a_counter_that_becomes_known_is_no_speed() -> None:
 
 
 def test_steps_tell_how_fast_they_follow_each_other_before_a_second_one_was_watched() -> None:
-    picture = Picture(facts=Facts(max_steps=20))
+    picture = RunState(facts=Facts(max_steps=20))
     for number in range(1, 11):
-        picture.step(StepSeen(number, seconds=3.0, samples=6, tokens=300), None)
+        picture.step(StepRecord(number, seconds=3.0, samples=6, tokens=300), None)
     assert picture.speed(50.0) == Speed(2.0, 100.0, 20.0)
     assert picture.left_s(50.0) == pytest.approx(30.0)
     picture.hear(update(11), 50.0)  # one that does not tell is passed over
@@ -148,9 +157,9 @@ def test_steps_tell_how_fast_they_follow_each_other_before_a_second_one_was_watc
 
 
 def test_the_newest_steps_count_and_a_run_that_stands_still_gets_slower() -> None:
-    picture = Picture()
+    picture = RunState()
     for number in range(1, 31):
-        picture.step(StepSeen(number, seconds=10.0 if number <= 10 else 1.0, samples=4), 100.0)
+        picture.step(StepRecord(number, seconds=10.0 if number <= 10 else 1.0, samples=4), 100.0)
     assert picture.speed(100.5).steps_per_min == 60.0
     assert picture.speed(121.0).steps_per_min == 30.0
     assert picture.speed(10_000.0).steps_per_min < 0.2  # type: ignore[operator]
@@ -158,12 +167,12 @@ def test_the_newest_steps_count_and_a_run_that_stands_still_gets_slower() -> Non
 
 @pytest.mark.parametrize("pace", [0.5, 1.0, 4.0, 100.0])
 def test_a_replay_tells_the_speed_of_the_run_whatever_its_own_is(pace: float) -> None:
-    picture = Picture()
+    picture = RunState()
     picture.replayed("a run", pace, False)
     for second in range(10):
         now = 7.0 + second / pace
         picture.look(ring(process(), tokens=45_000 + 50 * second), now)
-        picture.step(StepSeen(45 + second, seconds=1.0, samples=8), now)
+        picture.step(StepRecord(45 + second, seconds=1.0, samples=8), now)
     assert picture.speed(now).tokens_per_s == pytest.approx(50.0)
     assert picture.speed(now).samples_per_s == 8.0 and picture.speed(now).steps_per_min == 60.0
     picture.replayed("a run", pace, True)
@@ -171,7 +180,7 @@ def test_a_replay_tells_the_speed_of_the_run_whatever_its_own_is(pace: float) ->
 
 
 def test_a_replay_as_fast_as_it_goes_has_no_clock_for_the_rings_counters() -> None:
-    picture = Picture()
+    picture = RunState()
     picture.replayed("a run", 0.0, False)
     for second in range(10):
         picture.look(ring(process(), tokens=100 * second), 0.001 * second)
@@ -179,7 +188,7 @@ def test_a_replay_as_fast_as_it_goes_has_no_clock_for_the_rings_counters() -> No
 
 
 def test_looks_that_came_in_one_batch_are_one_point() -> None:
-    picture = Picture()
+    picture = RunState()
     for at, tokens in ((0.0, 10), (0.0, 20), (0.0, 30), (1.0, 40), (1.0, 60)):
         picture.look(ring(process(), tokens=tokens), at)
     assert picture.speed(1.0).tokens_per_s == 30.0
@@ -239,28 +248,28 @@ def test_nothing_that_is_printed_can_move_a_cursor(text: str) -> None:
 
 @given(st.floats(), st.floats(), st.floats())
 def test_a_run_whose_numbers_are_none_is_shown_and_told_as_json(reward: float, length: float, at: float) -> None:
-    picture = Picture(facts=Facts(started=at, t_max_s=length))
-    picture.step(StepSeen(1, reward=reward, length_mean=length, age_mean=at), 0.0)
+    picture = RunState(facts=Facts(started=at, t_max_s=length))
+    picture.step(StepRecord(1, reward=reward, length_mean=length, age_mean=at), 0.0)
     picture.hear(m.ValidationDone(round=1, version=1, samples=1, mean=reward), 0.0)
-    picture.error(ErrorSeen(at, "a", "error"), "file")
+    picture.error(ErrorRecord(at, "a", "error"), "file")
     json.dumps(snapshot(picture, 0.0, 0.0), allow_nan=False)
-    assert plain.lines(picture, 0.0, 1000.0)
+    assert words.lines(picture, 0.0, 1000.0)
 
 
 def test_a_snapshot_is_json_whatever_is_not_known() -> None:
-    told = json.loads(json.dumps(snapshot(Picture(), 0.0, 0.0), allow_nan=False))
+    told = json.loads(json.dumps(snapshot(RunState(), 0.0, 0.0), allow_nan=False))
     assert told["ring"] is None and told["progress"]["max_steps"] is None and told["run"]["state"] == "unknown"
 
 
 def test_a_round_of_validation_that_file_and_bus_tell_of_is_shown_once() -> None:
-    picture = Picture()
-    picture.validated(RoundSeen(0, 0, 0.25))
+    picture = RunState()
+    picture.validated(RoundRecord(0, 0, 0.25))
     picture.hear(m.ValidationDone(round=0, version=0, samples=8, mean=0.25), 0.0)
-    assert plain.lines(picture, 0.0, 0.0)[1] == "  progress  step 0 · version 0 · validation 0.250"
-    picture.validated(RoundSeen(5, 6, None))  # nothing was judged
+    assert words.lines(picture, 0.0, 0.0)[1] == "  progress  step 0 · version 0 · validation 0.250"
+    picture.validated(RoundRecord(5, 6, None))  # nothing was judged
     picture.hear(m.ValidationDone(round=9, version=10, samples=8, mean=0.75), 0.0)
     assert [one["round"] for one in snapshot(picture, 0.0, 0.0)["validations"]] == [0, 5, 9]
-    assert "validation 0.250 → 0.750" in plain.line(picture, 0.0)
+    assert "validation 0.250 → 0.750" in words.line(picture, 0.0)
 
 
 def test_a_name_that_is_heard_for_the_first_time_between_two_looks_has_a_rate_at_the_second() -> None:
@@ -273,12 +282,12 @@ def test_a_name_that_is_heard_for_the_first_time_between_two_looks_has_a_rate_at
 
 
 def test_the_busy_share_of_a_process_that_tells_none_is_not_known() -> None:
-    picture = Picture()
+    picture = RunState()
     for second in (0, 1):
         told = process("learner", pid=8, busy_ns=1_000 + second * 250_000_000)
         picture.look(ring(process("reward/0"), told), float(second))
     assert [row.busy for row in picture.rows(1.0)] == [None, 0.25]
-    assert "busy    -" in "\n".join(plain.lines(picture, 1.0, 0.0))
+    assert "busy    -" in "\n".join(words.lines(picture, 1.0, 0.0))
 
 
 def test_the_newest_sample_is_read_once_and_a_bad_line_is_left_out(tmp_path: Path) -> None:

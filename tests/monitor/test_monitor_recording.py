@@ -21,7 +21,7 @@ from busrl.bus.tap import Tap
 from busrl.cli import main
 from busrl.errors import DiskFull, UserError
 from busrl.monitor.recording import Drops, End, Entry, Header, Kind, Recording, Writer
-from busrl.monitor.seen import Facts
+from busrl.monitor.state import Facts
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol import topic

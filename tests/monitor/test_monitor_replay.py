@@ -21,8 +21,8 @@ from busrl.bus.tap import Tap
 from busrl.cli import main
 from busrl.errors import BadEndpoint, PeerTimeout, RunInUse
 from busrl.monitor.recording import Drops, End, Header, Kind, Recording, Writer, summary
-from busrl.monitor.replayer import Replayer
-from busrl.monitor.seen import Facts, ProcessSeen, RingSeen
+from busrl.monitor.replay import Replayer
+from busrl.monitor.state import Facts, ProcessRecord, RingRecord
 from busrl.protocol import encode, topic
 from busrl.protocol import messages as m
 
@@ -46,10 +46,10 @@ def make(path: Path, messages: list[tuple[str, bytes]], every_ns: int = MS, end:
     return path
 
 
-def ring(step: int) -> RingSeen:
-    entry = ProcessSeen("rollout/0", "rollout", 77, "ready", "", 0.0, 0.1, 0.1, 0, 5, 6, step)
+def ring(step: int) -> RingRecord:
+    entry = ProcessRecord("rollout/0", "rollout", 77, "ready", "", 0.0, 0.1, 0.1, 0, 5, 6, step)
     words = {"step": step, "version": step, "run_state": 0}
-    return RingSeen(16, {"free": 10, "generating": 6}, words, 9, 8, 0, 0, 99, {}, 3, 2, (entry,))
+    return RingRecord(16, {"free": 10, "generating": 6}, words, 9, 8, 0, 0, 99, {}, 3, 2, (entry,))
 
 
 def stream(count: int) -> list[tuple[str, bytes]]:
@@ -251,7 +251,7 @@ def test_a_speed_that_is_none_is_named(speed: str, tmp_path: Path, capsys: pytes
 
 def test_the_scene_of_these_tests_names_the_keys_that_the_monitor_reads() -> None:
     """The hand-made topology.json must not drift from a real one."""
-    from busrl.topology import load
+    from busrl.config import load
 
     real = load(Path(__file__).parents[2] / "configs" / "reference.toml", []).to_dict()
     for section, keys in TOPOLOGY.items():

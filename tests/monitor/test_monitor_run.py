@@ -16,8 +16,8 @@ import pytest
 from harness import Run, running
 from monitor_scene import entries, finished, until
 
-from busrl.monitor.find import living_runs
 from busrl.monitor.recording import End, Kind, summary
+from busrl.monitor.sources import living_runs
 from busrl.paths import RunPaths
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -41,7 +41,7 @@ def held(run: Run) -> Iterator[dict[str, Any]]:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for name in ("whole", "stopped")
-    }  # fmt: skip
+    }
     until("both record", lambda: all((folder / f"{name}.rec").exists() for name in children))
     children["stopped"].send_signal(signal.SIGSTOP)
     yield {"folder": folder, **children}
@@ -98,7 +98,7 @@ def test_a_killed_monitor_is_not_noticed_by_the_run(run: Run, held: dict[str, An
     assert {name: (one.index, one.pid) for name, one in run.processes().items()} == before
     assert names == (
         sorted(path.name for path in run.paths.root.rglob("*.lock")), sorted(os.listdir(run.paths.runtime_dir))
-    )  # fmt: skip
+    )
 
 
 def test_a_recording_of_a_real_run_shows_it_again(

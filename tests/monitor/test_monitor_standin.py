@@ -16,10 +16,10 @@ import zmq
 from monitor_scene import PATIENCE_S, Scene, finished, until
 
 from busrl.cli import main
-from busrl.monitor.find import find
 from busrl.monitor.recording import Entry, Header, Kind, Recording, Writer
-from busrl.monitor.seen import Facts
-from busrl.monitor.standin import Frames, StandIn
+from busrl.monitor.replay import Frames, StandIn
+from busrl.monitor.sources import find
+from busrl.monitor.state import Facts
 from busrl.protocol import Message, encode, topic
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m

@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from busrl.monitor import plain
-from busrl.monitor.picture import Picture
-from busrl.monitor.seen import ErrorSeen, Facts, ProcessSeen, RingSeen, StepSeen
+from busrl.monitor import words as plain
+from busrl.monitor.screen import view
 from busrl.monitor.snapshot import snapshot
-from busrl.monitor.view import view
+from busrl.monitor.state import ErrorRecord, Facts, ProcessRecord, RingRecord, RunState, StepRecord
 
 
-def picture(processes: int = 7, errors: int = 3, steps: int = 120, name: str = "quickstart") -> Picture:
-    made = Picture(facts=Facts(name=name, max_steps=150, n_min=32, mode="batch-async", max_staleness=2, started=1000.0))
+def picture(processes: int = 7, errors: int = 3, steps: int = 120, name: str = "quickstart") -> RunState:
+    facts = Facts(name=name, max_steps=150, n_min=32, mode="batch-async", max_staleness=2, started=1000.0)
+    made = RunState(facts=facts)
     entries = tuple(
-        ProcessSeen(
+        ProcessRecord(
             f"rollout/{i}", "rollout", 1000 + i, "ready", "", 0.0, 99.0 if i == 3 else 0.1, 0.1, i * 10**9, 10, 5, 80
         )
         for i in range(processes)
@@ -25,20 +25,20 @@ def picture(processes: int = 7, errors: int = 3, steps: int = 120, name: str = "
     occupancy = {"free": 300, "queued": 20, "generating": 256, "rewarded": 90, "training": 100, "dropped": 0}
     words = {"step": steps, "version": steps + 1, "run_state": 0}
     for second in (0.0, 1.5):
-        made.look(RingSeen(766, occupancy, words, 9, 9, 0, 0, 9, {}, 60, 21, entries), second)
+        made.look(RingRecord(766, occupancy, words, 9, 9, 0, 0, 9, {}, 60, 21, entries), second)
         made.tick(second)
     for step in range(1, steps + 1):
         told = {"flat_share": 0.8, "cut_share": 0.25, "entropy": 0.5, "k3": 0.001}
-        made.step(StepSeen(step, step + 1, step / 200, 14.0 - step / 100, age_mean=step % 7 / 7, **told), None)
+        made.step(StepRecord(step, step + 1, step / 200, 14.0 - step / 100, age_mean=step % 7 / 7, **told), None)
     made.sample = "'1+1=' → '3', reward 0"
     for number in range(errors):
-        made.error(ErrorSeen(1000.0 + number, f"rollout/{number}", "warning", "rollout", f"trouble {number}"), "file")
+        made.error(ErrorRecord(1000.0 + number, f"rollout/{number}", "warning", "rollout", f"trouble {number}"), "file")
     for name_ in ("DATA_GENERATED", "REWARD_COMPUTED"):
         made.traffic.heard(name_, 100)
     return made
 
 
-def shown(made: Picture, width: int, height: int, errors_only: bool = False) -> list[str]:
+def shown(made: RunState, width: int, height: int, errors_only: bool = False) -> list[str]:
     console = Console(width=width, height=height, force_terminal=True, color_system=None, legacy_windows=False)
     with console.capture() as captured:
         console.print(view(made, 2.0, 1100.0, width, height, errors_only), end="")
@@ -59,7 +59,7 @@ def test_80_by_24_shows_every_section() -> None:
         "quickstart · running", "step 120/150", "reward", "length", "rollout/0", "LATE", "generating 256",
         "flat groups 80% · cut answers 25% · entropy 0.50 · k3 0.001", "'1+1=' → '3', reward 0",
         "21/32 groups ready", "batch-async (bound 2)", "messages/s", "trouble 2", "q quit",
-    ):  # fmt: skip
+    ):
         assert wanted in text, text
 
 
@@ -81,7 +81,7 @@ def test_more_processes_than_lines_are_counted() -> None:
 @given(st.text(max_size=300))
 def test_names_and_texts_from_outside_can_not_break_the_screen_or_the_lines(text: str) -> None:
     made = picture(name=text)
-    made.error(ErrorSeen(1.0, text, text, text, f"\x1b[2J[bold]{text}"), "bus")
+    made.error(ErrorRecord(1.0, text, text, text, f"\x1b[2J[bold]{text}"), "bus")
     made.waiting = text
     lines = shown(made, 80, 24)
     assert len(lines) == 24 and not any("\x1b[2J" in line for line in lines)
@@ -98,16 +98,16 @@ def test_plain_lines_tell_the_same() -> None:
 def test_a_controller_is_shown_with_what_it_wants_and_what_is_in_force() -> None:
     made = picture()
     assert not any("H/H_ref" in line for line in plain.lines(made, 2.0, 1010.0))
-    made.step(StepSeen(121, n_min=32, control_n_min=64, control_moves=1, entropy_ratio=0.55), 1.0)
+    made.step(StepRecord(121, n_min=32, control_n_min=64, control_moves=1, entropy_ratio=0.55), 1.0)
     assert any("H/H_ref 0.55 · n_min 32, advises 64 · 1 moves" in line for line in plain.lines(made, 2.0, 1010.0))
     assert any("advises 64" in line for line in shown(made, 120, 40))
-    made.step(StepSeen(122, n_min=64, control_n_min=64, control_moves=1, entropy_ratio=0.55, eta=3), 1.0)
+    made.step(StepRecord(122, n_min=64, control_n_min=64, control_moves=1, entropy_ratio=0.55, eta=3), 1.0)
     lines = plain.lines(made, 2.0, 1010.0)
     assert any("n_min 64 · admission bound 3 steps" in line for line in lines)
     assert any("/64 groups ready" in line for line in lines)
     assert snapshot(made, 2.0, 1010.0)["control"] == {
         "n_min": 64, "wants_n_min": 64, "moves": 1, "entropy_ratio": 0.55, "eta": 3
-    }  # fmt: skip
+    }
 
 
 def test_lines_and_data_show_what_was_thrown_away_and_a_sample() -> None:
@@ -118,4 +118,4 @@ def test_lines_and_data_show_what_was_thrown_away_and_a_sample() -> None:
     shares = {"flat_share": 0.8, "cut_share": 0.25, "entropy": 0.5}
     assert told["policy"] == {**shares, "ess": None, "k3": pytest.approx(0.001)}
     assert told["sample"] == made.sample
-    assert snapshot(Picture(), 0.0, 0.0)["policy"]["flat_share"] is None
+    assert snapshot(RunState(), 0.0, 0.0)["policy"]["flat_share"] is None

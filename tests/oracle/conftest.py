@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from busrl.ledger.wal import Record, SampleRecord
+from busrl.config import Topology, load
+from busrl.ledger.log import Record, SampleRecord
 from busrl.paths import RunPaths
-from busrl.roles.gather import Claimed
-from busrl.roles.history import History
-from busrl.roles.stepmetrics import StepMetrics
-from busrl.roles.training_step import TrainingStep
-from busrl.topology import Topology, load
+from busrl.roles.learner.groups import Claimed
+from busrl.roles.learner.history import History
+from busrl.roles.learner.metrics import StepMetrics
+from busrl.roles.learner.step import TrainingStep
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Qwen3Config(
         vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
         intermediate_size=48, max_position_embeddings=64, eos_token_id=1, tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     path = tmp_path_factory.mktemp("oracle-model")
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
@@ -95,7 +95,7 @@ class MadeRun:
         record = Record(
             step=step, version=version, cause="count", groups=[group.group for group in groups], samples=samples,
             dmmpt=self.training.skip_mastered,
-        )  # fmt: skip
+        )
         self.flat_group(step)
         self.history.append(record)
         self.training.old.at(version, step - 1)
@@ -137,7 +137,7 @@ class MadeRun:
             prompt_ids=np.full(5, 3 + group % 12).astype("<i4").tobytes(), token_ids=tokens.astype("<i4").tobytes(),
             logprobs=b"\0" * 4 * len(tokens), versions=versions.astype("<u4").tobytes(),
             segments=_segments(chance, len(tokens)) if self.topology.segments.on else [],
-        )  # fmt: skip
+        )
 
     def flat_group(self, step: int, draw: int = -1) -> None:
         """Set a flat group aside for the coming `step`, as the learner does: metrics first, then its fates."""
@@ -170,7 +170,7 @@ def _topology(root: Path, folder: Path, tables: dict[str, dict[str, Any]]) -> To
         "model": {"path": str(folder)}, "groups": {"size": SIZE},
         "run": {"max_steps": 6}, "generation": {"temperature": 0.7, "max_new_tokens": LIMIT},
         "reward": {"kind": "python", "function": JUDGE}, "learner": {}, "trigger": {"n_min": GROUPS},
-    }  # fmt: skip
+    }
     for name, values in tables.items():
         given[name] = {**given.get(name, {}), **values}
     trigger = dataclasses.replace(base.learner.trigger, **given.pop("trigger"))

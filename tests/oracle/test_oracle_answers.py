@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from busrl.inference import Finished, Request
-from busrl.inference.torch_engine import TorchEngine
-from busrl.roles.learner import Learner
+from busrl.engines import Finished, Request
+from busrl.engines.torch.engine import TorchEngine
+from busrl.roles.learner.loop import Learner
 from busrl.roles.scheduler import Scheduler
 
 SEED, NEAR = 5, 1e-4
@@ -24,7 +24,7 @@ def request(key: int, temperature: float, segment: int = 0, prefix: Any = ()) ->
     return Request(
         key=key, uid=1000 + key, segment=segment, prompt_ids=np.array([3, 4 + key % 8], np.int32),
         prefix_ids=np.array(prefix, np.int32), max_new_tokens=24, temperature=temperature, top_p=1.0, seed=SEED,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,6 @@ def test_a_sample_that_is_admitted_while_a_version_is_published_never_looks_youn
         topology=SimpleNamespace(generation=generation), ring=SimpleNamespace(header=read), group_size=4,
         stream=SimpleNamespace(item=lambda draw: SimpleNamespace(line=b"", crc=0)),
         policy=SimpleNamespace(priority=lambda *of: 0),
-    )  # fmt: skip
+    )
     fields = Scheduler._fields(scheduler, 0, 0)
     assert fields["step"] <= fields["version"]  # version n is of step n here

@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "tokens that are too old": {"weights": {"max_staleness": 1}, "segments": {"length": 4, "global_max_length": 12}},
     "mastered tokens": {"experiments": {"dmmpt": "on", "dmmpt_sigma": 3.0, "dmmpt_tau": 0.05}},
     "an adapter": {"lora": {"rank": 3, "alpha": 9}, "learner": {"checkpoint_every": 1, "keep_last": 9}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -166,7 +166,7 @@ FALSE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "k3": ("metrics.jsonl", lambda row: {name: value for name, value in row.items() if name != "k3"}),
     "ended": ("groups.jsonl", lambda row: row | {"rewards": [[1.0, 2.0, 2.0, 2.0], *row["rewards"][1:]]}),
     "fates": ("groups.jsonl", lambda row: row | {"rewards": [[2.0] * 3, *row["rewards"][1:]]}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FALSE)

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from busrl.protocol import ALL, BY_NAME, codec, kind_of, name_of, vectors
+from busrl.protocol import ALL, BY_NAME, codec, kind_of, name_of
+from tools.reference import vectors
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "vectors"
 MESSAGES, VARIANTS, REJECTED = (

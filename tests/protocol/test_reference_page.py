@@ -11,17 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.protocol import ALL, BY_NAME, catalog, codec, explain, meanings, reference, vectors
+from busrl.protocol import ALL, BY_NAME, codec
 from busrl.protocol import messages as m
+from tools.reference import catalog, protocol_page, vectors
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def module_level(monkeypatch, kind) -> None:
     """Add a message as if it stood in messages.py."""
-    for module in (catalog, reference, vectors):
+    for module in (catalog, protocol_page, vectors):
         monkeypatch.setattr(module, "ALL", (*ALL, kind))
-    monkeypatch.setattr("busrl.protocol.topics.BY_NAME", {**BY_NAME, m.name_of(kind): kind})
+    monkeypatch.setattr("busrl.protocol.codec.BY_NAME", {**BY_NAME, m.name_of(kind): kind})
 
 
 class Shape(msgspec.Struct):
@@ -46,17 +47,17 @@ class Silent(m.Message, tag="SILENT"):
 
 def test_the_page_is_what_the_structs_say():
     page = (ROOT / "docs" / "protocol.md").read_text()
-    assert reference.rewritten(page) == page, "run `python -m busrl.protocol.reference`"
+    assert protocol_page.rewritten(page) == page, "run `python -m tools.reference.protocol_page`"
 
 
 def test_the_command_mends_a_page_that_has_drifted_and_writes_the_vectors(tmp_path):
     (tmp_path / "docs").mkdir()
     page = (ROOT / "docs" / "protocol.md").read_text()
     (tmp_path / "docs" / "protocol.md").write_text(page.replace("NEW_TASK", "OLD_TASK"))
-    command = [sys.executable, "-m", "busrl.protocol.reference", "--vectors", "--root", str(tmp_path)]
+    command = [sys.executable, "-m", "tools.reference.protocol_page", "--vectors", "--root", str(tmp_path)]
     subprocess.run(command, check=True, timeout=60, cwd=ROOT)
     mended = (tmp_path / "docs" / "protocol.md").read_text()
-    assert reference.MARK.format("session") in mended and "### NEW_TASK" in mended and "### OLD_TASK" not in mended
+    assert protocol_page.MARK.format("session") in mended and "### NEW_TASK" in mended and "### OLD_TASK" not in mended
     for path in (ROOT / "docs" / "vectors").glob("*.json"):
         assert (tmp_path / "docs" / "vectors" / path.name).read_bytes() == path.read_bytes()
 
@@ -64,14 +65,14 @@ def test_the_command_mends_a_page_that_has_drifted_and_writes_the_vectors(tmp_pa
 def test_a_page_without_a_mark_is_refused_by_name(tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "protocol.md").write_text("nothing")
-    assert reference.main(["--root", str(tmp_path)]) == 2
+    assert protocol_page.main(["--root", str(tmp_path)]) == 2
     assert "no part 'envelope'" in capsys.readouterr().err
 
 
 def test_a_message_that_nobody_described_says_all_that_is_missing(monkeypatch):
     module_level(monkeypatch, Silent)
-    with pytest.raises(reference.Incomplete) as refused:
-        reference.complete()
+    with pytest.raises(protocol_page.Incomplete) as refused:
+        protocol_page.complete()
     said = str(refused.value)
     assert "Silent in busrl/protocol has no docstring" in said
     assert "Silent has no route; add it to ROUTES" in said
@@ -80,9 +81,9 @@ def test_a_message_that_nobody_described_says_all_that_is_missing(monkeypatch):
 
 def test_a_field_that_is_in_no_version_or_has_no_meaning_is_named(monkeypatch):
     monkeypatch.setitem(catalog.HISTORY["1.0"], "NEW_TASK", "worker_id slot_id seq uid prompt")
-    monkeypatch.delitem(meanings.MEANINGS, "drain_s")
-    with pytest.raises(reference.Incomplete) as refused:
-        reference.complete()
+    monkeypatch.delitem(protocol_page.MEANINGS, "drain_s")
+    with pytest.raises(protocol_page.Incomplete) as refused:
+        protocol_page.complete()
     assert "NEW_TASK: no version brought count" in str(refused.value)
     assert "STOP.drain_s has no meaning" in str(refused.value)
 
@@ -98,13 +99,13 @@ def test_a_new_message_with_records_and_bytes_gets_its_tables_and_vectors_withou
     monkeypatch.setitem(catalog.ROUTES, Brought, catalog.Route("rollout", "keeper"))
     monkeypatch.setitem(catalog.HISTORY, "1.9", {"BROUGHT": "worker_id tensors remark", "Shape": "name shape data"})
     for name in ("tensors", "remark", "name", "shape", "data"):
-        monkeypatch.setitem(meanings.MEANINGS, name, f"What {name} means.")
-    reference.complete()
-    page = reference.details()
+        monkeypatch.setitem(protocol_page.MEANINGS, name, f"What {name} means.")
+    protocol_page.complete()
+    page = protocol_page.details()
     assert "| `tensors` | array of [Shape](#record-shape) | default `[]` | 1.9 |" in page
     assert "| `remark` | text or nil | default nil | 1.9 |" in page
     assert "### Record Shape" in page and "| `data` | bytes | required | 1.9 |" in page
-    assert "[`BROUGHT`](#brought) | rollout | `BROUGHT/`" in reference.overview()
+    assert "[`BROUGHT`](#brought) | rollout | `BROUGHT/`" in protocol_page.overview()
     for name, message in vectors.samples():
         if name.startswith("BROUGHT."):
             assert codec.decode(Brought, codec.encode(message), 1 << 20) == message
@@ -122,8 +123,8 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(s
 @given(st.dictionaries(st.text(), VALUES))
 def test_bytes_that_are_taken_apart_for_a_reader_are_all_there_in_order(value):
     raw = msgspec.msgpack.encode(value)
-    assert b"".join(token.raw for token in explain.tokens(raw)) == raw
-    pieces = explain.fields(raw)
+    assert b"".join(token.raw for token in protocol_page.tokens(raw)) == raw
+    pieces = protocol_page.fields(raw)
     assert b"".join(piece for piece, _ in pieces) == raw and len(pieces) == 1 + keys_in(value)
 
 
@@ -136,6 +137,6 @@ def keys_in(value) -> int:
 @given(st.binary(max_size=40))
 def test_bytes_that_are_no_msgpack_are_refused_and_nothing_else_happens(raw):
     try:
-        assert b"".join(token.raw for token in explain.tokens(raw)) == raw
+        assert b"".join(token.raw for token in protocol_page.tokens(raw)) == raw
     except ValueError:
         pass

@@ -13,7 +13,7 @@ import pytest
 
 from busrl.errors import PeerTimeout
 from busrl.quickstart import cache
-from busrl.quickstart.recipe import Recipe, find
+from busrl.quickstart.task import Recipe, find
 
 ROOT = Path(cache.__file__).parents[2]
 NAME = "tiny:sort"
@@ -22,7 +22,7 @@ MAKER = """
 import sys
 from pathlib import Path
 from busrl.quickstart.cache import make_once
-from busrl.quickstart.recipe import find
+from busrl.quickstart.task import find
 
 def fill(folder):
     with open(sys.argv[1], "a") as log:

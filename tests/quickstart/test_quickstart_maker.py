@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from busrl.errors import MachineError
-from busrl.quickstart import cache, maker, sort_task
-from busrl.quickstart.recipe import RECIPES, Recipe
+from busrl.quickstart import cache, maker, task
+from busrl.quickstart.task import RECIPES, Recipe
 
 ROOT = Path(cache.__file__).parents[2]
 SHORT = replace(
     Recipe(), name="tiny:short", train_prompts=64, validation_prompts=16, check_samples=16, check_every=1, batch=8,
     skill=0.0, mask_steps=1, pass_low=0.0, pass_high=1.0,
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_the_data_files_hold_prompts_with_their_answers(made: cache.Paths) -> No
         assert len(records) == count
         for record in records:
             assert re.fullmatch(r"[0-9]{3,10}=", record["prompt"])
-            assert record["answer"] == sort_task.answer_of(record["prompt"])
+            assert record["answer"] == task.answer_of(record["prompt"])
 
 
 def test_a_warm_up_that_misses_its_mark_is_an_error_and_leaves_nothing(

@@ -12,10 +12,10 @@ from types import ModuleType
 
 import pytest
 
-from busrl.quickstart import sort_task
-from busrl.quickstart.recipe import Recipe
+from busrl.quickstart import task
+from busrl.quickstart.task import Recipe
 
-ROOT = Path(sort_task.__file__).parents[2]
+ROOT = Path(task.__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +32,12 @@ def loop() -> ModuleType:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
-    from busrl.quickstart.model import new_model, new_tokenizer, save
+    from busrl.quickstart.maker import new_model, new_tokenizer, save
 
     made = tmp_path_factory.mktemp("rival")
     save(made / "model", Recipe(), new_tokenizer(Recipe()), new_model(Recipe()))
     lines = [
-        json.dumps({"prompt": prompt, "answer": sort_task.answer_of(prompt)}) for prompt in ("312=", "9081726354=")
+        json.dumps({"prompt": prompt, "answer": task.answer_of(prompt)}) for prompt in ("312=", "9081726354=")
     ]
     (made / "train.jsonl").write_text("\n".join(lines) + "\n")
     return made
@@ -107,6 +107,6 @@ def test_its_reward_is_that_of_the_extract_pattern(loop: ModuleType, folder: Pat
     judged = run.judge(rollout, [[vocabulary[digit] for digit in "123"]])[0].tolist()
     expected = []
     for text, end in zip(texts, ends, strict=True):
-        found = re.search(sort_task.EXTRACT, "".join(text) + ("<eos>" if end else ""))
+        found = re.search(task.EXTRACT, "".join(text) + ("<eos>" if end else ""))
         expected.append(float(found is not None and found[1] == "123"))
     assert judged == expected == [1.0, 0.0, 0.0, 1.0]

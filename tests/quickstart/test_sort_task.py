@@ -11,44 +11,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.errors import UserError
-from busrl.quickstart import sort_task
-from busrl.quickstart.recipe import RECIPES, Recipe, find, known
+from busrl.quickstart import task
+from busrl.quickstart.task import RECIPES, Recipe, find, known
 
 RECIPE = Recipe()
 SEEDS = st.integers(0, 2**32)
 
 
 def test_no_prompt_is_in_both_splits_nor_twice_in_one() -> None:
-    train, validation = sort_task.splits(RECIPE)
+    train, validation = task.splits(RECIPE)
     assert (len(train), len(validation)) == (RECIPE.train_prompts, RECIPE.validation_prompts)
     assert len({*train, *validation}) == len(train) + len(validation)
 
 
 def test_the_splits_are_the_same_every_time() -> None:
-    assert sort_task.splits(RECIPE) == sort_task.splits(RECIPE)
+    assert task.splits(RECIPE) == task.splits(RECIPE)
 
 
 @given(SEEDS)
 def test_a_right_completion_is_judged_right_and_fits_max_new_tokens(seed: int) -> None:
     rng = random.Random(seed)
-    prompt = sort_task.draw_prompt(RECIPE, rng)
-    completion = sort_task.draw_completion(RECIPE, prompt, 0.0, rng)
-    found = re.search(sort_task.EXTRACT, completion + sort_task.END_TOKEN)
-    assert found is not None and found[1] == sort_task.answer_of(prompt)
+    prompt = task.draw_prompt(RECIPE, rng)
+    completion = task.draw_completion(RECIPE, prompt, 0.0, rng)
+    found = re.search(task.EXTRACT, completion + task.END_TOKEN)
+    assert found is not None and found[1] == task.answer_of(prompt)
     assert len(completion) + 1 <= RECIPE.max_new_tokens and len(prompt) <= RECIPE.max_prompt_tokens
 
 
 @given(SEEDS)
 def test_a_spoilt_answer_differs_in_one_digit(seed: int) -> None:
     rng = random.Random(seed)
-    answer = sort_task.answer_of(sort_task.draw_prompt(RECIPE, rng))
-    spoilt = sort_task.spoil(answer, rng)
+    answer = task.answer_of(task.draw_prompt(RECIPE, rng))
+    spoilt = task.spoil(answer, rng)
     assert len(spoilt) == len(answer) and sum(a != b for a, b in zip(answer, spoilt, strict=True)) == 1
 
 
 @given(st.text("0123456789", min_size=3, max_size=10))
 def test_a_completion_without_its_end_token_is_judged_wrong(digits: str) -> None:
-    assert re.search(sort_task.EXTRACT, f"..|{digits}") is None
+    assert re.search(task.EXTRACT, f"..|{digits}") is None
 
 
 def test_the_first_digit_sets_the_mean_length_and_lengths_spread_over_an_order_of_magnitude() -> None:
@@ -56,7 +56,7 @@ def test_the_first_digit_sets_the_mean_length_and_lengths_spread_over_an_order_o
     means = []
     lengths = []
     for first in "0369":
-        mine = [len(sort_task.draw_filler(RECIPE, f"{first}12=", rng)) for _ in range(2000)]
+        mine = [len(task.draw_filler(RECIPE, f"{first}12=", rng)) for _ in range(2000)]
         means.append(sum(mine) / len(mine))
         lengths += [length + 5 for length in mine]
     assert means == sorted(means) and means[-1] > 5 * means[0]

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from busrl.errors import RewardNotLoaded
 from busrl.rewards import Item, Outcome, RewardPool
-from busrl.rewards.frames import Request, Setup, Splitter, frame
-from busrl.rewards.lane import Lane
+from busrl.rewards.process import Lane, Request, Setup, Splitter, frame
 
 JUDGE = """
 import os, signal, sys, time

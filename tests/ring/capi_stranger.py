@@ -18,7 +18,7 @@ class Tensor(c.Structure):
         ("size", c.c_uint32), ("dtype", c.c_uint8), ("bits", c.c_uint8), ("ndim", c.c_uint8), ("segment", c.c_uint8),
         ("shape", c.c_uint64 * 4), ("nbytes", c.c_uint64), ("data", c.c_void_p), ("flags", c.c_uint32),
         ("zero", c.c_uint32), ("name", c.c_char * 40),
-    ]  # fmt: skip
+    ]
 
 
 library = c.CDLL(sys.argv[1])

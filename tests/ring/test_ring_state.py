@@ -54,7 +54,7 @@ def test_the_line_shows_what_was_dispatched_and_what_its_owner_wrote(world):
     world.ring.dispatch(
         uid=9, group=1, admission=7, member=1, group_size=8, cls=2, task=b"t", prompt_crc=5, priority=-3,
         max_new_tokens=64, temperature=0.5, top_p=0.9, version=11, step=4,
-    )  # fmt: skip
+    )
     [(slot, word)] = world.take(State.QUEUED, State.GENERATING)
     world.ring.set(slot, word, reward=0.25, finish=1, response_tokens=17, version=12, flags=3)
     line = world.ring.line(slot)
@@ -62,7 +62,7 @@ def test_the_line_shows_what_was_dispatched_and_what_its_owner_wrote(world):
         "uid": 9, "group": 1, "admission": 7, "member": 1, "group_size": 8, "cls": 2, "prompt_crc": 5, "priority": -3,
         "max_new_tokens": 64, "temperature": 0.5, "version": 12, "step": 4, "reward": 0.25, "finish": 1,
         "response_tokens": 17, "attempt": 1, "flags": 3, "state": State.GENERATING, "owner": world.ring.index,
-    }  # fmt: skip
+    }
     assert {name: line[name].item() for name in expected} == expected
     assert world.ring.lines()[slot] == line and line["top_p"] == np.float32(0.9)
     assert world.ring.lines()["uid"][1] == UID_NONE

@@ -112,7 +112,7 @@ def test_a_task_that_does_not_fit_is_refused_with_both_sizes(world):
         world.ring.dispatch(
             uid=1, group=0, admission=0, member=0, group_size=8, cls=0, task=b"x" * 5000, prompt_crc=0,
             max_new_tokens=1, temperature=1.0,
-        )  # fmt: skip
+        )
     assert world.states() == {"FREE": 8} and world.fate(1) == ""
 
 

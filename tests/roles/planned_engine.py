@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from busrl.inference.base import EOS, LENGTH, Finished, Request
+from busrl.engines.base import EOS, LENGTH, Finished, Request
 
 if TYPE_CHECKING:
     from busrl.weights.base import Receiver

@@ -9,9 +9,10 @@ import pytest
 
 from busrl.errors import WeightsTimeout
 from busrl.ring import State
-from busrl.roles import actor, publish
+from busrl.roles import actor
 from busrl.roles.actor import Actor, Pieces
-from busrl.roles.learner import Learner
+from busrl.roles.learner import publish
+from busrl.roles.learner.loop import Learner
 from busrl.roles.rollout import Rollout
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from busrl.config import Topology, load
 from busrl.errors import (
     ENDS_RUN,
     NO_USE,
@@ -22,9 +23,8 @@ from busrl.errors import (
     WeightsRefused,
     process_code,
 )
-from busrl.ledger.wal import SampleRecord
-from busrl.roles.agreement import EXACT, ROUNDED, TOKENS, Agreement, mixed, tolerance
-from busrl.topology import Topology, load
+from busrl.ledger.log import SampleRecord
+from busrl.roles.learner.loop import EXACT, ROUNDED, TOKENS, LogprobCheck, mixed, tolerance
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
@@ -54,16 +54,16 @@ def refuse(asked: Sequence[SampleRecord]) -> Any:
 
 def test_a_difference_that_nothing_explains_ends_the_run_with_both_numbers() -> None:
     with pytest.raises(EngineDisagrees) as caught:
-        Agreement(quick()).first(records(8, 16), 0, scorer(-3.5))
+        LogprobCheck(quick()).first(records(8, 16), 0, scorer(-3.5))
     text = str(caught.value)
     assert "engine torch, version 0: over 128 tokens" in text and "(mean -1)" in text and "(mean -3.5)" in text
     assert "differ by 2.5 on average, more than learner.mismatch_limit = 1" in text
     with pytest.raises(EngineDisagrees):
-        Agreement(quick()).first(records(8, 16), 0, scorer(float("nan")))
+        LogprobCheck(quick()).first(records(8, 16), 0, scorer(float("nan")))
 
 
 def test_what_agrees_once_is_not_computed_again_and_few_tokens_decide_nothing() -> None:
-    agreement = Agreement(quick())
+    agreement = LogprobCheck(quick())
     agreement.first(records(1, TOKENS - 1), 0, refuse)
     agreement.first(records(8, 16, version=3), 4, refuse)
     agreement.first(records(8, 16), 0, scorer(-1.2))
@@ -76,13 +76,13 @@ def test_nothing_is_concluded_of_engines_that_are_no_models_of_ours(engine: str)
     if engine == "other":
         entries = (replace(one, command=("node",)) if one.role == "rollout" else one for one in topology.process)
         topology = replace(topology, process=tuple(entries))
-    agreement = Agreement(topology)
+    agreement = LogprobCheck(topology)
     agreement.first(records(8, 16), 0, refuse)
     assert bool(agreement.warning(0, 0, 4.0)) == (engine == "other")
 
 
 def test_the_limit_can_be_turned_off() -> None:
-    Agreement(quick("learner.mismatch_limit=0")).first(records(8, 16), 0, refuse)
+    LogprobCheck(quick("learner.mismatch_limit=0")).first(records(8, 16), 0, refuse)
 
 
 def test_the_tolerance_is_that_of_the_coarsest_type_that_may_compute() -> None:
@@ -91,7 +91,7 @@ def test_the_tolerance_is_that_of_the_coarsest_type_that_may_compute() -> None:
 
 
 def test_a_warning_names_engine_version_and_both_numbers_and_nothing_is_said_of_nothing() -> None:
-    agreement = Agreement(quick("weights.mode=sync"))
+    agreement = LogprobCheck(quick("weights.mode=sync"))
     text = agreement.warning(7, 7, 0.02)
     assert "step 8" in text and "engine torch, version 7" in text and "0.02" in text and "0.001" in text
     assert agreement.warning(7, 7, None) == agreement.warning(7, 7, 1e-4) == ""
@@ -99,18 +99,18 @@ def test_a_warning_names_engine_version_and_both_numbers_and_nothing_is_said_of_
 
 def test_where_new_weights_go_on_over_old_keys_only_answers_that_began_with_them_are_judged() -> None:
     assert mixed(quick()) and not mixed(quick("generation.on_update=recompute")) and not mixed(quick(engine="vllm"))
-    agreement = Agreement(quick())
+    agreement = LogprobCheck(quick())
     assert agreement.warning(0, 0, 0.02) and not agreement.warning(1, 1, 0.02, 1e-5)
     assert "differ from the learner's by 3 on average" in agreement.warning(1, 1, 0.5, 3.0)
 
 
 def test_without_an_answer_that_began_with_the_weights_a_difference_of_nats_is_told_all_the_same() -> None:
-    agreement = Agreement(quick())
+    agreement = LogprobCheck(quick())
     assert not agreement.warning(9, 9, 0.2) and "by 3 on average" in agreement.warning(9, 9, 3.0)
 
 
 def test_several_updates_per_batch_do_not_silence_the_comparison() -> None:
-    assert Agreement(quick("weights.mode=sync", "learner.updates_per_batch=2")).warning(4, 4, 0.5)
+    assert LogprobCheck(quick("weights.mode=sync", "learner.updates_per_batch=2")).warning(4, 4, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,6 @@ def test_several_updates_per_batch_do_not_silence_the_comparison() -> None:
         (EngineDisagrees("x"), ENDS_RUN), (UserError("x"), NO_USE), (RunInUse("x"), 1), (WeightsRefused("x"), 1),
         (PeerTimeout("x"), 1), (BugError("x"), 1),
     ],
-)  # fmt: skip
+)
 def test_a_process_ends_with_what_another_life_could_change(problem: Any, code: int) -> None:
     assert process_code(problem) == code

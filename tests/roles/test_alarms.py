@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.roles.alarms import Alarms
+from busrl.roles.learner.metrics import Alarms
 
 
 def row(
@@ -18,7 +18,7 @@ def row(
     return {
         "step": step, "ess": ess, "k3": k3, "flat_share": flat, "groups_ended": ended, "reward": 0.25, "entropy": 0.5,
         "lr": 3e-4, "samples": 32, "tokens": tokens, "cut_share": cut, "length_mean": 512.0,
-    }  # fmt: skip
+    }
 
 
 def told(alarms: Alarms, *rows: dict[str, Any]) -> list[str]:

@@ -11,18 +11,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.ledger.wal import Record, SampleRecord
-from busrl.roles.control import Control, read_lines
-from busrl.roles.limits import admission_limits, control_settings
-from busrl.roles.plan import make_plan
+from busrl.config import Topology, load
+from busrl.config.derive import admission_limits, control_settings, make_plan
+from busrl.ledger.log import Record, SampleRecord
+from busrl.roles.learner.control import Control, read_lines
 from busrl.scheduling.control import Controller, Inputs
-from busrl.topology import Topology, load
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "mode": "act", "reference_steps": 3, "high": 1.1, "low": 0.9, "hysteresis": 0.01, "ema": 0.3, "probe_every": 2,
     "every": 2, "cooldown": 2, "streak": 1,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=["entropy", "full"])
@@ -79,7 +78,7 @@ class Living:
                 logprobs=b"", versions=b"",
             )
             for i in range(48)
-        ]  # fmt: skip
+        ]
         self.records.append(Record(step=step, version=step - 1, cause="count", groups=[1, 2], samples=samples))
         return self.records[-1]
 

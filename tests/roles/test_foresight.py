@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from busrl.config import Topology, load
 from busrl.data import JsonlStream
 from busrl.paths import RunPaths
-from busrl.roles import plaindata
-from busrl.roles.foresight import Foresight
+from busrl.roles import predictor_state
+from busrl.roles.scheduler import DispatchFeed
 from busrl.scheduling import Candidate, GroupScanner, Record
-from busrl.topology import Topology, load
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),
-                 ("reward", "f8"), ("finish", "u2"), ("response_tokens", "u4")])  # fmt: skip
+                 ("reward", "f8"), ("finish", "u2"), ("response_tokens", "u4")])
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -34,21 +34,21 @@ PLAIN = st.recursive(
 def test_plain_data_come_back_equal(data: dict[str, Any], shape: tuple[int], tmp_path_factory: Any) -> None:
     path = tmp_path_factory.mktemp("plain") / "state.npz"
     arrays = {"f": np.ones(shape, np.float32), "deep": [{"i": np.arange(3)}]}
-    plaindata.save(path, {"data": data, **arrays})
-    found = plaindata.load(path)
+    predictor_state.save_plain(path, {"data": data, **arrays})
+    found = predictor_state.load_plain(path)
     assert found is not None and found["data"] == data
     assert found["f"].dtype == np.float32 and found["f"].shape == shape and found["deep"][0]["i"].tolist() == [0, 1, 2]
 
 
 def test_a_missing_file_is_nothing_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "state.npz"
-    assert plaindata.load(path) is None
-    plaindata.save(path, {"a": np.arange(1000)})
+    assert predictor_state.load_plain(path) is None
+    predictor_state.save_plain(path, {"a": np.arange(1000)})
     whole = path.read_bytes()
     for damaged in (b"", b"no archive", whole[:40], whole[:-40], whole[:100] + b"\xff" * 40 + whole[140:]):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"state\.npz: can not be read"):
-            plaindata.load(path)
+            predictor_state.load_plain(path)
 
 
 class Counting:
@@ -82,14 +82,14 @@ def topology(tmp_path: Path) -> Topology:
     settings_ = [
         f'data.train="{data}"', 'validation.data=""', 'scheduler.policy="sjf"', "data.shuffle=false",
         "learner.trigger.n_min=4", "groups.size=2", "process.validator.count=0",
-    ]  # fmt: skip
+    ]
     return load(ROOT / "configs" / "quickstart.toml", settings_)
 
 
 def test_lengths_are_told_once_and_written_with_their_predictions(topology: Topology, tmp_path: Path) -> None:
     predictor, warnings = Counting(), list[str]()
     stream = JsonlStream(topology.data.train, 0, False)
-    first = Foresight(topology, RunPaths.of(tmp_path), stream, predictor, warnings.append)
+    first = DispatchFeed(topology, RunPaths.of(tmp_path), stream, predictor, warnings.append)
     fates, lines = np.zeros(4096, np.uint8), np.zeros(4, LINE)
     scanner = GroupScanner(fates, 2)
     first.look(scanner.scan(lines), lines, 8)
@@ -112,7 +112,7 @@ def test_lengths_are_told_once_and_written_with_their_predictions(topology: Topo
 
 def test_a_new_scheduler_tells_its_policy_of_groups_that_are_open_already(topology: Topology, tmp_path: Path) -> None:
     stream, predictor = JsonlStream(topology.data.train, 0, False), Counting()
-    later = Foresight(topology, RunPaths.of(tmp_path), stream, predictor, lambda text: None)
+    later = DispatchFeed(topology, RunPaths.of(tmp_path), stream, predictor, lambda text: None)
     fates, lines = np.zeros(4096, np.uint8), np.zeros(4, LINE)
     fates[[0, 1]] = ord("D")
     lines[0], lines[1] = (4, 0, 0, 0, 0, 0, 0.0, 1, 33), (3, 0, 0, 1, 0, 0, 0.0, 0, 0)
@@ -123,6 +123,6 @@ def test_a_new_scheduler_tells_its_policy_of_groups_that_are_open_already(topolo
 def test_a_disk_that_refuses_costs_the_records_and_no_more(topology: Topology, tmp_path: Path) -> None:
     warnings: list[str] = []
     paths = RunPaths.of(tmp_path / "gone")
-    told = Foresight(topology, paths, JsonlStream(topology.data.train, 0, False), Counting(), warnings.append)
+    told = DispatchFeed(topology, paths, JsonlStream(topology.data.train, 0, False), Counting(), warnings.append)
     told._write([Record(3, 0, 1.0, 2.0, 2, 1)], least=1)
     assert warnings and "1 groups are missing from scheduler.jsonl" in warnings[0]

@@ -11,14 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from busrl.config.schema import Data, Log, Openai
 from busrl.data.chat import LightTokenizer
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, SlotTooSmall, State
-from busrl.roles.excerpts import Excerpts
-from busrl.roles.gather import Claimed, claim_group, claim_groups, end, give_back, parts_of
-from busrl.roles.stepmetrics import StepMetrics
+from busrl.roles.learner.groups import Claimed, Excerpts, claim_group, claim_groups, end, give_back, parts_of
+from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.trajectory import Generated, read_parts, write_parts, write_segment, write_text
-from busrl.topology.schema import Data, Log, Openai
 
 GROUP = 4
 
@@ -44,7 +43,7 @@ def rewarded_group(
             uid=2 * GROUP * group + member, group=group, admission=7 + group, member=member, group_size=GROUP,
             cls=0, task=b'{"prompt": "ab"}',
             prompt_crc=1, max_new_tokens=8, temperature=1.0, version=3, step=2,
-        )  # fmt: skip
+        )
     slots = []
     for slot, word in ring.take(State.QUEUED, State.GENERATING, cls=None, limit=GROUP):
         size = lengths[len(slots)]
@@ -161,7 +160,7 @@ def test_a_tensor_of_another_type_or_rank_costs_its_sample_only(ring, array, why
         ring.dispatch(
             uid=member, group=0, admission=7, member=member, group_size=GROUP, cls=0, task=b"{}", prompt_crc=1,
             max_new_tokens=8, temperature=1.0, version=3, step=2,
-        )  # fmt: skip
+        )
     slots = []
     for slot, word in ring.take(State.QUEUED, State.GENERATING, cls=None, limit=GROUP):
         ids = array if not slots else np.arange(2, dtype=np.int32)
@@ -215,7 +214,7 @@ def test_several_groups_are_all_given_back_if_one_is_in_the_way(trouble: str, ri
 
 PARTS: tuple[dict[str, float], ...] = (
     {"format": 1.0, "right": 0.5}, {"format": 0.0, "right": 0.25}, {}, {"format": 0.5, "Länge, in Worten": -1.0},
-)  # fmt: skip
+)
 
 
 def test_the_parts_of_rewards_come_back_by_name_and_stand_beside_the_sample(ring: Ring) -> None:

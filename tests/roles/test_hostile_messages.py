@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
+from busrl.config.rules import MOST_SAMPLES
 from busrl.errors import ENDS_RUN, QueuesFull, SamplesUsedUp, process_code
 from busrl.protocol import messages as m
-from busrl.protocol.catalog import ROUTES
 from busrl.ring import Fates
 from busrl.roles import bus as bus_role
-from busrl.roles.gateway import MOST_NAMED, Gateway
-from busrl.roles.keeper import Keeper
+from busrl.roles.keeper import MOST_NAMED, Gateway, Keeper
 from busrl.roles.scheduler import Scheduler
-from busrl.scheduling.rows import Rows
-from busrl.topology.rules import MOST_SAMPLES
+from busrl.scheduling.admission import Rows
+from tools.reference.catalog import ROUTES
 
 MOST = 8
 SLOTS = 256

@@ -15,14 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl.config import Topology, load
+from busrl.engines.base import LENGTH
 from busrl.errors import ENDS_RUN, NothingToTrain, process_code
-from busrl.inference.base import LENGTH
-from busrl.ledger.errorlog import record_error
+from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
-from busrl.roles.idling import Flat, Idling, cause_of
-from busrl.roles.skew import MOST_GROUPS, Skew
-from busrl.roles.stepmetrics import StepMetrics
-from busrl.topology import Topology, load
+from busrl.roles.learner.metrics import MOST_GROUPS, Flat, Idling, Skew, StepMetrics, cause_of
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 DTYPE = [("reward", "f8"), ("finish", "u1")]
@@ -46,7 +44,7 @@ def view(ended: Sequence[str] = (), ready: Sequence[int] = (), flat: Sequence[in
     return SimpleNamespace(
         draws=draws, usable=np.ones(len(draws), np.bool_), flat=np.isin(draws, np.array(flat, np.int64)),
         ended_fates=np.array(fates, np.uint8).reshape(-1, 2),
-    )  # fmt: skip
+    )
 
 
 def lines(*rewards: float, cut: int = 0) -> Any:

@@ -11,16 +11,14 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from busrl.engines import Finished, Request
+from busrl.engines.torch.engine import TorchEngine
 from busrl.errors import WeightsRefused
-from busrl.inference import Finished, Request
-from busrl.inference.torch_engine import TorchEngine
-from busrl.roles.restart import Restart
+from busrl.roles.rollout import Restart
 from busrl.training import checkpoint
-from busrl.training.lora import Adapter, LoraSettings
-from busrl.training.model import load
-from busrl.weights.fingerprint import fingerprint
-from busrl.weights.folder_receiver import FolderReceiver
-from busrl.weights.folder_sender import FolderSender
+from busrl.training.model import Adapter, LoraSettings, load
+from busrl.weights.folders import FolderReceiver, FolderSender
+from busrl.weights.tensors import fingerprint
 
 pytest.importorskip("peft")
 MODES = ("lora_hotswap", "lora_restart", "checkpoint_restart")
@@ -34,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Qwen3Config(
         vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
         intermediate_size=48, max_position_embeddings=64, eos_token_id=15, tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     path = tmp_path_factory.mktemp("base")
     Qwen3ForCausalLM(config).save_pretrained(path)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(16)}, unk_token="t0"))
@@ -82,7 +80,7 @@ def request(key: int, tokens: int = 20) -> Request:
     return Request(
         key=key, uid=key, segment=0, prompt_ids=np.array([3, 4, 5 + key], np.int32), prefix_ids=np.empty(0, np.int32),
         max_new_tokens=tokens, temperature=1.0, top_p=1.0, seed=0,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from busrl.ledger.wal import SampleRecord
-from busrl.roles.oldtokens import OldTokens
-from busrl.roles.training_step import to_sample
+from busrl.ledger.log import SampleRecord
+from busrl.roles.learner.step import StaleTokenMask, to_sample
 
 
 def record(versions: list[int], step: int, **more: Any) -> SampleRecord:
@@ -20,12 +19,12 @@ def record(versions: list[int], step: int, **more: Any) -> SampleRecord:
         "prompt_ids": np.arange(2, 5, dtype="<i4").tobytes(),
         "token_ids": np.arange(5, 5 + count, dtype="<i4").tobytes(),
         "logprobs": np.full(count, -1, "<f4").tobytes(), "versions": np.array(versions, "<u4").tobytes(), **more,
-    }  # fmt: skip
+    }
     return SampleRecord(**values)
 
 
-def at(bound: int | None, *noted: tuple[int, int]) -> OldTokens:
-    old = OldTokens(bound)
+def at(bound: int | None, *noted: tuple[int, int]) -> StaleTokenMask:
+    old = StaleTokenMask(bound)
     for version, step in noted:
         old.at(version, step)
     return old
@@ -53,7 +52,7 @@ def test_without_a_bound_nothing_is_old() -> None:
 
 
 def test_the_step_of_versions_survives_a_checkpoint() -> None:
-    old, again = at(2, (0, 0), (3, 1), (4, 2)), OldTokens(2)
+    old, again = at(2, (0, 0), (3, 1), (4, 2)), StaleTokenMask(2)
     again.load(old.state())
     assert again.state() == old.state() and again.step_of(2) == 1
 
@@ -66,6 +65,6 @@ def test_what_is_left_out_becomes_context() -> None:
 
 @pytest.mark.parametrize("kept", [1, 256])
 def test_memory_is_bounded(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.roles.oldtokens.KEPT", kept)
+    monkeypatch.setattr("busrl.roles.learner.step.KEPT", kept)
     old = at(2, *[(version, version) for version in range(600)])
     assert len(old.state()) == kept

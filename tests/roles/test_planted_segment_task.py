@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from busrl.inference.base import Finished, Request
-from busrl.inference.torch_engine import TorchEngine
-from busrl.ledger.wal import SampleRecord
-from busrl.roles import training_step
-from busrl.roles.training_step import TrainingStep
-from busrl.topology import Topology, load
-from busrl.topology.schema import Segments
+from busrl.config import Topology, load
+from busrl.config.schema import Segments
+from busrl.engines.base import Finished, Request
+from busrl.engines.torch.engine import TorchEngine
+from busrl.ledger.log import SampleRecord
+from busrl.roles.learner import step as training_step
+from busrl.roles.learner.step import TrainingStep
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, SEGMENT, GROUPS, SIZE, STEPS = 12, 3, 8, 8, 30
@@ -39,7 +39,7 @@ def topology(folder: Path, loss: str, seed: int) -> Topology:
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
         head_dim=16, intermediate_size=48, max_position_embeddings=32, eos_token_id=VOCABULARY,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)  # its end token is none that it can write: all have two segments
     base = load(ROOT / "configs" / "quickstart.toml")
     learner = dataclasses.replace(base.learner, lr=1.5e-2)
@@ -61,7 +61,7 @@ def answers(engine: TorchEngine, step: int, seed: int) -> list[tuple[Request, li
         engine.submit([
             dataclasses.replace(r, segment=segment, prefix_ids=parts[0].token_ids if parts else none)
             for r, parts in made
-        ])  # fmt: skip
+        ])
         while engine.active:
             for done in engine.step():
                 made[done.key][1].append(done)
@@ -82,7 +82,7 @@ def records(made: list[tuple[Request, list[Finished]]]) -> list[SampleRecord]:
                 logprobs=logprobs.tobytes(), versions=versions.tobytes(),
                 segments=[len(part.token_ids) for part in parts],
             )
-        )  # fmt: skip
+        )
     return found
 
 

@@ -9,17 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from busrl.config import Topology, load
 from busrl.data import JsonlStream
-from busrl.data.trace import write
-from busrl.data.tracemaker import generate
+from busrl.data.trace import make_trace, write
 from busrl.paths import RunPaths
-from busrl.roles import plaindata
+from busrl.roles import predictor_state
 from busrl.roles.predictor_state import PredictorState, copy_into
-from busrl.scheduling.predictors import Candidate
-from busrl.topology import Topology, load
+from busrl.scheduling.lengths import Candidate
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = generate(120)
+TASKS = make_trace(120)
 
 
 class Place:
@@ -183,14 +182,14 @@ def test_a_run_uses_the_users_words(place: Place) -> None:
     words = place.root / "words.toml"
     words.write_text('[words]\n"zebra" = 900\n')
     one, other = (s.guard.predict([Candidate(0, "a zebra", 4096)])[0]
-                  for s in (place.state("rules", str(words)), place.state("rules")))  # fmt: skip
+                  for s in (place.state("rules", str(words)), place.state("rules")))
     assert one == other + 900
 
 
 def test_plain_data_comes_back_equal(tmp_path: Path) -> None:
     data = {"a": np.arange(3), "b": [1, 2.5, "ü\ud800", {"c": np.zeros((0, 2), np.float32)}], "d": True, "e": {}}
-    plaindata.save(tmp_path / "x.npz", data)
-    back = plaindata.load(tmp_path / "x.npz")
+    predictor_state.save_plain(tmp_path / "x.npz", data)
+    back = predictor_state.load_plain(tmp_path / "x.npz")
     assert back is not None and list(back) == list(data) and back["b"][:3] == data["b"][:3] and back["e"] == {}
     assert back["a"].dtype == np.int64 and back["b"][3]["c"].shape == (0, 2) and back["b"][3]["c"].dtype == np.float32
-    assert plaindata.load(tmp_path / "none.npz") is None
+    assert predictor_state.load_plain(tmp_path / "none.npz") is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from busrl.bus import Refusal
-from busrl.roles.refusals import Refusals
+from busrl.roles.bus import Refusals
 
 
 def test_refusals_of_one_address_are_one_line_with_all_of_them_counted() -> None:

@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from busrl.inference import LENGTH, Finished, Request
-from busrl.inference.torch_engine import TorchEngine
-from busrl.roles.restart import PIECE, Restart
+from busrl.engines import LENGTH, Finished, Request
+from busrl.engines.torch.engine import TorchEngine
+from busrl.roles.rollout import PIECE, Restart
 
 
 def request(key: int, tokens: int = 12, temperature: float = 1.0) -> Request:
     return Request(
         key=key, uid=key, segment=0, prompt_ids=np.array([3, 4, 5 + key], np.int32), prefix_ids=np.empty(0, np.int32),
         max_new_tokens=tokens, temperature=temperature, top_p=1.0, seed=0,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def engine(tmp_path: Path) -> TorchEngine:
     config = Qwen3Config(
         vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
         intermediate_size=48, max_position_embeddings=64, eos_token_id=15, tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(16)}, unk_token="t0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t15")
     return TorchEngine(Qwen3ForCausalLM(config), tokenizer, capacity=4, max_length=32)

@@ -14,18 +14,17 @@ import numpy as np
 import pytest
 from planned_engine import EOS_ID, PlannedEngine, logprobs_of
 
-from busrl.inference.base import Finished, Request
+from busrl.config import load
+from busrl.config.derive import admission_limits
+from busrl.config.schema import Segments, Topology
+from busrl.engines.base import Finished, Request
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.actor import Doorbell
-from busrl.roles.gather import Claimed, claim_group
-from busrl.roles.limits import admission_limits
-from busrl.roles.pace import Pace
-from busrl.roles.rollout import Rollout
-from busrl.roles.segment_cuts import SegmentCuts
-from busrl.roles.trajectory import read, read_text
-from busrl.topology import load
-from busrl.topology.schema import Segments, Topology
+from busrl.roles.learner.groups import Claimed, claim_group
+from busrl.roles.rollout import Pace, Rollout
+from busrl.roles.segments import SegmentCuts
+from busrl.roles.trajectory import read_generated, read_text
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 12
@@ -116,7 +115,7 @@ def dispatch(ring: Ring, uids: Sequence[int], cls: int = 0, step: int = 0, versi
             uid=uid, group=uid // 4, admission=uid % 100, member=uid % 4, group_size=4, cls=cls,
             task=b'{"prompt": "ab"}', prompt_crc=1, max_new_tokens=LIMIT, temperature=1.0, version=version, step=step,
             priority=-(uid % 100),
-        )  # fmt: skip
+        )
         assert sent
 
 
@@ -157,9 +156,9 @@ def test_an_answer_ends_by_itself_or_at_the_global_limit_and_nowhere_else(
     dispatch(ring, [0])
     worker.run()
     assert shown(ring, 0) == (State.GENERATED, segments, finish, tokens)
-    whole = read(ring, slot(ring, 0), "tokens", segments)
+    whole = read_generated(ring, slot(ring, 0), "tokens", segments)
     assert whole.tolist() == [EOS_ID if c == "$" else ord(c) for c in said[:tokens]]
-    assert np.array_equal(read(ring, slot(ring, 0), "logprobs", segments), logprobs_of(whole))
+    assert np.array_equal(read_generated(ring, slot(ring, 0), "logprobs", segments), logprobs_of(whole))
     assert read_text(ring, slot(ring, 0), segments) == said[:tokens].removesuffix("$")
     assert [(r.segment, len(r.prefix_ids), r.max_new_tokens) for r in seen] == [
         (k, 4 * k, 4) for k in range(segments)
@@ -196,7 +195,7 @@ def test_any_worker_continues_what_another_began_and_versions_and_log_probs_are_
     two.weights(5, 4)  # in the middle of the segment
     two.run()
     assert shown(here, 0) == (State.GENERATED, 3, EOS, 9)
-    assert read(here, slot(here, 0), "versions", 3).tolist() == [0] * 4 + [3] + [5] * 4
+    assert read_generated(here, slot(here, 0), "versions", 3).tolist() == [0] * 4 + [3] + [5] * 4
     assert (int(line(here, 0)["version"]), int(line(here, 0)["step"])) == (0, 0)  # the oldest token counts
 
 
@@ -213,8 +212,8 @@ def test_a_segment_whose_maker_died_is_made_again_and_the_committed_ones_stay(ri
     two.run()
     assert [(r.segment, r.prefix_ids.tolist()) for r in seen] == [
         (1, [ord(c) for c in "abcd"]), (2, [ord(c) for c in "abcdefgh"])
-    ]  # fmt: skip
-    assert read(here, at, "tokens", 3).tolist() == [*(ord(c) for c in "abcdefgh"), EOS_ID]
+    ]
+    assert read_generated(here, at, "tokens", 3).tolist() == [*(ord(c) for c in "abcdefgh"), EOS_ID]
 
 
 def test_an_answer_of_another_kind_of_worker_in_odd_pieces_still_reaches_its_limit(rings: list[Ring]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.roles.skew import Skew, distribution, ks_distance
+from busrl.roles.learner.metrics import Skew, distribution, ks_distance
 
 
 def test_first_finished_groups_are_shorter_than_drawn_ones_and_the_alarm_says_so_once() -> None:

@@ -16,17 +16,16 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from busrl.config import Topology, load
+from busrl.config.schema import Segments
 from busrl.data import JsonlStream
 from busrl.errors import UserError
-from busrl.ledger.files import json_lines
+from busrl.ledger.log import Record, SampleRecord, Wal, json_lines
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates
-from busrl.roles.history import History
-from busrl.roles.training_step import TrainingStep, _split, to_sample
-from busrl.topology import Topology, load
-from busrl.topology.schema import Segments
+from busrl.roles.learner.history import History
+from busrl.roles.learner.step import TrainingStep, _split, to_sample
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Qwen3Config(
         vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
         intermediate_size=48, max_position_embeddings=64, eos_token_id=1, tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     path = tmp_path_factory.mktemp("model")
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path
@@ -195,7 +194,7 @@ def test_the_learning_rate_is_that_of_the_step_however_many_updates_it_has(topol
     config = dataclasses.replace(
         topology.learner, updates_per_batch=updates, lr=1e-3, warmup_groups=0, trigger=trigger, decay="linear",
         decay_groups=8, decay_to=0.5,
-    )  # fmt: skip
+    )
     step = TrainingStep(dataclasses.replace(topology, learner=config))
     assert step.train(records(1), 4, 0).lr == pytest.approx(1e-3)
     assert step.train(records(2), 4, 1).lr == pytest.approx(0.75e-3)
@@ -282,7 +281,7 @@ def test_a_step_in_segments_is_the_same_live_and_replayed_with_a_gate_that_goes_
     masks = []
     for step in range(1, 6):
         record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3],
-                        samples=with_segments(records(step)), dmmpt=living.skip_mastered)  # fmt: skip
+                        samples=with_segments(records(step)), dmmpt=living.skip_mastered)
         history.append(record)
         stats = living.train(record.samples, 4, record.version)
         masks.append((record.dmmpt, stats.mastered_tokens > 0, living.gate_moved))

@@ -104,7 +104,7 @@ def answered(ring: Ring, versions: list[int], admitted: int) -> tuple[int, int]:
     ((slot, word),) = ring.dispatch(
         uid=VALIDATE_BIT, group=VALIDATE_BIT, admission=0, member=0, group_size=1, cls=1, task=b"{}", prompt_crc=0,
         priority=0, max_new_tokens=8, temperature=1.0, top_p=1.0, version=admitted, step=0,
-    )  # fmt: skip
+    )
     word = ring.claim(slot, word, State.GENERATING)
     count = len(versions)
     drawn = Generated(np.ones(count, np.int32), np.zeros(count, np.float32), np.array(versions, np.uint32))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from busrl.ring import State
-from busrl.roles.worth import Worth
+from busrl.roles.learner.loop import OverlongShaping
 
 LINE = np.dtype([("state", np.uint8), ("cls", np.uint8), ("finish", np.uint8), ("reward", np.float64)])
 ENDED, CUT = 1, 2
@@ -19,19 +19,19 @@ def lines() -> np.ndarray:
             (State.REWARDED, 1, CUT, 0.75), (State.GENERATED, 0, CUT, 0.0),
         ],
         LINE,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
     ("worth", "expected"),
     [
-        (Worth(), [0.75, 0.75, 1.0, 0.75, 0.0]),
-        (Worth(truncated=0.0), [0.0, 0.75, 0.0, 0.75, 0.0]),
-        (Worth(truncated=-1.0), [-1.0, 0.75, -1.0, 0.75, 0.0]),
-        (Worth(penalty=0.5), [0.25, 0.75, 0.5, 0.75, 0.0]),
+        (OverlongShaping(), [0.75, 0.75, 1.0, 0.75, 0.0]),
+        (OverlongShaping(truncated=0.0), [0.0, 0.75, 0.0, 0.75, 0.0]),
+        (OverlongShaping(truncated=-1.0), [-1.0, 0.75, -1.0, 0.75, 0.0]),
+        (OverlongShaping(penalty=0.5), [0.25, 0.75, 0.5, 0.75, 0.0]),
     ],
 )
 def test_only_judged_training_answers_that_the_limit_cut_are_worth_something_else(
-    worth: Worth, expected: list[float]
+    worth: OverlongShaping, expected: list[float]
 ) -> None:
     assert worth.apply(lines())["reward"].tolist() == expected

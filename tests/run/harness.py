@@ -61,7 +61,7 @@ class Run:
             self.child = subprocess.Popen(
                 [*command, *arguments], stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
                 env={**os.environ, **self.env},
-            )  # fmt: skip
+            )
         self.pidfd = os.pidfd_open(self.child.pid)
         return self
 

@@ -69,12 +69,12 @@ def make_model(folder: Path, kind: str, positions: int = 64) -> Path:
     if kind == "gpt2":
         model = GPT2LMHeadModel(GPT2Config(
             vocab_size=len(vocabulary), n_positions=positions, n_embd=32, n_layer=2, n_head=2, **tokens
-        ))  # fmt: skip
+        ))
     else:
         shape: dict[str, Any] = {
             "vocab_size": len(vocabulary), "max_position_embeddings": positions, "hidden_size": 32,
             "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        }  # fmt: skip
+        }
         if kind == "lfm2":  # one layer of convolutions
             model = Lfm2ForCausalLM(Lfm2Config(layer_types=["conv", "full_attention"], **shape, **tokens))
         else:

@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     "a model that can not be read": (
         lambda folder: (folder / "model" / "config.json").write_text("{"), ["config.json:", "not a JSON object"]
     ),
-}  # fmt: skip
+}
 
 
 def command(verb: str, folder: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ def run_with_a_death(tmp_path: Path, role: str, point: str, *settings: str) -> R
     run = Run(
         tmp_path / "run", *BROADCAST,
         f"process.{role}.env={{DIE_IN='{point}', DIE_MARK='{mark}', PYTHONPATH='{DYING}:{ROOT}'}}", *settings, steps=12,
-    )  # fmt: skip
+    )
     with running(run):
         code = run.wait()
     assert mark.exists(), run.tail()
@@ -45,7 +45,7 @@ def test_a_run_with_sparse_updates_and_digests_ends_well(transport: str, tmp_pat
     run = Run(
         tmp_path / "run", f"weights.transport='{transport}'", "weights.sparse.enabled=true", "weights.checksum=true",
         "weights.sparse.threshold=1.0", "process.rollout.count=2", steps=12,
-    )  # fmt: skip
+    )
     with running(run):
         code = run.wait()
     check_end(run, code)

@@ -48,7 +48,7 @@ def test_by_an_endpoint_it_is_the_same_and_one_that_knows_fewer_end_ids_is_cut(
     settings = [
         "process.rollout.engine=openai", f"openai.base_url={server.url}", f"openai.endpoint={endpoint}",
         "weights.mode=fully-async", "learner.mismatch_limit=0", "learner.checkpoint_every=100",
-    ]  # fmt: skip
+    ]
     run = Run(tmp_path / "run", *settings, config=make_all(tmp_path / "mine", model), steps=4)
     try:
         with running(run):

@@ -9,16 +9,16 @@ import pytest
 from checks import check_end
 from harness import Run, read_lines, running
 
-from busrl.roles.control import read_lines as valid_lines
-from busrl.roles.limits import control_settings
+from busrl.config import Topology
+from busrl.config.derive import control_settings
+from busrl.roles.learner.control import read_lines as valid_lines
 from busrl.scheduling.control import Controller, Inputs
-from busrl.topology import Topology
 
 HERE, RULES = "learner.controller.", "experiments.controller."
 JUMPY = [  # thresholds so near to 1 that a few steps of learning cross them
     f"{HERE}mode=act", f"{RULES}reference_steps=6", f"{RULES}high=1.03", f"{RULES}low=0.97", f"{RULES}hysteresis=0.005",
     f"{RULES}ema=0", f"{RULES}probe_every=1", f"{HERE}every=2", f"{HERE}cooldown=4", "weights.max_staleness=4",
-]  # fmt: skip
+]
 
 
 def decided_again(run: Run) -> list[dict[str, Any] | None]:
@@ -84,7 +84,7 @@ def test_many_deaths_and_lost_steps_leave_a_log_that_explains_itself(
 @pytest.mark.slow
 def test_budgets_count_groups_where_the_batch_varies(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", *JUMPY, "run.max_groups=150", "validation.every=5", "learner.checkpoint_every=5",
-              steps=1000)  # fmt: skip
+              steps=1000)
     with running(run):
         assert run.wait() == 0, run.tail()
     rows = run.metrics()

@@ -14,8 +14,7 @@ import pytest
 from checks import check_end
 from harness import ROOT, Run, running
 
-from busrl.ledger.mend import newest_checkpoint
-from busrl.ledger.trained import TrainedSet
+from busrl.ledger.trained import TrainedSet, newest_checkpoint
 
 pytestmark = pytest.mark.slow
 END_S = 60.0  # to notice takes a second or two; to stop all processes in order takes the rest
@@ -139,7 +138,7 @@ def test_a_topology_that_vanishes_under_a_run_is_written_again_and_the_run_has_i
 SMALL = [
     "process.rollout.count=1", "learner.trigger.n_min=4", "learner.checkpoint_every=5", "scheduler.policy=sjf",
     "generation.max_new_tokens=128", "mock.token_s=0.0002", "mock.per_sequence_s=0.00001", "log.samples=2",
-]  # fmt: skip
+]
 DONE, GOAL = 11, 13
 FOR_PEOPLE = re.compile(r"[a-z]+\.jsonl|supervisor.json|predictor.npz|topology.toml|pace/.*|logs/.*")
 AT_ONCE = 3  # starts wait for each other's processes more than they compute

@@ -12,10 +12,10 @@ import pytest
 from harness import ROOT, Run, running
 
 from busrl.cli.command import main
+from busrl.config import load, materialise
+from busrl.engines import ABORTED, LENGTH, Finished, Request
 from busrl.errors import UserError
 from busrl.evaluate import Asked, Evaluation
-from busrl.inference import ABORTED, LENGTH, Finished, Request
-from busrl.topology import load, materialise
 
 STEPS = 3
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

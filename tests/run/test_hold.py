@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from busrl.ring import Ring
-from busrl.roles import hold
+from busrl.roles import version_pin
 
 HOLDER = """
 import sys
@@ -38,7 +38,7 @@ class Holder:
         self.child = subprocess.Popen(
             [sys.executable, "-c", HOLDER, ring.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+        )
         assert self.child.stdout is not None
         index, took = self.child.stdout.readline().split()
         self.index, self.took = int(index), took == "True"
@@ -51,8 +51,8 @@ class Holder:
 def test_only_one_living_process_holds(ring: Ring) -> None:
     first, second = Holder(ring), Holder(ring)
     assert first.took and not second.took
-    assert hold.holder(ring) and not hold.clear_stale(ring)
-    assert "validator (pid" in hold.name_of(ring, hold.holder(ring))
+    assert version_pin.pinned_by(ring) and not version_pin.clear_stale(ring)
+    assert "validator (pid" in version_pin.name_of(ring, version_pin.pinned_by(ring))
     first.kill()
     second.kill()
 
@@ -60,11 +60,11 @@ def test_only_one_living_process_holds(ring: Ring) -> None:
 def test_a_hold_is_over_with_its_process_and_can_be_taken_over(ring: Ring) -> None:
     first = Holder(ring)
     first.kill()
-    assert hold.holder(ring) == 0
+    assert version_pin.pinned_by(ring) == 0
     second = Holder(ring)
-    assert second.took and hold.holder(ring)
+    assert second.took and version_pin.pinned_by(ring)
     second.kill()
-    assert hold.clear_stale(ring) and not hold.clear_stale(ring)
+    assert version_pin.clear_stale(ring) and not version_pin.clear_stale(ring)
 
 
 def test_a_hold_does_not_pass_to_the_next_process_in_the_same_entry(ring: Ring) -> None:
@@ -72,9 +72,9 @@ def test_a_hold_does_not_pass_to_the_next_process_in_the_same_entry(ring: Ring) 
     first.kill()
     ring.reap()
     assert ring.register("rollout", "rollout/0") == first.index
-    assert not ring.is_dead(first.index) and hold.holder(ring) == 0
-    hold.let_go(ring)
-    assert ring.header(hold.WORD) != 0, "it was not ours to let go"
-    assert hold.clear_stale(ring) and hold.take(ring)
-    hold.let_go(ring)
-    assert ring.header(hold.WORD) == 0
+    assert not ring.is_dead(first.index) and version_pin.pinned_by(ring) == 0
+    version_pin.unpin(ring)
+    assert ring.header(version_pin.WORD) != 0, "it was not ours to let go"
+    assert version_pin.clear_stale(ring) and version_pin.pin(ring)
+    version_pin.unpin(ring)
+    assert ring.header(version_pin.WORD) == 0

@@ -14,10 +14,10 @@ from harness import Run, read_lines, running
 
 from busrl import keys
 from busrl.bus import Endpoint, tcp_pair
-from busrl.bus.core import encrypt
+from busrl.bus.endpoint import encrypt
 from busrl.errors import BusNotReady
 from busrl.keys import ClientKeys, Pair
-from busrl.launch.status import status
+from busrl.launch.display import status
 from busrl.protocol import messages as m
 from busrl.protocol import topic
 from busrl.ring import Ring, State

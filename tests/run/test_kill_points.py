@@ -33,7 +33,7 @@ def survive(tmp_path: Path, learner: str, rollout: str, scheduler: str) -> None:
     run = Run(
         tmp_path / "run", steps=STEPS, config=with_points(tmp_path, learner, rollout),
         env={"BUSRL_CRASH_POINT": scheduler},
-    )  # fmt: skip
+    )
     with running(run):
         code = run.wait()
     check_end(run, code)

@@ -22,7 +22,7 @@ SETTINGS = (
     "learner.micro_batch_min_samples=4", "generation.temperature=0.7", "validation.temperature=0.3",
     "validation.samples=12", "validation.every=4", "segments.length=8", "segments.global_max_length=24",
     "generation.max_new_tokens=24", "reward.truncated_penalty=0.5", "weights.max_staleness=2",
-)  # fmt: skip
+)
 
 
 def finished(directory: Path, *settings: str) -> tuple[Run, Any]:

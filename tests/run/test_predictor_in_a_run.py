@@ -8,14 +8,14 @@ import pytest
 from checks import check_end
 from harness import Run, read_lines, running
 
-from busrl.roles import plaindata
+from busrl.roles import predictor_state
 
 # Read by every Python of the run before anything else; only the scheduler asks a predictor.
 BROKEN = """\
 import sys
 if any("scheduler" in argument for argument in sys.orig_argv):
     import numpy
-    from busrl.scheduling.predictors import BlendPredictor
+    from busrl.scheduling.lengths import BlendPredictor
     def predict(self, candidates):
         {fault}
     BlendPredictor.predict = predict
@@ -51,12 +51,12 @@ def test_every_checkpoint_holds_what_the_predictor_knew_and_its_measures_are_in_
     run = Run(
         tmp_path / "run", "scheduler.policy=sjf", "scheduler.predictor=blend", "learner.checkpoint_every=8",
         "learner.keep_last=9", steps=20,
-    )  # fmt: skip
+    )
     with running(run):
         code = run.wait()
     check_end(run, code)
     copies = [run.paths.checkpoints / f"global_step_{step}" / "predictor.npz" for step in (8, 16, 20)]
-    known = [(plaindata.load(path) or {})["inner"]["level"]["answers"] for path in copies]
+    known = [(predictor_state.load_plain(path) or {})["inner"]["level"]["answers"] for path in copies]
     assert 0 < known[0] < known[1] <= known[2]
     told = read_lines(run.paths.scheduler_log)
     assert len(told) > 1 and -1 <= told[-1]["predictor_tau"] <= 1 and told[-1]["predictor_pairs"] > 0

@@ -30,7 +30,7 @@ def test_a_prompt_that_kills_its_engine_is_quarantined_dropped_and_rolled_again_
     run = Run(
         tmp_path / "run", f"process.rollout.command={json.dumps(command)}",
         f"process.rollout.env={{DEADLY_UID='{DEADLY}', PYTHONPATH='{ROOT}'}}", steps=12,
-    )  # fmt: skip
+    )
     with running(run):
         code = run.wait()
     assert code == 0, run.tail()

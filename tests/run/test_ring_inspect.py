@@ -20,17 +20,15 @@ import pytest
 from harness import ROOT
 
 from busrl.cli.command import main
+from busrl.config import Topology, load
 from busrl.data import JsonlStream
-from busrl.ledger.drawslog import DrawsLog
-from busrl.ledger.errorlog import record_error
+from busrl.ledger.errors import record_error
+from busrl.ledger.log import DrawsLog, Record, SampleRecord, TrainLog, Wal
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.trainlog import TrainLog
-from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
 from busrl.ring import UID_VALIDATE, Fates, Ring, State
-from busrl.ring.takeovers import taken_back
-from busrl.topology import Topology, load
+from busrl.ring.locks import taken_back
 
 G = 8
 
@@ -71,7 +69,7 @@ class Made:
         [done] = self.ring.dispatch(
             uid=sample, group=sample // G // 2, admission=4, member=sample % G, group_size=G, cls=0, task=b"{}",
             prompt_crc=0, max_new_tokens=8, temperature=1.0, version=3, **more,
-        )  # fmt: skip
+        )
         return done
 
     def generated(self, sample: int) -> tuple[int, int]:
@@ -86,7 +84,7 @@ class Made:
             uid=sample, group=sample // G // 2, admission=0, member=sample % G, attempt=1, prompt_crc=0, reward=0.5,
             temperature=1.0, version=1, step=1, finish=1, prompt_ids=b"", token_ids=bytes(12), logprobs=bytes(12),
             versions=np.array([5, 6, 6], np.uint32).tobytes(),
-        )])  # fmt: skip
+        )])
         with Wal(self.paths.wal, sync=False) as wal:
             wal.append(record)
         log = TrainLog(self.paths.train_log)

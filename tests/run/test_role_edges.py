@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from busrl.engines import Finished
 from busrl.errors import WeightsTimeout
-from busrl.inference import Finished
 from busrl.paths import RunPaths
 from busrl.ring import State
 from busrl.roles.rollout import Rollout, Task

@@ -15,7 +15,7 @@ from busrl.ring import Ring
 SCRIPTED = [
     "process.rollout.count=4", "learner.trigger.n_min=8", "mock.token_s=0.0005", "mock.per_sequence_s=0.00005",
     "generation.max_new_tokens=128", "mock.learner_s_per_token=0.00005",
-]  # fmt: skip
+]
 
 
 def test_scripted_actors_feed_a_real_learner_and_load_no_torch(tmp_path: Path, quickstart: None) -> None:

@@ -12,7 +12,7 @@ from checks import check_end
 from harness import ROOT, Run, running
 from own import make_all
 
-from busrl.ledger.wal import Record, SampleRecord, frames
+from busrl.ledger.log import Record, SampleRecord, frames
 
 LENGTH, LIMIT = 8, 24
 CUT_BY_LIMIT = 2
@@ -60,7 +60,7 @@ def test_a_run_in_segments_survives_the_death_of_a_rollout_and_its_log_holds_eve
     run = Run(
         tmp_path / "run", *SHORT, "learner.checkpoint_every=0", "validation.at_start=false", "validation.samples=8",
         "process.rollout.count=2", steps=8,
-    )  # fmt: skip
+    )
     with running(run):
         run.until_step(2)
         run.kill("rollout/0")
@@ -78,7 +78,7 @@ def test_rollouts_that_are_killed_in_the_middle_of_segments_lose_nothing_and_the
     run = Run(
         tmp_path / "run", *SHORT, *settings, "learner.checkpoint_every=0", "validation.at_start=false", steps=14,
         config=killed_in_segments(tmp_path),
-    )  # fmt: skip
+    )
     with running(run):
         run.until_step(9)
         run.kill_launch()
@@ -155,7 +155,7 @@ def test_in_a_run_too_the_last_segment_alone_can_not_learn_what_the_first_one_de
         run = Run(
             tmp_path / loss, "segments.length=4", f"segments.loss={loss}", "weights.mode=sync", "learner.lr=5e-3",
             "generation.max_new_tokens=8", "learner.trigger.n_min=16", f"run.seed={seed}", config=config, steps=50,
-        )  # fmt: skip
+        )
         with running(run):
             code = run.wait()
         assert code == 0, run.tail()

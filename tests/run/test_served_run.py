@@ -32,7 +32,7 @@ def served(tmp_path: Path, endpoint: Endpoint, *settings: str, steps: int = 8) -
         "process.rollout.engine=openai", f"openai.base_url={endpoint.url}", "weights.mode=fully-async",
         "reward.kind=python", f"reward.function={tmp_path / 'reward.py'}:score", "reward.extract=",
         "generation.max_new_tokens=24", "validation.samples=8", *settings, steps=steps,
-    )  # fmt: skip
+    )
 
 
 def errors(run: Run) -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ class Storm:
         return [
             *[self.kill_some] * 4, *[self.kill_launch] * 3,
             self.kill_all, self.stop, self.freeze, self.remove_a_file, self.remove_sockets, self.send_garbage,
-        ]  # fmt: skip
+        ]
 
     def again(self) -> None:
         assert self.run.child is not None

@@ -133,7 +133,7 @@ def folder(mine: Path, tmp_path: Path) -> Path:
     (HANGS, ["reward.timeout_s=1"], "fails for an empty answer to the first prompt: no result after 1 s"),
     (own.REWARD, ["generation.max_prompt_tokens=2"], "64 of the 64 prompts"),
     (own.REWARD, ["data.template=chat"], "no chat template"),
-], ids=["reward raises", "reward hangs", "prompts too long", "chat without a template"])  # fmt: skip
+], ids=["reward raises", "reward hangs", "prompts too long", "chat without a template"])
 @pytest.mark.parametrize("verb", ["check", "launch"])
 def test_a_wrong_start_is_refused_by_name(
     folder: Path, verb: str, reward: str, settings: list[str], told: str
@@ -146,7 +146,7 @@ def test_a_wrong_start_is_refused_by_name(
 
 SHAPE = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
          "num_key_value_heads": 2, "vocab_size": 151936,
-         "tie_word_embeddings": True}  # fmt: skip
+         "tie_word_embeddings": True}
 
 
 def test_a_learning_rate_of_a_toy_for_half_a_billion_weights_is_warned_of(folder: Path) -> None:

@@ -29,13 +29,12 @@ from busrl.scheduling import (
     make_policy,
     uid_of,
 )
-from busrl.scheduling.credit import not_ahead
-from busrl.scheduling.finished import FinishedAnswers
-from busrl.scheduling.probes import Probes
+from busrl.scheduling.admission import Probes, not_ahead
+from busrl.scheduling.pool import FinishedAnswers
 
 FREE, QUEUED, GENERATING, REWARDED, TRAINING = 0, 2, 3, 6, 7
 LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),
-                 ("reward", "f8"), ("finish", "u2"), ("response_tokens", "u4"), ("priority", "i4")])  # fmt: skip
+                 ("reward", "f8"), ("finish", "u2"), ("response_tokens", "u4"), ("priority", "i4")])
 DRAWS = 4096
 
 
@@ -57,7 +56,7 @@ class Table:
         return int(np.count_nonzero(self.lines["state"] == FREE))
 
     def put(self, draw: int, member: int, *, attempt: int = 0, state: int = QUEUED, admission: int | None = None,
-            step: int = 0, reward: float = 0.0, segs: int = 0, cls: int = 0, priority: int = 0) -> int:  # fmt: skip
+            step: int = 0, reward: float = 0.0, segs: int = 0, cls: int = 0, priority: int = 0) -> int:
         """Dispatch a member into the first free slot, already in `state`."""
         slot = int(np.argmin(self.lines["state"] != FREE))
         assert self.lines["state"][slot] == FREE, "the ring is full"
@@ -86,7 +85,7 @@ class ClosedLoop:
                  over_age: str = "wait", streaming: bool = True, policy: str = "fifo", t_max_s: float = float("inf"),
                  accidents: float = 0.05, flats: float = 0.2, deaths: float = 0.02, lag: float = 0.0,
                  publish_every: int = 1, slots: int = 0, checked: bool = True, probe: bool = False, rows: int = 0,
-                 ahead: int = 0, n_lo: int | None = None, n_hi: int | None = None) -> None:  # fmt: skip
+                 ahead: int = 0, n_lo: int | None = None, n_hi: int | None = None) -> None:
         self.random = random.Random(seed)
         self.limits = derive(mode, n_min, staleness, group_size, n_lo, n_hi)
         assert not self.limits.problems()
@@ -114,7 +113,7 @@ class ClosedLoop:
         self.scanner = GroupScanner(self.table.fates, self.table.group_size, horizon=self.horizon)
         rounds = self.limits.n_min if self.limits.sync else 0
         self.policy = make_policy(self.policy_name, self.horizon, round_groups=rounds, window=self.limits.W,
-                                  group_size=self.limits.group_size)  # fmt: skip
+                                  group_size=self.limits.group_size)
         self.answers = FinishedAnswers()
 
     def start_learner(self) -> None:
@@ -163,13 +162,13 @@ class ClosedLoop:
                 break
             admission = max(0, self.next_admission - 1) if todo.admission == UNKNOWN else todo.admission
             self.table.put(todo.draw, todo.member, attempt=todo.attempt, admission=admission, step=self.published,
-                           priority=self.policy.priority(todo.draw, admission))  # fmt: skip
+                           priority=self.policy.priority(todo.draw, admission))
             sent += 1
         return sent
 
     def open_groups(self, view: GroupView) -> int:
         room = self.admission.room(view, unpublished=self.unpublished, next_admission=self.next_admission,
-                                   step=self.step, free=view.free_slots)  # fmt: skip
+                                   step=self.step, free=view.free_slots)
         room = not_ahead(room, self.ahead, view.queued, self.table.group_size)
         missing = self.policy.missing(view.unopened(self.horizon + room.groups))
         self.policy.offer([prompt_of(draw) for draw in missing])
@@ -181,7 +180,7 @@ class ClosedLoop:
             self.opened.append(candidate.draw)
             for member in range(1 if self.probes.on else self.table.group_size):
                 self.table.put(candidate.draw, member, admission=admission, step=self.published,
-                               priority=self.policy.priority(candidate.draw, admission, self.probes.on))  # fmt: skip
+                               priority=self.policy.priority(candidate.draw, admission, self.probes.on))
                 sent += 1
                 if self.random.random() < self.deaths / 8:
                     self.start_scheduler()  # killed in the middle of a group: a successor finishes it
@@ -232,7 +231,7 @@ class ClosedLoop:
         """Carry out what the plan says. Publishes every `publish_every` steps, or when nothing is on its way."""
         view = self.learner_scanner.scan(self.table.lines.copy())
         actions = self.plan.decide(view, self.claimed, step=self.step, now=self.now,
-                                   next_admission=self.next_admission)  # fmt: skip
+                                   next_admission=self.next_admission)
         for action in actions:
             if isinstance(action, SetAside):
                 for slot in view.slots_of(action.draw):

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.scheduling.arrivals import Arrivals
-from busrl.scheduling.credit import Room, not_ahead
+from busrl.scheduling.admission import Arrivals, Room, not_ahead
 
 # Microseconds, as a file may hold them: below a nanosecond a period counts as none.
 TIMES = st.lists(st.floats(0, 100).map(lambda s: round(s, 6)), min_size=1, max_size=40).map(sorted)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from busrl.scheduling import POLICIES
 from busrl.scheduling.limits import oldest_age, window_of
-from busrl.scheduling.window import look
+from busrl.scheduling.trigger import look
 
 LOOPS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -29,13 +29,13 @@ def run(loop: Any, steps: int, limit: int = 60_000) -> None:
 @LOOPS
 @given(seed=SEEDS, n_min=N_MIN, staleness=st.integers(0, 4), streaming=st.booleans(), policy=st.sampled_from(POLICIES),
        accidents=st.sampled_from([0.0, 0.05, 0.4]), lag=st.sampled_from([0.0, 0.5]),
-       t_max_s=st.sampled_from([float("inf"), 40.0]))  # fmt: skip
+       t_max_s=st.sampled_from([float("inf"), 40.0]))
 def test_batch_async_never_blocks_never_trains_twice_and_keeps_the_age_bound(
     closed_loop: Any, seed: int, n_min: int, staleness: int, streaming: bool, policy: str, accidents: float, lag: float,
     t_max_s: float,
-) -> None:  # fmt: skip
+) -> None:
     loop = closed_loop(seed, n_min=n_min, staleness=max(staleness, int(lag > 0)), streaming=streaming,
-                       policy=policy, accidents=accidents, lag=lag, t_max_s=t_max_s)  # fmt: skip
+                       policy=policy, accidents=accidents, lag=lag, t_max_s=t_max_s)
     run(loop, 8)
     assert max(loop.ages) <= loop.limits.max_staleness
     assert all(cause == "time" or groups >= n_min for cause, groups in loop.fired)
@@ -44,20 +44,20 @@ def test_batch_async_never_blocks_never_trains_twice_and_keeps_the_age_bound(
 @LOOPS
 @given(seed=SEEDS, mode=st.sampled_from(["sync", "batch-async", "fully-async"]), n_min=N_MIN,
        policy=st.sampled_from(POLICIES[1:]), rows=st.integers(1, 12), accidents=st.sampled_from([0.0, 0.05, 0.4]),
-       deaths=st.sampled_from([0.02, 0.5]), spare=st.integers(0, 3), ahead=st.sampled_from([0, 1, 5]))  # fmt: skip
+       deaths=st.sampled_from([0.02, 0.5]), spare=st.integers(0, 3), ahead=st.sampled_from([0, 1, 5]))
 def test_probes_never_block_whoever_dies_however_small_the_ring_and_however_late_the_dispatch(
     closed_loop: Any, seed: int, mode: str, n_min: int, policy: str, rows: int, accidents: float, deaths: float,
     spare: int, ahead: int,
-) -> None:  # fmt: skip
+) -> None:
     loop = closed_loop(seed, mode=mode, n_min=n_min, policy=policy, rows=rows, accidents=accidents, deaths=deaths,
-                       probe=True, slots=4 * n_min + spare, ahead=ahead)  # fmt: skip
+                       probe=True, slots=4 * n_min + spare, ahead=ahead)
     run(loop, 6)
     assert max(loop.ages) <= (loop.limits.max_age if loop.limits.max_age is not None else 10**6)
 
 
 @LOOPS
 @given(seed=SEEDS, mode=st.sampled_from(["sync", "batch-async"]), policy=st.sampled_from(POLICIES[1:]),
-       rows=st.integers(1, 40))  # fmt: skip
+       rows=st.integers(1, 40))
 def test_a_sibling_is_dispatched_only_when_its_probe_ended_or_the_bound_or_idle_rows_say_so(
     closed_loop: Any, seed: int, mode: str, policy: str, rows: int
 ) -> None:
@@ -73,7 +73,7 @@ def test_a_sibling_is_dispatched_only_when_its_probe_ended_or_the_bound_or_idle_
         if idle <= 0:
             assert all(draw in still for draw, since in probing.items() if since < loop.limits.W)
         assert all(loop.next_admission - after.admission[after.index(draw)] <= loop.limits.W + loop.limits.B
-                   for draw in still)  # fmt: skip
+                   for draw in still)
         loop.learn()
         loop.work()
 

@@ -119,7 +119,7 @@ def full(**more: Any) -> Controller:
 
 
 @pytest.mark.parametrize("danger", [{"ess": 0.3}, {"k3": 0.2}, {"masked": 0.1}, {"broken": True},
-                                    {"grad_norm": lambda step: 1.0 if step < 24 else 9.0}])  # fmt: skip
+                                    {"grad_norm": lambda step: 1.0 if step < 24 else 9.0}])
 def test_a_danger_halves_the_bound_and_rests_twenty_steps(danger: dict[str, Any]) -> None:
     it = full()
     feed(it, range(1, 21))
@@ -203,13 +203,13 @@ STEP = st.fixed_dictionaries({
     "k3": st.one_of(st.none(), st.floats(0, 1)), "grad_norm": st.one_of(st.none(), st.floats(0, 1e6)),
     "broken": st.booleans(), "noise_signal": st.one_of(st.none(), st.floats(-10, 10)),
     "noise_spread": st.one_of(st.none(), st.floats(-1e3, 1e3)), "idle_train": SHARE, "idle_rollout": SHARE,
-})  # fmt: skip
+})
 RUNS = st.lists(STEP, min_size=5, max_size=120)
 OPTIONS = st.fixed_dictionaries({
     "rules": st.sampled_from(["entropy", "full"]), "ema": st.sampled_from([0.0, 0.5, 0.9]),
     "every": st.integers(1, 6), "cooldown": st.integers(0, 12), "t_max_ms": st.sampled_from([math.inf, 500.0]),
     "reference_steps": st.integers(1, 10), "streak": st.integers(1, 3), "mode": st.sampled_from(["advise", "act"]),
-})  # fmt: skip
+})
 
 
 def through_json(inputs: Inputs) -> Inputs:

@@ -63,13 +63,13 @@ def moving(closed_loop: Any) -> Any:
 
 @LOOPS
 @given(seed=SEEDS, n_lo=st.integers(1, 4), factor=st.integers(1, 3), spare=st.integers(0, 4),
-       accidents=st.sampled_from([0.0, 0.1]))  # fmt: skip
+       accidents=st.sampled_from([0.0, 0.1]))
 def test_no_group_is_older_than_the_largest_bound_in_force_while_it_was_in_flight(
     closed_loop: Any, seed: int, n_lo: int, factor: int, spare: int, accidents: float
 ) -> None:
     n_hi = n_lo * factor
     loop = moving(closed_loop)(seed, n_min=n_lo, n_lo=n_lo, n_hi=n_hi, staleness=factor + spare, accidents=accidents,
-                               deaths=0.0, checked=False)  # fmt: skip
+                               deaths=0.0, checked=False)
     for _ in range(60_000):
         assert loop.tick(), "nothing can happen any more: a deadlock"
         if loop.step >= 12:

@@ -10,11 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from busrl.scheduling import Candidate, GroupScanner, RulesPredictor, make_policy, slot_priority, uid_of
-from busrl.scheduling.finished import FinishedAnswers
-from busrl.scheduling.pool import Entry, Pool, Present
-from busrl.scheduling.probes import Probes
-from busrl.scheduling.rows import Rows
-from busrl.scheduling.slotorder import SlotOrder
+from busrl.scheduling.admission import Probes, Rows
+from busrl.scheduling.pool import Entry, FinishedAnswers, Pool, Present, SlotOrder
 
 FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = range(9)
 G = 4
@@ -181,7 +178,7 @@ def test_waiting_groups_are_predicted_anew_after_enough_was_seen_and_each_answer
 
 
 @given(window=st.integers(1, 64), direction=st.sampled_from([-1, 0, 1]), a=st.integers(0, 10**7),
-       b=st.integers(0, 10**7), x=st.floats(0, 1e6), y=st.floats(0, 1e6))  # fmt: skip
+       b=st.integers(0, 10**7), x=st.floats(0, 1e6), y=st.floats(0, 1e6))
 def test_a_group_is_overtaken_in_the_ring_only_inside_its_own_window(
     window: int, direction: int, a: int, b: int, x: float, y: float
 ) -> None:

@@ -23,7 +23,7 @@ from busrl.scheduling import (
     age,
     derive,
 )
-from busrl.scheduling.window import look
+from busrl.scheduling.trigger import look
 
 G = 4
 GOOD, FLAT = [0.0, 1.0, 0.5, 0.5], [1.0] * 4
@@ -36,7 +36,7 @@ def ring(table: Any) -> Any:
 
 
 def plan(n_min: int = 2, *, mode: str = "batch-async", streaming: bool = True, over_age: str = "wait",
-         t_max_s: float = math.inf, staleness: int = 2) -> LearnerPlan:  # fmt: skip
+         t_max_s: float = math.inf, staleness: int = 2) -> LearnerPlan:
     limits = derive(mode, n_min, staleness, G)
     trigger = Trigger(n_min, 1, t_max_s, sync=limits.sync)
     return LearnerPlan(limits, trigger, Staleness(limits.max_staleness, over_age), streaming=streaming)

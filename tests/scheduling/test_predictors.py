@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.data.trace import Task
-from busrl.data.tracemaker import generate
-from busrl.scheduling.predictors import (
+from busrl.data.trace import Task, make_trace
+from busrl.scheduling.lengths import (
     BlendPredictor,
     Candidate,
     HistoryPredictor,
@@ -22,13 +21,10 @@ from busrl.scheduling.predictors import (
     kendall_tau,
     make_predictor,
 )
-from busrl.scheduling.predictors.evidence import Evidence
-from busrl.scheduling.predictors.features import features
-from busrl.scheduling.predictors.level import Level
-from busrl.scheduling.predictors.neighbours import Neighbours
-from busrl.scheduling.predictors.ridge import COUNTS, HASHED, Ridge
-from busrl.scheduling.predictors.stack import Stack
-from busrl.scheduling.predictors.table import PromptTable, key_of
+from busrl.scheduling.lengths.base import Evidence, Level, PromptTable, key_of
+from busrl.scheduling.lengths.blend import Stack
+from busrl.scheduling.lengths.history import Neighbours
+from busrl.scheduling.lengths.learned import COUNTS, HASHED, Ridge, features
 
 LEARNING = ("learned", "history", "blend")
 ALL = ("rules", *LEARNING)
@@ -49,7 +45,7 @@ def teach(predictor: Predictor, tasks: Sequence[Task], begin: int, end: int, mem
 
 @pytest.fixture(scope="module")
 def tasks() -> list[Task]:
-    return generate(2400)
+    return make_trace(2400)
 
 
 # -- the bars, on the long-tailed trace (many seeds and all phases: tools/bench/predictors.py) ---------------------
@@ -151,7 +147,7 @@ def test_memory_is_bounded_and_the_oldest_prompts_go() -> None:
 
 
 def test_the_window_of_the_linear_model_lets_the_oldest_rows_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    from busrl.scheduling.predictors import ridge as module
+    from busrl.scheduling.lengths import learned as module
 
     monkeypatch.setattr(module, "ROWS", 20)
     monkeypatch.setattr(module, "ENTRIES", 60)
@@ -165,7 +161,7 @@ def test_the_window_of_the_linear_model_lets_the_oldest_rows_go(monkeypatch: pyt
 
 
 def test_the_linear_model_reaches_the_optimum_of_its_window() -> None:
-    ridge, tasks = Ridge(), generate(300, seed=3)
+    ridge, tasks = Ridge(), make_trace(300, seed=3)
     f = features([candidate(d, t) for d, t in enumerate(tasks)], 14)
     target = np.log([statistics.mean(t.lengths) for t in tasks])
     ridge.add(list(range(300)), f, target, np.full(300, 8.0))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.scheduling.entropy_gate import EntropyGate
+from busrl.scheduling.controller import EntropyGate
 from busrl.scheduling.segments import ENOUGH, AutoLength, Cut, SegmentPlan
 
 
@@ -31,7 +31,7 @@ def test_an_answer_whose_segments_ended_early_still_reaches_its_limit() -> None:
 @given(
     length=st.one_of(st.just("auto"), st.integers(1, 300)), most=st.integers(1, 14), limit=st.integers(1, 500),
     seen=st.lists(st.integers(1, 500), max_size=200),
-)  # fmt: skip
+)
 def test_the_limit_is_reached_within_the_segments_there_are(
     length: int | str, most: int, limit: int, seen: list[int]
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from busrl.scheduling import Admission, LearnerPlan, Staleness, derive
-from busrl.scheduling.waves import Waves
+from busrl.scheduling.admission import Waves
 
 QUEUED, GENERATING, REWARDED = 2, 3, 6
 
@@ -79,7 +79,7 @@ def wave_loop(closed_loop: Any) -> Any:
     seed=st.integers(0, 2**20), n_min=st.integers(1, 5), most=st.integers(1, 6), end=st.floats(0.0, 1.0),
     accidents=st.sampled_from([0.0, 0.05, 0.2]), deaths=st.sampled_from([0.0, 0.02]),
     ahead=st.sampled_from([0, 1, 4, 30]),
-)  # fmt: skip
+)
 @example(seed=0, n_min=2, most=2, end=0.0, accidents=0.0, deaths=0.0, ahead=1)  # less than a round, and than a group
 def test_waves_never_stop_and_a_group_is_trained_once_within_as_many_steps_as_it_has_segments(
     wave_loop: Any, seed: int, n_min: int, most: int, end: float, accidents: float, deaths: float, ahead: int

@@ -56,7 +56,7 @@ class Segment:
         [held] = self.ring.dispatch(
             uid=uid, group=uid, admission=uid, member=0, group_size=1, cls=0, task=b"t", prompt_crc=0,
             max_new_tokens=1, temperature=1.0,
-        )  # fmt: skip
+        )
         return held
 
     def refusal(self) -> str:
@@ -146,7 +146,7 @@ def test_a_file_with_holes_is_refused_before_it_is_mapped(segment):
 def entry(**changes: int | bytes) -> bytes:
     """A descriptor of 16 bytes at offset 0, changed."""
     part = {"name": b"x", "segment": 255, "code": 1, "bits": 8, "ndim": 1, "crc": 0, "offset": 0, "nbytes": 16,
-            "shape0": 16, "shape1": 0, "shape2": 0, "shape3": 0, "capacity": 16, "flags": 1}  # fmt: skip
+            "shape0": 16, "shape1": 0, "shape2": 0, "shape3": 0, "capacity": 16, "flags": 1}
     part.update(changes)  # type: ignore[arg-type]
     return struct.pack("<32sBBBBI7QQ16xQ", *(part[k] for k in part if k != "flags"), 0, part["flags"])
 

@@ -42,7 +42,7 @@ def test_everything_that_is_made_is_for_this_user_alone_whatever_the_umask(tmp_p
     assert modes(tmp_path / "keys") == {
         ".": 0o700, "allowed": 0o700, "clients": 0o700, "server.key": 0o600, "server.key_secret": 0o600,
         "allowed/laptop.key": 0o600, "clients/laptop.key_secret": 0o600,
-    }  # fmt: skip
+    }
 
 
 def test_a_client_file_holds_its_own_pair_and_the_brokers_public_key(directory: Path):
@@ -135,7 +135,7 @@ def test_the_command_makes_adds_lists_shows_and_removes_without_printing_a_secre
         run(capsys, "keys", "init", *where), run(capsys, "keys", "add", "laptop", *where),
         run(capsys, "keys", "list", *where), run(capsys, "keys", "show", *where),
         run(capsys, "keys", "show", "laptop", *where),
-    ]  # fmt: skip
+    ]
     assert [code for code, _, _ in spoken] == [0] * 5
     client = keys.load_client(tmp_path / "new" / "clients" / "laptop.key_secret")
     text = "".join(out + err for _, out, err in spoken)

@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from busrl import keys
-from busrl.bus import Door, Endpoint, run_broker
-from busrl.bus.door import MAX_KNOCKERS
+from busrl.bus import CurveListener, Endpoint, run_broker
+from busrl.bus.broker import MAX_KNOCKERS
 from busrl.errors import BadKeys, BrokerRunning, BusNotReady
 from busrl.keys import ClientKeys, Pair
 from busrl.protocol import messages as m
@@ -108,7 +108,7 @@ def test_a_key_that_is_added_while_the_broker_runs_is_let_in(broker, endpoint):
 
 
 def test_a_listed_key_is_asked_to_try_again_when_the_list_can_not_be_read(key_directory: Path):
-    door = Door("tcp://127.0.0.1:1", key_directory)
+    door = CurveListener("tcp://127.0.0.1:1", key_directory)
     (key_directory / "allowed").rename(key_directory / "away")
     verdict = door._answer([b"1.0", b"7", b"busrl", b"10.0.0.1", b"", b"CURVE", bytes(32)])
     assert verdict[1:3] == [b"7", b"300"] and door.refusals() == []
@@ -153,17 +153,17 @@ def test_the_holder_of_a_port_is_named_whatever_it_is(short_dir, key_directory):
         with pytest.raises(BrokerRunning, match=rf"{address}: .* in use by process {os.getpid()} \("):
             run_broker(
                 f"ipc://{short_dir}/pub", f"ipc://{short_dir}/sub", OfdLock(str(short_dir / "lock")),
-                threading.Event(), door=Door(address, key_directory),
-            )  # fmt: skip
+                threading.Event(), door=CurveListener(address, key_directory),
+            )
 
 
 def test_a_door_without_keys_does_not_open(tmp_path):
     with pytest.raises(BadKeys, match="busrl keys init"):
-        Door("tcp://127.0.0.1:1", tmp_path)
+        CurveListener("tcp://127.0.0.1:1", tmp_path)
 
 
 def test_a_flood_of_unknown_keys_is_counted_in_bounded_memory(key_directory: Path):
-    door = Door("tcp://127.0.0.1:1", key_directory)
+    door = CurveListener("tcp://127.0.0.1:1", key_directory)
     for number in range(MAX_KNOCKERS * 3):
         frames = [b"1.0", b"7", b"busrl", f"10.0.{number % 256}.9".encode(), b"", b"CURVE", number.to_bytes(32, "big")]
         assert door._answer(frames)[1:3] == [b"7", b"400"]
@@ -174,4 +174,4 @@ def test_a_flood_of_unknown_keys_is_counted_in_bounded_memory(key_directory: Pat
 
 @pytest.mark.parametrize("frames", [[], [b"1.0"], [b""] * 7, [b"1.0", b"1", b"", b"", b"", b"NULL"], [b"x"] * 9])
 def test_a_request_that_is_none_is_refused(key_directory: Path, frames):
-    assert b"400" in Door("tcp://127.0.0.1:1", key_directory)._answer(frames)
+    assert b"400" in CurveListener("tcp://127.0.0.1:1", key_directory)._answer(frames)

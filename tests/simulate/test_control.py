@@ -10,8 +10,8 @@ import pytest
 from worlds import FREE_TIMES, QUICKSTART, answers, topology
 
 from busrl.cli import main
+from busrl.config import Topology
 from busrl.errors import UserError
-from busrl.topology import Topology
 
 Make = Callable[..., Any]
 SLOW_LEARNER = replace(FREE_TIMES, learner_step_s=5.0)
@@ -23,7 +23,7 @@ def controlled(mode: str, rules: str = "full") -> Topology:
         "weights.max_staleness=5", f"learner.controller.mode={mode}", f"experiments.controller.rules={rules}",
         "learner.controller.n_lo=4", "learner.controller.n_hi=4", "learner.controller.every=1",
         "learner.controller.cooldown=1", "experiments.controller.eta_min=1",
-    )  # fmt: skip
+    )
 
 
 def test_idle_engines_before_a_slow_learner_make_it_take_fresher_groups(checked: Make) -> None:

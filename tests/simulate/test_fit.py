@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from busrl.cli import main
+from busrl.config import load, sketch
+from busrl.config.schema import Simulate
 from busrl.data.trace import Task, write
 from busrl.errors import NoSuchRun, UserError
 from busrl.simulate import World
 from busrl.simulate.fit import fit, nonnegative
 from busrl.simulate.settings import Asked, make
-from busrl.topology import load, sketch
-from busrl.topology.schema import Simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +44,7 @@ def recorded(tmp_path: Path) -> Path:
             rows.append({
                 "wall_s": busy + 0.1 + 0.02, "step_s": 0.9 * busy, "weights_s": 0.02, "idle_s": 0.1, "steps": steps,
                 "tokens": steps * active, "joined": joined, "updates": 2,
-            })  # fmt: skip
+            })
         write_rows(run / "pace" / f"{name}.jsonl", rows)
     steps = []
     for step in range(1, 41):
@@ -54,7 +54,7 @@ def recorded(tmp_path: Path) -> Path:
             "checkpoint_s": 0.0, "forward_s": tokens * 0.00008, "backward_s": tokens * 0.00012,
             "seconds": 0.03 + tokens * 0.0002 + aside * 0.001 + 0.004 + 0.5,
             "wait_s": {"groups": 0.3, "window": 0.2},
-        })  # fmt: skip
+        })
     write_rows(run / "metrics.jsonl", steps)
     slots = {"generated": {"stay_s": 0.02}, "rewarding": {"stay_s": 0.03}}
     (run / "summary.json").write_text(json.dumps({"slots": slots}))
@@ -62,7 +62,7 @@ def recorded(tmp_path: Path) -> Path:
         {"step": step + 1, "draws": [2 * step, 2 * step + 1], "fates": "TT", "born": [step, step],
          "lengths": [[step + 1] * 4, [step + 2] * 4], "rewards": [[0, 1, 0, 1], [0, 1, 0, 1]]}
         for step in range(40)
-    ])  # fmt: skip
+    ])
     return run
 
 
@@ -111,7 +111,7 @@ def test_recorded_answers_follow_prompt_and_step(recorded: Path) -> None:
 def test_a_fitted_run_can_be_simulated_with_other_settings(recorded: Path) -> None:
     fitted = fit(recorded)
     topology = load(ROOT / "configs" / "quickstart.toml", ["learner.trigger.n_min=8", "groups.size=4",
-                                                           f"data.train={fitted.topology.data.train}"])  # fmt: skip
+                                                           f"data.train={fitted.topology.data.train}"])
     setting = make(topology, Asked(steps=10, actors=3), fitted)
     found = World(topology, setting.times, setting.answers, actors=3, steps=10, seed=0).run()
     assert found.steps == 10

@@ -9,31 +9,31 @@ from pathlib import Path
 import pytest
 from harness import Run, running
 
-from busrl.inference.base import Statistics
-from busrl.launch.stays import Stays
+from busrl.engines.base import Statistics
+from busrl.launch.summary import ResidenceTimes
 from busrl.quickstart import ensure
-from busrl.roles import pace
+from busrl.roles import rollout
 from busrl.simulate import World
 from busrl.simulate.fit import fit
 from busrl.simulate.settings import Asked, make
 
 
 def test_stays_follow_littles_law() -> None:
-    stays = Stays()
+    stays = ResidenceTimes()
     for i in range(9):
         # 10 slots are in it, 4 come in per second: each stays 2.5 s. Before the first step nothing counts.
         stays.look({"GENERATED": 10, "FREE": 3}, {"GENERATED": 4 * i, "FREE": 0}, step=min(1, i), now=float(i))
     found = stays.summary()
     assert found["generated"] == {"mean": 10.0, "per_s": 4.0, "stay_s": 2.5}
     assert found["free"]["stay_s"] == 0.0
-    assert Stays().summary() == {}
+    assert ResidenceTimes().summary() == {}
 
 
 def test_pace_writes_intervals_whose_parts_do_not_exceed_the_wall_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "EVERY_S", 0.0)
-    counted = pace.Pace(tmp_path / "pace", "rollout-0", lambda: None)
+    monkeypatch.setattr(rollout, "EVERY_S", 0.0)
+    counted = rollout.Pace(tmp_path / "pace", "rollout-0", lambda: None)
     begun = time.monotonic_ns()
     counted.joined += 3
     counted.updated(1000)
@@ -49,9 +49,9 @@ def test_pace_writes_intervals_whose_parts_do_not_exceed_the_wall_time(
 def test_each_line_of_the_pace_ends_with_what_the_engine_tells_of_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "EVERY_S", 0.0)
+    monkeypatch.setattr(rollout, "EVERY_S", 0.0)
     told = iter([Statistics(4, 0, False, 0), Statistics(4, 1, False, 7, errors=2)])
-    counted = pace.Pace(tmp_path / "pace", "rollout-0", lambda: next(told))
+    counted = rollout.Pace(tmp_path / "pace", "rollout-0", lambda: next(told))
     counted.stepped(4, 4, 1)
     counted.idled(0)
     counted.close()

@@ -15,8 +15,7 @@ from worlds import FREE_TIMES, answers, topology
 from busrl.errors import UserError
 from busrl.scheduling.groups import DISPATCHED
 from busrl.simulate import Times
-from busrl.simulate.feed import keywords_of
-from busrl.simulate.scheduler import Learned
+from busrl.simulate.scheduler import Learned, keywords_of
 
 Make = Callable[..., Any]
 SOME = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,7 +32,7 @@ def long_tailed(seed: int, groups: int = 60, members: int = 4) -> list[tuple[int
     seed=st.integers(0, 10_000), policy=st.sampled_from(["sjf", "ljf", "adaptive"]), probe=st.booleans(),
     mode=st.sampled_from(["batch-async", "sync", "fully-async"]), ahead=st.sampled_from([0, 4]), rows=st.integers(1, 9),
     predictor=st.sampled_from(["rules", "history"]),
-)  # fmt: skip
+)
 def test_no_schedule_loses_a_sample_or_breaks_a_limit(
     checked: Make, seed: int, policy: str, probe: bool, mode: str, ahead: int, rows: int, predictor: str
 ) -> None:
@@ -41,7 +40,7 @@ def test_no_schedule_loses_a_sample_or_breaks_a_limit(
         "groups.size=4", "learner.trigger.n_min=3", f"weights.mode={mode}", f"generation.max_batch={rows}",
         f"scheduler.policy={policy}", f"scheduler.probe={str(probe).lower()}", f"scheduler.predictor={predictor}",
         f"scheduler.ahead={ahead if mode != 'sync' else 0}", "learner.micro_batch_min_samples=4",
-    )  # fmt: skip
+    )
     world = checked(made, Times(), answers(long_tailed(seed), 0.2, seed=seed), actors=2, steps=6, seed=seed)
     found = world.run()
     fates = world.ring.fates
@@ -69,7 +68,7 @@ def test_late_dispatch_leaves_prompts_to_the_policy_until_an_engine_is_free(chec
     common = (
         "groups.size=4", "learner.trigger.n_min=8", "weights.mode=fully-async", "generation.max_batch=4",
         "scheduler.policy=sjf", "scheduler.horizon=60", "learner.checkpoint_every=0",
-    )  # fmt: skip
+    )
     lengths = [(4 * (60 - i),) * 4 for i in range(60)]  # the longest come first
     first = []
     for ahead in (0, 4):
@@ -85,7 +84,7 @@ def test_late_dispatch_leaves_prompts_to_the_policy_until_an_engine_is_free(chec
 
 def test_a_predictor_that_learns_is_told_every_answer_once_and_its_tau_comes_out(checked: Make) -> None:
     made = topology("groups.size=4", "learner.trigger.n_min=4", "generation.max_batch=4", "scheduler.policy=sjf",
-                    "scheduler.predictor=history", "learner.checkpoint_every=0")  # fmt: skip
+                    "scheduler.predictor=history", "learner.checkpoint_every=0")
     world = checked(made, FREE_TIMES, answers(long_tailed(3)), steps=60)
     told: list[int] = []
     observe = world.feed.guard.observe
@@ -105,7 +104,7 @@ def test_a_predictor_that_learns_is_told_every_answer_once_and_its_tau_comes_out
 
 def test_a_segment_length_of_auto_follows_the_answers(checked: Make) -> None:
     made = topology("groups.size=4", "learner.trigger.n_min=4", "generation.max_batch=16", "segments.length=auto",
-                    "segments.max_segments=8", "learner.checkpoint_every=0")  # fmt: skip
+                    "segments.max_segments=8", "learner.checkpoint_every=0")
     world = checked(made, FREE_TIMES, answers([(60, 70, 80, 500)]), steps=20)
     assert world.cuts.length == 512
     assert world.run().steps == 20

@@ -150,7 +150,7 @@ def test_a_generated_trace_can_be_simulated_and_is_the_same_for_the_same_seed(tm
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     for path in (one, two):
         assert main(["simulate", "--generate", str(path), "--prompts", "40", "--group-size", "4", "--seed", "3",
-                     "--median", "20", "--limit", "60", "--arrivals", "50"]) == 0  # fmt: skip
+                     "--median", "20", "--limit", "60", "--arrivals", "50"]) == 0
     assert one.read_bytes() == two.read_bytes()
     tasks = trace.read(one)
     assert len(tasks) == 40 and all(len(task.lengths) == 4 and max(task.lengths) <= 60 for task in tasks)
@@ -202,7 +202,7 @@ def test_what_can_not_be_simulated_is_refused_in_one_line(
 def test_what_can_not_be_generated_is_refused_in_one_line(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["simulate", "--generate", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -24,29 +24,29 @@ SOME = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 @example(  # a step by time leaves credit: a group that is admitted while it runs was trained one step late
     seed=10, actors=1, rows=1, n_min=5, mode="batch-async", staleness=0, over_age="wait", flat=0.4, segment=0,
     policy="fifo", grid=None, t_max="0.3",
-)  # fmt: skip
+)
 @given(
     seed=st.integers(0, 10_000), actors=st.integers(1, 6), rows=st.integers(1, 9), n_min=st.integers(1, 6),
     staleness=st.integers(0, 4), mode=st.sampled_from(["batch-async", "sync", "fully-async"]),
     over_age=st.sampled_from(["wait", "drop"]), flat=st.sampled_from([0.0, 0.4]), segment=st.sampled_from([0, 7]),
     policy=st.sampled_from(["fifo", "sjf"]), grid=st.sampled_from([None, 0.1]), t_max=st.sampled_from(["inf", "0.3"]),
-)  # fmt: skip
+)
 def test_no_run_breaks_the_limits_loses_a_sample_or_trains_one_twice(
     checked: Make, seed: int, actors: int, rows: int, n_min: int, staleness: int, mode: str, over_age: str,
     flat: float, segment: int, policy: str, grid: float | None, t_max: str,
-) -> None:  # fmt: skip
+) -> None:
     made = topology(
         f"learner.trigger.n_min={n_min}", f"weights.mode={mode}", f"weights.max_staleness={staleness}",
         f"weights.over_age={over_age}", f"generation.max_batch={rows}", f"scheduler.policy={policy}", "groups.size=4",
         "learner.micro_batch_min_samples=4", f"learner.trigger.t_max_s={'inf' if mode == 'sync' else t_max}",
-    )  # fmt: skip
+    )
     random = np.random.default_rng(seed)
     lengths = [tuple(random.integers(1, 60, 4).tolist()) for _ in range(97)]
     times = Times(speed_spread=0.3, weights_s=0.05, learner_step_s=0.2, reward_s=0.05)
     world = checked(
         made, times, answers(lengths, flat, seed=seed), actors=actors, steps=6, seed=seed, segment_length=segment,
         grid_s=grid,
-    )  # fmt: skip
+    )
     found = world.run()
     assert found.steps == 6
     if world.limits.max_staleness is not None:
@@ -79,7 +79,7 @@ def _made(world: Any) -> int:
 def test_one_actor_and_fixed_lengths_give_the_closed_form(checked: Make) -> None:
     # sync: 2 groups of 4 in 8 rows, each of 50 tokens: 50 steps of 10 ms + 8 x 1 ms, then 8 x 50 tokens of training.
     made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
-                    "learner.checkpoint_every=0")  # fmt: skip
+                    "learner.checkpoint_every=0")
     times = replace(FREE_TIMES, row_s=0.001, learner_step_s=0.1, learner_token_s=0.001, publish_s=0.05, sequence_s=0.01)
     found = checked(made, times, answers([(50, 50, 50, 50)]), steps=10).run()
     generating, training = 8 * 0.01 + 50 * (0.01 + 8 * 0.001), 0.1 + 400 * 0.001 + 0.05
@@ -91,7 +91,7 @@ def test_one_actor_and_fixed_lengths_give_the_closed_form(checked: Make) -> None
 
 def test_rows_that_are_too_few_are_used_one_after_the_other(checked: Make) -> None:
     made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=1",
-                    "learner.checkpoint_every=0")  # fmt: skip
+                    "learner.checkpoint_every=0")
     found = checked(made, FREE_TIMES, answers([(10, 20, 30, 40)]), steps=3, actors=2).run()
     # 200 tokens over two actors, the longest first come first served: 10+30+10+30+... ends at 1.1 s of at least 1.0.
     assert 3 * 1.0 <= found.seconds <= 3 * 1.2
@@ -123,7 +123,7 @@ def test_a_reward_is_a_server_with_a_rate_and_workers_share_what_waits(checked: 
     assert one.step_s == pytest.approx(16.0, rel=0.05) and one.reward_busy == pytest.approx(1.0, abs=0.02)
     assert one.actors_busy < 0.2 and one.completion_mean_s > 16.0
     made = topology("learner.trigger.n_min=4", "generation.max_batch=64", "learner.checkpoint_every=0",
-                    "reward.workers=4")  # fmt: skip
+                    "reward.workers=4")
     four = checked(made, slow, given_answers, steps=20).run()
     assert four.step_s == pytest.approx(4.0, rel=0.05) and four.reward_busy > 0.95
     quick = checked(made, replace(FREE_TIMES, reward_call_s=0.001), given_answers, steps=20).run()
@@ -146,7 +146,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not(checked: Make
 
 def test_an_answer_in_segments_goes_on_before_new_ones_and_costs_prefill_again(checked: Make) -> None:
     made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
-                    "learner.checkpoint_every=0")  # fmt: skip
+                    "learner.checkpoint_every=0")
     times = replace(FREE_TIMES, prefill_token_s=0.001)
     whole = checked(made, times, answers([(40, 40, 40, 40)]), steps=4).run()
     cut = checked(made, times, answers([(40, 40, 40, 40)]), steps=4, segment_length=10).run()
@@ -189,7 +189,7 @@ def test_rounds_of_segments_train_what_is_whole_and_carry_the_rest_over(checked:
     # Groups of 30 and of 10 tokens by turns, rounds of 2 groups, segments of 10: waves of 10 decoding steps each.
     made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=64",
                     "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
-                    "segments.max_segments=3", "segments.rounds=segments")  # fmt: skip
+                    "segments.max_segments=3", "segments.rounds=segments")
     world = checked(made, FREE_TIMES, answers([(30,) * 4, (10,) * 4]), steps=8)
     found = world.run()
     assert [row.groups for row in found.rows[:4]] == [1, 1, 2, 2]  # the first long ones are whole after three waves
@@ -200,7 +200,7 @@ def test_rounds_of_segments_train_what_is_whole_and_carry_the_rest_over(checked:
 def test_a_round_of_segments_is_admitted_whole_whatever_late_dispatch_says_and_begun_when_it_is(checked: Make) -> None:
     given = ("groups.size=4", "learner.trigger.n_min=8", "weights.mode=sync", "generation.max_batch=8",
              "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
-             "segments.max_segments=3", "segments.rounds=segments")  # fmt: skip
+             "segments.max_segments=3", "segments.rounds=segments")
     lengths = answers([(30,) * 4, (10,) * 4])
     world = checked(topology(*given, "scheduler.ahead=32"), FREE_TIMES, lengths, steps=6)
     takes = world._take
@@ -217,6 +217,6 @@ def test_a_round_of_segments_is_admitted_whole_whatever_late_dispatch_says_and_b
 def test_rounds_of_segments_go_on_when_a_wave_completes_nothing(checked: Make) -> None:
     made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=64",
                     "learner.checkpoint_every=0", "generation.max_new_tokens=30", "segments.length=10",
-                    "segments.max_segments=3", "segments.rounds=segments")  # fmt: skip
+                    "segments.max_segments=3", "segments.rounds=segments")
     found = checked(made, FREE_TIMES, answers([(25,) * 4]), steps=3).run()
     assert found.steps == 3 and all(row.groups == 2 for row in found.rows)

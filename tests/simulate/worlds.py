@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from busrl.config import Topology, load
 from busrl.data.trace import Task
 from busrl.simulate import Times, TraceAnswers, World
-from busrl.topology import Topology, load
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 FREE_TIMES = Times(
     step_s=0.01, row_s=0.0, sequence_s=0.0, prefill_token_s=0.0, weights_s=0.0, reward_s=0.0, learner_step_s=0.0,
     learner_token_s=0.0, learner_group_s=0.0, publish_s=0.0, checkpoint_s=0.0,
-)  # fmt: skip
+)
 
 
 def topology(*overrides: str) -> Topology:

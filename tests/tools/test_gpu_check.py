@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from busrl import device
-from busrl.topology import vllm
+from busrl.config import machinery
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "gpu_check.py"
@@ -27,7 +27,7 @@ HAS_ACCELERATOR = not device.missing("cuda") or not device.missing("npu")
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=170,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **env})  # fmt: skip
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **env})
 
 
 @pytest.mark.skipif(HAS_ACCELERATOR, reason="this machine has an accelerator")
@@ -46,7 +46,7 @@ def test_on_a_cpu_the_checks_run_and_both_reports_are_where_out_says(tmp_path: P
     found = json.loads(data.read_text())
     assert [(check["name"], check["status"]) for check in found["checks"]] == [
         ("machine", "passed"), ("bandwidth", "passed"), ("cuda_ipc-tiny", "passed"),
-    ]  # fmt: skip
+    ]
     one_copy = found["checks"][2]
     assert one_copy["figures"]["tiny cuda_ipc: copied inside the fence / device to device"] > 0
     assert all(bar["kept"] for bar in one_copy["bars"]) and len(one_copy["bars"]) == 2
@@ -94,7 +94,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out_and_no_check_at_all_is_n
     assert "no time is left; see --minutes" in next(tmp_path.glob("*.md")).read_text()
 
 
-@pytest.mark.skipif(bool(vllm.installed()[0]), reason="this Python has vLLM")
+@pytest.mark.skipif(bool(machinery.vllm_installed()[0]), reason="this Python has vLLM")
 def test_without_vllm_its_check_is_skipped_though_a_folder_of_that_name_can_be_imported(tmp_path: Path) -> None:
     done = run("--cpu", "--only", "vllm", "--out", str(tmp_path), "--no-build")
     assert "0 checks passed, 1 skipped (vllm)." in done.stdout and done.returncode == gpu_check.NOTHING
@@ -221,8 +221,8 @@ def test_the_shapes_are_those_of_the_published_models(size: str, billions: float
 
 def test_the_page_marks_what_was_missed() -> None:
     row = gpu_check.row_of(check("x:y"), "failed", "missed: speed", 1.0, {"bars": [
-        {"what": "speed", "wanted": ">= 3", "found": 2.5, "kept": False}], "figures": {"a": 1234567.0}})  # fmt: skip
+        {"what": "speed", "wanted": ">= 3", "found": 2.5, "kept": False}], "figures": {"a": 1234567.0}})
     page = report.markdown({"device": "X", "when": "now", "verdict": "0 passed.", "seconds": 1.0, "minutes": 9.0,
-                            "checks": [row], "notes": ["the extension modules were not built"]})  # fmt: skip
+                            "checks": [row], "notes": ["the extension modules were not built"]})
     assert "the extension modules were not built" in page
     assert "| speed | >= 3 | 2.5 | **missed** |" in page and "| a | 1.235e+06 |" in page

@@ -28,5 +28,5 @@ def test_each_mistake_is_planted_once() -> None:
 
 
 def test_a_mistake_whose_text_is_gone_is_an_error() -> None:
-    gone = Mutant("gone", "busrl/roles/learner.py", "no such text in it", "", ())
-    assert "stands 0 times in busrl/roles/learner.py" in gone.fault()
+    gone = Mutant("gone", "busrl/roles/learner/loop.py", "no such text in it", "", ())
+    assert "stands 0 times in busrl/roles/learner/loop.py" in gone.fault()

@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from busrl.training.batch import Sample
-from busrl.training.forward import FullLogits, HeadApart, KeptLogits
-from busrl.training.lean import LeanForward
+from busrl.training.fused import FullLogits, FusedForward, HeadApart, KeptLogits
 from busrl.training.model import load
-from busrl.training.settings import StepStats, TrainerSettings
-from busrl.training.trainer import Trainer
+from busrl.training.trainer import StepStats, Trainer, TrainerSettings
 
 VOCABULARY = 23
-WAYS = {"full": FullLogits, "kept": KeptLogits, "apart": HeadApart, "lean": LeanForward}
+WAYS = {"full": FullLogits, "kept": KeptLogits, "apart": HeadApart, "lean": FusedForward}
 LLAMA_LIKE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-              "tie_word_embeddings": True}  # fmt: skip
+              "tie_word_embeddings": True}
 
 
 def build(kind: str) -> Any:
@@ -66,7 +64,7 @@ class Lab:
         return Trainer(model, TrainerSettings(**values), forward=WAYS[way](model) if way else None)
 
     def samples(self, groups: int = 3, members: int = 4, seed: int = 0, temperatures: Sequence[float] = (1.0,),
-                model: Any = None) -> list[Sample]:  # fmt: skip
+                model: Any = None) -> list[Sample]:
         """Groups with a shared prompt; log-probabilities near the model's: ratios on both sides of the bounds."""
         random = np.random.default_rng(seed)
         made: list[Sample] = []
@@ -99,7 +97,7 @@ class Lab:
         return np.random.default_rng(seed).normal(size=count).tolist()
 
     def step(self, trainer: Trainer, batches: Sequence[tuple[Sequence[Sample], Sequence[float]]],
-             **extra: Any) -> tuple[dict[str, Tensor], StepStats]:  # fmt: skip
+             **extra: Any) -> tuple[dict[str, Tensor], StepStats]:
         """The gradient as the optimiser gets it, and what the step says; the weights stay as they are."""
         for samples, advantages in batches:
             trainer.accumulate(samples, advantages, **extra)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from busrl.training import batch
 from busrl.training.batch import Sample, all_sound
-from busrl.training.schedule import Schedule
+from busrl.training.trainer import Schedule
 
 
 def sample(index: int, prompt: int, tokens: int, group: int = 0) -> Sample:
     return Sample(index, group, index, np.arange(prompt, dtype=np.int32), np.arange(tokens, dtype=np.int32),
-                  np.full(tokens, -1.0, np.float32), np.zeros(tokens, np.uint32))  # fmt: skip
+                  np.full(tokens, -1.0, np.float32), np.zeros(tokens, np.uint32))
 
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=30)
@@ -63,7 +63,7 @@ def test_a_good_sample_has_no_fault_and_a_certain_token_is_fine() -> None:
     ({"temperature": 0.0}, "temperature 0.0"),
     ({"reward": float("nan")}, "reward nan: training needs a finite number"),
     ({"reward": float("inf")}, "reward inf"),
-])  # fmt: skip
+])
 def test_a_sample_that_must_not_be_trained_says_why(change: dict[str, Any], text: str) -> None:
     fault = replace(sample(0, 3, 4), **change).fault(10)
     assert fault is not None
@@ -105,7 +105,7 @@ def test_looking_at_samples_together_finds_what_looking_at_each_finds(drawn: lis
             temperature=temperature, reward=reward,
         )
         for i, (prompt, tokens, logprob, temperature, reward, short) in enumerate(drawn)
-    ]  # fmt: skip
+    ]
     assert all_sound(samples, 8) == all(sample.fault(8) is None for sample in samples)
 
 

@@ -16,15 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 from busrl.errors import DiskFull
-from busrl.training import checkpoint, durable
+from busrl.training import checkpoint
 from busrl.training.model import load
-from busrl.training.settings import TrainerSettings
-from busrl.training.trainer import Trainer
+from busrl.training.trainer import Trainer, TrainerSettings
 
 
 def save(root: Path, step: int, trainer: Any, **extra: Any) -> checkpoint.Checkpoint:
     return checkpoint.save(root, step, model=trainer.model, optimizer_state=trainer.optimizer_state(),
-                           meta={"version": step + 10, "groups": 32 * step}, **extra)  # fmt: skip
+                           meta={"version": step + 10, "groups": 32 * step}, **extra)
 
 
 def train(lab: Any, trainer: Any, seed: int) -> None:
@@ -104,11 +103,11 @@ def test_settings_of_the_optimiser_are_those_of_now_and_a_change_is_told(lab: An
     again = lab.trainer("qwen3", double=False, weight_decay=0.3, betas=(0.8, 0.95), eps=1e-5)
     told = again.load_optimizer_state(found.optimizer_state())
     assert [(group["weight_decay"], group["betas"], group["eps"]) for group in again.optimizer.param_groups] == [
-        (0.3, (0.8, 0.95), 1e-5), (0.0, (0.8, 0.95), 1e-5)]  # fmt: skip
+        (0.3, (0.8, 0.95), 1e-5), (0.0, (0.8, 0.95), 1e-5)]
     assert told == [
         "learner.betas = [0.8, 0.95] (before: [0.9, 0.999])", "learner.eps = 1e-05 (before: 1e-08)",
         "learner.weight_decay = 0.3 (before: 0.0)",
-    ]  # fmt: skip
+    ]
     assert len(again.optimizer.state) == len(trainer.optimizer.state), "the moments go on"
     assert trainer.load_optimizer_state(found.optimizer_state()) == []
 
@@ -266,7 +265,7 @@ def test_a_directory_that_is_replaced_is_there_whole_whenever_its_writer_dies(
     if exchanges:
         (tmp_path / "one").mkdir()
         (tmp_path / "other").mkdir()
-        if not durable.exchange(tmp_path / "one", tmp_path / "other"):
+        if not checkpoint.exchange(tmp_path / "one", tmp_path / "other"):
             pytest.skip("this file system can not exchange two names")
     root = tmp_path / "checkpoints"
     for name in ("old", "older"):
@@ -277,10 +276,10 @@ def test_a_directory_that_is_replaced_is_there_whole_whenever_its_writer_dies(
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     if exchanges:  # not even for a moment without one, so nobody has to bring it back
         assert (root / "global_step_7").is_dir()
-    durable.finish_replacements(root)
+    checkpoint.finish_replacements(root)
     found = sorted(path.name for path in (root / "global_step_7").iterdir())
     assert found in (["old", "older"], ["new"]), found
-    durable.remove_leftovers(root)
+    checkpoint.remove_leftovers(root)
     assert [path.name for path in root.iterdir()] == ["global_step_7"]
 
 
@@ -302,7 +301,7 @@ def test_no_space_at_the_sync_is_a_full_disk_too(lab: Any, tmp_path: Path, monke
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(durable.os, "fsync", full)
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
     with pytest.raises(DiskFull, match="global_step_2: No space left on device"):
         save(tmp_path, 2, trainer)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.training import lean_kernels as kernels
-from busrl.training.lean_plan import Heads, plan_of
-from busrl.training.logprobs import selected
+from busrl.training import fused as kernels
+from busrl.training.fused import Heads, plan_of
+from busrl.training.trainer import selected
 
 HEADS = Heads(query=4, key=2, size=6)
 

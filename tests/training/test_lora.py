@@ -10,10 +10,8 @@ import torch
 
 from busrl.errors import ModelNotLoaded
 from busrl.training import checkpoint
-from busrl.training.lora import Adapter, LoraSettings
-from busrl.training.model import load
-from busrl.training.settings import TrainerSettings
-from busrl.training.trainer import Trainer
+from busrl.training.model import Adapter, LoraSettings, load
+from busrl.training.trainer import Trainer, TrainerSettings
 
 pytest.importorskip("peft")
 SETTINGS = LoraSettings(rank=4, scale=2.0)

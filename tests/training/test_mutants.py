@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from busrl.algorithms import advantages, aggregation, diagnostics, losses
-from busrl.training import batch, lean, lean_plan, logprobs, trainer
+from busrl.training import batch, fused, trainer
 
 # ------------------------------------------------------------------------------------------------------- the checks
 
@@ -77,8 +77,8 @@ def group_advantage(lab: Any, distance: Any, with_logprobs: Any) -> None:
 
 def entropy_of_the_sampling_distribution(lab: Any, distance: Any, with_logprobs: Any) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
-    _, entropy = logprobs.selected(
-        logprobs.at_temperature(logits, torch.tensor([0.5], dtype=torch.float64)), torch.tensor([1])
+    _, entropy = trainer.selected(
+        trainer.at_temperature(logits, torch.tensor([0.5], dtype=torch.float64)), torch.tensor([1])
     )
     assert float(entropy) == pytest.approx(float(torch.distributions.Categorical(logits=logits * 2).entropy()))
 
@@ -118,8 +118,8 @@ CHECKS: list[Callable[[Any, Any, Any], None]] = [
 
 # ------------------------------------------------------------------------------------------------------ the mutants
 
-good_positions, good_weights, good_plan = batch.predicting_positions, trainer.token_weights, lean_plan.plan_of
-good_spot, good_flatten, good_per_token = lean_plan._spot, batch.flatten, batch.Flat.per_token
+good_positions, good_weights, good_plan = batch.predicting_positions, trainer.token_weights, fused.plan_of
+good_spot, good_flatten, good_per_token = fused._spot, batch.flatten, batch.Flat.per_token
 
 
 def shifted_by_one(prompts: Any, responses: Any) -> Any:
@@ -196,9 +196,9 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
     "logits are taken one position late": (batch, "predicting_positions", shifted_by_one, step_gradient),
     "the end token is not trained": (batch, "predicting_positions", end_untrained, step_gradient),
     "the prompt is trained": (batch, "predicting_positions", prompt_trained, step_gradient),
-    "temperature is ignored": (logprobs, "at_temperature", selected_at_temperature_one, step_gradient),
+    "temperature is ignored": (trainer, "at_temperature", selected_at_temperature_one, step_gradient),
     "entropy is taken at temperature 1": (
-        logprobs,
+        trainer,
         "at_temperature",
         selected_at_temperature_one,
         entropy_of_the_sampling_distribution,
@@ -250,9 +250,9 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
         lambda parameters, norm, limit: None,
         norm_is_clipped_after_the_division,
     ),
-    "own tokens stand one place too far": (lean, "plan_of", plan_with_wrong_places, lean_step_gradient),
-    "attention sees one token ahead": (lean_plan, "_spot", spot_that_sees_one_ahead, lean_step_gradient),
-    "prompts are mixed up": (lean, "plan_of", plan_that_mixes_prompts, lean_step_gradient),
+    "own tokens stand one place too far": (fused, "plan_of", plan_with_wrong_places, lean_step_gradient),
+    "attention sees one token ahead": (fused, "_spot", spot_that_sees_one_ahead, lean_step_gradient),
+    "prompts are mixed up": (fused, "plan_of", plan_that_mixes_prompts, lean_step_gradient),
 }
 
 

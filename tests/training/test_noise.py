@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from busrl.scheduling.control import noise_pair
-from busrl.training.noise import NoiseMeter
+from busrl.training.trainer import NoiseMeter
 
 VECTOR = json.loads((Path(__file__).parents[1] / "algorithms" / "vectors.json").read_text())["gradient_noise_scale"]
 

@@ -21,7 +21,7 @@ def with_context(samples: Sequence[Any], seed: int = 5) -> list[Any]:
 
 
 def plain(model: Any, samples: Sequence[Any], advantages: Sequence[float], *, pois: bool = False,
-          skip: Any = None) -> tuple[dict[str, Tensor], float]:  # fmt: skip
+          skip: Any = None) -> tuple[dict[str, Tensor], float]:
     """One token at a time, as learner.md 6 is written. `skip(p, mean entropy, advantage)`: mastered tokens."""
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for sample, advantage in zip(samples, advantages, strict=True):
@@ -66,7 +66,7 @@ def test_what_stands_in_an_earlier_segment_changes_no_gradient_but_through_the_c
         return replace(sample, **{
             name: np.concatenate([value[: sample.context], getattr(sample, name)[sample.context :]])
             for name, value in arrays.items()
-        })  # fmt: skip
+        })
 
     found, _ = lab.step(trainer, [(samples, advantages)])
     behaviour = [changed(s, logprobs=np.full(len(s.logprobs), -17, np.float32)) for s in samples]

@@ -67,7 +67,7 @@ def test_the_cheapest_way_is_chosen_that_gives_the_models_own_logits(lab: Any, k
 
 
 def test_a_way_that_gives_other_logits_is_never_chosen(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.training.lean._head_eps", lambda part: 0.5)
+    monkeypatch.setattr("busrl.training.fused._head_eps", lambda part: 0.5)
     assert lab.trainer("qwen3", double=False).forward.name == "head_apart"
 
 

@@ -16,9 +16,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "run")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from busrl.topology.vllm import installed
+    from busrl.config.machinery import vllm_installed
 
-    if installed()[0]:
+    if vllm_installed()[0]:
         return
     skip = pytest.mark.skip(reason="this Python has no vLLM; make vllm makes one that has")
     for item in items:

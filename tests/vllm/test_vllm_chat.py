@@ -20,7 +20,7 @@ def test_a_run_of_chats_trains_on_the_ids_of_the_models_own_template(
     model = chat_folder("bos")
     settings = [one for one in SETTINGS if not one.startswith(("validation.", "run.validate"))]
     run = Run(tmp_path / "run", *settings, "learner.checkpoint_every=100",
-              config=make_all(tmp_path / "mine", model), steps=5)  # fmt: skip
+              config=make_all(tmp_path / "mine", model), steps=5)
     with running(run):
         check_end(run, run.wait(LIMIT_S))
     check_samples(run, model)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from vllm_scene import EOS_ID, EXACT, LENGTH, Scene, request
 
-from busrl.inference.base import ABORTED, EOS
-from busrl.inference.base import LENGTH as CUT
+from busrl.engines.base import ABORTED, EOS
+from busrl.engines.base import LENGTH as CUT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

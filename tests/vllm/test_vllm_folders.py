@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from vllm_scene import EXACT, Scene, model_of, request, save
 
 from busrl.errors import WeightsRefused
-from busrl.weights.folder_settings import folder_receiver, folder_sender
+from busrl.weights.factory import folder_receiver, folder_sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 RANK, ALPHA = 4, 8
@@ -43,7 +43,7 @@ def adapter(scene: Scene, folder: Path, version: int, rank: int = RANK) -> Path:
             weight += ALPHA / rank * (b @ a)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "target_modules": sorted(LAYERS.values()),
-              "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": None}  # fmt: skip
+              "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": None}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     scene.models[version] = model
     return folder

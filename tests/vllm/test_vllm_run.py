@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 SETTINGS = (
     "process.rollout.engine=vllm", "limits.ready_s=420", "limits.progress_s=120", "vllm.start_s=400", "vllm.rpc_s=60",
     "validation.samples=8", "validation.every=0", "validation.at_start=false", "generation.max_batch=32",
-)  # fmt: skip
+)
 LIMIT_S = 600.0
 
 

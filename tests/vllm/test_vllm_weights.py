@@ -72,7 +72,7 @@ def _other_architecture(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
         (_without, "are not published"), (_with_more, "are not in this model"), (_reshaped, "up_proj"),
         (_other_type, "bfloat16"), (_other_architecture, "are not in this model"),
     ],
-)  # fmt: skip
+)
 def test_weights_that_do_not_fit_are_refused_and_the_engine_lives_on(
     scene: Scene, spoil: Callable[[Any], Any], said: str
 ) -> None:
@@ -123,7 +123,7 @@ def test_an_engine_whose_load_failed_half_way_answers_nothing_until_a_whole_load
 
 def test_a_learner_that_trains_vllms_own_tensors_changes_them_between_two_steps_only(scene: Scene) -> None:
     """weights.transport = "cuda_ipc", on the CPU through shared memory: one copy, views of vLLM's fused tensors."""
-    pytest.importorskip("busrl.weights.one_copy")
+    pytest.importorskip("busrl.weights.shared")
     engine, settings = scene.engine, scene.settings("cuda_ipc")
     receiver, sender = engine.receiver(settings, "rollout-0"), factory.sender(settings)
     assert receiver is not None

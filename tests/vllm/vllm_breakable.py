@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from busrl.inference.vllm_worker import Extension, _model_of
+from busrl.engines.vllm.worker import Extension, _model_of
 
 
 class Breakable(Extension):

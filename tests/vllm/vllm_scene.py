@@ -14,10 +14,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from busrl.inference.base import Finished, Request
-from busrl.inference.vllm_engine import VllmEngine
-from busrl.inference.vllm_start import Start
-from busrl.topology.vllm import Vllm
+from busrl.config.machinery import Vllm
+from busrl.engines.base import Finished, Request
+from busrl.engines.vllm.engine import VllmEngine
+from busrl.engines.vllm.process import Start
 from busrl.weights.factory import Settings
 
 HERE = Path(__file__).resolve().parent
@@ -36,7 +36,7 @@ def config_of(tied: bool) -> Qwen3Config:
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16 if tied else 32, max_position_embeddings=256, tie_word_embeddings=tied,
         vocab_size=len(VOCABULARY), eos_token_id=EOS_ID, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
+    )
 
 
 def model_of(config: Qwen3Config, seed: int) -> Any:
@@ -83,7 +83,7 @@ class Scene:
             str(folder), "float32", capacity=8, max_length=LENGTH, kv_cache_mb=16, lora_rank=lora_rank,
             adapters=adapters, tensor_parallel=tensor_parallel, extension="vllm_breakable.Breakable",
             extra=extra,
-        )  # fmt: skip
+        )
         self.engine = VllmEngine(self.start, replace(Vllm(), **limits), temperature=temperature)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Scene:
 
 
 def logprobs_of(model: Any, ids: torch.Tensor, temperature: float, top_p: float) -> np.ndarray:
-    from busrl.inference.sampling import _truncate
+    from busrl.engines.torch.engine import _truncate
 
     with torch.inference_mode():
         found = torch.log_softmax(model(ids).logits[0, :-1].float() / temperature, -1)

@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 
 from busrl.errors import WeightsTimeout
-from busrl.weights.broadcast import BroadcastSender
-from busrl.weights.broadcast_receiver import BroadcastReceiver
+from busrl.weights.broadcast.receiver import BroadcastReceiver
+from busrl.weights.broadcast.sender import BroadcastSender
 from busrl.weights.factory import Settings, receiver
 
 ROWS, TENSORS = 300, 5
@@ -77,7 +77,7 @@ def learner(
 
 def soldier(pipe: Any, plain: dict[str, Any], name: str, sizes: dict[str, tuple[int, ...]]) -> None:
     """Of the soak: follows versions and sends (version, digest of the values, open files, resident kB) for each."""
-    from busrl.weights.manifest import Manifest
+    from busrl.weights.tensors import Manifest
 
     made: Any = receiver(Settings.from_plain(plain), name)
     fetch = made.fetch if made.kind == "tensors" else lambda into: load_folder(made, into)

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from busrl.inference.base import Request
-from busrl.inference.torch_engine import TorchEngine
-from busrl.weights.one_copy import OneCopyReceiver
+from busrl.engines.base import Request
+from busrl.engines.torch.engine import TorchEngine
+from busrl.weights.shared import OneCopyReceiver
 
 PADDING = 34
 FUSED = ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj"))

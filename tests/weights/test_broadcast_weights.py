@@ -15,8 +15,8 @@ from members import members, settle
 
 from busrl.errors import UserError, WeightsTimeout
 from busrl.weights import NOTHING, News
-from busrl.weights.broadcast import BroadcastSender
-from busrl.weights.broadcast_receiver import BroadcastReceiver
+from busrl.weights.broadcast.receiver import BroadcastReceiver
+from busrl.weights.broadcast.sender import BroadcastSender
 
 TIMEOUT_S = 12.0  # a third of it is what a slow machine has for a phase
 PATIENCE_S = 60.0
@@ -25,7 +25,7 @@ BUCKET = 4096  # several buckets a version
 # A member: prints every version that it fetched, in order, after a check that it is of one piece.
 MEMBER = """
 import os, signal, sys, torch
-from busrl.weights.broadcast_receiver import BroadcastReceiver
+from busrl.weights.broadcast.receiver import BroadcastReceiver
 file, name, kill_at, timeout_s, bucket = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]), int(sys.argv[5])
 receiver = BroadcastReceiver(file, name, timeout_s=timeout_s)
 point, _, count = kill_at.partition("@")
@@ -49,7 +49,7 @@ while True:
 # A learner that publishes one version and stays.
 LEARNER = """
 import sys, time, torch, threading
-from busrl.weights.broadcast import BroadcastSender
+from busrl.weights.broadcast.sender import BroadcastSender
 sender = BroadcastSender(sys.argv[1], timeout_s=float(sys.argv[3]), bucket_bytes=int(sys.argv[4]))
 version = int(sys.argv[2])
 sender.publish(version, version * 10, {f"t{k}": torch.full((300, 7), float(version)) for k in range(5)})
@@ -233,7 +233,7 @@ def test_a_process_that_ends_without_closing_ends_cleanly(sender: BroadcastSende
     leaving = subprocess.Popen(
         [sys.executable, "-c", code, str(cast.file), "rollout/0", "", str(TIMEOUT_S), str(BUCKET)],
         stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    )
     cast.processes.append(leaving)
     publish(sender, 1)
     assert says(leaving, 1)

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from busrl.weights.door import MOST_UNKNOWN, Door, Wire, ready
+from busrl.weights.broadcast.group import MOST_UNKNOWN, ControlConnection, ControlServer, ready
 
 MANY = 4 * MOST_UNKNOWN
 PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
-    made = Door(tmp_path / "weights.store")
+def door(tmp_path: Path) -> Iterator[ControlServer]:
+    made = ControlServer(tmp_path / "weights.store")
     yield made
     made.close()
 
 
-def silent(door: Door, count: int) -> list[socket.socket]:
+def silent(door: ControlServer, count: int) -> list[socket.socket]:
     """Connections that say nothing; the door looks in between, as it does all the time."""
     made = []
     port = int(door.address.partition("/")[0].rpartition(":")[2])
@@ -70,12 +70,12 @@ def test_an_engine_comes_in_and_stays_while_strangers_flood_the_port(door):
         for one in held:
             one.close()
 
-    wires: list[Wire] = []
+    wires: list[ControlConnection] = []
 
     def engine() -> None:
         while not wires and not stop.is_set():
             try:
-                wire = Wire.to(door.address, 1)
+                wire = ControlConnection.to(door.address, 1)
                 wire.send({"secret": secret, "name": "rollout-0"})
                 wires.append(wire)
             except OSError:
@@ -113,7 +113,7 @@ def test_a_stranger_that_sends_lines_without_end_is_turned_away_and_not_read_on(
     with mine, others:
         mine.setblocking(False)
         sent = 0
-        wire = Wire(TcpLike(others), longest=1000)
+        wire = ControlConnection(TcpLike(others), longest=1000)
         with contextlib.suppress(BlockingIOError):
             while True:
                 sent += mine.send(b"{}\n" * 20_000)
@@ -132,7 +132,7 @@ class TcpLike:
         return getattr(self._connected, name)
 
 
-def heard(door: Door) -> dict[str, object]:
+def heard(door: ControlServer) -> dict[str, object]:
     """The first message that comes in."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:

@@ -23,9 +23,8 @@ from busrl.errors import (
     WeightsTimeout,
 )
 from busrl.weights import folders
-from busrl.weights.fingerprint import fingerprint
-from busrl.weights.folder_receiver import FolderReceiver
-from busrl.weights.folder_sender import FolderSender
+from busrl.weights.folders import FolderReceiver, FolderSender
+from busrl.weights.tensors import fingerprint
 
 Named = Mapping[str, Any]
 

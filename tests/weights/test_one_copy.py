@@ -26,17 +26,15 @@ import one_copy_engine
 
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
 from busrl.training.model import copied_weights
-from busrl.weights import bridge, handles
-from busrl.weights.fence import Fence, State
-from busrl.weights.mark import Mark
-from busrl.weights.one_copy import OneCopyReceiver, OneCopySender
+from busrl.weights import shared
+from busrl.weights.shared import Fence, FenceState, OneCopyReceiver, OneCopySender, ProcessIdentity
 
 FORK = multiprocessing.get_context("fork")  # the children need not load torch again
 CPU = torch.device("cpu")
 IDS = [3, 7, 1, 19, 4, 4, 11, 2, 8]
 SIZES = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-         "eos_token_id": 29}  # fmt: skip
+         "eos_token_id": 29}
 
 
 class Engine:
@@ -84,7 +82,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if not folder.exists():
             torch.manual_seed(5)
             config = hf.Qwen3Config(**SIZES, tie_word_embeddings=True) if kind == "qwen3" else hf.LlamaConfig(
-                **SIZES, tie_word_embeddings=False)  # fmt: skip
+                **SIZES, tie_word_embeddings=False)
             model = hf.AutoModelForCausalLM.from_config(config)
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -297,7 +295,7 @@ def test_an_engine_that_does_not_pause_is_named_and_nothing_has_changed(
     adopt(model, sender)
     with pytest.raises(WeightsTimeout, match=r"rollout-0 \(pid \d+, alive\) did not pause for version 1 within 0.3 s"):
         sender.begin(1, 1)
-    assert not sender.begun and Fence.attach(tmp_path / "fence").state == State(0, 0, False)
+    assert not sender.begun and Fence.attach(tmp_path / "fence").state == FenceState(0, 0, False)
     os.kill(engine.pid, signal.SIGSTOP)
     with pytest.raises(WeightsTimeout, match="did not pause for version 1"):
         sender.begin(1, 1)
@@ -378,18 +376,18 @@ def test_a_handle_of_cuda_memory_goes_through_the_file_as_torch_gave_it(monkeypa
     given = (0, bytes(range(64)), 4096, 512, b"/torch_12_34", 3, bytes(range(64, 128)), True)
     storage: Any = SimpleNamespace(
         device=torch.device("cuda", 0), nbytes=lambda: 4096, _share_cuda_=lambda: given
-    )  # fmt: skip
-    handle = json.loads(json.dumps(handles.export(storage)))
+    )
+    handle = json.loads(json.dumps(shared.export_handle(storage)))
     taken: list[Any] = []
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *values: taken.extend(values))
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
-    handles.map_handle(handle, torch.device("cuda", 0), Mark.mine())
+    shared.map_handle(handle, torch.device("cuda", 0), ProcessIdentity.mine())
     assert tuple(taken) == given
     with pytest.raises(UserError, match="the weights are on a cuda device, this process works on cpu"):
-        handles.map_handle(handle, CPU, Mark.mine())
+        shared.map_handle(handle, CPU, ProcessIdentity.mine())
     del handle["event"]
     with pytest.raises(UserError, match="event is missing"):
-        handles.map_handle(handle, torch.device("cuda", 0), Mark.mine())
+        shared.map_handle(handle, torch.device("cuda", 0), ProcessIdentity.mine())
 
 
 def share_here(path: Path, tensors: dict[str, torch.Tensor]) -> OneCopyReceiver:
@@ -404,9 +402,9 @@ def test_the_bridge_is_private_and_views_of_one_storage_stay_views_of_it(tmp_pat
     _kept = share_here(tmp_path, tensors)
     file = tmp_path / "weights.bridge"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    found = bridge.read(file)
-    assert found is not None and len(found.storages) == 3 and found.owner == Mark.mine()
-    views = bridge.map_parts(found, CPU)
+    found = shared.read_bridge(file)
+    assert found is not None and len(found.storages) == 3 and found.owner == ProcessIdentity.mine()
+    views = shared.map_parts(found, CPU)
     whole[2, 0] = -1.0
     assert views["b"][0, 0] == -1.0 and all(torch.equal(views[name], tensors[name]) for name in tensors)
     views["a"][1, 3] = -2.0
@@ -419,20 +417,20 @@ def test_a_bridge_that_others_could_have_written_or_that_is_damaged_is_refused(t
     good = file.read_text()
     file.chmod(0o644)
     with pytest.raises(UserError, match="mode is 0644"):
-        bridge.read(file)
+        shared.read_bridge(file)
     for text, said in ((good[:50], "not a bridge"), ("[]", "not a bridge"), (good.replace('"layout":1', '"layout":9'),
-                       "layout 9"), (good.replace('"tensors"', '"tensor"'), "KeyError")):  # fmt: skip
-        bridge.write_private(file, text)
+                       "layout 9"), (good.replace('"tensors"', '"tensor"'), "KeyError")):
+        shared.write_private(file, text)
         with pytest.raises(UserError, match=said):
-            bridge.read(file)
-    bridge.write_private(file, good.replace('"shape":[4]', '"shape":[5]'))
-    beyond = bridge.read(file)
+            shared.read_bridge(file)
+    shared.write_private(file, good.replace('"shape":[4]', '"shape":[5]'))
+    beyond = shared.read_bridge(file)
     assert beyond is not None
     with pytest.raises(UserError, match="a does not fit into its memory"):
-        bridge.map_parts(beyond, CPU)
+        shared.map_parts(beyond, CPU)
     (tmp_path / "link").symlink_to(file)
     with pytest.raises(UserError, match="no bridge of this run"):
-        bridge.read(tmp_path / "link")
+        shared.read_bridge(tmp_path / "link")
 
 
 def test_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> None:
@@ -440,7 +438,7 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> N
     a, b = torch.ones(4), torch.ones(2)
     for own, said in (({"a": a}, "'b' is in the engine, and not in this model"),
                       ({"a": a, "b": b, "c": a}, "'c' is not among"),
-                      ({"a": a, "b": a}, r"'b' is torch.float32\[2\] in the engine")):  # fmt: skip
+                      ({"a": a, "b": a}, r"'b' is torch.float32\[2\] in the engine")):
         with pytest.raises(UserError, match=said):
             sender_at(tmp_path).connect(own, CPU, 1.0)
 
@@ -454,7 +452,7 @@ def test_a_fence_that_is_none_is_refused_and_a_missing_one_waited_for(tmp_path: 
     with pytest.raises(UserError, match="no fence of shared weights, or one of another version"):
         sender_at(tmp_path).connect({"a": torch.ones(4)}, CPU, 0.1)
     with pytest.raises(UserError, match="the fence counts to"):
-        _ = State(1 << 31, 0, False).word
+        _ = FenceState(1 << 31, 0, False).word
 
 
 def test_a_version_is_never_below_one_that_was_published(tmp_path: Path) -> None:
@@ -477,5 +475,5 @@ def test_a_version_is_never_below_one_that_was_published(tmp_path: Path) -> None
 
 def _other_learner(path: Path) -> None:
     fence = Fence.attach(path / "fence")
-    fence.learner = Mark.of(os.getppid())
+    fence.learner = ProcessIdentity.of(os.getppid())
     sender_at(path).connect({"a": torch.zeros(3)}, CPU, 1.0)

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from busrl.errors import SharedMemoryFull, UserError, WeightsTimeout
-from busrl.weights import NOTHING, segment
-from busrl.weights.manifest import Manifest
+from busrl.weights import NOTHING, shm
 from busrl.weights.shm import ShmReceiver, ShmSender
+from busrl.weights.tensors import Manifest
 
 SENDER = """
 import os, signal, sys, torch
@@ -67,7 +67,7 @@ def test_types_and_shapes_of_all_kinds_travel(path: Path) -> None:
     named = {
         "bf16": torch.randn(5, 3).to(torch.bfloat16), "scalar": torch.tensor(2.5), "empty": torch.empty(0, 4),
         "ids": torch.arange(9), "transposed": torch.randn(4, 6).t(),
-    }  # fmt: skip
+    }
     here = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
     ShmSender(path).publish(1, 1, named)
     ShmReceiver(path).fetch(here)
@@ -148,7 +148,7 @@ def test_no_mixture_is_ever_read_while_another_process_writes_as_fast_as_it_can(
 def test_bytes_that_do_not_fit_their_checksum_are_not_used(path: Path) -> None:
     sender = ShmSender(path, checksums=True)
     sender.publish(1, 1, tensors(1))
-    held = segment.attach(path, writable=True)
+    held = shm.attach_segment(path, writable=True)
     assert held is not None
     held.data[held.newest() or 0][100] ^= 1
     with pytest.raises(WeightsTimeout, match="no complete version"):

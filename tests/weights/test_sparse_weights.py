@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from busrl import _blocks
 from busrl.errors import WeightsTimeout
-from busrl.weights import segment as layout
+from busrl.weights import shm as layout
 from busrl.weights import sparse
-from busrl.weights.front import Front
-from busrl.weights.manifest import Manifest
-from busrl.weights.outbox import Outbox, Sparse
+from busrl.weights.broadcast.receiver import ReceivedVersion
+from busrl.weights.broadcast.sender import Outbox, Sparse
 from busrl.weights.shm import ShmReceiver, ShmSender
 from busrl.weights.sparse import Refused, Shadow, apply, pack, split, unpack
+from busrl.weights.tensors import Manifest
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex128]
 SHAPES = [(40, 7), (), (0, 3), (130,), (64,)]
@@ -248,7 +248,7 @@ def test_frames_are_used_where_they_can_be_and_key_frames_come_every_k_versions(
         sent["w"][version] = version
         sender.publish(version, version, sent)
         assert receiver.fetch(here) == (version, version) and torch.equal(here["w"], sent["w"])
-        segment = layout.attach(path)
+        segment = layout.attach_segment(path)
         assert segment is not None
         logged.append(int(segment.buffer[segment.newest() or 0][layout.LOGGED]))
         segment.close()
@@ -262,7 +262,7 @@ def test_a_frame_that_was_damaged_in_shared_memory_is_never_put_in_place(path: P
     receiver.fetch(here)
     sent["w"][3] = 1.0
     sender.publish(2, 2, sent)
-    segment = layout.attach(path, writable=True)
+    segment = layout.attach_segment(path, writable=True)
     assert segment is not None
     segment.log[segment.newest() or 0][60] ^= 1
     with pytest.raises(WeightsTimeout, match=r"does not match its digest.*must not be used"):
@@ -293,7 +293,7 @@ def test_a_broadcast_ends_bit_identical_or_is_refused(todo: list[tuple[str, Any]
     kinds = [torch.float32, torch.bfloat16, torch.int8]
     sent = model(kinds)
     box = Outbox(lambda: None, bucket_bytes=512, sparse=Sparse(0.3, key_every), checksum=True)
-    fronts, tensors = [Front(), Front()], [model(kinds), model(kinds)]
+    fronts, tensors = [ReceivedVersion(), ReceivedVersion()], [model(kinds), model(kinds)]
     manifest, version, history = Manifest.of(sent), 1, {1: copy_of(sent)}
     box.put(version, version, sent)
 
@@ -318,7 +318,7 @@ def test_a_broadcast_ends_bit_identical_or_is_refused(todo: list[tuple[str, Any]
         elif deed in ("send", "lose"):
             send(value if deed == "lose" else -1)
         elif deed == "join":
-            fronts[value], tensors[value] = Front(), model(kinds)
+            fronts[value], tensors[value] = ReceivedVersion(), model(kinds)
         elif fronts[value].usable:
             fronts[value].fetch(tensors[value])
             assert same_bits(tensors[value], history[fronts[value].stamp[0]])

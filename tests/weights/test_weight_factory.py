@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from busrl.config import Weights
 from busrl.errors import UserError
-from busrl.topology import Weights
 from busrl.weights import make_receiver, make_sender
-from busrl.weights.broadcast import BroadcastSender
-from busrl.weights.broadcast_receiver import BroadcastReceiver
+from busrl.weights.broadcast.receiver import BroadcastReceiver
+from busrl.weights.broadcast.sender import BroadcastSender
 from busrl.weights.factory import Settings
 from busrl.weights.shm import ShmReceiver, ShmSender
 

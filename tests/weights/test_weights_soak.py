@@ -14,7 +14,7 @@ import torch
 from members import PATIENCE_S, Child, descendants, open_files, resident_kb, soldier, write_folder
 
 from busrl.weights.factory import Settings, sender
-from busrl.weights.manifest import Manifest
+from busrl.weights.tensors import Manifest
 
 SIZES = {f"w{k}": (64, 1 + 30 * k) for k in range(20)}  # 1.5 MB in all
 ENGINES = 4
@@ -91,7 +91,7 @@ def settings_of(tmp_path: Path, transport: str, sparse: bool) -> Settings:
     segment = f"/dev/shm/busrl.test.{os.getpid()}.{os.urandom(4).hex()}.weights"
     folders = str(tmp_path / "published") if transport == FOLDERS else ""
     return Settings(transport, segment, str(tmp_path / "store"), 6.0, sparse=sparse, key_every=8, checksum=sparse,
-                    folders=folders)  # fmt: skip
+                    folders=folders)
 
 
 def held() -> tuple[int, int, int]:

@@ -31,7 +31,7 @@ from busrl.scheduling import POLICIES, Candidate, GroupScanner, Policy, make_pol
 LOOK = 64  # groups opened per look
 GROUP, SLOTS, ROWS = 8, 4096, 1024
 LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),
-                 ("reward", "f8")])  # fmt: skip
+                 ("reward", "f8")])
 QUEUED, GENERATING = 2, 3
 WORDS = ["prove", "count", "sort", "why", "the", "number", "of", "primes", "below", "seven", "and", "explain"]
 

@@ -43,8 +43,7 @@ Pass = Callable[[], int]  # generates everything once; the tokens that were aske
 
 def workload(answers: int, vocabulary: int, seed: int = 0) -> dict[str, Any]:
     """Prompts as ids, and how many tokens each answer has."""
-    from busrl.quickstart.recipe import Recipe
-    from busrl.quickstart.sort_task import draw_completion, draw_prompt
+    from busrl.quickstart.task import Recipe, draw_completion, draw_prompt
 
     recipe, rng = Recipe(), random.Random(seed)
     prompts, lengths = [], []
@@ -74,7 +73,7 @@ def random_folder(folder: Path, size: dict[str, int]) -> str:
             intermediate_size=size["mlp"], max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True,
             eos_token_id=1, pad_token_id=0,
         )
-    )  # fmt: skip
+    )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(quickstart_folder()).save_pretrained(folder)
     return str(folder)
@@ -87,8 +86,8 @@ def torch_engine(model: str, work: dict[str, Any]) -> Pass:
     import numpy as np
     import torch
 
-    from busrl.inference.base import Request
-    from busrl.inference.torch_engine import TorchEngine
+    from busrl.engines.base import Request
+    from busrl.engines.torch.engine import TorchEngine
 
     torch.set_num_threads(1)
     engine = TorchEngine.load(model, capacity=AT_ONCE, max_length=MAX_LENGTH)
@@ -138,7 +137,7 @@ def generate(model: str, work: dict[str, Any]) -> Pass:
             lm.generate(
                 ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0,
                 max_new_tokens=max(lengths), stopping_criteria=stop,
-            )  # fmt: skip
+            )
         return sum(lengths)
 
     def once() -> int:
@@ -158,7 +157,7 @@ def vllm(model: str, work: dict[str, Any]) -> Pass:
     llm = LLM(
         model, dtype="float32", enforce_eager=True, max_num_seqs=AT_ONCE, max_model_len=MAX_LENGTH,
         kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False, generation_config="vllm",
-    )  # fmt: skip
+    )
     settings = [
         SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0, logprobs=0, detokenize=False)
         for length in work["lengths"]
@@ -229,7 +228,7 @@ def main() -> int:
     bars = []
     for unit in ("tokens_per_s", "tokens_per_cpu_s"):
         for model, rival, limit in (("0.1M", "generate", 2.5), ("3M", "generate", 2.5), ("0.1M", "vllm", 2.0),
-                                    ("3M", "vllm", 0.9)):  # fmt: skip
+                                    ("3M", "vllm", 0.9)):
             what = f"{model}: torch engine against {rival}, {unit}"
             bars.append(Bar(what, f"{model}:torch:{unit}", f"{model}:{rival}:{unit}", limit, at_most=False))
     written(log, bars, "engines", given.out, answers=given.answers, at_once=AT_ONCE)

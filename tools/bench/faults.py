@@ -22,7 +22,7 @@ from typing import Any
 import report
 from runs import BenchRun, quantiles, run
 
-from busrl.ledger.trainlog import step_lines
+from busrl.ledger.log import step_lines
 
 SHARES = (0.0, 0.3, 1.0)
 MEASURED = Path(__file__).with_name("measured_role.py")
@@ -98,7 +98,7 @@ def main() -> None:
     told: dict[str, Any] = {
         "machine": report.machine(), "date": time.strftime("%Y-%m-%d"), "load_before": os.getloadavg(),
         "what": __doc__.split("\n")[0], "steps": options.steps,
-    }  # fmt: skip
+    }
     if "doorbells" in options.parts:
         told["doorbells"] = doorbells(options.steps)
         print(json.dumps(told["doorbells"], indent=2), flush=True)

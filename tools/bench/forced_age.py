@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median
 
-from busrl.ledger.trainlog import step_lines
+from busrl.ledger.log import step_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSSES = ("ppo_clip", "decoupled")
@@ -31,7 +31,7 @@ def run(loss: str, age: int, seed: int, steps: int) -> list[float]:
     settings = {
         "run.seed": seed, "run.max_steps": steps, "weights.mode": "sync", "learner.loss": loss,
         "experiments.forced_age": age, "validation.at_start": "false", "validation.at_end": "false",
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "busrl.cli", "launch", "configs/quickstart.toml", "--run-dir", str(directory)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]

@@ -30,15 +30,15 @@ import numpy as np
 import report
 from runs import ROOT, BenchRun
 
+from busrl.config.rules import MOST_SAMPLES
 from busrl.data import JsonlStream
 from busrl.ledger.trained import TrainedSet
 from busrl.paths import RunPaths
-from busrl.topology.rules import MOST_SAMPLES
 
 YOUNG, MORE, GROUPS = 20, 10, 8
 SETTINGS = [
     f"learner.trigger.n_min={GROUPS}", "learner.checkpoint_every=10", "validation.every=0", "generation.max_batch=64",
-]  # fmt: skip
+]
 FLAT_EVERY = 5  # of the draws, one was flat
 LOOK_S = 0.05
 WATCHED = ("learner", "scheduler")
@@ -169,7 +169,7 @@ def measured_start(root: Path, steps: int) -> dict[str, Any]:
         "to_first_step_s": round(first - begun, 2), "steps_s": round(last - first, 2), "end_s": round(end - last, 2),
         "peak_mib": {label: round(mib) for label, mib in sorted(most.items())},
         "rss_pss_mib": {label: [round(mib) for mib in share] for label, share in shares.items()},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from typing import Any
 import report
 import zmq
 
-from busrl.ledger.trainlog import step_lines
+from busrl.ledger.log import step_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPOLOGY = ROOT / "configs" / "quickstart.toml"
@@ -104,7 +104,7 @@ def watch(directory: Path, recording: Path) -> dict[str, subprocess.Popen[bytes]
     monitor = subprocess.Popen(
         [*busrl, "monitor", str(directory)], stdin=slave, stdout=slave, stderr=slave,
         env={**os.environ, "TERM": "xterm-256color"},
-    )  # fmt: skip
+    )
     os.close(slave)
     recorder = subprocess.Popen([*busrl, "record", str(directory), "-o", str(recording)], stdout=subprocess.DEVNULL)
     return {"monitor": monitor, "recorder": recorder}
@@ -258,7 +258,7 @@ def told_of_runs(runs: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "watchers_cpu_s": watchers,
         "watchers_cpu_share_of_run": round(sum(watchers.values()) / median(watched, "run_cpu_s"), 4),
-    }  # fmt: skip
+    }
 
 
 def told_of_tap(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def table(told: dict[str, Any]) -> str:
         "# What watching costs", "",
         f"{host['cpu']}, {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}, commit "
         f"{told['commit']}, {told['date']}, load before the runs {told['load']:.1f}.", "",
-    ]  # fmt: skip
+    ]
     if "run" in told:
         run = told["run"]
         lines += [
@@ -288,7 +288,7 @@ def table(told: dict[str, Any]) -> str:
             f"CPU s of the watchers, from the first step to their end: {run['watchers_cpu_s']}, "
             f"{run['watchers_cpu_share_of_run']:.1%} of the run's in that time.",
             "All CPU seconds are of the training time.", "",
-        ]  # fmt: skip
+        ]
     lines += [
         "| the broker alone | CPU us/message | messages/s | round trip p50 us | p99 us |",
         "|---|---|---|---|---|",
@@ -296,7 +296,7 @@ def table(told: dict[str, Any]) -> str:
     lines += [
         f"| {mode} | {row['broker_cpu_us_per_message']} | {row['messages_per_s']:,.0f} | {row['trip_p50_us']} | "
         f"{row['trip_p99_us']} |" for mode, row in told["tap"].items()
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -314,7 +314,7 @@ def main() -> None:
     told: dict[str, Any] = {
         "machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%Y-%m-%d"),
         "load": os.getloadavg()[0], "pairs": options.pairs, "steps": options.steps,
-    }  # fmt: skip
+    }
     runs = []
     for pair in range(options.pairs):
         for watched in (False, True) if pair % 2 == 0 else (True, False):

@@ -25,7 +25,7 @@ from judge import Log, written  # noqa: E402
 
 from busrl.bus import Endpoint  # noqa: E402
 from busrl.bus.broker import Proxy  # noqa: E402
-from busrl.ledger.wal import Record, SampleRecord, Wal  # noqa: E402
+from busrl.ledger.log import Record, SampleRecord, Wal  # noqa: E402
 from busrl.protocol import DataGenerated, NewTask  # noqa: E402
 from busrl.ring import Fates, Ring, State  # noqa: E402
 
@@ -67,7 +67,7 @@ def one_life(clock: Clock, ring: Ring, uid: int) -> None:
             ring.dispatch(
                 uid=uid + k, group=k // 8, admission=uid + k, member=k % 8, group_size=8, cls=0, task=task,
                 prompt_crc=1, max_new_tokens=64, temperature=1.0,
-            )  # fmt: skip
+            )
 
     held: list[tuple[int, int]] = []
 
@@ -98,7 +98,7 @@ def sample(uid: int) -> SampleRecord:
         uid=uid, group=uid // 8, admission=uid, member=uid % 8, attempt=0, prompt_crc=1, reward=1.0, temperature=1.0,
         version=1, step=1, finish=1, prompt_ids=tokens.tobytes(), token_ids=tokens.tobytes(),
         logprobs=tokens.astype("<f4").tobytes(), versions=tokens.astype("<u4").tobytes(),
-    )  # fmt: skip
+    )
 
 
 def log_calls(clock: Clock, chunks: int, folder: str) -> int:

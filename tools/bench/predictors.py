@@ -30,10 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from busrl.data import tracemaker
-from busrl.data.trace import Task
-from busrl.data.tracemaker import Shape, Spread, generate
-from busrl.scheduling.predictors import Candidate, Predictor, kendall_tau, make_predictor
+from busrl.data import trace as tracemaker
+from busrl.data.trace import Shape, Spread, Task, make_trace
+from busrl.scheduling.lengths import Candidate, Predictor, kendall_tau, make_predictor
 
 PHASES = (0, 100, 500, 2000, 5000)
 TESTED, IN_FLIGHT, GROUP = 600, 50, 8
@@ -47,14 +46,14 @@ def tasks_of(trace: str, seed: int) -> list[Task]:
     """The prompts of a trace, those to be tested last."""
     count = PHASES[-1] + TESTED
     if trace == "default":
-        return generate(count, seed=seed)
+        return make_trace(count, seed=seed)
     if trace == "untagged":
-        return [replace(task, tag="") for task in generate(count, seed=seed)]
+        return [replace(task, tag="") for task in make_trace(count, seed=seed)]
     if trace == "noisy":  # the text says little, answers to a prompt agree less, the tail is heavier
         spread = Spread(text=0.35, prompt=0.55, member=0.6, tail_share=0.08, tail_factor=12.0)
-        return generate(count, Shape(spread=spread), seed)
+        return make_trace(count, Shape(spread=spread), seed)
     if trace == "drift":  # the policy's answers grow while it is trained
-        tasks = generate(count, seed=seed)
+        tasks = make_trace(count, seed=seed)
         return [replace(task, lengths=_grown(task.lengths, DRIFT * i / count)) for i, task in enumerate(tasks)]
     if trace == "epochs":  # the same prompts again and again, with new answers that grow
         return _epochs(count, seed)
@@ -71,7 +70,7 @@ def _grown(lengths: Sequence[int], log: float) -> tuple[int, ...]:
 def _epochs(count: int, seed: int) -> list[Task]:
     """Prompts of which each epoch draws other answers: a trace with as many answers per prompt as all epochs need."""
     epochs = -(-count // EPOCH)
-    base = generate(EPOCH, Shape(group_size=GROUP * epochs), seed)
+    base = make_trace(EPOCH, Shape(group_size=GROUP * epochs), seed)
     order = np.random.default_rng(seed)
     found = []
     for epoch in range(epochs):
@@ -144,7 +143,7 @@ def scores(make: Callable[[], Predictor], tasks: Sequence[Task]) -> dict[str, fl
     return {
         "text": statistics.mean(per_member), "siblings": tau(pooled), "k=1": tau(one[1]), "k=7": tau(one[7]),
         "shortest": tau(pooled_short),
-    }  # fmt: skip
+    }
 
 
 def copies(predictor: Predictor, name: str) -> Callable[[], Predictor]:
@@ -195,8 +194,7 @@ def rivals(tasks: Sequence[Task]) -> dict[str, dict[str, float]]:
     from scipy.sparse import csr_matrix, hstack
     from sklearn.linear_model import SGDClassifier, SGDRegressor
 
-    from busrl.scheduling.predictors.features import features
-    from busrl.scheduling.predictors.ridge import BITS
+    from busrl.scheduling.lengths.learned import BITS, features
 
     f = features([candidate(i, task) for i, task in enumerate(tasks)], BITS)
     x = hstack([csr_matrix((f.value, (f.row, f.column)), shape=(f.rows, 1 << BITS)), csr_matrix(f.counts)]).tocsr()
@@ -267,7 +265,7 @@ def ceilings(seed: int, prompts: int = 4000) -> dict[str, float]:
         found[k] = (known + surprise / (k + noise), logs[:, k])
     pooled = kendall_tau(*(np.concatenate([found[k][side] for k in found])[::4] for side in (0, 1)))
     return {"text": kendall_tau(known, logs[:, 0]), "siblings": pooled, "k=1": kendall_tau(*found[1]),
-            "k=7": kendall_tau(*found[7])}  # fmt: skip
+            "k=7": kendall_tau(*found[7])}
 
 
 # -- telling --------------------------------------------------------------------------------------------------------

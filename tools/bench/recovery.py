@@ -133,7 +133,7 @@ def main() -> None:
     told: dict[str, Any] = {
         "machine": report.machine(), "date": time.strftime("%Y-%m-%d"), "load_before": os.getloadavg(),
         "what": __doc__.split("\n")[0],
-    }  # fmt: skip
+    }
     for part in options.parts:
         told[part] = PARTS[part](options.kills, chance)
         print(json.dumps({part: told[part]}, indent=2), flush=True)

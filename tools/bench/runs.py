@@ -37,7 +37,7 @@ class BenchRun:
         self.child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.output, cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        )
         self.ring: Ring | None = None
 
     def attach(self) -> Ring:
@@ -135,4 +135,4 @@ def quantiles(milliseconds: Sequence[float]) -> dict[str, float]:
     return {
         "n": len(ordered), "p50_ms": round(ordered[len(ordered) // 2], 3), "p99_ms": round(ordered[at], 3),
         "max_ms": round(ordered[-1], 3),
-    }  # fmt: skip
+    }

@@ -20,7 +20,7 @@ from typing import Any
 
 import report
 
-from busrl.ledger.trainlog import step_lines
+from busrl.ledger.log import step_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = ("launch", "bus", "keeper", "scheduler", "reward/0")
@@ -35,7 +35,7 @@ def run(seed: int, steps: int) -> dict[str, float]:
         command = [
             sys.executable, "-m", "busrl.cli", "launch", quickstart, "--run-dir", str(run_dir),
             "--set", f"run.max_steps={steps}", "--set", f"run.seed={seed}",
-        ]  # fmt: skip
+        ]
         subprocess.run(command, check=True, capture_output=True, timeout=600, cwd=ROOT)
         rows = step_lines(run_dir / "metrics.jsonl")
         found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())["processes"]

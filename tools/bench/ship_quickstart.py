@@ -20,10 +20,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from busrl.data.stream import JsonlStream
+from busrl.config import Topology
+from busrl.data.prompts import JsonlStream
 from busrl.paths import RunPaths
-from busrl.simulate.shipped import FILE
-from busrl.topology import Topology
+from busrl.simulate.fit import FILE
 
 PER_STEP = 8
 SOURCE = "measured, quickstart on two cores"
@@ -32,7 +32,7 @@ TIMES = {
     "speed_spread": 0.0, "step_spread": 0.0, "reward_s": 0.03, "reward_call_s": 0.0, "learner_step_s": 0.016,
     "learner_token_s": 2.2e-5,
     "learner_group_s": 0.00037, "publish_s": 0.0012, "learner_spread": 0.0, "checkpoint_s": 0.05, "busy_share": 0.97,
-}  # fmt: skip
+}
 
 
 def groups_of(run: Path) -> list[tuple[int, str, list[int], str]]:

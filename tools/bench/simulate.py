@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from busrl.data.tracemaker import Shape, generate
+from busrl.config import load
+from busrl.data.trace import Shape, make_trace
 from busrl.simulate import Figures, Times, TraceAnswers, World
-from busrl.topology import load
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP, PROMPTS, LIMIT = 8, 4096, 4096
@@ -34,8 +34,8 @@ def one(actors: int, tasks: int) -> tuple[Figures, float, float]:
     n_min = max(1, round(actors / GROUP / 1.95))  # B = 2.3 n_min groups for max_staleness 2: 1.2 slots per row
     topology = load(ROOT / "configs" / "quickstart.toml", [
         f"learner.trigger.n_min={n_min}", "generation.max_batch=1", f"generation.max_new_tokens={LIMIT}",
-    ])  # fmt: skip
-    answers = TraceAnswers(generate(PROMPTS, Shape(limit=LIMIT)), GROUP, LIMIT, flat_share=0.1)
+    ])
+    answers = TraceAnswers(make_trace(PROMPTS, Shape(limit=LIMIT)), GROUP, LIMIT, flat_share=0.1)
     steps = -(-tasks // (n_min * GROUP))
     wall, cpu = time.perf_counter(), time.process_time()
     found = World(topology, TIMES, answers, actors=actors, steps=steps).run()
@@ -52,7 +52,7 @@ def main() -> int:
     for _ in range(options.rounds):
         found, wall, cpu = one(options.actors, options.tasks)
         rounds.append({"wall_s": round(wall, 2), "cpu_s": round(cpu, 2), "tasks": found.tasks, "steps": found.steps,
-                       "virtual_s": round(found.seconds, 1), "load": os.getloadavg()[0]})  # fmt: skip
+                       "virtual_s": round(found.seconds, 1), "load": os.getloadavg()[0]})
         print(rounds[-1], flush=True)
     result = {
         "what": f"{options.tasks} answers on {options.actors} actors",

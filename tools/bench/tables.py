@@ -79,7 +79,7 @@ def operation_rows(result: dict[str, Any]) -> Rows:
 def ring_rows(result: dict[str, Any]) -> Rows:
     bars = {frozenset((bar["ours"], bar["rival"])): bar for bar in result["bars"]}
     rows = {label: bar_row(label, result, pair, bars[frozenset(pair)]) for label, pair in RING.items()
-            if all(name in result["medians"] for name in pair)}  # fmt: skip
+            if all(name in result["medians"] for name in pair)}
     for label, name in FLAT.items():
         values = [result["medians"].get(f"{name}_{n}", {}).get("value") for n in SIZES]
         if None not in values:
@@ -103,7 +103,7 @@ def conditions(result: dict[str, Any]) -> str:
 
 def ring_head(result: dict[str, Any]) -> str:
     worst = {kind: max(bar["ratio"] for bar in result["bars"] if bar["ours"].startswith(kind) and bar["ratio"])
-             for kind in ("take_", "commit_", "scan_")}  # fmt: skip
+             for kind in ("take_", "commit_", "scan_")}
     flat, scan = max(worst["take_"], worst["commit_"]), worst["scan_"]
     verdicts = ("met" if flat <= 1.2 else "**missed**", "met" if scan <= 10 else "**missed**")
     return (
@@ -138,7 +138,7 @@ def main() -> int:
             (r"(A batch of 256 samples is) \d+ kB", lambda m: f"{m[1]} {operations['log_record_bytes'] / 1000:.0f} kB"),
         ]),
         "performance.md": (ring_rows(ring), [(r"Bars: claim and commit within[^\n]*", lambda m: ring_head(ring))]),
-    }  # fmt: skip
+    }
     for name, (rows, lines) in pages.items():
         before = (DOCS / name).read_text()
         after = updated(before, rows, lines)

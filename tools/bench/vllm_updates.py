@@ -30,10 +30,10 @@ import report
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from busrl.inference.base import Request
-from busrl.inference.vllm_engine import VllmEngine
-from busrl.inference.vllm_start import Start
-from busrl.topology.vllm import Vllm
+from busrl.config.machinery import Vllm
+from busrl.engines.base import Request
+from busrl.engines.vllm.engine import VllmEngine
+from busrl.engines.vllm.process import Start
 from busrl.weights import factory
 from busrl.weights.factory import Settings
 
@@ -48,7 +48,7 @@ def main() -> None:
     told: dict[str, Any] = {
         "machine": report.machine(), "commit": report.commit(Path(__file__).parent), "date": time.strftime("%Y-%m-%d"),
         "load_before": os.getloadavg(), "threads": torch.get_num_threads(), "rows": [],
-    }  # fmt: skip
+    }
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{options.name}_{told['machine']['cores']}cores_{told['date']}.json"
     for shape in options.shape:
@@ -78,7 +78,7 @@ def engine_of(transport: str, hidden: int, layers: int, options: argparse.Namesp
         model = make(Path(folder) / "model", hidden, layers)
         rank, slots = (RANK, updates + 4) if transport in ADAPTERS else (0, 0)
         start = Start(str(Path(folder) / "model"), "float32", capacity=options.rows, max_length=LENGTH,
-                      lora_rank=rank, adapters=slots)  # fmt: skip
+                      lora_rank=rank, adapters=slots)
         engine = VllmEngine(start, Vllm(start_s=600.0, rpc_s=60.0, check_parameters=0))
         try:
             return measure(engine, model, Path(folder), transport, updates)
@@ -91,7 +91,7 @@ def make(folder: Path, hidden: int, layers: int) -> Any:
         hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=max(1, hidden // 64), num_key_value_heads=max(1, hidden // 64), head_dim=64,
         vocab_size=512, max_position_embeddings=LENGTH, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     from tokenizers import Tokenizer, models
@@ -142,7 +142,7 @@ def row(
         "engine": "vLLM on CPU", "model_mb": round(of_model / 1e6, 2),
         "moved_mb": 0.0 if transport == ONE_COPY else round(moved / 1e6, 3), **took,
         "limit_s": copy_s(named), "limit": "one copy of what is sent", "rows": engine.capacity, "updates": updates,
-    }  # fmt: skip
+    }
 
 
 def nbytes(named: Named) -> int:
@@ -169,8 +169,7 @@ def published(transport: str, model: Any, folder: Path, held: int) -> tuple[Sett
     named: Named = {name: p.data for name, p in model.named_parameters()}
     base = folder / "model"
     if transport in ADAPTERS:
-        from busrl.training.lora import Adapter, LoraSettings
-        from busrl.training.model import load
+        from busrl.training.model import Adapter, LoraSettings, load
 
         made = Adapter(load(base), LoraSettings(RANK, 2.0))
         settings = replace(settings, folders=str(folder / "adapters"), kept=2, held=held, base=str(base))
@@ -192,7 +191,7 @@ def keep_full(engine: VllmEngine, round_: int) -> None:
     free = engine.capacity - engine.active
     engine.submit([
         Request(round_ * 1000 + k, k, 0, prompt, prompt[:0], LENGTH, 1.0, 1.0, round_) for k in range(free)
-    ])  # fmt: skip
+    ])
     seen = engine.statistics().tokens
     while engine.statistics().tokens < seen + 4 * engine.capacity:
         engine.step()

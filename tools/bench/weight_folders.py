@@ -23,13 +23,11 @@ import report
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from busrl.inference.adapter import Files
+from busrl.engines.torch.lora import WeightLoader
 from busrl.training import checkpoint
-from busrl.training.lora import Adapter, LoraSettings
-from busrl.training.model import load
-from busrl.weights.fingerprint import fingerprint
-from busrl.weights.folder_receiver import FolderReceiver
-from busrl.weights.folder_sender import FolderSender
+from busrl.training.model import Adapter, LoraSettings, load
+from busrl.weights.folders import FolderReceiver, FolderSender
+from busrl.weights.tensors import fingerprint
 
 MODES = ("lora_hotswap", "lora_restart", "checkpoint_restart")
 
@@ -42,7 +40,7 @@ def model_folder(folder: Path, megabytes: float) -> Path:
     config = Qwen3Config(
         vocab_size=256, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=4, head_dim=width // 4, max_position_embeddings=256, tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(256)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
@@ -63,7 +61,7 @@ def copy_seconds(nbytes: int, rounds: int) -> float:
 
 def measure(base: Path, mode: str, rank: int, rounds: int, place: Path) -> dict[str, Any]:
     learner, engine = load(base), load(base).requires_grad_(False)
-    files, adapted = Files(engine, base), mode != "checkpoint_restart"
+    files, adapted = WeightLoader(engine, base), mode != "checkpoint_restart"
     if adapted:
         adapter = Adapter(learner, LoraSettings(rank, 2.0))
         named, write = adapter.tensors(), adapter.write
@@ -94,7 +92,7 @@ def measure(base: Path, mode: str, rank: int, rounds: int, place: Path) -> dict[
         "mode": mode, "model_mb": round(sum(p.numel() for p in engine.parameters()) * 4 / 1e6, 2),
         "moved_mb": round(size / 1e6, 3), **{name: statistics.median(values) for name, values in took.items()},
         "limit_s": copy_seconds(moved, rounds), "limit": "one copy of what changes in the model", "rounds": rounds,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -107,7 +105,7 @@ def main() -> None:
     told: dict[str, Any] = {
         "machine": report.machine(), "commit": report.commit(Path(__file__).parent), "date": time.strftime("%Y-%m-%d"),
         "load_before": os.getloadavg(), "threads": torch.get_num_threads(), "rank": options.rank, "rows": [],
-    }  # fmt: skip
+    }
     for megabytes in options.mb:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory() as disk:
             base = model_folder(Path(disk) / "base", megabytes)

@@ -105,7 +105,7 @@ def change(named: dict[str, torch.Tensor], share: float, seed: int) -> None:
 
 
 def digest(named: dict[str, torch.Tensor]) -> int:
-    from busrl.weights.manifest import Manifest
+    from busrl.weights.tensors import Manifest
 
     return Manifest.of(named).digest(named, 0, 0)
 
@@ -203,7 +203,7 @@ def one_size(mb: float, args: argparse.Namespace) -> dict[str, Any]:
     named = model(mb, args.dtype)
     size = nbytes(named)
     found: dict[str, Any] = {"bytes": size, "itemsize": next(iter(named.values())).element_size(),
-                             "memcpy": memcpy(size, args.rounds)}  # fmt: skip
+                             "memcpy": memcpy(size, args.rounds)}
     found["raw gloo"] = raw_gloo(size, args.peers, args.rounds)
     for transport in ("shm", "broadcast"):
         for sparse in (False, True):
@@ -233,8 +233,8 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
 
 def pause(mb: float, args: argparse.Namespace) -> dict[str, float]:
     """A torch engine that decodes while versions come: the gap between two steps with an update in it."""
-    from busrl.inference.base import Request
-    from busrl.inference.torch_engine import TorchEngine
+    from busrl.engines.base import Request
+    from busrl.engines.torch.engine import TorchEngine
 
     torch.set_num_threads(1)
     tuned, tokens = tiny(mb)
@@ -275,7 +275,7 @@ def tiny(mb: float) -> tuple[Any, Any]:
     config = Qwen3Config(
         vocab_size=4 * width, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4, head_dim=64,
         num_attention_heads=width // 64, num_key_value_heads=max(1, width // 128), tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     return Qwen3ForCausalLM(config).eval(), SimpleNamespace(eos_token_id=1, pad_token_id=0)
 
 
@@ -324,7 +324,7 @@ def rows(found: dict[str, Any], changed: float, dtype: str, gbit: float) -> list
             "publish_s": times["publish"], "take_s": 0.0 if alone else max(0.0, times["arrived"] - times["publish"]),
             "apply_s": times["fetch"], "limit_s": limit_s,
             "limit": "two copies of all values" if alone else "raw Gloo and one copy of all values",
-        })  # fmt: skip
+        })
     return made
 
 
@@ -360,7 +360,7 @@ def main() -> None:
         "machine": report.machine(), "commit": report.commit(HERE.parent), "date": time.strftime("%Y-%m-%d"),
         "torch": str(torch.__version__), "dtype": args.dtype, "peers": args.peers, "rounds": args.rounds,
         "changed": args.changed, "link_gbit": args.link_gbit, "load": [os.getloadavg()[0]], "sizes": {}, "rows": [],
-    }  # fmt: skip
+    }
     for mb in map(float, args.sizes.split(",")):
         found = told["sizes"][f"{mb:g} MB"] = one_size(mb, args)
         told["rows"] += rows(found, args.changed, args.dtype, args.link_gbit)

@@ -45,7 +45,7 @@ def line(row: dict[str, Any]) -> str:
     together = sum(row.get(phase, 0.0) for phase in PHASES)
     phases = [_ms(row[phase]) if row.get(phase) else "" for phase in PHASES]
     cells = [row["mode"], row.get("engine", "torch"), _short(row["model_mb"]), _short(row["moved_mb"]), *phases,
-             _ms(together), _ms(row["limit_s"]), row["limit"]]  # fmt: skip
+             _ms(together), _ms(row["limit_s"]), row["limit"]]
     return f"| {' | '.join(cells)} |"
 
 

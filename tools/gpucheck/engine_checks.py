@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from busrl import device as devices
-from busrl.inference.base import Finished, Request
-from busrl.inference.torch_engine import TorchEngine
+from busrl.engines.base import Finished, Request
+from busrl.engines.torch.engine import TorchEngine
 from busrl.weights.shm import ShmReceiver, ShmSender
 from gpucheck import shapes
 from gpucheck.frame import GIGA, Context, Skipped, best_of
@@ -78,7 +78,7 @@ def _generate(model: Any, ids: np.ndarray, tokens: int) -> None:
     given = torch.from_numpy(ids.astype(np.int64)).to(model.device)
     with torch.inference_mode():
         model.generate(given, attention_mask=torch.ones_like(given), do_sample=True, top_k=0, max_new_tokens=tokens,
-                       min_new_tokens=tokens, use_cache=True, pad_token_id=0)  # fmt: skip
+                       min_new_tokens=tokens, use_cache=True, pad_token_id=0)
 
 
 def inflight(context: Context) -> None:
@@ -113,7 +113,7 @@ def inflight(context: Context) -> None:
     both = all(set(finished[k].versions.tolist()) == {0, version} for k in range(4))
     context.bar("running sequences have tokens of both versions", float(both), at_least=1.0)
     context.bar("sequences begun after it: largest difference to a plain forward of the new weights",
-                _gap(model, after, [finished[10 + k] for k in range(4)]), at_most=1e-4)  # fmt: skip
+                _gap(model, after, [finished[10 + k] for k in range(4)]), at_most=1e-4)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(old[name])
@@ -124,8 +124,7 @@ def inflight(context: Context) -> None:
 def learner(context: Context) -> None:
     """Forward, backward and step of a batch on the device, and the trainer's log-probabilities of its own weights."""
     from busrl.training.batch import Sample
-    from busrl.training.settings import TrainerSettings
-    from busrl.training.trainer import Trainer
+    from busrl.training.trainer import Trainer, TrainerSettings
 
     device, size = devices.choose(context.device), "tiny" if context.small else "0.6B"
     model = shapes.model(size, device, torch.float32)

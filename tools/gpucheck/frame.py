@@ -98,7 +98,7 @@ class Peer:
         self.process = subprocess.Popen(
             held(sys.executable, str(TOOL), "--peer", name, json.dumps(settings)),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
+        )
 
     def read(self) -> Any:
         assert self.process.stdout is not None

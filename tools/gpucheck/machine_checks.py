@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from busrl import device as devices
-from busrl.weights.group import Place, connect, open_store, pieces
+from busrl.weights.broadcast.group import Place, connect, open_store, pieces
 from gpucheck.frame import GIGA, ROOT, Context, Skipped, best_of, peer
 from gpucheck.shapes import checkpoint_shapes, nbytes
 

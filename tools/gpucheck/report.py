@@ -63,7 +63,7 @@ def markdown(found: dict[str, Any]) -> str:
         "| machine | |", "|---|---|", *machine, "",
         "| check | result | s | why |", "|---|---|---|---|",
         *(f"| {c['name']} | {c['status']} | {c['seconds']:.0f} | {c['why']} |" for c in found["checks"]), "",
-    ]  # fmt: skip
+    ]
     for check in found["checks"]:
         if check["name"] != "machine" and (check["figures"] or check["bars"] or check["notes"]):
             lines += section(check)
@@ -75,7 +75,7 @@ def section(check: dict[str, Any]) -> list[str]:
     if check["bars"]:
         lines += ["| has to hold | wanted | found | |", "|---|---|---|---|"]
         lines += [f"| {b['what']} | {b['wanted']} | {b['found']:g} | {'kept' if b['kept'] else '**missed**'} |"
-                  for b in check["bars"]]  # fmt: skip
+                  for b in check["bars"]]
         lines.append("")
     if check["figures"]:
         lines += ["| measured | |", "|---|---|", *(f"| {name} | {_shown(v)} |" for name, v in check["figures"].items())]

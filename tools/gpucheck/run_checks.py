@@ -37,9 +37,9 @@ def quickstart_one_copy(context: Context) -> None:
 def vllm(context: Context) -> None:
     """The same with vLLM in place of the torch engine."""
     _need_packages()
-    from busrl.topology.vllm import installed, objection  # an import would find the folder tools/vllm
+    from busrl.config.machinery import vllm_installed, vllm_objection  # an import would find the folder tools/vllm
 
-    why, remedy = objection(*installed())
+    why, remedy = vllm_objection(*vllm_installed())
     if why:
         raise Skipped(f"{why}; {remedy}")
     _run(context, "vllm", "process.rollout.engine=vllm")
@@ -47,13 +47,13 @@ def vllm(context: Context) -> None:
 
 def _run(context: Context, name: str, *settings: str) -> None:
     _need_packages()
-    from busrl.ledger.trainlog import step_lines
+    from busrl.ledger.log import step_lines
 
     steps = 3 if context.small else 20
     directory = context.file.parent / "run"
     command = [sys.executable, "-m", "busrl.cli", "launch", "configs/quickstart.toml", "--run-dir", str(directory)]
     for setting in (f"model.device={context.device}", f"run.max_steps={steps}", *settings,
-                    *(SMALL if context.small else ())):  # fmt: skip
+                    *(SMALL if context.small else ())):
         command += ["--set", setting]
     limit_s = max(1.0, context.left_s - 5)
     code = subprocess.run(held(*command), cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit_s).returncode
@@ -62,7 +62,7 @@ def _run(context: Context, name: str, *settings: str) -> None:
         _tell_errors(context, directory)
         return
     audit = subprocess.run([sys.executable, "-m", "busrl.cli", "audit", str(directory)], cwd=ROOT, timeout=60,
-                           stdin=subprocess.DEVNULL, capture_output=True, text=True)  # fmt: skip
+                           stdin=subprocess.DEVNULL, capture_output=True, text=True)
     context.bar(f"{name}: exit code of busrl audit", audit.returncode, at_most=0)
     rows = step_lines(directory / "metrics.jsonl")
     context.figure(f"{name}: steps", rows[-1]["step"])

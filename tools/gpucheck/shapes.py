@@ -19,7 +19,7 @@ SHAPES: dict[str, dict[str, Any]] = {
              "num_attention_heads": 16, "tie_word_embeddings": True},
     "8B": {**COMMON, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
            "num_attention_heads": 32, "tie_word_embeddings": False},
-}  # fmt: skip
+}
 FUSED = ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj"))
 Shapes = dict[str, tuple[int, ...]]
 

@@ -12,7 +12,7 @@ import torch
 from busrl import device as devices
 from busrl.errors import WeightsOwnerLost
 from busrl.weights.factory import Settings, sender
-from busrl.weights.one_copy import OneCopySender
+from busrl.weights.shared import OneCopySender
 from gpucheck import shapes
 from gpucheck.frame import GIGA, Context, Peer, Skipped, peer
 from gpucheck.peers import sums
@@ -150,7 +150,7 @@ def _in_place(context: Context, size: str, source: OneCopySender, other: Peer, v
     other.read()
     mine, theirs = sum(sums(views)), sum(other.ask(do="sums"))
     context.bar(f"{size} cuda_ipc: the owner has what was changed here", abs(mine - theirs) / max(1.0, abs(mine)),
-                at_most=1e-9)  # fmt: skip
+                at_most=1e-9)
     return version
 
 

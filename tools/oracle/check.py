@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import maths
-from .files import EOS, LENGTH, RunFiles, Sample, Step, read
-from .model import Dense, Lora, Model, gradients, load_adamw, padded
+from tools.oracle import maths
+from tools.oracle.files import EOS, LENGTH, RunFiles, Sample, Step, read
+from tools.oracle.model import Dense, Lora, Model, gradients, load_adamw, padded
 
 EXACT = 2e-4  # nats: an engine's float32 log-probability against float64
 NEAR = 1e-4  # a random number so close to an edge may fall on either side in float32
@@ -197,7 +197,7 @@ class _Check:
             "segments_mean": sum(len(sample.segments) for sample in samples) / len(samples),
             "segments_max": max(len(sample.segments) for sample in samples),
             "cut_share": sum(sample.finish == LENGTH for sample in samples) / len(samples),
-        } | self.age_numbers(step)  # fmt: skip
+        } | self.age_numbers(step)
 
     def masked(self, step: Step, updates: list[list[_Tokens]]) -> dict[str, Any]:
         """Tokens of the step's samples that taught nothing, and why."""
@@ -238,7 +238,7 @@ class _Check:
         return {
             "age_mean": float(ages.mean()), "age_p95": float(np.percentile(ages, 95)), "age_max": int(ages.max()),
             "age_by_length": [float(ages[own].mean()) if len(own) else 0.0 for own in quarters],
-        }  # fmt: skip
+        }
 
     def of_the_ended(self, step: Step) -> dict[str, Any]:
         """The headline reward: the mean over all samples of all groups that ended since the last step, flat too."""
@@ -257,7 +257,7 @@ class _Check:
             "groups_ended": len(ended["draws"]), "samples_ended": len(rewards),
             "reward": math.fsum(rewards) / len(rewards),
             "flat_share": ended["fates"].count("f") / len(ended["draws"]), "length_ended": sum(lengths) / len(lengths),
-        }  # fmt: skip
+        }
 
     def updates(self, step: Step, rate: float) -> list[list[_Tokens]]:
         """The mini-batches of a step: the tokens of each under the weights of its own update."""
@@ -305,7 +305,7 @@ class _Check:
         return _Tokens(
             loss, logp.detach()[part], entropy, log_ratio, advantage, torch.from_numpy(sample.versions)[part],
             int(sample.versions[0]), int(mastered.sum()),
-        )  # fmt: skip
+        )
 
     def mismatch(self, step: Step, first: list[_Tokens]) -> dict[str, Any]:
         """Mean |log ratio| of the tokens that the very weights of this step drew: before its first update, and only

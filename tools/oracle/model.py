@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .files import Sample
-from .maths import AdamW
+from tools.oracle.files import Sample
+from tools.oracle.maths import AdamW
 
 ROWS = 64  # of one forward
 

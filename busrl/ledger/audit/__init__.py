@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from busrl.ledger import fates
-from busrl.ledger.audit import ages, rules
+from busrl.ledger.audit import rules
 from busrl.ledger.audit.report import AuditReport, Counts, Finding, render
 from busrl.ledger.audit.snapshot import Snapshot, take
 
@@ -43,7 +43,7 @@ def _report(root: Path, snapshot: Snapshot) -> AuditReport:
         *rules.check_history(snapshot, history),
         *rules.check_trained(snapshot, history, where),
         *rules.check_payloads(snapshot),
-        *ages.check_ages(snapshot),
+        *rules.check_ages(snapshot),
         *rules.check_groups(snapshot, history),
         *rules.check_rerolls(snapshot),
         *rules.check_codes(snapshot),
@@ -91,6 +91,6 @@ def _counts(
         step=max([history.saved_step, 0, *steps]),
         checkpoint_step=history.saved_step,
         log_records=len(steps),
-        oldest=ages.oldest_age(snapshot.log),
+        oldest=rules.oldest_age(snapshot.log),
         groups=int(rules.in_runs(rules.draws_of(history.uids, snapshot.terms.group_size))[0].size),
     )

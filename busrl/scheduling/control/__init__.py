@@ -4,10 +4,6 @@ Pure like the rest of `busrl.scheduling`: one `Inputs` per step goes in, at most
 the learner role, by a simulator, or from the lines of `decisions.jsonl`.
 """
 
-from busrl.scheduling.control.controller import Controller, Decision
-from busrl.scheduling.control.inputs import Inputs
-from busrl.scheduling.control.knobs import Knobs
-from busrl.scheduling.control.noise import noise_pair
-from busrl.scheduling.control.settings import ControlSettings
+from busrl.scheduling.controller import Controller, ControlSettings, Decision, Inputs, Knobs, noise_pair
 
 __all__ = ["ControlSettings", "Controller", "Decision", "Inputs", "Knobs", "noise_pair"]

@@ -1,6 +1,6 @@
 """Loaded by a process whose PYTHONPATH names this folder: it dies in a phase of a broadcast, once.
 
-DIE_IN names the phase (a point of the hooks of `busrl.weights.broadcast` and its receiver; `@n` for the n-th time),
+DIE_IN names the phase (a point of the hooks of `busrl.weights.broadcast.sender` and its receiver; `@n`: the n-th time),
 DIE_MARK a file that says that it has happened.
 """
 
@@ -8,8 +8,8 @@ import os
 import signal
 from pathlib import Path
 
-from busrl.weights.broadcast import BroadcastSender
-from busrl.weights.broadcast_receiver import BroadcastReceiver
+from busrl.weights.broadcast.receiver import BroadcastReceiver
+from busrl.weights.broadcast.sender import BroadcastSender
 
 POINT, _, NTH = os.environ["DIE_IN"].partition("@")
 MARK = Path(os.environ["DIE_MARK"])

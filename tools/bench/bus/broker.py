@@ -14,7 +14,7 @@ def main() -> None:
     run_broker(
         f"ipc://{folder}/in", f"ipc://{folder}/out", OfdLock(f"{folder}/lock"), threading.Event(),
         on_ready=lambda: print("ready", flush=True), hwm=0,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main() -> None:
                     ring.dispatch(
                         uid=uid + k, group=0, admission=uid + k, member=0, group_size=1, cls=0, task=b"x",
                         prompt_crc=0, max_new_tokens=1, temperature=1.0,
-                    )  # fmt: skip
+                    )
                 held = ring.take(State.QUEUED, State.GENERATING, cls=None, limit=options.batch)
                 start = time.perf_counter()
                 back = once(ring, held, source)

@@ -57,7 +57,7 @@ def prepare(ring: Ring, uid: int) -> list[tuple[int, int]]:
         ring.dispatch(
             uid=uid + k, group=0, admission=uid + k, member=0, group_size=1, cls=0, task=b"x", prompt_crc=0,
             max_new_tokens=1, temperature=1.0,
-        )  # fmt: skip
+        )
     return ring.take(State.QUEUED, State.GENERATING, cls=None, limit=SLOTS)
 
 

@@ -1,0 +1,184 @@
+"""`busrl monitor`: the live screen, plain lines where there is no terminal, or one snapshot. Changes nothing.
+
+Chooses how to show the picture; knows nothing of how it is made.
+
+`busrl record`: write what passes the bus of a run into a file, until Ctrl-C, a limit, or the end of the run.
+
+Knows nothing of how that is done; says what was recorded, and what was missed.
+
+`busrl replay`: publish a recording again for a monitor or an actor under development, or say what it holds.
+
+Chooses an endpoint where none is named, and says how to listen there. Knows nothing of how it is published.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from busrl.errors import NoSuchRun, UserError
+from busrl.launch.story import duration
+from busrl.monitor import screen
+from busrl.monitor.recording import Bounds, Recorder, Recording, summary
+from busrl.monitor.replay import Replayer, own_endpoint, stage
+from busrl.monitor.screen import give_way
+from busrl.monitor.sources import Target, Watcher, find
+
+# -- `busrl monitor`: the live screen, plain lines where there is no terminal, or one snapshot. Changes nothing -------
+
+
+LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a replay says when it is over
+
+
+def monitor(named: str | None, once: bool, as_json: bool, plain: bool, seconds: float | None) -> int:
+    """Show a run until `q`, or once."""
+    target = find(named)
+    watcher = Watcher(target)
+    try:
+        if once or as_json:
+            return _once(watcher, target, as_json, seconds)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _leave)
+        with suppress(KeyboardInterrupt):
+            _until_quit(watcher, plain)
+        return 0
+    finally:
+        watcher.close()
+
+
+def _once(watcher: Watcher, target: Target, as_json: bool, seconds: float | None) -> int:
+    patience = seconds if seconds is not None else LISTEN_S if target.paths else REPLAY_S
+    screen.settle(watcher, patience)
+    if target.paths is None and not watcher.picture.traffic.count and not watcher.picture.replay:
+        raise NoSuchRun(
+            f"{target.endpoint}: nothing was heard there within {patience:g} s; name the tap of a run (`tap` in its "
+            "run.json), or the endpoint that `busrl replay` printed"
+        )
+    print(json.dumps(screen.as_data(watcher), ensure_ascii=False) if as_json else screen.as_text(watcher))
+    return 0
+
+
+def _until_quit(watcher: Watcher, plain: bool) -> None:
+    terminal = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    if plain or not terminal:
+        screen.run_plain(watcher, sys.stdout)
+    elif importlib.util.find_spec("rich") is None:
+        print(
+            "busrl: the live view needs `rich`: pip install 'busrl[monitor]'; plain lines until then", file=sys.stderr
+        )
+        screen.run_plain(watcher, sys.stdout)
+    else:
+        screen.run_live(watcher, sys.stdin)
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+# -- `busrl record`: write what passes the bus of a run into a file, until Ctrl-C, a limit, or the end of the run -----
+
+
+MIB = 1 << 20
+NICE = 15  # less than a run's, more than a monitor's: what it is too late for is gone
+
+
+def record(named: str | None, out: Path, seconds: float | None, limit_mib: float) -> int:
+    """Record until the end; 0 however it came, since the file is whole."""
+    target = find(named)
+    if target.paths is None:
+        raise UserError(f"{named}: a run directory is recorded, not an endpoint")
+    recorder = Recorder(target.paths, out, Bounds(math.inf if seconds is None else seconds, limit_mib * MIB))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda got, _frame: recorder.stop(f"asked to by {signal.Signals(got).name}"))
+    print(f"recording {target.paths.root} to {out}; Ctrl-C ends it", flush=True)
+    give_way(NICE)
+    end = recorder.run()
+    missed = f", {end.missed:,} missed" if end.missed else ", none missed"
+    print(f"{end.why}: {end.messages:,} messages, {end.bytes:,} bytes{missed}")
+    return 0
+
+
+# -- `busrl replay`: publish a recording again for a monitor or an actor under development, or say what it holds ------
+
+
+@dataclass(frozen=True)
+class Where:
+    """Endpoints and directory of a replay; empty or None: one of its own, or none."""
+
+    bind: str
+    frontend: str
+    run_dir: Path | None
+
+
+def replay(file: Path, speed: str, where: Where, wait_s: float, info: bool) -> int:
+    """Publish the recording once."""
+    if info:
+        print("\n".join(_described(file)))
+        return 0
+    factor = speed_of(speed)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    try:
+        with Recording(file) as recording, own_endpoint() as own:
+            frontend = where.frontend or (own.replace("bus.sock", "pub.sock") if where.run_dir else "")
+            _publish(recording, Where(where.bind or own, frontend, where.run_dir), factor, wait_s)
+    except KeyboardInterrupt:
+        print("stopped")
+    return 0
+
+
+def _publish(recording: Recording, where: Where, speed: float, wait_s: float) -> None:
+    directory = where.run_dir
+    with (
+        Replayer(recording, where.bind, frontend=where.frontend, speed=speed) as replayer,
+        stage(directory, recording, where.frontend, where.bind) if directory else nullcontext(),
+    ):
+        if directory:
+            print(f"an actor finds this replay in {directory}, where run.json names its endpoints")
+        if replayer.workers:
+            print(f"it holds work for: {', '.join(replayer.workers)} (BUSRL_NAME)")
+        print(f"waiting for {'an actor' if where.frontend else 'a listener'}: busrl monitor {where.bind}", flush=True)
+        count = replayer.run(wait_s, lambda: say("publishing"), lambda: say("over; ends with its last listener"))
+    print(f"published {count:,} messages{f'; {recording.torn}' if recording.torn else ''}")
+
+
+def say(line: str) -> None:
+    """A line at once."""
+    print(line, flush=True)
+
+
+def speed_of(text: str) -> float:
+    """`max` is 0; a positive number is a factor, with or without a final x."""
+    if text == "max":
+        return 0.0
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < 1e9:
+        raise UserError(f"--speed {text}: expected a positive number (1 = as it was, 10 = ten times as fast), or max")
+    return factor
+
+
+def _described(file: Path) -> list[str]:
+    held = summary(file)
+    header = held["header"]
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.wall_ns / 1e9))
+    lines = [
+        f"{file}: {header.facts.run_id or header.facts.name or 'a run'} on {header.host}, from {at} for "
+        f"{duration(held['seconds'])}",
+        f"  protocol {header.protocol}, busrl {header.busrl}, run uuid {header.uuid}",
+        f"  {sum(held['messages'].values()):,} messages, {held['missed']:,} missed; "
+        + (f"ended: {held['ended']}" if held["ended"] else "not ended in order"),
+    ]
+    lines += [f"    {name:<22}{count:>9,}" for name, count in sorted(held["messages"].items(), key=lambda one: -one[1])]
+    return [*lines, f"  torn: {held['torn']}"] if held["torn"] else lines

@@ -1,0 +1,279 @@
+"""The values that follow from several keys: groups in flight, slots, bytes of a slot, and the sums as text.
+
+Uses the formulas of `scheduling.limits` and the sizes of the ring's layout. Pure: what the files say is passed in.
+
+- Explicit values are checked against the same sums that `auto` uses, and a refusal shows the sum.
+- slots = G x B + the validation reserve: a dispatched sample always finds its slot free in time.
+
+The learner's decisions as a topology asks for them, for the live learner and for the simulated one. Pure.
+
+The admission limits of a topology, as scheduler and learner both need them, and its controller's bounds. Pure.
+
+When a checkpoint is due: after which step the learner writes one, and before which step that can be foreseen.
+
+Pure: looks at a topology and at counts. Used by the learner (writes) and by the scheduler (has what it knows on disk in
+time). Knows nothing of what a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from busrl.config import machine, rules
+from busrl.config.files import Looked
+from busrl.config.rules import Finding, batch_varies, count, due, range_of, thresholds, wants_rounds
+from busrl.config.schema import Derived, Topology
+from busrl.scheduling import limits
+from busrl.scheduling.admission import Staleness
+from busrl.scheduling.control import ControlSettings
+from busrl.scheduling.limits import Limits, derive
+from busrl.scheduling.trigger import LearnerPlan, Trigger
+
+# -- The values that follow from several keys: groups in flight, slots, bytes of a slot, and the sums as text ---------
+
+
+SLOTS_FROM = (
+    "weights.mode", "weights.max_staleness", "learner.trigger.n_min", "groups.size", "generation.max_batch", "process",
+    "segments.max_segments", "segments.rounds",
+)
+BYTES_FROM = (
+    "data.train", "validation.data", "model.path", "generation.max_new_tokens", "generation.max_prompt_tokens",
+    "segments.max_segments",
+)
+ALIGN = 64  # every tensor begins at a multiple of this
+SEGMENT_TENSORS = 3  # tokens, logprobs, versions
+# Of an answer in one segment: task, prompt_ids, reward_parts and part_names, twice tokens, logprobs, versions and text.
+TENSORS = 12
+PER_TOKEN = 12  # id, log-probability, version: 4 bytes each
+REWARD_BYTES = 256
+TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of the longest token only up to here
+LINE_BYTES, TABLE_BYTES, PROCESS_BYTES = 128, 128 + 48 * 128, 512  # per slot, per slot, per process-table entry
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The derived values, and what is wrong with explicit ones."""
+
+    derived: Derived
+    findings: tuple[Finding, ...]
+
+
+def resolve(topology: Topology, looked: Looked) -> Resolved:
+    """Everything that is computed from more than one key."""
+    parts = (rules.control_findings, machine.device_findings, machine.core_findings)
+    found: list[Finding] = [finding for part in parts for finding in part(topology)]
+    bounds = _limits(topology, found)
+    rounds = count(topology, "validator") > 0 and wants_rounds(topology)
+    val_samples = topology.validation.samples if rounds else 0
+    val_reserve = min(val_samples, in_flight(topology))
+    slots, slots_text = _slots(topology, bounds, val_reserve, found)
+    slot_bytes, bytes_text = _slot_bytes(topology, looked, found)
+    found.extend(_sums(topology, bounds, slots, looked))
+    derived = Derived(
+        B=bounds.B, W=bounds.W, n_lo=bounds.n_lo, n_hi=bounds.n_hi,
+        eta_min=max(bounds.least_eta, topology.experiments.controller.eta_min),
+        n_floor=bounds.n_floor, g_min=bounds.g_min,
+        horizon=topology.scheduler.horizon or 2 * bounds.n_min,
+        slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,
+        slot_bytes=slot_bytes, task_bytes=looked.task_bytes,
+        prompt_tokens=looked.prompt_tokens, prompt_text=looked.prompt_text, trial=looked.trial.lines,
+        train_prompts=looked.train_prompts, validation_prompts=looked.validation_prompts if rounds else 0,
+        ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
+        explain=(*bounds.explain(), _order(topology), *_segments(topology), *rules.explain_control(topology),
+            slots_text,
+                 bytes_text),
+    )
+    return Resolved(derived, tuple(found))
+
+
+def in_flight(topology: Topology) -> int:
+    """Sequences that all rollout processes generate at once; those that join from outside count as one."""
+    return topology.generation.max_batch * max(1, count(topology, "rollout"))
+
+
+def _limits(topology: Topology, found: list[Finding]) -> limits.Limits:
+    trigger, low, high = topology.learner.trigger, *rules.thresholds(topology)
+    bounds = limits.derive(
+        topology.weights.mode, trigger.n_min, topology.weights.max_staleness, topology.groups.size, low, high,
+        trigger.n_floor, topology.weights.window, topology.segments.waves)
+    window = ("weights.window",) if topology.weights.window else ()
+    keys = (*window, "weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
+    found.extend(Finding(keys, text, "", depends=rules.CONTROL_KEYS) for text in bounds.problems())
+    found.extend(Finding(keys, text, "", warning=True, depends=rules.CONTROL_KEYS) for text in bounds.warnings())
+    return bounds
+
+
+def _order(topology: Topology) -> str:
+    """How far the order of dispatch may depart from the order drawn."""
+    scheduler, n_min = topology.scheduler, topology.learner.trigger.n_min
+    if scheduler.policy == "fifo":
+        return "prompts are dispatched in the order drawn (fifo)"
+    horizon = scheduler.horizon or 2 * n_min
+    if scheduler.policy == "adaptive" and topology.weights.mode == "sync":
+        return f"adaptive: the n_min = {n_min} draws of a round, longest first"
+    text = f"a prompt waits for at most 2H - 2 = {2 * horizon - 2} others"
+    return f"{scheduler.policy} reorders within H = {horizon} draws: {text}"
+
+
+def _slots(topology: Topology, bounds: limits.Limits, reserve: int, found: list[Finding]) -> tuple[int, str]:
+    needed = bounds.train_slots + reserve
+    text = f"G x B + validation reserve = {bounds.group_size} x {bounds.B} + {reserve} = {needed}"
+    given = topology.ring.slots
+    if not isinstance(given, int):
+        return needed, f"ring.slots = {text}"
+    if given < needed:
+        rule = f"fewer than the groups in flight need: {text}"
+        found.append(Finding(("ring.slots",), rule, f'set it to {needed} or more, or "auto"', depends=SLOTS_FROM))
+    return given, f"ring.slots = {given} (auto: {text})"
+
+
+def slot_parts(topology: Topology, looked: Looked) -> list[tuple[str, int]]:
+    """What lies in one slot, in bytes, before alignment."""
+    tokens = topology.generation.max_new_tokens
+    text = min(looked.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR))
+    return [
+        ("longest line", looked.task_bytes),
+        ("prompt ids", 4 * topology.max_prompt_tokens),
+        (f"{tokens} tokens x {PER_TOKEN}", PER_TOKEN * tokens),
+        ("text", text),
+        ("reward parts", REWARD_BYTES),
+        ("alignment", ALIGN * (TENSORS + SEGMENT_TENSORS * (most_segments(topology) - 1))),
+    ]
+
+
+def _segments(topology: Topology) -> Iterator[str]:
+    """How an answer is cut, for `busrl check`."""
+    own, limit = topology.segments, topology.generation.max_new_tokens
+    if own.on:
+        least = -(-limit // own.max_segments)
+        how = f"of {own.length} tokens" if isinstance(own.length, int) else f"of {least} or more, by lengths seen"
+        yield f"segments: an answer of up to {limit} tokens in at most {own.max_segments} {how}; loss = {own.loss}"
+
+
+def most_segments(topology: Topology) -> int:
+    """Segments that an answer may have; 1 with segments off."""
+    return topology.segments.max_segments if topology.segments.on else 1
+
+
+def _slot_bytes(topology: Topology, looked: Looked, found: list[Finding]) -> tuple[int, str]:
+    parts = slot_parts(topology, looked)
+    needed = _up(sum(size for _, size in parts), 256)
+    text = " + ".join(f"{size} ({name})" for name, size in parts) + f" = {needed} after rounding up to 256"
+    given = topology.ring.slot_bytes
+    if not isinstance(given, int):
+        return needed, f"ring.slot_bytes = {text}"
+    if given < needed:
+        rule = f"smaller than the longest sample: {text}"
+        found.append(Finding(("ring.slot_bytes",), rule, f'set it to {needed} or more, or "auto"', depends=BYTES_FROM))
+    return given, f"ring.slot_bytes = {given} (auto: {text})"
+
+
+def _sums(topology: Topology, bounds: limits.Limits, slots: int, looked: Looked) -> Iterator[Finding]:
+    generation, every = topology.generation, topology.publish_every
+    most = bounds.n_hi
+    if every * most > bounds.B:
+        name = "n_min" if most == bounds.n_min else "n_hi"
+        rule = f"credit returns when a step is published: {every} x {name} = {every * most} > B = {bounds.B}"
+        rare = every > topology.learner.publish_every
+        keys = (*(("weights.restart_every",) if rare else ()), "learner.publish_every")
+        yield Finding((*keys, "learner.trigger.n_min", "weights.mode"), rule, _publish_remedy(bounds, rare))
+    longest = topology.max_prompt_tokens + generation.max_new_tokens
+    if looked.context and longest > looked.context:
+        rule = f"prompt and completion have {longest} tokens, the model takes {looked.context}"
+        keys = ("generation.max_new_tokens", "generation.max_prompt_tokens")
+        yield Finding(keys, rule, "lower one of them", depends=("model.path",))
+    room = topology.bus.max_message_bytes - 1024
+    if looked.task_bytes > room:
+        rule = f"the longest prompt line ({looked.task_bytes} bytes) and 1024 bytes of fields do not fit"
+        remedy = f"set it to {looked.task_bytes + 1024} or more"
+        yield Finding(("bus.max_message_bytes",), rule, remedy, depends=BYTES_FROM)
+    if in_flight(topology) > slots:
+        rule = f"the engines have {in_flight(topology)} rows for {slots} slots, so some rows stay empty"
+        yield Finding(("generation.max_batch",), rule, f"{slots} in all are enough", warning=True, depends=SLOTS_FROM)
+
+
+def _publish_remedy(bounds: limits.Limits, rare: bool) -> str:
+    most = bounds.max_publish_every
+    key = "publish_every x restart_every" if rare else "publish_every"
+    return f"{key} <= {most}" + (", or a higher weights.max_staleness" if bounds.mode == "batch-async" else "")
+
+
+def ring_bytes(slots: int, slot_bytes: int, processes: int) -> int:
+    """Size of the ring's file: header, process table, and per slot its line, its tensor table and its payload."""
+    per_slot = LINE_BYTES + TABLE_BYTES + _up(slot_bytes, 256)
+    return _up(2 * PAGE + processes * PROCESS_BYTES + slots * per_slot, PAGE) + 3 * PAGE
+
+
+def _up(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+# -- The learner's decisions as a topology asks for them, for the live learner and for the simulated one. Pure --------
+
+
+def make_plan(topology: Topology, limits: Limits, *, streaming: bool) -> LearnerPlan:
+    """The decisions of this topology; with `forced_age` the age of a batch is the experiment, and no rule bounds it.
+
+    `streaming`: micro-batches may run before the whole step is known.
+    """
+    trigger = topology.learner.trigger
+    return LearnerPlan(
+        limits,
+        Trigger(
+            trigger.n_min,
+            limits.n_floor,
+            trigger.t_max_s,
+            sync=limits.sync,
+            count_ended=trigger.count == "ended",
+        ),
+        Staleness(None if topology.experiments.forced_age else limits.max_staleness, topology.weights.over_age),
+        streaming=streaming,
+    )
+
+
+# -- The admission limits of a topology, as scheduler and learner both need them, and its controller's bounds. Pure ---
+
+
+def admission_limits(topology: Topology) -> Limits:
+    """B, W and the thresholds that follow from mode, n_min, max_staleness, controller and group size."""
+    trigger, (low, high) = topology.learner.trigger, thresholds(topology)
+    return derive(
+        topology.weights.mode, trigger.n_min, topology.weights.max_staleness, topology.groups.size, low, high,
+        trigger.n_floor, topology.weights.window, topology.segments.waves,
+    )
+
+
+def control_settings(topology: Topology) -> ControlSettings | None:
+    """The settings of the controller, None if it is off. Without `act` the bound it may advise has the same range."""
+    controller, trigger = topology.learner.controller, topology.learner.trigger
+    if controller.mode == "off":
+        return None
+    low, high = range_of(topology)
+    bound = topology.weights.max_staleness if topology.weights.mode == "batch-async" else None
+    least = topology.derived.eta_min
+    return ControlSettings.of(
+        controller, topology.experiments.controller, n_min=trigger.n_min, n_lo=low, n_hi=high,
+        t_max_ms=1000 * trigger.t_max_s,
+        eta_min=least if bound is None else min(least, bound), eta_max=bound,
+    )
+
+
+# -- When a checkpoint is due: after which step the learner writes one, and before which step that can be foreseen ----
+
+
+def checkpoint_is_due(topology: Topology, step: int, total: int, groups: int) -> bool:
+    """After step `step` of `groups` groups, `total` in all. Where the batch can vary n_min groups count as a step."""
+    every = topology.learner.checkpoint_every
+    if batch_varies(topology):
+        return due(every * topology.learner.trigger.n_min, total - groups, total)
+    return due(every, step - 1, step)
+
+
+def checkpoint_may_follow(topology: Topology, step: int, total: int) -> bool:
+    """Whether the step after `step` may be the run's last or one with a checkpoint; `total`: groups trained so far."""
+    run, most = topology.run, topology.derived.n_hi
+    if step + 1 >= run.max_steps or 0 < run.max_groups <= total + most:
+        return True
+    return checkpoint_is_due(topology, step + 1, total + most, most)

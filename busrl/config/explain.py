@@ -1,0 +1,325 @@
+"""`busrl check` and `busrl launch --dry-run`: a topology explained on one page, before anything is started.
+
+Prints the processes, the derived sums with their formulas, sizes against what /dev/shm has, the prompt files, the model
+folder, and what deserves a warning. Uses `load` for everything that can be wrong. Starts and changes nothing.
+
+- What is printed is what `launch` would use: the same Topology, the same derived values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from busrl import device, keys, quickstart
+from busrl.config import files, machine, trial
+from busrl.config.machine import Cost
+from busrl.config.rules import ADAPTERS, MOST_SAMPLES, count
+from busrl.config.schema import TINY, Faults, ProcessName, Topology, has_model
+from busrl.errors import SharedMemoryFull
+
+COMMON = ("run", "data", "groups", "generation", "learner", "weights", "segments", "experiments", "bus", "limits")
+FOR_PEOPLE = ("explain", "trial", "warnings")  # of the derived values, those that no process reads
+SECTIONS_OF = {  # the tables that a process of the role reads; a test compares with the code
+    "bus": ("bus", "limits"),
+    "keeper": (*COMMON, "model", "reward", "ring"),
+    "scheduler": (*COMMON, "scheduler"),
+    "learner": (*COMMON, "model", "lora", "reward", "scheduler", "mock", "openai", "log"),
+    "rollout": (*COMMON, "model", "lora", "reward", "mock", "vllm", "openai"),
+    "reward": ("reward", "data", "groups", "learner", "bus", "limits"),
+    "validator": ("run", "data", "generation", "learner", "validation", "bus", "limits"),
+}
+
+
+def report(topology: Topology, verbose: bool = True) -> str:
+    """The page: what a person decides first; with `verbose` the sums that follow from it, too."""
+    parts = (_head, _warnings, _first, _data, _model, _processes, *((_bus, _sums, _sizes) if verbose else (_more,)))
+    return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part(topology)))) + "\n"
+
+
+def require_memory(topology: Topology) -> None:
+    """A SharedMemoryFull with the sum, if /dev/shm can not hold this run."""
+    needed, free = sum(size for _, size in shared_memory(topology)), machine.shm_free()
+    if needed > free:
+        text = " + ".join(f"{name} {_mib(size)}" for name, size in shared_memory(topology))
+        raise SharedMemoryFull(
+            f"{machine.SHM} has {_mib(free)} free, the run needs {text} = {_mib(needed)}: enlarge it (mount -o remount,"
+            f"size=... {machine.SHM}; docker run --shm-size), `busrl ring clean` old runs, or lower ring.slots"
+        )
+
+
+def require_cores(topology: Topology) -> None:
+    """A UserError if an entry names cores that this machine does not give us."""
+    machine.require_cores(topology, machine.cores())
+
+
+def require_disk(topology: Topology, run_dir: Path) -> None:
+    """A DiskFull with the sum, if what is published into the run directory does not fit there."""
+    machine.require_disk(topology, model_folder(topology), run_dir)
+
+
+def shared_memory(topology: Topology) -> list[tuple[str, int]]:
+    """Files of the run in /dev/shm and their sizes; the weights are two buffers, left out while unknown.
+
+    With sparse updates each buffer has half of its size beside it, for the changes that follow it.
+    """
+    found = [("ring", topology.derived.ring_bytes)]
+    parameters = _facts(topology).parameters
+    if topology.weights.transport == "shm" and parameters:
+        buffers = 3 if topology.weights.sparse.enabled else 2
+        found.append(("weights", buffers * parameters * machine.BYTES_OF[topology.model.dtype]))
+    if topology.weights.transport in ADAPTERS and (cost := _cost(topology)) is not None and cost.version:
+        found.append(("adapters", cost.total))
+    return found
+
+
+def process_configs(topology: Topology) -> list[dict[str, Any]]:
+    """One resolved configuration per process: what it is started as, and the settings that it reads."""
+    settings = topology.to_dict()
+    found = []
+    for process in topology.processes():
+        used = {name: settings[name] for name in SECTIONS_OF[process.role]}
+        if topology.faults != Faults():
+            used["faults"] = settings["faults"]
+        derived = {name: value for name, value in settings["derived"].items() if name not in FOR_PEOPLE}
+        found.append(
+            {
+                "process": process.name,
+                "command": command(process),
+                "env": {"OMP_NUM_THREADS": str(process.spec.threads), **process.spec.env},
+                "settings": {**used, "derived": derived},
+            }
+        )
+    return found
+
+
+def dry_run(topology: Topology) -> str:
+    """The page, and one JSON object per process, a line each."""
+    lines = [json.dumps(config, ensure_ascii=False) for config in process_configs(topology)]
+    return report(topology) + "\nresolved, one line per process\n" + "\n".join(lines) + "\n"
+
+
+def command(process: ProcessName) -> list[str]:
+    """How a process is started, RUN_DIR standing for the run directory."""
+    return list(process.spec.command) or ["python", "-m", "busrl.roles", "RUN_DIR", process.name]
+
+
+# ------------------------------------------------------------------------------------------------------- sections
+
+
+def _head(t: Topology) -> Iterator[str]:
+    fits = sum(size for _, size in shared_memory(t)) <= machine.shm_free()
+    yield f"{t.source}: {'ok' if fits else f'right, but it does not fit into {machine.SHM}'}"
+    for override in t.overrides:
+        yield f"  --set {override}"
+    bound = f" (at most {t.weights.max_staleness} steps old)" if t.weights.mode == "batch-async" else ""
+    yield (
+        f"run {t.run.name}: {t.run.max_steps} steps of {t.learner.trigger.n_min} groups x {t.groups.size} samples, "
+        f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
+    )
+    yield f"learning rate {t.learner.lr:g}: {machine.rate_advice(t)}"
+    drawn, prompts = t.run.max_steps * t.learner.trigger.n_min, t.derived.train_prompts
+    if prompts:
+        yield f"epochs {drawn / prompts:.3g}: {drawn} groups of {prompts} prompts, more where groups are set aside"
+    samples = t.learner.trigger.n_min * t.groups.size
+    most = samples * t.generation.max_new_tokens
+    yield f"tokens per step {most} at most: {samples} answers of up to {t.generation.max_new_tokens} tokens"
+
+
+def _first(t: Topology) -> Iterator[str]:
+    """The first prompt, and what two answers to it are worth: tried by the loader where the reward is foreign code."""
+    yield from t.derived.trial or trial.try_first(t).lines
+
+
+def _more(_: Topology) -> Iterator[str]:
+    yield "how slots, memory and limits follow from this: --verbose"
+
+
+def _processes(t: Topology) -> Iterator[str]:
+    yield f"{'process':<12} {'engine':<8} {'device':<8} {'threads':>7}  command"
+    for process in t.processes():
+        engine = process.spec.engine if process.role == "rollout" else "-"
+        where = f"{_device(t, process):<8} {process.spec.threads:>7}"
+        bound = f" on core {process.spec.cpus}" if process.spec.cpus else ""
+        yield f"{process.name:<12} {engine:<8} {where}{bound}  {' '.join(command(process))}"
+    outside = [entry.role for entry in t.process if entry.count == 0]
+    if outside:
+        yield f"expected to join from outside, or not at all: {', '.join(outside)}"
+        yield f"  (through the keeper's gateway, or by mapping the ring; a task's lease is {t.limits.lease_s:g} s)"
+
+
+def _device(t: Topology, process: ProcessName) -> str:
+    """Where the model of a process runs, and which devices it sees; "-" for one without a model."""
+    models = process.role == "learner" or (process.role == "rollout" and process.spec.engine != "mock")
+    if not models or process.spec.command:
+        return "-"
+    return t.device_of(process.name) + (f":{process.devices}" if process.devices else "")
+
+
+def _bus(t: Topology) -> Iterator[str]:
+    yield "bus"
+    yield "  ipc, in a directory that only this user can enter"
+    if t.bus.endpoint != "ipc":
+        directory = keys.directory_of(t.bus.keys)
+        names = keys.allowed(directory)
+        yield f"  {t.bus.endpoint} and the next port, encrypted (CURVE) with the keys in {directory}"
+        yield f"  {len(names)} clients may connect there" + (f": {', '.join(names)}" if names else "")
+        for problem in keys.broken(directory):
+            yield f"  lets nobody in: {problem}"
+
+
+def _sums(t: Topology) -> Iterator[str]:
+    yield "groups and slots"
+    for line in t.derived.explain:
+        yield f"  {line}"
+    rounds = t.derived.val_samples
+    yield f"  validation: {rounds} samples a round, {t.derived.val_reserve} slots" if rounds else "  validation: none"
+
+
+def _sizes(t: Topology) -> Iterator[str]:
+    yield f"shared memory ({machine.SHM} has {_mib(machine.shm_free())} free)"
+    for name, size in shared_memory(t):
+        yield f"  {name}: {_mib(size)}"
+    if len(shared_memory(t)) == 1 and t.weights.transport == "shm":
+        yield "  weights: twice the size of the model, known when it is loaded"
+    yield from _blocks(t)
+    yield from _versions(t)
+
+
+def _blocks(t: Topology) -> Iterator[str]:
+    """What both ends of a broadcast hold besides the models."""
+    if t.weights.transport != "broadcast":
+        return
+    yield f"broadcast (memory of the {'host' if t.weights.backend == 'gloo' else 'devices'}, besides the models)"
+    size = _facts(t).parameters * machine.BYTES_OF[t.model.dtype]
+    if not size:
+        yield "  size unknown until the model is there"
+        return
+    for who, copies in machine.broadcast_copies(t):
+        yield f"  {who}: {copies:g} x {_mib(size)} = {_mib(int(copies * size))}"
+
+
+def _versions(t: Topology) -> Iterator[str]:
+    """What published folders cost, where versions are folders."""
+    cost = _cost(t)
+    if cost is None:
+        return
+    where = f"in {machine.SHM}" if t.weights.transport in ADAPTERS else "in the run directory"
+    yield f"published versions ({where})"
+    if not cost.version:
+        yield "  size unknown until the model is there"
+        return
+    yield f"  {_mib(cost.version)} each, {cost.kept} are kept"
+    yield f"  with the one being written and those that engines hold at most {cost.most}: {_mib(cost.total)}"
+
+
+def _cost(t: Topology) -> Cost | None:
+    return machine.weight_cost(t, model_folder(t))
+
+
+def _data(t: Topology) -> Iterator[str]:
+    yield "prompts"
+    yield f"  train: {t.data.train}, {t.derived.train_prompts} prompts"
+    if t.validates:
+        yield f"  validation: {t.validation.data}, {t.derived.validation_prompts} prompts"
+    yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
+    if t.derived.prompt_text:
+        yield f"  {t.derived.prompt_text}"
+    if t.scripted:
+        yield f"  {_answers(t)}"
+
+
+def _answers(t: Topology) -> str:
+    """The lengths of a trace, of which scripted engines take theirs."""
+    from busrl.data import trace  # brings NumPy
+
+    lengths = sorted(length for task in trace.read(t.data.train, t.data.prompt_key) for length in task.lengths)
+    limit = t.generation.max_new_tokens
+    cut = sum(length > limit for length in lengths)
+    told = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
+    return f"scripted answers: {told}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
+
+
+def _model(t: Topology) -> Iterator[str]:
+    yield "model"
+    if t.model.path.startswith(TINY):
+        made = quickstart.paths(t.model.path)
+        yield f"  {t.model.path}: " + (f"made, {made.model}" if made else "made on first use")
+    else:
+        yield f"  {t.model.path}"
+    facts = _facts(t)
+    if facts.kind:
+        size = f"{facts.parameters / 1e6:.2f} M parameters" if facts.parameters else "size unknown"
+        yield f"  {facts.kind}: {facts.layers} layers, width {facts.hidden}, vocabulary {facts.vocabulary}, {size}"
+        yield f"  {t.model.dtype}, takes {facts.context or 'an unknown number of'} tokens"
+
+
+def model_folder(t: Topology) -> Path | None:
+    """Where the model lies; None for a tiny one that is not made yet."""
+    if not t.model.path.startswith(TINY):
+        return Path(t.model.path)
+    made = quickstart.paths(t.model.path)
+    return made.model if made else None
+
+
+def _facts(t: Topology) -> machine.ModelFacts:
+    folder = model_folder(t)
+    if folder is None:
+        return machine.ModelFacts("", 0, 0, 0, 0, 0)
+    config = machine.read_config(folder)
+    return machine.model_facts(folder, files.context_of(config))
+
+
+def warnings(t: Topology) -> list[str]:
+    """What deserves a warning before a start: the findings of the loader, and what this machine lacks."""
+    found = list(t.derived.warnings)
+    computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != "mock")
+    threads = sum(entry.threads * entry.count for entry in computing)
+    if threads > (there := len(machine.cores())):
+        text = f"rollouts and learner have {threads} threads for {there} cores; lower threads or count"
+        found.append(f"[[process]]: {text}")
+    if text := _missing_key(t):
+        found.append(text)
+    if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
+        found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
+    if (asked := t.run.max_steps * t.derived.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
+        text = f"at least {asked} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
+        found.append(f"run.max_steps: {text}, and the run ends by name there")
+    if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):
+        found.append(f"bus.endpoint: nobody may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`")
+    if count(t, "rollout") == 0:
+        found.append("[[process]]: no rollout is started here; the run waits until one joins")
+    outside = any(entry.count == 0 or entry.command for entry in t.process)
+    if outside and t.task_message_bytes > t.bus.max_message_bytes:
+        text = f"workers without a mapping can not join: a message with a sample may have {t.task_message_bytes} bytes"
+        found.append(f"bus.max_message_bytes = {t.bus.max_message_bytes}: {text}")
+    if text := trial.ends(t):
+        found.append(text)
+    for kind in sorted({t.device_of(one.name) for one in t.processes() if has_model(one.spec)} - {"auto"}):
+        if not device.there(kind):
+            text = f"this machine shows no {kind} device, or torch was not built for one: a start here would end"
+            found.append(f'model.device = "{kind}": {text}; "auto" takes what there is')
+    return found
+
+
+def _warnings(t: Topology) -> Iterator[str]:
+    if found := warnings(t):
+        yield "warnings"
+        for text in found:
+            yield f"  {text}"
+
+
+def _missing_key(t: Topology) -> str:
+    """The key of an endpoint that this environment has not; that of `launch` may be another."""
+    name = t.openai.api_key_env
+    asking = [entry for entry in t.process if entry.role == "rollout" and entry.engine == "openai"]
+    if not name or all(entry.env.get(name) or os.environ.get(name) for entry in asking):
+        return ""
+    return f"openai.api_key_env: ${name} is not set in this environment; the run ends at once where it is not set"
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,241 @@
+"""`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
+
+Reads (`source`), types (`reader`), looks at files (`files`), computes (`resolve`) and compares keys (`rules`).
+Nothing is created or changed. Used by `busrl launch` and `busrl check`; `busrl simulate` uses `sketch`, which asks for
+nothing that a simulation does without: no model, no engine, no reward, no prompts, no devices.
+
+- All problems of a file come in one TopologyError, in the order of the file.
+- A key with a wrong value is reported once, for that; rules that depend on it are not looked at.
+
+From `tiny:` names to real paths: the quickstart's model and prompts, made on first use.
+
+Called by `launch` once a topology is accepted. Talks to `busrl.quickstart`, which makes them in a child process. Knows
+nothing of what they contain.
+
+- Nothing else of the topology changes; sizes were derived without looking, so the first start equals the later ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from busrl import device, quickstart
+from busrl.config import files, machine, machinery, rules
+from busrl.config.derive import resolve
+from busrl.config.reader import KeyPath, Reader, Source, read, show
+from busrl.config.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
+from busrl.errors import Problem, TopologyError, UserError
+
+# -- `load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology --
+
+
+UNRESOLVED = Derived(
+    B=0, W=0, n_lo=0, n_hi=0, eta_min=0, n_floor=0, g_min=0, horizon=0, slots=0, train_slots=0, val_reserve=0,
+    slot_bytes=0, task_bytes=0, train_prompts=0, validation_prompts=0, ring_bytes=0, val_samples=0,
+)
+
+
+# What belongs to a machine, a model or a program: a simulation neither looks at these nor obeys rules about them.
+REAL_FILES = frozenset(
+    {"model.path", "data.train", "validation.data", "reward.function", "bus.endpoint", "lora.rank", "process"}
+)
+REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
+REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
+RULES = (
+    rules.findings, rules.weight_findings, rules.engine_findings, machinery.vllm_findings, machine.rate_findings,
+)
+PLAYED_OF_PROCESS = ("role", "count")
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A topology that is only to be simulated. `written`: the dotted keys that the file or an override gives."""
+
+    topology: Topology
+    written: frozenset[str]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
+    """The checked topology; a TopologyError with every problem otherwise."""
+    return _load(read(Path(path), overrides), overrides)
+
+
+def recorded(path: Path) -> Topology:
+    """The one that a run keeps in its topology.json, for whoever looks at the run; UserError if it is damaged."""
+    try:
+        return Topology.from_json(path.read_text())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path}: not what busrl wrote ({type(error).__name__}: {error}); was it edited? Restore it, or take "
+            "another run"
+        ) from None
+
+
+def sketch(path: str | Path, overrides: Sequence[str] = ()) -> Sketch:
+    """The same without the rules about machine, model and engines, and without a look at the files of a real run."""
+    source = read(Path(path), overrides)
+    topology = _load(source, overrides, sketched=True)
+    written = (".".join(map(str, key)) for key in (*source.lines, *source.overridden))
+    return Sketch(topology, frozenset(written))
+
+
+def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -> Topology:
+    reader = Reader(source)
+    draft = _draft(reader, source, overrides)
+    problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
+    looked, broken = files.look(draft, bad | REAL_FILES if sketched else bad)
+    problems.extend(_placed(source, draft, item) for item in broken)
+    bad |= {item.key for item in broken}
+    draft = dataclasses.replace(draft, derived=dataclasses.replace(UNRESOLVED, prompt_tokens=looked.prompt_tokens))
+    resolved = resolve(draft, looked)
+    ruled = [*(finding for findings in RULES for finding in findings(draft)), *_idle(draft, source)]
+    told = [one for one in (*ruled, *resolved.findings) if not (sketched and any(map(_real, one.keys)))]
+    found = [f for f in told if not _depends((*f.keys, *f.depends), bad)]
+    problems.extend(_problem(source, draft, finding) for finding in found if not finding.warning)
+    problems.extend([] if sketched else _too_long(draft, resolved.findings))
+    if problems:
+        raise TopologyError(sorted(problems, key=source.order))
+    warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
+    return dataclasses.replace(draft, derived=dataclasses.replace(resolved.derived, warnings=warnings))
+
+
+def _idle(draft: Topology, source: Source) -> Iterator[rules.Finding]:
+    """Keys that are written down and that nothing reads in this mode, where their default is not zero."""
+    if draft.weights.mode == "sync" and _written(source, "weights", "max_staleness") and draft.weights.max_staleness:
+        rule = "a synchronous round is made by the weights that it trains: nothing in it is stale"
+        keys = ("weights.max_staleness", "weights.mode")
+        yield rules.Finding(keys, rule, 'remove it, or mode = "batch-async"', warning=True)
+
+
+def _with_advice(problem: Problem, draft: Topology) -> Problem:
+    """The one key that no default can stand for gets advice for the model that is there."""
+    if problem.rule != "learner.lr is missing":
+        return problem
+    return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {machine.rate_advice(draft)}")
+
+
+def _real(key: str) -> bool:
+    """Whether a key means something in a real run only."""
+    section, _, rest = key.partition(".")
+    if section == "process" and rest:
+        return rest.rpartition(".")[2] not in PLAYED_OF_PROCESS
+    return section in REAL_SECTIONS or key in REAL_KEYS
+
+
+def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology:
+    """The typed settings, with what is empty by default filled in from other keys."""
+    sections: dict[str, Any] = reader.sections()
+    draft = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
+    function = _function_path(draft.reward.function, source)
+    kind = "python" if function and not _written(source, "reward", "kind") else draft.reward.kind
+    reward = dataclasses.replace(draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function)
+    here = os.path.abspath(source.folder)
+    entries = (
+        dataclasses.replace(entry, command=tuple(part.replace("{here}", here) for part in entry.command))
+        for entry in (*draft.process, *_implied(draft))
+    )
+    made = dataclasses.replace(draft, reward=reward, process=tuple(entries), generation=_generation(draft, source))
+    model = dataclasses.replace(made.model, dtype=_dtype(made), path=files.model_folder(made.model.path))
+    return dataclasses.replace(made, model=model)
+
+
+def _implied(draft: Topology) -> Iterator[Process]:
+    """One process of each role that no entry names; a validator where there are prompts for it."""
+    for role in SPAWNED_ROLES:
+        wanted = role != "validator" or draft.validation.data
+        if wanted and all(entry.role != role for entry in draft.process):
+            yield Process(role)
+
+
+def _dtype(draft: Topology) -> str:
+    """The number type, decided once for all processes: bfloat16 where each of them works on a device that has it."""
+    if draft.model.dtype != "auto":
+        return draft.model.dtype
+    kinds = {device.likely(draft.device_of(process.name)) for process in draft.processes() if has_model(process.spec)}
+    return "bfloat16" if kinds and all(map(device.has_bfloat16, kinds)) else "float32"
+
+
+def _generation(draft: Topology, source: Source) -> Generation:
+    """An answer has one limit: that of [segments] stands for max_new_tokens where the latter is not written."""
+    limit = draft.segments.global_max_length
+    if not (limit and draft.segments.on) or _written(source, "generation", "max_new_tokens"):
+        return draft.generation
+    return dataclasses.replace(draft.generation, max_new_tokens=limit)
+
+
+def _written(source: Source, *key: str) -> bool:
+    return key in source.lines or key in source.overridden
+
+
+def _function_path(function: str, source: Source) -> str:
+    """file.py:name with the file made absolute, as other paths are; package.module:name as it stands."""
+    file, colon, name = function.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        return function
+    typed_here = source.raw_text(("reward", "function")) is not None
+    return os.path.normpath((Path.cwd() if typed_here else source.folder) / Path(file).expanduser()) + f":{name}"
+
+
+def _depends(keys: Iterable[str], bad: set[str]) -> bool:
+    """Whether a rule looks at a key that is wrong, or at the processes while one of them is."""
+    wrong = bad | {name.partition(".")[0] for name in bad if name.startswith("process")}
+    return any(key in wrong for key in keys)
+
+
+def _problem(source: Source, draft: Topology, finding: rules.Finding) -> Problem:
+    return Problem(_place(source, finding.keys), finding.shown(draft), finding.rule, finding.remedy)
+
+
+def _placed(source: Source, draft: Topology, item: files.KeyProblem) -> Problem:
+    """A problem of a file as it stands; one of the key that names the file gets the key's place and value."""
+    if item.problem.place:
+        return item.problem
+    value = f"{item.key} = {show(rules.lookup(draft, item.key))}"
+    return dataclasses.replace(item.problem, place=source.place(_path(item.key)), value=value)
+
+
+def _place(source: Source, keys: Sequence[str]) -> str:
+    """The first of the keys that is written down; a default stands nowhere."""
+    for key in keys:
+        if _path(key) in source.lines or _path(key) in source.overridden:
+            return source.place(_path(key))
+    return source.place(_path(keys[0]))
+
+
+def _path(key: str) -> KeyPath:
+    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
+
+
+def _too_long(draft: Topology, found: Iterable[rules.Finding]) -> list[Problem]:
+    """An explicit slot that is too small for a prompt alone: name the line as well."""
+    given = draft.ring.slot_bytes
+    if not isinstance(given, int) or not any("ring.slot_bytes" in finding.keys for finding in found):
+        return []
+    problems = []
+    for path in dict.fromkeys((draft.data.train, draft.validation.data)):
+        if path and not path.startswith(TINY) and os.path.isfile(path):
+            number, size = files.longest_line(path)
+            if size > given:
+                rule = f"longer than its slot: ring.slot_bytes = {given}"
+                problems.append(Problem(f"{path}:{number}", f"{size} bytes", rule, "shorten it or enlarge the slot"))
+    return problems
+
+
+# -- From `tiny:` names to real paths: the quickstart's model and prompts, made on first use --------------------------
+
+
+def materialise(topology: Topology) -> Topology:
+    """The same topology with every `tiny:` name replaced by the path of what it stands for."""
+    model, data, validation = topology.model, topology.data, topology.validation
+    if model.path.startswith(TINY):
+        model = dataclasses.replace(model, path=str(quickstart.ensure(model.path).model))
+    if data.train.startswith(TINY):
+        data = dataclasses.replace(data, train=str(quickstart.ensure(data.train).train))
+    if validation.data.startswith(TINY):
+        validation = dataclasses.replace(validation, data=str(quickstart.ensure(validation.data).validation))
+    return dataclasses.replace(topology, model=model, data=data, validation=validation)

@@ -1,0 +1,177 @@
+"""Keys that have moved to another table or are gone, so that old files are told where and old runs are still read.
+
+One table, used twice: `elsewhere` gives the remedy for a key of a hand-written file, `modern` brings the topology.json
+of an older run into today's shape. Pure.
+
+- A key that moved keeps its meaning; one whose unit changed says so in MOVED_MS and is converted.
+
+What people who come from other trainers write, and what it is called here.
+
+Names of TRL, verl, OpenRLHF and of their configuration files. Used for unknown keys only: a name that is a key of busrl
+never gets here. Pure.
+
+- A remedy is a key of busrl, or says that there is none yet, and what does the work instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from typing import Any
+
+from busrl.config.machinery import ControllerRules
+
+# -- Keys that have moved to another table or are gone, so that old files are told where and old runs are still read --
+
+
+_CONTROLLER = {
+    f"learner.controller.{field.name}": f"experiments.controller.{field.name}"
+    for field in fields(ControllerRules)
+    if not field.name.endswith("_t_max_s")
+}
+MOVED_MS = {  # milliseconds became seconds
+    "learner.trigger.t_max": "learner.trigger.t_max_s",
+    "learner.controller.high_t_max": "experiments.controller.high_t_max_s",
+    "learner.controller.low_t_max": "experiments.controller.low_t_max_s",
+}
+MOVED = {
+    "data.validation": "validation.data",
+    "run.validate_before": "validation.at_start",
+    "segments.truncated": "reward.truncated",
+    "segments.truncated_penalty": "reward.truncated_penalty",
+    "learner.forced_age": "experiments.forced_age",
+    "learner.dmmpt": "experiments.dmmpt",
+    "learner.dmmpt_tau": "experiments.dmmpt_tau",
+    "learner.dmmpt_sigma": "experiments.dmmpt_sigma",
+    **_CONTROLLER,
+    **MOVED_MS,
+}
+GONE = {"learner.aggregation": "the sum of the loss is always divided by the number of tokens: remove it"}
+
+
+def elsewhere(key: str) -> str:
+    """What to do about a key of an older file; empty for one that never was."""
+    if key in MOVED_MS:
+        return f"it is {MOVED_MS[key]} now, in seconds (a thousandth of the number)"
+    return f"it is {MOVED[key]} now" if key in MOVED else GONE.get(key, "")
+
+
+def modern(data: dict[str, Any]) -> dict[str, Any]:
+    """The data of a topology.json of any age in today's shape; what is today's already stays as it is."""
+    made = copy.deepcopy(data)
+    without = _taken(made, "data.validation")
+    for old, new in MOVED.items():
+        found, value = _taken(made, old)
+        if found:
+            _put(made, new, _seconds(value) if old in MOVED_MS else value)
+    if without[0]:  # an older run validated on the training prompts where it had no others
+        rounds = made.get("derived", {}).get("val_samples", 0)
+        _put(made, "validation.data", without[1] or (made["data"]["train"] if rounds else ""))
+    for old in GONE:
+        _taken(made, old)
+    return made
+
+
+def _seconds(milliseconds: Any) -> Any:
+    return milliseconds if isinstance(milliseconds, str) else milliseconds / 1000
+
+
+def _taken(data: dict[str, Any], key: str) -> tuple[bool, Any]:
+    """Remove a dotted key; whether it was there, and its value."""
+    *tables, name = key.split(".")
+    for table in tables:
+        data = data.get(table, {})
+        if not isinstance(data, dict):
+            return False, None
+    return (True, data.pop(name)) if name in data else (False, None)
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    *tables, name = key.split(".")
+    for table in tables:
+        data = data.setdefault(table, {})
+    data[name] = value
+
+
+# -- What people who come from other trainers write, and what it is called here ---------------------------------------
+
+
+NONE = "there is none yet"
+
+_KEYS = {
+    "run.name": "run_name experiment_name project_name exp_name",
+    "run.max_steps": "steps total_steps total_training_steps num_train_steps train_steps max_train_steps",
+    "run.seed": "random_seed data_seed",
+    "model.path": "model model_name model_name_or_path pretrain checkpoint base_model tokenizer tokenizer_name",
+    "model.dtype": "bf16 fp16 torch_dtype precision param_dtype mixed_precision",
+    "data.train": "dataset dataset_name train_file train_files train_dataset prompt_data input_file data_path",
+    "data.prompt_key": "input_key prompt_column prompt_field question_key",
+    "data.answer_key": "label_key answer_column ground_truth_key reference_key",
+    "data.template": "chat_template apply_chat_template",
+    "validation.data": "val_file val_files validation_file eval_dataset eval_data test_file test_files",
+    "validation.every": "eval_steps eval_every test_freq eval_interval val_every eval_freq",
+    "groups.size": "num_generations n rollout_n group_size n_samples n_samples_per_prompt samples_per_prompt "
+                   "num_samples num_return_sequences",
+    "generation.max_new_tokens": "max_length max_tokens max_completion_length max_response_length response_length "
+                                 "generate_max_len completion_length",
+    "generation.max_prompt_tokens": "max_prompt_length prompt_max_len prompt_length max_input_length",
+    "generation.max_batch": "rollout_batch max_num_seqs micro_rollout_batch_size",
+    "learner.lr": "learning_rate actor_learning_rate lrate step_size",
+    "learner.trigger.n_min": "batch_size train_batch_size per_device_train_batch_size rollout_batch_size "
+                             "global_batch_size prompts_per_step num_prompts_per_step",
+    "learner.updates_per_batch": "mini_batch_size ppo_mini_batch_size num_iterations ppo_epochs mu num_mini_batches",
+    "learner.micro_batch_tokens": "micro_batch_size micro_train_batch_size gradient_accumulation_steps "
+                                  "ppo_max_token_len_per_gpu",
+    "learner.advantage": "grpo algorithm adv_estimator advantage_estimator scale_rewards rloo gae",
+    "learner.clip_low and learner.clip_high": "epsilon clip_eps clip_ratio cliprange clip_range eps_clip epsilon_high "
+                                              "clip_ratio_low clip_ratio_high",
+    "learner.betas": "adam_beta1 adam_beta2 adam_betas",
+    "learner.eps": "adam_epsilon",
+    "learner.max_grad_norm": "grad_clip gradient_clipping max_norm",
+    "learner.warmup_groups": "warmup warmup_steps warmup_ratio lr_warmup_steps num_warmup_steps",
+    "learner.decay": "lr_scheduler lr_scheduler_type lr_schedule scheduler_type",
+    "learner.checkpoint_every": "save_steps save_freq save_every save_interval checkpoint_interval",
+    "learner.keep_last": "save_total_limit max_ckpt_num",
+    "reward.function": "reward_fn reward_func reward_funcs reward_function reward_model custom_reward_function",
+    "reward.truncated": "mask_truncated_completions overlong_penalty overlong_filter",
+    "lora.rank": "lora_r lora_rank use_peft peft r",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "target_modules lora_target_modules",
+    "lora.dropout": "lora_dropout",
+    "weights.max_staleness": "staleness max_lag async_level off_policy_steps max_off_policyness",
+    "vllm.tensor_parallel": "tensor_parallel_size tensor_model_parallel_size tp",
+}
+_SAYINGS = {
+    "num_train_epochs num_epochs total_epochs epochs epoch":
+        "did you mean run.max_steps? An epoch is as many steps as there are prompts / learner.trigger.n_min",
+    "kl_coef kl_coeff kl beta init_kl_coef kl_loss_coef use_kl_loss kl_penalty target_kl":
+        f"{NONE}: the clip (learner.clip_low, learner.clip_high) bounds how far a step goes, and metrics.jsonl has k3",
+    "entropy_coef entropy_coeff entropy_bonus ent_coef":
+        f"{NONE}: metrics.jsonl has the entropy; learner.clip_high above clip_low keeps it from falling",
+    "ref_model reference_model ref_model_name_or_path": f"{NONE}: no reference policy is held, so there is no KL to it",
+    "critic value_model vf_coef value_coef gamma lam gae_lambda":
+        f"{NONE}: an answer has one reward, and the mean of its group is the baseline",
+    "stop stop_sequences stop_strings stop_words stop_token_ids":
+        f"{NONE}: an answer ends with an end token of the model's generation_config.json, or at "
+        "generation.max_new_tokens",
+    "top_k min_p repetition_penalty presence_penalty frequency_penalty":
+        f"{NONE}: training needs the probabilities that tokens were drawn with, so only temperature shapes them",
+    "gpus num_gpus n_gpus n_gpus_per_node gpu_ids num_processes world_size nproc_per_node":
+        'give a [[process]] entry devices = ["0"], or count for more processes of a role',
+    "use_vllm vllm rollout_engine backend_engine inference_engine":
+        'write engine = "vllm" in a [[process]] of role = "rollout"',
+    "output_dir save_path ckpt_path log_dir default_local_dir": "give `busrl launch --run-dir DIR`",
+    "wandb report_to use_wandb logger logging_steps tensorboard":
+        f"{NONE}: every step is a line of metrics.jsonl in the run directory, and `busrl monitor` shows it",
+    "resume resume_from_checkpoint resume_mode": "a start in the same --run-dir goes on by itself",
+    "deepspeed fsdp zero_stage strategy gradient_checkpointing": f"{NONE}: one process trains, on one device",
+    "trainer actor actor_rollout_ref rollout training train":
+        "tables are [model], [data], [groups], [generation], [learner], [reward], ...: see configs/reference.toml",
+}
+RIVALS = {name: f"did you mean {key}?" for key, names in _KEYS.items() for name in names.split()}
+RIVALS |= {name: text for names, text in _SAYINGS.items() for name in names.split()}
+
+
+def counterpart(name: str) -> str:
+    """What to write instead of another trainer's name; empty for one that nobody uses."""
+    return RIVALS.get(name.lower().replace("-", "_"), "")

@@ -1,0 +1,589 @@
+"""The line of every key of a TOML text, which the standard library's parser does not tell.
+
+Walks a text that the parser has already accepted, so it may be lenient: it only has to know where keys, strings,
+arrays and inline tables begin and end. Knows nothing of what the keys mean.
+
+- A path is a tuple of key names and array indices: ("process", 1, "count").
+- Every key, table header and array element of tables has the line on which it begins.
+
+One topology file and its overrides as plain data in which every key knows its place.
+
+Reads TOML, applies `--set a.b=value`, and answers "where does this key stand" for error messages. Knows nothing of
+which keys exist.
+
+- A place is `file:line` or `--set key`; what an override sets belongs to the override.
+
+From plain data to the dataclasses of `schema.py`, strictly: types, bounds, allowed words, unknown keys.
+
+Collects every problem instead of stopping at the first; a key with a problem gets its default, so that the rest can
+be looked at too. Talks to `source.py` for places. Knows nothing of rules between keys or of files.
+
+- A bool is not a number; a whole number is accepted where a number is expected.
+- Every message holds place, key, value, rule and remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from busrl.config import schema
+from busrl.config.machinery import Rule, rule_of
+from busrl.config.names import counterpart, elsewhere
+from busrl.errors import Problem, TopologyError
+
+# -- The line of every key of a TOML text, which the standard library's parser does not tell --------------------------
+
+
+KeyPath = tuple["str | int", ...]
+
+
+def positions(text: str) -> dict[KeyPath, int]:
+    """Line numbers, from 1, of all keys and tables of an accepted TOML text."""
+    scanner = _Scanner(text.replace("\r\n", "\n"))
+    scanner.document()
+    return scanner.lines
+
+
+class _Scanner:
+    """A cursor over the text and what it found."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.lines: dict[KeyPath, int] = {}
+        self._arrays: dict[KeyPath, int] = {}  # path of an array of tables -> index of its newest element
+
+    def document(self) -> None:
+        prefix: KeyPath = ()
+        while self._skip_blank():
+            if self.text[self.at] == "[":
+                prefix = self._header()
+            else:
+                self._assignment(prefix)
+
+    def _line(self) -> int:
+        return self.text.count("\n", 0, self.at) + 1
+
+    def _peek(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def _skip_blank(self) -> bool:
+        """Past white space, newlines and comments; False at the end."""
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            elif char in " \t\r\n":
+                self.at += 1
+            else:
+                return True
+        return False
+
+    def _spaces(self) -> None:
+        while self._peek() and self._peek() in " \t":
+            self.at += 1
+
+    def _header(self) -> KeyPath:
+        line, double = self._line(), self.text.startswith("[[", self.at)
+        self.at += 2 if double else 1
+        keys = self._keys()
+        self.at += 2 if double else 1
+        path = (*self._walk((), keys[:-1]), keys[-1])
+        self.lines.setdefault(path, line)
+        if double:
+            self._arrays[path] = self._arrays.get(path, -1) + 1
+            path += (self._arrays[path],)
+            self.lines[path] = line
+        return path
+
+    def _walk(self, prefix: KeyPath, keys: list[str]) -> KeyPath:
+        """The path of a dotted name: an array of tables on the way means its newest element."""
+        for name in keys:
+            prefix += (name,)
+            if prefix in self._arrays:
+                prefix += (self._arrays[prefix],)
+        return prefix
+
+    def _keys(self) -> list[str]:
+        """A dotted key; the cursor ends on what follows it (= or a bracket)."""
+        names = []
+        while True:
+            self._spaces()
+            names.append(self._name())
+            self._spaces()
+            if self._peek() != ".":
+                return names
+            self.at += 1
+
+    def _name(self) -> str:
+        start = self.at
+        if self._peek() in ('"', "'"):
+            self._string()
+            return self.text[start + 1 : self.at - 1]
+        while self._peek() and self._peek() not in " \t.=]\n":
+            self.at += 1
+        return self.text[start : self.at]
+
+    def _assignment(self, prefix: KeyPath) -> None:
+        line, start = self._line(), self.at
+        keys = self._keys()
+        if self._peek() != "=" or self.at == start:
+            raise ValueError(f"line {line}: not a key: the text was not accepted by a TOML parser")
+        for depth in range(1, len(keys) + 1):
+            self.lines.setdefault(prefix + tuple(keys[:depth]), line)
+        self.at += 1
+        self._spaces()
+        self._value(prefix + tuple(keys))
+
+    def _value(self, path: KeyPath) -> None:
+        char = self._peek()
+        if char in ('"', "'"):
+            self._string()
+        elif char == "[":
+            self._array(path)
+        elif char == "{":
+            self._inline_table(path)
+        else:
+            while self._peek() and self._peek() not in ",]}#\n":
+                self.at += 1
+
+    def _string(self) -> None:
+        quote = self.text[self.at]
+        fence = quote * 3 if self.text.startswith(quote * 3, self.at) else quote
+        self.at += len(fence)
+        while not self.text.startswith(fence, self.at):
+            self.at += 2 if quote == '"' and self._peek() == "\\" else 1
+            if self.at > len(self.text):
+                raise ValueError("a string does not end: the text was not accepted by a TOML parser")
+        self.at += len(fence)
+        while len(fence) == 3 and self._peek() == quote:  # a fence may be preceded by one or two quotes
+            self.at += 1
+
+    def _array(self, path: KeyPath) -> None:
+        self.at += 1
+        index = 0
+        while self._skip_blank() and self._peek() != "]":
+            if self._peek() == ",":
+                self.at += 1
+                continue
+            element = (*path, index)
+            self.lines[element] = self._line()
+            self._value(element)
+            index += 1
+        self.at += 1
+
+    def _inline_table(self, path: KeyPath) -> None:
+        self.at += 1
+        while self._skip_blank() and self._peek() != "}":
+            if self._peek() == ",":
+                self.at += 1
+                continue
+            self._assignment(path)
+        self.at += 1
+
+
+# -- One topology file and its overrides as plain data in which every key knows its place -----------------------------
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+
+@dataclass
+class Source:
+    """The raw data of a file, where each key stands, and which text an override was given as."""
+
+    file: str
+    folder: Path
+    data: dict[str, Any]
+    lines: dict[KeyPath, int]
+    overridden: dict[KeyPath, tuple[str, str]] = field(default_factory=dict)  # path -> (key as written, raw text)
+
+    def place(self, path: KeyPath) -> str:
+        """Where `path` stands, or the nearest table that holds it, or the file."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.overridden:
+                return f"--set {self.overridden[path[:end]][0]}"
+            if path[:end] in self.lines:
+                return f"{self.file}:{self.lines[path[:end]]}"
+        for below, (name, _) in self.overridden.items():
+            if below[: len(path)] == path:  # an override made a table where a value belongs
+                return f"--set {name}"
+        return self.file
+
+    def raw_text(self, path: KeyPath) -> str | None:
+        """The text of an override as typed, None for a key of the file."""
+        given = self.overridden.get(path)
+        return given[1] if given else None
+
+    def order(self, problem: Problem) -> tuple[int, int]:
+        """Sorting key: the file from top to bottom, then the overrides."""
+        match = re.search(r":(\d+)$", problem.place)
+        return (1 if problem.place.startswith("--set") else 0, int(match.group(1)) if match else 0)
+
+
+def read(path: Path, overrides: Sequence[str]) -> Source:
+    """Parse the file and apply the overrides; a TopologyError if either can not even be parsed."""
+    text = _text(path)
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise TopologyError([_syntax_problem(path, text, str(error))]) from None
+    source = Source(str(path), path.absolute().parent, data, positions(text))
+    problems = [problem for override in overrides for problem in _apply(source, override)]
+    if problems:
+        raise TopologyError(problems)
+    return source
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in _toml_files(path.parent)], n=1)
+        remedy = f"did you mean {path.with_name(near[0])}?" if near else "give the path of a topology file (.toml)"
+        raise TopologyError([Problem(str(path), "", "no such file", remedy)]) from None
+    except OSError as error:
+        rule = f"can not be read: {(error.strerror or str(error)).lower()}"
+        remedy = "give the path of a topology file (.toml)"
+        if (path / "run.json").is_file():
+            remedy = f"to go on with it: busrl launch TOPOLOGY --run-dir {path}, with the topology it was started with"
+        raise TopologyError([Problem(str(path), "", rule, remedy)]) from None
+    except UnicodeDecodeError as error:
+        raise TopologyError([Problem(str(path), "", f"can not be read as UTF-8 text ({error})")]) from None
+
+
+def _toml_files(folder: Path) -> Iterable[Path]:
+    return folder.glob("*.toml") if folder.is_dir() else ()
+
+
+def _syntax_problem(path: Path, text: str, message: str) -> Problem:
+    match = re.search(r"\(at line (\d+), column (\d+)\)", message)
+    number = int(match.group(1)) if match else text.count("\n") + 1
+    rows = text.splitlines()
+    shown = rows[number - 1].strip() if 0 < number <= len(rows) else ""
+    rule, remedy = _in_words(rows, number, re.sub(r" ?\(at .*\)$", "", message))
+    return Problem(f"{path}:{number}", shown, rule, remedy)
+
+
+def _in_words(rows: list[str], number: int, message: str) -> tuple[str, str]:
+    """Rule and remedy for what a parser refuses at a line; its own words where the cause is none of the usual ones."""
+    row = rows[number - 1] if 0 < number <= len(rows) else ""
+    header = re.fullmatch(r"\s*(\[\[?)\s*([^\]\s]+)\s*\]\]?\s*(#.*)?", row)
+    if quote := re.search("[\u201c\u201d\u201e\u2018\u2019\u00ab\u00bb]", row):
+        return f"not TOML: {quote[0]} is a typographic quote", 'write a straight one: "'
+    if header and header[2] == "process":
+        return "processes are an array of tables, and [process] is one table", "write [[process]] every time"
+    if header and (first := _first(rows, number, re.escape(row.split("#")[0].strip()) + r"\s*(#.*)?")):
+        return f"[{header[2]}] stands twice, first on line {first}", "put the keys of both below one heading"
+    key = re.match(r"\s*([A-Za-z0-9_.-]+)\s*=", row)
+    if key and "overwrite" in message and (first := _first(rows, number, rf"{re.escape(key[1])}\s*=.*")):
+        return f"{key[1]} stands twice, first on line {first}", "remove one of the two"
+    return f"not TOML: {message}", "strings need quotes, every key stands once"
+
+
+def _first(rows: list[str], number: int, pattern: str) -> int:
+    """The nearest line above `number` that is so, from 1; 0 if none is."""
+    return next((at for at in range(number - 1, 0, -1) if re.fullmatch(pattern, rows[at - 1].strip())), 0)
+
+
+def _apply(source: Source, override: str) -> list[Problem]:
+    """Put one `a.b=value` into the data; returns what is wrong with it."""
+    name, equals, text = override.partition("=")
+    keys = [part.strip() for part in name.split(".")]
+    if not equals or not all(keys) or len(keys) < 2:
+        rule = "an override is section.key=value"
+        remedy = counterpart(keys[0]) if len(keys) == 1 else ""
+        return [Problem(f"--set {override}", "", rule, remedy or "for example --set learner.trigger.n_min=16")]
+    for path in _targets(source, keys, (name.strip(), text.strip())):
+        problem = _put(source.data, path, parse_value(text), f"--set {name.strip()}")
+        if problem:
+            return [problem]
+        source.overridden[path] = (name.strip(), text.strip())
+    return []
+
+
+def _targets(source: Source, keys: list[str], given: tuple[str, str]) -> list[KeyPath]:
+    """The paths an override means: process.ROLE.key stands for every [[process]] of that role."""
+    entries = source.data.setdefault("process", []) if keys[0] == "process" else None
+    if not isinstance(entries, list):
+        return [tuple(keys)]
+    role = keys[1]
+    found = [i for i, entry in enumerate(entries) if isinstance(entry, dict) and entry.get("role") == role]
+    if not found:  # a role that the file does not name: the override declares it
+        entries.append({"role": role})
+        found = [len(entries) - 1]
+        source.overridden[("process", found[0])] = given
+    return [("process", index, *keys[2:]) for index in found]
+
+
+def _put(data: Any, path: KeyPath, value: Any, place: str) -> Problem | None:
+    for depth, name in enumerate(path[:-1]):
+        data = data[name] if isinstance(name, int) else data.setdefault(name, {})
+        if not isinstance(data, (dict, list)):
+            above = ".".join(str(part) for part in path[: depth + 1])
+            return Problem(place, "", f"{above} is a value, not a table", f"set {above} itself")
+    if isinstance(path[-1], int) or not isinstance(data, dict):
+        return Problem(place, "", "names a whole process, not one of its keys", "for example process.rollout.count=2")
+    data[path[-1]] = value
+    return None
+
+
+def parse_value(text: str) -> Any:
+    """A value in TOML syntax; text that is none is a string, so that quotes may be left out."""
+    try:
+        parsed = tomllib.loads(f"value = {text}\n")
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+    return parsed["value"] if len(parsed) == 1 else text.strip()
+
+
+# -- From plain data to the dataclasses of `schema.py`, strictly: types, bounds, allowed words, unknown keys ----------
+
+
+SHOWN = 120  # characters of a value in a message
+SECTIONS: dict[str, type] = {
+    f.name: typing.get_type_hints(schema.Topology)[f.name]
+    for f in dataclasses.fields(schema.Topology)
+    if f.name not in ("process", "derived", "source", "overrides")
+}
+
+
+class _Wrong(Exception):
+    """A value that does not fit: the rule, and what to write instead."""
+
+    def __init__(self, rule: str, remedy: str = "") -> None:
+        super().__init__(rule)
+        self.rule, self.remedy = rule, remedy
+
+
+class Reader:
+    """Reads one source; `problems` grows, `bad` holds the dotted keys that have one."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.problems: list[Problem] = []
+        self.bad: set[str] = set()
+
+    def sections(self) -> dict[str, Any]:
+        """Every section of the topology and the processes, defaults where nothing (right) was given."""
+        for name in sorted(set(self.source.data) - set(SECTIONS) - {"process"}):
+            self._unknown((name,), [*SECTIONS, "process"])
+        made = {name: self._table(cls, self.source.data.get(name, {}), (name,)) for name, cls in SECTIONS.items()}
+        made["process"] = self._rows(schema.Process, self.source.data.get("process", []), ("process",))
+        return made
+
+    def _rows(self, cls: type, entries: Any, path: KeyPath) -> tuple[Any, ...]:
+        if not isinstance(entries, list):
+            name = _dotted(path)
+            rule = "processes are an array of tables" if name == "process" else "is an array of tables"
+            self._add(path, entries, rule, f"write [[{name}]], twice bracketed")
+            return ()
+        return tuple(self._table(cls, entry, (*path, index)) for index, entry in enumerate(entries))
+
+    def _table(self, cls: type, data: Any, path: KeyPath) -> Any:
+        if not isinstance(data, dict):
+            self._add(path, data, "is a table, not a value", f"write [{_dotted(path)}] and its keys below it")
+            data = {}
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        hints = typing.get_type_hints(cls)
+        for name in data:
+            if name not in fields:
+                self._unknown((*path, name), list(fields))
+        values: dict[str, Any] = {}
+        for name, item in fields.items():
+            if row := row_class(hints[name]):
+                values[name] = self._rows(row, data.get(name, []), (*path, name))
+            elif dataclasses.is_dataclass(hints[name]):
+                values[name] = self._table(typing.cast(type, hints[name]), data.get(name, {}), (*path, name))
+            elif name in data:
+                values[name] = self._value(hints[name], item, data[name], (*path, name))
+            else:
+                values[name] = self._default(hints[name], item, path)
+        return cls(**values)
+
+    def _default(self, hint: Any, field: dataclasses.Field[Any], path: KeyPath) -> Any:
+        rule = rule_of(field)
+        if rule.required:
+            key = (*path, field.name)
+            self.bad.add(_dotted(key))
+            remedy = f"add {field.name} = ... to {_bracket(key)}: {rule.doc}"
+            self.problems.append(Problem(self.source.place(key), "", f"{_dotted(key)} is missing", remedy))
+        return _fallback(hint, field)
+
+    def _value(self, hint: Any, field: dataclasses.Field[Any], value: Any, path: KeyPath) -> Any:
+        rule, raw = rule_of(field), self.source.raw_text(path)
+        if raw is not None and hint is str:
+            value = value if isinstance(value, str) else raw  # an override of a string needs no quotes
+        try:
+            made = _convert(hint, rule, value)
+        except _Wrong as wrong:
+            remedy = wrong.remedy or _default_remedy(field)
+            self._add(path, value, wrong.rule, remedy)
+            return _fallback(hint, field)
+        return self._absolute(made, path) if rule.path else made
+
+    def _absolute(self, text: str, path: KeyPath) -> str:
+        """A path in the file is relative to the file, one on the command line to where that was typed."""
+        if not text or text.startswith(schema.TINY):
+            return text
+        base = Path.cwd() if self.source.raw_text(path) is not None else self.source.folder
+        return os.path.normpath(base / Path(text).expanduser())
+
+    def _add(self, path: KeyPath, value: Any, rule: str, remedy: str) -> None:
+        self.bad.add(_dotted(path))
+        shown = f"{_dotted(path)} = {show(value)}"
+        self.problems.append(Problem(self.source.place(path), shown, rule, remedy))
+
+    def _unknown(self, path: KeyPath, known: list[str]) -> None:
+        name, table = str(path[-1]), _dotted(path[:-1])
+        near = difflib.get_close_matches(name, known, n=1)
+        others = _sections_with(name)
+        if remedy := elsewhere(_dotted(path)) or ("" if others else counterpart(name)):
+            pass
+        elif near and not (others and not table):
+            remedy = f"did you mean {near[0]}?"
+        elif others:
+            remedy = f"it belongs to {' or '.join(others)}"
+        else:
+            remedy = f"allowed are {', '.join(known)}"
+        if table:
+            rule = f"unknown key in {_bracket(path)}"
+        else:
+            is_table = isinstance(self.source.data[name], (dict, list))
+            rule = "unknown section" if is_table else "a key outside of any table"
+        self.bad.add(_dotted(path))
+        self.problems.append(Problem(self.source.place(path), name, rule, remedy))
+
+
+def row_class(hint: Any) -> type | None:
+    """The dataclass of a key that is an array of tables, None for any other key."""
+    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+    return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
+
+
+def _convert(hint: Any, rule: Rule, value: Any) -> Any:
+    """A value of the annotated type that keeps the rule; `_Wrong` otherwise."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType or origin is typing.Union:  # int | str: a number or one of the rule's words
+        kind = float if float in args else int
+        return value if isinstance(value, str) and value in rule.words else _number(kind, rule, value)
+    if hint in (int, float):
+        return _number(hint, rule, value)
+    if hint is bool:
+        return _typed(bool, value, "true or false")
+    if hint is str:
+        return _checked_text(rule, value)
+    if origin is dict:
+        return _environment(value)
+    if args == (float, float):
+        return _pair(rule, value)
+    return _strings(value)
+
+
+def _number(kind: type, rule: Rule, value: Any) -> Any:
+    if kind is float and isinstance(value, str) and value in rule.words:
+        return float(value)
+    noun = "a whole number" if kind is int else "a number"
+    expected = " ".join(part for part in (f"expected {noun}", rule.text()) if part)
+    right = isinstance(value, int) or (kind is float and isinstance(value, float))
+    if isinstance(value, bool) or not right or not rule.allows(value):
+        raise _Wrong(expected)
+    return kind(value)
+
+
+def _typed(kind: type, value: Any, noun: str) -> Any:
+    if not isinstance(value, kind):
+        raise _Wrong(f"expected {noun}")
+    return value
+
+
+def _checked_text(rule: Rule, value: Any) -> str:
+    text: str = _typed(str, value, rule.text() or "a string")
+    if rule.choices and text not in rule.choices:
+        near = difflib.get_close_matches(text, rule.choices, n=1)
+        raise _Wrong(f"expected {rule.text()}", f'did you mean "{near[0]}"?' if near else "")
+    if "\0" in text or (rule.required and not text):
+        raise _Wrong("expected a string that is not empty")
+    return text
+
+
+def _pair(rule: Rule, value: Any) -> tuple[float, float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _Wrong("expected a list of two numbers")
+    return _number(float, rule, value[0]), _number(float, rule, value[1])
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise _Wrong("expected a list of strings", 'for example ["node", "reward.mjs"]')
+    return tuple(value)
+
+
+def _environment(value: Any) -> dict[str, str]:
+    right = isinstance(value, dict) and all(isinstance(item, str) and "\0" not in item for item in value.values())
+    if not right or not all(name and "=" not in name and "\0" not in name for name in value):
+        raise _Wrong("expected a table of strings", 'for example env = { OMP_WAIT_POLICY = "PASSIVE" }')
+    return dict(value)
+
+
+def _fallback(hint: Any, field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return "" if hint is str else None
+
+
+def _default_remedy(field: dataclasses.Field[Any]) -> str:
+    if field.default is dataclasses.MISSING:
+        return f"{field.name} is: {rule_of(field).doc}"
+    return f"the default is {show(field.default)}"
+
+
+def _sections_with(name: str) -> list[str]:
+    found = []
+    nested = {"learner.trigger": schema.Trigger, "weights.sparse": schema.Sparse,
+              "learner.controller": schema.Controller, "experiments.controller": schema.ControllerRules}
+    for section, cls in {**SECTIONS, **nested, "process": schema.Process}.items():
+        if any(f.name == name for f in dataclasses.fields(cls)):
+            found.append(f"[[{section}]]" if section == "process" else f"[{section}]")
+    return found
+
+
+def show(value: Any) -> str:
+    """A value as TOML would write it; a long one without its middle, since the end of a path says most."""
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+
+
+def _bracket(path: KeyPath) -> str:
+    row = next((at for at, part in enumerate(path) if isinstance(part, int)), 0)
+    if row:
+        return f"[[{_dotted(path[:row])}]]" + "".join(f".{part}" for part in path[row + 1 : -1])
+    return f"[{_dotted(path[:-1])}]"
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path)

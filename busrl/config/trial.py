@@ -1,0 +1,507 @@
+"""Prompts in tokens: what `generation.max_prompt_tokens = "auto"` comes to, and which prompts a given limit leaves out.
+
+Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch. Talks to the
+prompt files that `busrl.data.prompts` has scanned. Knows nothing of other keys' rules.
+
+- A file of up to ALL prompts is counted whole; of a larger one the longest by bytes and some spread evenly are, and
+  what is said names how many. The rest is bounded by the most tokens for a byte that were seen.
+- Where nothing can be counted a byte counts as a token, which no common tokenizer exceeds.
+
+What a run would do with its first prompt, tried before it starts: the prompt as the model reads it, its token ids,
+and what the reward says of an empty answer and of the right one (of a made-up one where the record names none).
+
+The reward runs in a process of its own with deadlines (`busrl.rewards.trial`), since it is foreign code: it may raise,
+hang or print. Talks to the prompt file and the model folder. Knows nothing of how a report looks.
+
+- A reward that can not be loaded, or that fails for every answer that is tried, is a problem: each sample of the run
+  would be lost. One that fails for some of them, or says the same of both, is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from busrl import quickstart
+from busrl.config import machine
+from busrl.config.schema import TINY, Topology, has_model
+from busrl.data.chat import LightTokenizer
+from busrl.data.prompts import open_file, prompt_lines, prompt_of
+from busrl.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from busrl.data.chat import LightTokenizer
+    from busrl.data.prompts import Scan
+
+
+
+# -- Prompts in tokens: what `generation.max_prompt_tokens = "auto"` comes to, and which prompts a given limit ... ----
+
+
+ALL = 20_000  # prompts that are all counted,
+ALL_BYTES = 16 << 20  # if they are not more than this
+SOME = 5_000  # of a larger file: so many of the longest, and so many spread evenly
+BATCH = 1_000
+TOO_MANY = 0.01  # share of prompts above a given limit that a run is not started with
+UNKNOWN = 1  # tokens, where prompts can not be looked at: no rule about long ones is broken by it
+BYTES_PER_TOKEN = 4  # of a scripted engine
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Prompts of one file: `tokens` of those that were counted, `lines` (from 1) where these stand. `spread` says which
+    of them stand for the whole file (all, where all were counted)."""
+
+    path: str
+    prompts: int
+    tokens: tuple[int, ...]
+    lines: tuple[int, ...]
+    spread: tuple[bool, ...]
+    bound: int  # no prompt is longer, as far as can be told
+    how: str
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest prompt that was counted, and its line."""
+        return max(zip(self.tokens, self.lines), default=(0, 0))
+
+    def over(self, limit: int) -> int:
+        """How many prompts of the file have more tokens; of a file that was not counted whole an estimate."""
+        known = sum(n > limit for n in self.tokens)
+        some = [n for n, spread in zip(self.tokens, self.spread) if spread]
+        return max(known, round(self.prompts * sum(n > limit for n in some) / max(1, len(some))))
+
+    def fits_most(self) -> int:
+        """A limit that leaves out no more than is allowed."""
+        some = sorted(n for n, spread in zip(self.tokens, self.spread) if spread)
+        return some[max(0, len(some) - 1 - int(TOO_MANY * len(some)))] if some else self.bound
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The limit in force, what was counted as text for `busrl check`, and the (key, problem) pairs found."""
+
+    tokens: int = UNKNOWN
+    text: str = ""
+    problems: tuple[tuple[str, Problem], ...] = ()
+
+
+def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Limit:
+    """`scans` by key (data.train, validation.data); `context`: tokens that the model takes, 0 if unknown."""
+    given = topology.generation.max_prompt_tokens
+    try:
+        counted = list(_counted(topology, scans))
+    except DataError as problem:
+        rule, _, remedy = str(problem).rpartition("; ")
+        text = Problem("", "", rule or remedy, remedy if rule else "correct the prompt, or the template")
+        return Limit(given if isinstance(given, int) else UNKNOWN, "", (("data.template", text),))
+    if not counted:
+        return Limit(given if isinstance(given, int) else UNKNOWN)
+    limit = given if isinstance(given, int) else _auto(topology, counted, context)
+    told = [*(f"{_told(one)}" for one in counted), *(_left_out(one, limit) for one in counted if one.over(limit))]
+    room = context if limit != given else 0  # what "auto" had to keep to
+    problems = [("generation.max_prompt_tokens", _too_many(one, limit, room)) for one in counted
+                if one.over(limit) > TOO_MANY * one.prompts]
+    auto = "" if isinstance(given, int) else " (auto)"
+    return Limit(limit, f"tokens: {'; '.join(told)}; generation.max_prompt_tokens = {limit}{auto}", tuple(problems))
+
+
+def _auto(topology: Topology, counted: Sequence[Counted], context: int) -> int:
+    """The longest prompt, as far as the model has room for it and an answer."""
+    longest = max(1, *(one.bound for one in counted))
+    room = context - topology.generation.max_new_tokens
+    return min(longest, room) if context and room > 0 else longest
+
+
+def _told(one: Counted) -> str:
+    longest, line = one.longest
+    place = f"{one.path}:{line}" if line else one.path
+    return f"the longest prompt has {longest or one.bound} ({place}; {one.how})"
+
+
+def _left_out(one: Counted, limit: int) -> str:
+    return f"{_about(one)}{one.over(limit)} of {one.path} are longer than {limit} and will be set aside"
+
+
+def _about(one: Counted) -> str:
+    return "about " if len(one.tokens) < one.prompts else ""
+
+
+def _too_many(one: Counted, limit: int, context: int) -> Problem:
+    over, (longest, line) = one.over(limit), one.longest
+    rule = (
+        f"{_about(one)}{over} of the {one.prompts} prompts of {one.path} ({over / one.prompts:.1%}) are longer than "
+        f"{limit} tokens and would be set aside; the longest has {longest} (line {line}; {one.how})"
+    )
+    if context:
+        room = f"the model takes {context} tokens, prompt and answer"
+        return Problem("", "", rule, f"{room}: lower generation.max_new_tokens, or shorten the prompts")
+    return Problem("", "", rule, f'"auto" or {max(longest, one.bound)} fits all, {one.fits_most()} fits 99 %')
+
+
+# ------------------------------------------------------------------------------------------------------ counting
+
+
+def _counted(topology: Topology, scans: Mapping[str, Scan]) -> Iterator[Counted]:
+    if topology.scripted:
+        for scan in scans.values():
+            tokens = tuple(-(-size // BYTES_PER_TOKEN) for size in scan.sizes)
+            lines = tuple(range(1, scan.count + 1))
+            how = f"one for {BYTES_PER_TOKEN} bytes"
+            yield Counted(str(scan.path), scan.count, tokens, lines, (True,) * scan.count, max(tokens, default=1), how)
+        return
+    light = _tokenizer(topology)
+    for key in ("data.train", "validation.data"):
+        section, _, name = key.partition(".")
+        path = str(getattr(getattr(topology, section), name))
+        if path.startswith(TINY):
+            yield _tiny(path, light)
+        elif key in scans:
+            yield _by_bytes(topology, scans[key]) if light is None else _by_tokens(topology, scans[key], light)
+
+
+def _tokenizer(topology: Topology) -> LightTokenizer | None:
+    from busrl.data.chat import LightTokenizer
+
+    tools = tools_of_chats(topology)
+    if topology.model.path.startswith(TINY):
+        made = quickstart.paths(topology.model.path) if quickstart.known(topology.model.path) else None
+        return LightTokenizer.of(made.model, tools) if made else None
+    return LightTokenizer.of(Path(topology.model.path), tools)
+
+
+def tools_of_chats(topology: Topology) -> list[Any]:
+    """What every chat request names, and the template with it."""
+    asked = topology.openai.tools if topology.openai.endpoint == "chat" else ""
+    return machine.read_list(Path(asked)) if asked else []
+
+
+def _tiny(path: str, light: LightTokenizer | None) -> Counted:
+    """A tiny task's prompts have a known length in characters, made or not."""
+    longest = quickstart.RECIPES[path].max_prompt_tokens if quickstart.known(path) else UNKNOWN
+    tokens = light.counts(["9" * longest])[0] if light is not None else longest
+    return Counted(path, 1, (), (), (), max(longest, tokens), "a bound")
+
+
+def _by_bytes(topology: Topology, scan: Scan) -> Counted:
+    from busrl.data.chat import template_of
+
+    chat = topology.data.template == "chat"
+    written = len(template_of(Path(topology.model.path)).encode()) + len(topology.data.system.encode()) if chat else 0
+    how = "a byte counted as a token: there is no tokenizer.json, or no package tokenizers"
+    return Counted(str(scan.path), scan.count, (), (), (), scan.longest_prompt + written + 1, how)
+
+
+def _by_tokens(topology: Topology, scan: Scan, light: LightTokenizer) -> Counted:
+    chosen, spread = _chosen(scan)
+    tokens = list(_tokens(topology, scan, light, chosen))
+    how = "all counted" if len(chosen) == scan.count else (
+        f"counted: {len(chosen):,} of {scan.count:,} prompts, the longest by bytes and some spread evenly"
+    )
+    if topology.data.template == "chat":
+        how += ", chat template included"
+    lines = tuple(index + 1 for index in chosen)
+    bound = max([1, *tokens, _rest(scan, chosen, tokens)])
+    return Counted(str(scan.path), scan.count, tuple(tokens), lines, tuple(spread), bound, how)
+
+
+def _chosen(scan: Scan) -> tuple[list[int], list[bool]]:
+    """Which lines are counted, in the order of the file, and which of them stand for the whole file."""
+    import numpy as np
+
+    sizes = np.frombuffer(scan.sizes, np.int64)
+    if scan.count <= ALL and sizes.sum() <= ALL_BYTES:
+        return list(range(scan.count)), [True] * scan.count
+    some = max(1, min(SOME, scan.count // 2, int(ALL_BYTES / 2 / max(1.0, sizes.mean()))))
+    even = np.unique(np.linspace(0, scan.count - 1, some).astype(np.int64))
+    by_size = np.argsort(-sizes, kind="stable")[:SOME]
+    longest = by_size[: max(1, int(np.searchsorted(np.cumsum(sizes[by_size]), ALL_BYTES / 2)))]
+    both = np.union1d(even, longest)
+    return both.tolist(), np.isin(both, even).tolist()
+
+
+def _tokens(topology: Topology, scan: Scan, light: LightTokenizer, chosen: Sequence[int]) -> Iterator[int]:
+    """Tokens of the prompts of these lines."""
+    import msgspec
+
+    from busrl.data.prompts import prompt_of
+
+    with open(scan.path, "rb") as file:
+        for begin in range(0, len(chosen), BATCH):
+            prompts = []
+            for index in chosen[begin : begin + BATCH]:
+                file.seek(scan.starts[index])
+                prompt = prompt_of(msgspec.json.decode(file.readline()), topology.data)
+                try:
+                    prompts.append(light.text(prompt))
+                except DataError as problem:
+                    raise DataError(f"{scan.path}:{index + 1}: {problem}") from problem
+            yield from light.counts_of_texts(prompts, topology.data.template == "none")
+
+
+def _rest(scan: Scan, chosen: Sequence[int], tokens: Sequence[int]) -> int:
+    """A bound on the tokens of the prompts that were not counted."""
+    import numpy as np
+
+    if len(chosen) == scan.count:
+        return 0
+    sizes = np.frombuffer(scan.sizes, np.int64)
+    counted, left = sizes[list(chosen)], np.delete(sizes, list(chosen))
+    overhead = min(tokens)  # about what the template writes around a short prompt
+    most = float(np.max((np.asarray(tokens) - overhead) / np.maximum(1, counted)))
+    return overhead + int(most * int(left.max())) + 1
+
+
+# -- What a run would do with its first prompt, tried before it starts: the prompt as the model reads it, its ... -----
+
+
+LOAD_S = 60.0  # importing a reward may take so long
+SHOWN_TEXT, SHOWN_IDS = 160, 12
+EMPTY, RIGHT, MADE_UP = "an empty answer", "the right answer", "a made-up answer"
+SOMETHING = "42"  # text, a number and JSON: a reward that fails for this too fails for more than an empty text
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One answer and what came of it. `error`: "" | raised | malformed | hung | died, `text` says more."""
+
+    what: str
+    answer: str
+    value: float = 0.0
+    error: str = ""
+    text: str = ""
+
+    def told(self) -> str:
+        """In words."""
+        if self.error == "hung":
+            return self.text
+        cause = self.text.strip().splitlines()[0] if self.text.strip() else self.error
+        return cause if self.error else f"{self.value:g}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Lines for `busrl check`; what the reward did; why it can not be loaded."""
+
+    lines: tuple[str, ...] = ()
+    tried: tuple[Tried, ...] = ()
+    not_loaded: str = ""
+
+    @property
+    def failed(self) -> Tried | None:
+        """What failed, where nothing went well."""
+        return self.tried[0] if self.tried and all(one.error for one in self.tried) else None
+
+
+@dataclass
+class First:
+    """The first prompt of the training file."""
+
+    place: str
+    line: str
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+def try_first(t: Topology) -> Trial:
+    """Load the reward, and judge the first record with it where one is there."""
+    first = first_of(t)
+    tokenizer = _model_tokenizer(t)
+    answers = list(_answers(t, first, tokenizer)) if first and _is_ours(t) else []
+    not_loaded, tried = call(t, first.line if first else "{}", answers)
+    lines = [*_prompt(t, first, tokenizer), *_judged(tried)] if first else []
+    return Trial(tuple(lines), tuple(tried), not_loaded)
+
+
+def first_of(t: Topology) -> First | None:
+    """The first line of data.train; None where there is none to be read (a quickstart's that is not made yet)."""
+    path = t.data.train
+    if path.startswith(TINY):
+        made = quickstart.paths(path)
+        if made is None:
+            return None
+        path = str(made.train)
+    try:
+        with open(open_file(Path(path)), "rb") as file:
+            _, line = next(prompt_lines(file))
+        record = json.loads(line)
+    except (OSError, ValueError, DataError, StopIteration):
+        return None  # what is wrong with the file is told elsewhere
+    return First(f"{path}:1", line.decode(), record) if isinstance(record, dict) else None
+
+
+def _is_ours(t: Topology) -> bool:
+    """Whether a reward process of busrl's own is started here; what others do is theirs."""
+    return any(entry.role == "reward" and entry.count and not entry.command for entry in t.process)
+
+
+def _generates(t: Topology) -> bool:
+    """Whether an engine of busrl's makes answers here with the model's own end tokens."""
+    return any(entry.role == "rollout" and has_model(entry) for entry in t.process)
+
+
+def _model_tokenizer(t: Topology) -> LightTokenizer | None:
+    folder = Path(t.model.path)
+    if t.model.path.startswith(TINY):
+        made = quickstart.paths(t.model.path)
+        if made is None:
+            return None
+        folder = made.model
+    return LightTokenizer.of(folder, tools_of_chats(t))
+
+
+def _answers(t: Topology, first: First, tokenizer: LightTokenizer | None) -> Iterator[tuple[str, str, list[int]]]:
+    """What, text and ids of the answers to try."""
+    yield EMPTY, "", []
+    right = first.record.get(t.reward.answer_key or t.data.answer_key)
+    if right is not None and not isinstance(right, (dict, list)):
+        text = right if isinstance(right, str) else json.dumps(right)
+        yield RIGHT, text, tokenizer.ids(text) if tokenizer else []
+    else:
+        yield MADE_UP, SOMETHING, tokenizer.ids(SOMETHING) if tokenizer else []
+
+
+def _prompt(t: Topology, first: First, tokenizer: LightTokenizer | None) -> Iterator[str]:
+    yield f"first prompt ({first.place})"
+    try:
+        prompt = prompt_of(first.record, t.data)
+        text = tokenizer.text(prompt) if tokenizer else prompt
+        ids = tokenizer.ids(prompt) if tokenizer else []
+    except DataError as problem:
+        yield f"  can not be written: {problem}"
+        return
+    yield f"  as the model reads it: {_short(text)}"
+    if ids:
+        more = ", ..." if len(ids) > SHOWN_IDS else ""
+        yield f"  {len(ids)} tokens: {', '.join(map(str, ids[:SHOWN_IDS]))}{more}"
+
+
+def _judged(tried: list[Tried]) -> Iterator[str]:
+    for one in tried:
+        shown = f" {_short(one.answer)}" if one.answer else ""
+        yield f"  reward of {one.what}{shown}: {one.told()}"
+    if [one.what for one in tried if not one.error] == [EMPTY, RIGHT] and tried[0].value == tried[1].value:
+        yield "  (both are worth the same: right, if the reward wants more than the bare answer)"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= SHOWN_TEXT else f"{text[: SHOWN_TEXT // 2]} ... {text[-SHOWN_TEXT // 2 :]}"
+
+
+def ends(t: Topology) -> str:
+    """What is wrong with the tokens that end an answer; empty where nothing is, or where no model runs here."""
+    tokenizer = _model_tokenizer(t) if not t.model.path.startswith(TINY) and _generates(t) else None
+    if tokenizer is None:
+        return ""
+    folder = Path(t.model.path)
+    own = tokenizer.id_of(tokenizer.end) if tokenizer.end else None
+    known = machine.end_ids(folder) | ({own} if own is not None else set())
+    shown, size = ", ".join(map(str, sorted(known))), machine.vocabulary_size(folder)
+    limit = f"generation.max_new_tokens = {t.generation.max_new_tokens}"
+    if size and all(one >= size for one in known):
+        what = f"its end tokens ({shown}) are none of its {size} ids" if known else "it names no end token"
+        return f"model.path: {what}, so every answer is cut at {limit}; set eos_token_id in generation_config.json"
+    turn = tokenizer.turn_end() if t.data.template == "chat" else None
+    if turn is not None and turn[0] not in known:
+        return (
+            f"model.path: its chat template ends a turn with {turn[1]} (id {turn[0]}), and the end tokens are {shown}: "
+            f"an answer may go on to {limit}; add {turn[0]} to eos_token_id in generation_config.json"
+        )
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------ the other process
+
+
+Answers = list[tuple[str, str, list[int]]]
+
+
+def call(t: Topology, line: str, answers: Answers) -> tuple[str, list[Tried]]:
+    """Why the reward can not be loaded ("" if it can), and what it did with each answer until one hung."""
+    own = t.reward
+    asked = {
+        "parent": os.getpid(), "record": line, "answers": [answer[1:] for answer in answers],
+        "reward": {"kind": own.kind, "function": own.function, "extract": own.extract, "answer_key": own.answer_key},
+    }
+    entry = next((one for one in t.process if one.role == "reward" and not one.command), None)
+    environment = {**os.environ, **(entry.env if entry else {})}
+    with tempfile.TemporaryFile() as printed:  # a file: whatever user code prints, it never waits for a reader
+        child = subprocess.Popen(
+            [sys.executable, "-m", "busrl.rewards.trial"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=printed, env=environment, start_new_session=True,
+        )
+        try:
+            return _conversation(child, asked, answers, own.timeout_s, printed)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # it, and whatever user code has started
+            child.communicate()
+
+
+def _conversation(
+    child: subprocess.Popen[bytes], asked: dict[str, Any], answers: Answers, timeout_s: float, printed: IO[bytes]
+) -> tuple[str, list[Tried]]:
+    assert child.stdin is not None and child.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(json.dumps(asked).encode() + b"\n")
+        child.stdin.flush()
+    events = Events(child.stdout)
+    loaded = events.next(LOAD_S)
+    if loaded is None:
+        return (f"importing it took longer than {LOAD_S:g} s" if not events.ended else _last_words(child, printed)), []
+    if loaded["not_loaded"]:
+        return str(loaded["not_loaded"]), []
+    tried: list[Tried] = []
+    for what, answer, _ in answers:
+        event = events.next(timeout_s)
+        if event is not None:
+            tried.append(Tried(what, answer, event["value"], event["error"], event["text"]))
+            continue
+        if events.ended:
+            tried.append(Tried(what, answer, error="died", text=f"the process died: {_last_words(child, printed)}"))
+        else:
+            text = f"no result after {timeout_s:g} s (reward.timeout_s)"
+            tried.append(Tried(what, answer, error="hung", text=text))
+        break
+    return "", tried
+
+
+class Events:
+    """Lines of JSON from a pipe, each waited for with a deadline."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self._rest = pipe, b""
+        self.ended = False
+
+    def next(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next one; None after the time, or when the other side has ended."""
+        until = time.monotonic() + timeout_s
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([self._pipe], [], [], max(0.0, until - time.monotonic()))
+            data = os.read(self._pipe.fileno(), 1 << 16) if ready else b""
+            if not data:
+                self.ended = bool(ready)
+                return None
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        event: dict[str, Any] = json.loads(line)
+        return event
+
+
+def _last_words(child: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
+    """Exit code and the last line that it printed."""
+    code = child.wait(timeout=5)
+    printed.seek(0)
+    rows = printed.read().decode(errors="replace").strip().splitlines()
+    return f"exit code {code}" + (f", {rows[-1]}" if rows else "")

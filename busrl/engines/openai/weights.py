@@ -1,0 +1,214 @@
+"""Gives a server that went away its version again, in a thread beside the role's own loop, which has to go on.
+
+Used by the served engine. Talks to the server through the function that it is given. Knows nothing of requests, gates
+or weights.
+
+- idle -> on (`begin`) -> idle: by the thread itself, before it says how it ended. Who hears of the end may begin again.
+- One at a time; a new version is loaded after `wait` alone, or an older one could come last.
+
+A receiver of weights that never come: the endpoint keeps those that it was started with. Knows nothing else.
+
+How a server is told of new weights: an adapter under a new name, or a model folder to load again.
+
+Talks HTTP through the client. Knows nothing of requests: the engine has stopped its own before it calls.
+
+| `openai.update` | adapter | folder |
+|---|---|---|
+| vllm | POST /v1/load_lora_adapter, then requests name it, then the old one is unloaded | POST /pause?mode=keep, /collective_rpc reload_weights, /reset_prefix_cache, /resume |
+| sglang | POST /load_lora_adapter ... /unload_lora_adapter | POST /pause_generation, /update_weights_from_disk, /flush_cache, /continue_generation |
+
+- A server whose load failed stays paused: it never serves half of a version, and the next try loads all of it.
+- Each load is a name of its own: a server that keys its prefix cache by the name can not serve stale keys. It holds
+  the run's id, so that two runs with one server do not take each other's.
+- A server that knows the name already (its answer to the first try was lost, or a process before this one loaded it)
+  drops that one, and gets the version under another name: what is loaded there may be older files.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from busrl.engines.openai.client import Client
+from busrl.errors import BugError, BusrlError, PeerLost, PeerTimeout, UserError
+from busrl.weights.base import NOTHING, Kind
+
+if TYPE_CHECKING:
+    import torch
+
+
+
+# -- Gives a server that went away its version again, in a thread beside the role's own loop, which has to go on ------
+
+
+class Restore:
+    """`done` and `failed` are called by the thread."""
+
+    def __init__(self, server: str, done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        self._server, self._done, self._failed = server, done, failed
+        self._thread: threading.Thread | None = None
+        self._what = ""
+        self.on = False
+
+    def begin(self, what: str, load: Callable[[], None]) -> None:
+        """`what` is for the error of `wait`. Not while one is on."""
+        self.on, self._what = True, what
+        self._thread = threading.Thread(target=self._run, args=(load,), name="restore", daemon=True)
+        self._thread.start()
+
+    def wait(self, limit_s: float) -> None:
+        """Until none is on; PeerTimeout after `limit_s`."""
+        if self._thread is None:
+            return
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            raise PeerTimeout(
+                f"{self._server}: {self._what}, which it lost, is still being loaded again after {limit_s:.1f} s more; "
+                "phase: before a new version"
+            )
+        self._thread = None
+
+    def _run(self, load: Callable[[], None]) -> None:
+        try:
+            load()
+        except Exception as problem:
+            self.on = False
+            self._failed(problem)
+            return
+        self.on = False
+        self._done()
+
+
+# -- A receiver of weights that never come: the endpoint keeps those that it was started with. Knows nothing else -----
+
+
+class FixedReceiver:
+    """Version 0 it is, and stays."""
+
+    kind: Kind = "tensors"
+
+    def newest(self) -> tuple[int, int]:
+        return NOTHING
+
+    def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
+        return NOTHING
+
+    def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
+        raise BugError('an endpoint with openai.update = "none" has no new weights')
+
+    def step_of(self, version: int) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+# -- How a server is told of new weights: an adapter under a new name, or a model folder to load again ----------------
+
+
+NAME = "busrl-"
+CLOSE_S = 3.0
+KNOWN = re.compile(r"already (been loaded|loaded|exists)")
+
+
+class Updates:
+    """`kind` is the server's: "vllm" or "sglang"."""
+
+    def __init__(self, client: Client, kind: str, base_model: str) -> None:
+        self._client, self._kind, self._base = client, kind, base_model
+        self._root = client.endpoint.url.removesuffix("/v1")
+        self._prefix = f"{NAME}v"
+        self._adapter = ""
+        self._deadline = math.inf
+
+    def name_for(self, folders: str) -> None:
+        """Adapters are named for the run whose versions lie there, on this host."""
+        run = hashlib.blake2b(f"{socket.gethostname()} {folders}".encode(), digest_size=6).hexdigest()
+        self._prefix = f"{NAME}{run}-v"
+
+    def apply(self, version: int, path: Path, adapter: bool, deadline: float = math.inf) -> None:
+        """Make the server serve `version` from `path`; requests name the right model afterwards. PeerTimeout after
+        `patience_s` of one call, or at the deadline of the monotonic clock."""
+        self._deadline = deadline
+        try:
+            if adapter:
+                self._load_adapter(version, path)
+            else:
+                self._load_folder(version, path)
+        except UserError as problem:
+            remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1 and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            hint = f"; {remedy}" if self._kind == "vllm" and ": 404" in str(problem) else ""
+            raise UserError(f"new weights, version {version}: {problem}{hint}") from problem
+
+    def _load_adapter(self, version: int, path: Path) -> None:
+        name, old = f"{self._prefix}{version}", self._adapter
+        try:
+            self._name_adapter(version, path, name)
+        except UserError as problem:
+            if not KNOWN.search(str(problem)):
+                raise
+            fresh = f"{name}.{secrets.token_hex(3)}"
+            self._name_adapter(version, path, fresh)
+            self._drop_adapter(name)
+        if old not in ("", name):
+            self._drop_adapter(old)
+
+    def _name_adapter(self, version: int, path: Path, name: str) -> None:
+        """Load it under that name, which requests have from now on."""
+        body = {"lora_name": name, "lora_path": str(path)}
+        self._post(f"{self._routes}/load_lora_adapter", body, f"loading adapter version {version}")
+        self._adapter = self._client.model = name
+
+    def _drop_adapter(self, name: str) -> None:
+        with contextlib.suppress(BusrlError):  # it is only in the way; the server may have dropped it by itself
+            self._post(f"{self._routes}/unload_lora_adapter", {"lora_name": name}, f"unloading adapter {name}")
+
+    def close(self) -> None:
+        """The server is somebody else's: nothing of the run stays in it, if it can be told so within `CLOSE_S`."""
+        if self._adapter:
+            body, url = {"lora_name": self._adapter}, f"{self._root}{self._routes}/unload_lora_adapter"
+            with contextlib.suppress(BusrlError):
+                self._client.send("POST", url, body, "closing", time.monotonic() + CLOSE_S, once=True)
+            self._adapter, self._client.model = "", self._base
+
+    @property
+    def _routes(self) -> str:
+        return "/v1" if self._kind == "vllm" else ""
+
+    def _load_folder(self, version: int, path: Path) -> None:
+        phase = f"loading version {version}"
+        if self._kind == "vllm":
+            self._post("/pause?mode=keep", None, f"{phase}: pause")
+            work = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+            self._post("/collective_rpc", work, phase)
+            self._post("/reset_prefix_cache?reset_running_requests=true", None, f"{phase}: prefix cache")
+            self._post("/resume", None, f"{phase}: resume")
+        else:
+            self._post("/pause_generation", {}, f"{phase}: pause")
+            said = self._post("/update_weights_from_disk", {"model_path": str(path)}, phase)
+            self._sure(said, phase)
+            self._post("/flush_cache", None, f"{phase}: prefix cache")
+            self._post("/continue_generation", {}, f"{phase}: resume")
+        self._client.model = self._base
+
+    def _sure(self, said: str, phase: str) -> None:
+        """SGLang says in a 200 whether it worked."""
+        try:
+            found = json.loads(said)
+        except ValueError:
+            found = {}
+        if isinstance(found, dict) and found.get("success") is False:
+            raise PeerLost(f"{self._root} ({phase}): {found.get('message', said)}")
+
+    def _post(self, path: str, body: Mapping[str, object] | None, phase: str) -> str:
+        return self._client.send("POST", self._root + path, body, phase, self._deadline)

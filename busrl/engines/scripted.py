@@ -1,0 +1,385 @@
+"""What a scripted engine answers: lengths and rewards of the trace that is data.train, and made-up tokens.
+
+Talks to the trace through `JsonlStream`, as the scheduler does: the uid of a sample names its draw and its member.
+Knows nothing of time or of rows. Imports no torch.
+
+- A sample's answer depends on (seed, uid) and its line alone: any actor can continue another one's segment.
+- Tokens are drawn evenly from the model's plain ids and their log-probability is that of this draw, so a real learner
+  can train on them. It learns nothing.
+
+The scripted engine (`engine = "mock"`): no model, answers of given lengths at a given pace, in real time.
+
+Stands behind `busrl.engines.base.Engine` where the torch engine does, so that a whole run can be tried out, with as
+many actors as wanted on a small machine, before machines are rented. What it answers is the business of
+`busrl.engines.scripted`. Imports no torch; knows nothing of weights but their versions.
+
+- Time is scripted: n decoding steps with k sequences take n x (token_s + k x per_sequence_s), and a sequence that joins
+  makes all wait for its prefill. One `step()` is as many decoding steps as fit before the next end, at most a slice.
+- Each step has a deadline that is counted from the deadline before it: waking up late costs nothing in the long run.
+- What a request produces depends on (seed, uid, segment) and the trace alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.config.machine import Vocabulary, vocabulary
+from busrl.data import JsonlStream, Prompt, plain_text, trace
+from busrl.engines.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, Pauses, Request, Statistics
+from busrl.errors import UserError
+from busrl.weights.shm import VersionReceiver
+
+if TYPE_CHECKING:
+    from busrl.config import Topology
+    from busrl.data import Prompt
+    from busrl.weights.base import Receiver
+    from busrl.weights.factory import Settings
+
+
+
+# -- What a scripted engine answers: lengths and rewards of the trace that is data.train, and made-up tokens ----------
+
+
+BYTES_PER_TOKEN = 4  # of a prompt: what tokenizers come to for plain text
+LINES_KEPT = 4096
+RIGHT = 0.5  # a reward of the trace that is at least this is a right answer
+WRONG = "wrong"
+
+
+class _Line(NamedTuple):
+    task: trace.Task
+    answer: str
+
+
+class Script:
+    """Answers by uid. `groups_of` is the group size, `right` the share of right answers where a line does not say."""
+
+    def __init__(
+        self,
+        stream: JsonlStream,
+        ids: Vocabulary,
+        groups_of: int,
+        *,
+        seed: int = 0,
+        right: float = 0.5,
+        answer_key: str = "answer",
+    ) -> None:
+        self.stream, self.group_size, self.seed, self.right = stream, groups_of, seed, right
+        self.answer_key = answer_key
+        self._plain = np.array(ids.plain, np.int32)
+        self._eos = ids.eos
+        self._lines: OrderedDict[int, _Line] = OrderedDict()
+
+    def length(self, uid: int) -> int:
+        """Tokens of the whole answer, the end of sequence included."""
+        line, member = self._of(uid)
+        return line.task.length(member)
+
+    def tokens(
+        self, uid: int, begin: int, end: int, ended: bool
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Ids and log-probabilities of tokens [begin, end) of the answer; the last is the end of sequence if it has
+        `ended`."""
+        drawn = np.random.default_rng([self.seed, uid]).integers(len(self._plain), size=end)[begin:]
+        ids = self._plain[drawn]
+        if ended:
+            ids[-1] = self._eos
+        return ids, np.full(len(ids), -math.log(len(self._plain) + 1), np.float32)
+
+    def text(self, uid: int, ended: bool) -> str:
+        """The right answer, or a wrong one; what was cut is wrong."""
+        line, member = self._of(uid)
+        given = line.task.reward(member)
+        right = self._coin(uid) < self.right if given is None else given >= RIGHT
+        if right and ended:
+            return line.answer
+        return WRONG if line.answer != WRONG else f"not {WRONG}"
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt as plain ids, one for each four bytes; of a chat the words count, not the template."""
+        data = plain_text(prompt).encode()
+        words = np.frombuffer(data.ljust(-(-len(data) // BYTES_PER_TOKEN) * BYTES_PER_TOKEN, b" "), "<u4")
+        found: list[int] = self._plain[words % len(self._plain)].tolist()
+        return found
+
+    def _of(self, uid: int) -> tuple[_Line, int]:
+        draw, member = uid // (2 * self.group_size), uid % self.group_size
+        line = self._lines.get(draw)
+        if line is None:
+            line = self._lines[draw] = self._read(draw)
+            if len(self._lines) > LINES_KEPT:
+                self._lines.popitem(last=False)
+        return line, member
+
+    def _read(self, draw: int) -> _Line:
+        item = self.stream.item(draw)
+        place = f"{self.stream.path}:{item.index + 1}"
+        given = self.stream.record(item).get(self.answer_key, "")
+        answer = (given if isinstance(given, str) else json.dumps(given)).strip()
+        return _Line(trace.parse(item.line, place, self.stream.prompt_key), answer)
+
+    def _coin(self, uid: int) -> float:
+        return zlib.crc32(f"{self.seed} {uid}".encode()) / (1 << 32)
+
+
+def make_script(topology: Topology) -> Script:
+    """The script of a topology; `UserError` if the model does not say which token ids it has."""
+    data, seed = topology.data, topology.run.seed
+    ids = vocabulary(Path(topology.model.path))
+    if ids is None:
+        raise UserError(f"{topology.model.path}: config.json does not say vocab_size and eos_token_id; see model.path")
+    stream = JsonlStream(data.train, seed, data.shuffle, data.prompt_key)
+    return Script(
+        stream, ids, topology.groups.size, seed=seed, right=topology.mock.right, answer_key=topology.reward.answer_key
+    )
+
+
+# -- The scripted engine (`engine = "mock"`): no model, answers of given lengths at a given pace, in real time --------
+
+
+SLICE_S = 0.01  # a request that comes while others run joins after this at the latest
+FULL_SLICE_S = 0.05  # no row is free: there is nothing to look for but new weights and the end of the run
+LATEST_S = 0.25  # a process that was stopped for longer does not make up for it
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds: of a decoding step, more per running sequence, per prefilled token; and the random share."""
+
+    token_s: float
+    per_sequence_s: float = 0.0
+    prefill_s_per_token: float = 0.0
+    jitter: float = 0.0
+
+    def step_s(self, active: int) -> float:
+        return self.token_s + self.per_sequence_s * active
+
+
+@dataclass
+class _Row:
+    """A request, the decoding steps at which it joined and ends, and from which token on which version was in use."""
+
+    request: Request
+    joined: int
+    ends: int
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (decoding step, version)
+    told: int = 0  # tokens that events have told of
+
+    def version_of_each(self, until: int) -> npt.NDArray[np.uint32]:
+        """The versions of the tokens that are there at decoding step `until`."""
+        begins = [begin for begin, _ in self.versions] + [until]
+        return np.repeat(np.array([version for _, version in self.versions], np.uint32), np.diff(begins))
+
+
+class ScriptedEngine:
+    """`capacity` rows; `clock` and `wait` are those of the process (others in tests)."""
+
+    def __init__(
+        self,
+        script: Script,
+        pace: Pace,
+        *,
+        capacity: int,
+        max_length: int,
+        seed: Sequence[int] = (0,),
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.script, self.pace = script, pace
+        self._capacity, self._max_length = capacity, max_length
+        self._clock, self._wait = clock, wait
+        self._random = np.random.default_rng(list(seed))
+        self._rows: dict[int, _Row] = {}
+        self._cut: list[Finished] = []  # had no room for a single token
+        self._steps = 0  # decoding steps done
+        self._now = 0.0  # the moment at which they are done
+        self._owed = 0.0  # prefill that comes before the next step
+        self._version = 0
+        self._events: list[Event] = []
+        self._pauses = Pauses(clock)
+        self._tokens = self._prefilled = self._updates = 0
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def active(self) -> int:
+        return len(self._rows) + len(self._cut)
+
+    @property
+    def drawing(self) -> int:
+        return 0 if self._pauses.on else len(self._rows) * self._planned()
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if self.active + len(requests) > self._capacity:
+            raise ValueError(f"{len(requests)} requests for {self._capacity - self.active} free rows; look at capacity")
+        if not self._rows:
+            self._now = max(self._now, self._clock())
+        for request in requests:
+            count = self._count(request)
+            if count <= 0:
+                self._cut.append(_nothing(request))
+                continue
+            self._rows[request.key] = _Row(
+                request, self._steps, self._steps + count, [(self._steps, self._version)]
+            )
+            known = len(request.prompt_ids) + len(request.prefix_ids)
+            self._prefilled += known
+            self._owed += self.pace.prefill_s_per_token * known
+
+    def step(self) -> list[Finished]:
+        done, self._cut = self._cut, []
+        if not self._rows or self._pauses.on:
+            return done
+        steps = self._planned()
+        self._pass(self._owed + steps * self.pace.step_s(len(self._rows)))
+        self._owed = 0.0
+        self._steps += steps
+        self._tokens += steps * len(self._rows)
+        ended = [row for row in self._rows.values() if row.ends == self._steps]
+        return done + [self._end(row) for row in ended]
+
+    def abort(self, key: int) -> Finished | None:
+        row = self._rows.get(key)
+        if row is not None:
+            return self._end(row)
+        found = [one for one in self._cut if one.key == key]
+        self._cut = [one for one in self._cut if one.key != key]
+        return dataclasses.replace(found[0], finish=ABORTED) if found else None
+
+    def events(self) -> list[Event]:
+        told, self._events = self._events, []
+        return told + [self._event(row) for row in self._rows.values() if self._untold(row)]
+
+    def pause(self, how: Pause) -> list[Finished]:
+        ended: list[Finished] = []
+        while how == "wait" and self.active and not self._pauses.on:
+            ended += self.step()
+        if how == "abort":
+            ended = [self._end(row) for row in list(self._rows.values())]
+        self._pauses.begin()
+        return ended
+
+    def resume(self) -> None:
+        self._pauses.end()
+        self._now = max(self._now, self._clock())
+
+    def receiver(self, settings: Settings, name: str) -> Receiver | None:
+        """One that follows versions and loads nothing: there is no model."""
+        return VersionReceiver(settings.segment, timeout_s=settings.timeout_s)
+
+    def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+        version, step = receiver.fetch({})
+        self._version = version
+        self._updates += 1
+        for row in self._rows.values():
+            if row.versions[-1][0] == self._steps:
+                row.versions.pop()
+            row.versions.append((self._steps, version))
+        return version, step
+
+    def statistics(self) -> Statistics:
+        waiting = sum(row.joined == self._steps for row in self._rows.values())
+        return Statistics(
+            active=self.active, waiting=waiting, paused=self._pauses.on, version=self._version,
+            steps=self._steps, tokens=self._tokens, prefill_tokens=self._prefilled, updates=self._updates,
+            pause_s=self._pauses.seconds,
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return self.script.encode(prompt)
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
+        """The ids as numbers: they mean nothing. Answers bring their own text."""
+        return " ".join(str(int(i)) for i in ids)
+
+    # -- internals ----------------------------------------------------------------------------------------------
+
+    def _planned(self) -> int:
+        """Decoding steps of the next `step`: to the next end of a row, or as many as fit into a slice."""
+        if not self._rows:
+            return 0
+        to_end = min(row.ends for row in self._rows.values()) - self._steps
+        slice_s = FULL_SLICE_S if self.active == self._capacity else SLICE_S
+        return min(to_end, max(1, int(slice_s / self.pace.step_s(len(self._rows)))))
+
+    def _pass(self, seconds: float) -> None:
+        """Let the scripted time pass; it is pacing, nobody is waited for."""
+        if self.pace.jitter:
+            seconds *= 1 + self.pace.jitter * self._random.uniform(-1, 1)
+        here = self._clock()
+        self._now = max(self._now, here - LATEST_S) + seconds
+        if self._now > here:
+            self._wait(self._now - here)
+
+    def _count(self, request: Request) -> int:
+        """Tokens that this segment will have."""
+        before = len(request.prefix_ids)
+        room = min(request.max_new_tokens, self._max_length - len(request.prompt_ids) - before)
+        return min(room, max(1, self.script.length(request.uid) - before))
+
+    def _end(self, row: _Row) -> Finished:
+        """Take the row out: its tokens, all of them or those that there are."""
+        del self._rows[row.request.key]
+        request = row.request
+        begin = len(request.prefix_ids)
+        end = begin + self._steps - row.joined
+        ended = begin < end and end >= self.script.length(request.uid)
+        finish = EOS if ended else LENGTH if self._steps == row.ends else ABORTED
+        if request.stream:
+            self._events.append(self._event(row, finish))
+        ids, logprobs = self._drawn(request, begin, end)
+        text = None if finish == ABORTED else self.script.text(request.uid, ended)
+        return Finished(request.key, ids, logprobs, row.version_of_each(self._steps), finish, text)
+
+    def _drawn(self, request: Request, begin: int, end: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        ended = begin < end and end >= self.script.length(request.uid)
+        return self.script.tokens(request.uid, begin, end, ended)
+
+    def _untold(self, row: _Row) -> bool:
+        return row.request.stream and row.told < self._steps - row.joined
+
+    def _event(self, row: _Row, finish: int | None = None) -> Event:
+        """What came since the row's last event."""
+        before, count, told = len(row.request.prefix_ids), self._steps - row.joined, row.told
+        ids, logprobs = self._drawn(row.request, before + told, before + count)
+        row.told = count
+        return Event(row.request.key, ids, logprobs, row.version_of_each(self._steps)[told:], finish)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def _nothing(request: Request) -> Finished:
+    empty = np.empty(0, np.int32)
+    return Finished(request.key, empty, empty.astype(np.float32), empty.astype(np.uint32), LENGTH, "")
+
+
+def make(topology: Topology, process: str) -> ScriptedEngine:
+    """The engine of a rollout process whose topology says `engine = "mock"`."""
+    mock, generation = topology.mock, topology.generation
+    number = int(process.rpartition("/")[2]) if process.rpartition("/")[2].isdigit() else 0
+    return ScriptedEngine(
+        make_script(topology),
+        Pace(mock.token_s, mock.per_sequence_s, mock.prefill_s_per_token, mock.jitter),
+        capacity=generation.max_batch,
+        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
+        seed=(topology.run.seed, number),
+    )

@@ -1,0 +1,485 @@
+"""The key-value cache: one row per running sequence, every row with its own write position.
+
+Used by both decoders; for the generic one it also plays the part of a transformers Cache. A row is written from
+position 0 by a prefill, or at once from a `Staging` that a long prompt filled in pieces; then one position further by
+each decoding step. Knows nothing of requests.
+
+- Bytes past a row's own length are garbage; the mask keeps attention away from them, so rows are never cleared.
+- Rows in use are always the first n, so that a step works on slices instead of gathered copies.
+- Only the used prefix of the positions is read; room grows by doubling up to `max_length`.
+
+Runs a causal language model over rows of a cache: the interface, and the implementation for any architecture.
+
+Used by the torch engine. `GenericDecoder` calls the model's own forward with explicit positions and 4-D masks;
+`fast_decoder` has one for the common block structure, `states` those for models that keep more than keys and values.
+Knows nothing of sampling, requests or weights arriving.
+
+- A prefill computes all tokens of a prompt but the last; the last one enters the next decoding step with all others.
+  So there is one place where logits are made, and a prefill never needs the output layer.
+- Prompts are padded on the right: the causal mask alone keeps padding out of every real position.
+
+Decoders for models that do not keep their past in keys and values alone: linear attention, convolutions, Mamba.
+
+Used by the torch engine where `GenericDecoder` does not agree with the model. `StateDecoder` keeps the states of such
+layers row by row beside the keys and values of the others, as transformers' own cache does; `WholeDecoder` keeps the
+tokens and computes everything again, which any causal model allows. Knows nothing of sampling or requests.
+
+- A state has no positions that a mask could hide: a prefill has no padding, and a row begins with states of zero.
+- `WholeDecoder` pads on the right and reads the logits of each row's last token: a causal model sees no padding there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from transformers.cache_utils import Cache
+
+# -- The key-value cache: one row per running sequence, every row with its own write position -------------------------
+
+
+FIRST_ROOM = 128
+StateKey = tuple[str, int, int]  # kind (conv, recurrent), layer, number in the layer
+
+
+class Staging:
+    """Keys and values of one sequence of `length` tokens while it is prefilled in pieces; `done` of them are there."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.done = 0
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.states: dict[StateKey, torch.Tensor] = {}  # of layers that keep their past in states
+        self.pieces: list[torch.Tensor] = []  # the tokens so far, for a decoder that keeps nothing else
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append a piece [1, heads, positions, width] to a layer; returns all that the piece attends to."""
+        stop = self.done + keys.shape[2]
+        for stores, new in ((self.keys, keys), (self.values, values)):
+            if layer == len(stores):
+                stores.append(new.new_empty((1, new.shape[1], self.length, new.shape[3])))
+            stores[layer][:, :, self.done : stop] = new
+        return self.keys[layer][:, :, :stop], self.values[layer][:, :, :stop]
+
+
+class RowCache(Cache):  # type: ignore[misc, unused-ignore]
+    """Keys and values per layer, [rows, heads, positions, head width]; `plan_*` says what the next forward does."""
+
+    def __init__(self, rows: int, max_length: int) -> None:
+        # The base class would build layer objects of its own; models only call the methods below.
+        self.layers: Any = []
+        self.rows = rows
+        self.max_length = max_length
+        self.room = min(max_length, FIRST_ROOM)
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self._prefill: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._staging: Staging | None = None
+        self._span = 0
+        self._active = 0
+        self._positions: torch.Tensor | None = None
+        self._flat: dict[int, torch.Tensor] = {}
+        self._places: dict[int, int] = {}  # of the layers that attend, among themselves: others may lie in between
+
+    # -- what the next forward does -----------------------------------------------------------------------------
+
+    def plan_prefill(self, rows: torch.Tensor, source: torch.Tensor | None, length: int) -> None:
+        """The next forward computes `length` positions of new sequences; sequence `source[i]` goes to row `rows[i]`."""
+        self._reserve(length)
+        self._prefill, self._staging = (rows, source), None
+
+    def plan_piece(self, staging: Staging) -> None:
+        """The next forward computes a piece of the one sequence of `staging`, after those that it has."""
+        self._prefill, self._staging = None, staging
+
+    def plan_step(self, positions: torch.Tensor, span: int) -> None:
+        """The next forward computes one token for each of the first rows, at `positions`; `span` covers them all."""
+        self._reserve(span)
+        self._prefill = self._staging = None
+        self._positions, self._active, self._span = positions, len(positions), span
+        self._flat.clear()
+
+    # -- what a model calls ---------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values of a layer; returns those that this forward attends to."""
+        layer = self._places.setdefault(layer_idx, len(self._places))
+        if self._staging is not None:
+            return self._staging.store(layer, key_states, value_states)
+        if self._prefill is not None:
+            self._grow_layers(layer, key_states, value_states)
+            self._store_prefill(self.keys[layer], key_states)
+            self._store_prefill(self.values[layer], value_states)
+            return key_states, value_states
+        return self.store_step(layer, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Always 0: positions and masks are passed explicitly, so nothing may be derived from this."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        if self._staging is not None:
+            return self._staging.done + query_length, 0
+        return (query_length if self._prefill is not None else self._span), 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return self.max_length
+
+    # -- storage ----------------------------------------------------------------------------------------------------
+
+    def store_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store one position of each active row ([rows, heads, 1, width] or without the 1); returns the used prefix."""
+        self._grow_layers(layer, keys, values)
+        for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            heads, width = store.shape[1], store.shape[3]
+            store.view(-1, width).index_copy_(0, self._flat_positions(heads), new.reshape(-1, width))
+        rows, span = self._active, self._span
+        return self.keys[layer][:rows, :, :span], self.values[layer][:rows, :, :span]
+
+    def adopt(self, staging: Staging, rows: torch.Tensor) -> None:
+        """Write a sequence that is complete into each of `rows`."""
+        self._reserve(staging.length)
+        for layer, (keys, values) in enumerate(zip(staging.keys, staging.values)):
+            self._grow_layers(layer, keys, values)
+            self.keys[layer][rows, :, : staging.length] = keys
+            self.values[layer][rows, :, : staging.length] = values
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None:
+        """Copy the first `span` positions of rows `source` to rows `target`."""
+        for store in (*self.keys, *self.values):
+            store[target, :, :span] = store[source, :, :span]
+
+    def begin(self, rows: torch.Tensor) -> None:
+        """Sequences without a prefill begin in these rows: nothing to do, since a mask hides what others left there."""
+
+    def clear(self, rows: torch.Tensor) -> None:
+        """Zero rows that hold numbers which are not finite: a masked NaN would still spoil the row's next sequence."""
+        for store in (*self.keys, *self.values):
+            store[rows] = 0
+
+    def _store_prefill(self, store: torch.Tensor, new: torch.Tensor) -> None:
+        assert self._prefill is not None
+        rows, source = self._prefill
+        store[rows, :, : new.shape[2]] = new if source is None else new[source]
+
+    def _flat_positions(self, heads: int) -> torch.Tensor:
+        """Index of each (row, head, position) that this step writes; the same for all layers with as many heads."""
+        index = self._flat.get(heads)
+        if index is None:
+            assert self._positions is not None
+            lines = torch.arange(self._active * heads, device=self._positions.device).view(-1, heads) * self.room
+            index = self._flat[heads] = (lines + self._positions[:, None]).view(-1)
+        return index
+
+    def _grow_layers(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Allocate a layer that is the next one: its shape is only known from its first keys and values."""
+        if layer < len(self.keys):
+            return
+        if layer != len(self.keys):
+            raise IndexError(f"cache layer {layer} came before layer {len(self.keys)}; layers must come in order")
+        for stores, like in ((self.keys, keys), (self.values, values)):
+            shape = (self.rows, like.shape[1], self.room, like.shape[-1])
+            stores.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
+
+    def _reserve(self, length: int) -> None:
+        if length <= self.room:
+            return
+        if length > self.max_length:
+            raise IndexError(f"position {length} is past the cache's max_length {self.max_length}")
+        old, self.room = self.room, min(self.max_length, max(length, 2 * self.room))
+        for stores in (self.keys, self.values):
+            for layer, store in enumerate(stores):
+                grown = store.new_zeros((store.shape[0], store.shape[1], self.room, store.shape[3]))
+                grown[:, :, :old] = store
+                stores[layer] = grown
+
+
+# -- Runs a causal language model over rows of a cache: the interface, and the implementation for any architecture ----
+
+
+class Rows(Protocol):
+    """What a decoder keeps of the sequences, row by row; see `RowCache`."""
+
+    def adopt(self, staging: Staging, rows: torch.Tensor) -> None: ...
+    def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None: ...
+    def begin(self, rows: torch.Tensor) -> None: ...
+    def clear(self, rows: torch.Tensor) -> None: ...
+
+
+class Decoder(Protocol):
+    """A model bound to a cache. `equal_lengths`: a prefill has to be without padding."""
+
+    equal_lengths: bool
+
+    @property
+    def cache(self) -> Rows: ...
+
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
+        """Fill `rows` from position 0 with `ids` [sequences, length]; row i holds sequence `source[i]` (None: i)."""
+        ...
+
+    def prefill_piece(self, ids: torch.Tensor, staging: Staging) -> None:
+        """Append `ids` [1, length] to a sequence that is computed in pieces."""
+        ...
+
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
+        """Logits [rows, vocabulary] after one more token for each of the first rows; `span` > every position."""
+        ...
+
+
+class GenericDecoder:
+    """Any Hugging Face causal language model that keeps its past in keys and values."""
+
+    equal_lengths = False
+
+    def __init__(self, model: Any, rows: int, max_length: int) -> None:
+        self.cache = self._make_cache(rows, max_length)
+        self._model = model
+        self._base = model.base_model
+        config = model.config.get_text_config()
+        self._layer_types: tuple[str, ...] = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
+        self._window = window_of(config)
+        self._dtype = next(model.parameters()).dtype
+
+    def _make_cache(self, rows: int, max_length: int) -> RowCache:
+        return RowCache(rows, max_length)
+
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
+        self.cache.plan_prefill(rows, source, ids.shape[1])
+        self._fill(ids, 0)
+
+    def prefill_piece(self, ids: torch.Tensor, staging: Staging) -> None:
+        self.cache.plan_piece(staging)
+        self._fill(ids, staging.done)
+        staging.done += ids.shape[1]
+
+    def _fill(self, ids: torch.Tensor, begin: int) -> None:
+        keys = torch.arange(begin + ids.shape[1], device=ids.device)
+        positions = keys[begin:]
+        masks = self._masks(positions[None, None, :, None], keys)
+        self._base(
+            input_ids=ids,
+            attention_mask=masks,
+            position_ids=positions[None].expand(len(ids), -1),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
+        self.cache.plan_step(positions, span)
+        masks = self._masks(positions[:, None, None, None], torch.arange(span, device=tokens.device))
+        logits: torch.Tensor = self._model(
+            input_ids=tokens[:, None],
+            attention_mask=masks,
+            position_ids=positions[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits
+        return logits[:, -1]
+
+    def _masks(
+        self, queries: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor | Mapping[str, torch.Tensor | None]:
+        """Additive masks, one per kind of layer where a model has several (all positions, a sliding window)."""
+        full = self._additive(keys <= queries)
+        if self._window is None:
+            return full
+        sliding = self._additive((keys <= queries) & (keys > queries - self._window))
+        if not self._layer_types:
+            return sliding
+        return {kind: sliding if "sliding" in kind else full for kind in self._layer_types}
+
+    def _additive(self, allowed: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(allowed.shape, dtype=self._dtype, device=allowed.device)
+        return mask.masked_fill_(~allowed, torch.finfo(self._dtype).min)
+
+
+def window_of(config: Any) -> int | None:
+    """The sliding window, if any layer uses one."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    if kinds and not any("sliding" in kind for kind in kinds):
+        return None
+    return int(window)
+
+
+# -- Decoders for models that do not keep their past in keys and values alone: linear attention, convolutions, Mamba --
+
+
+LOGITS = 1 << 25  # numbers that one forward of a `WholeDecoder` may write where the head can not be called by itself
+
+
+class StateCache(RowCache):
+    """A `RowCache` that also plays the part of transformers' cache for convolution and recurrent states."""
+
+    def __init__(self, rows: int, max_length: int) -> None:
+        super().__init__(rows, max_length)
+        self.states: dict[StateKey, torch.Tensor] = {}  # [rows, ...] each
+
+    # -- what a model calls ---------------------------------------------------------------------------------------
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The last inputs of a convolution; None at the beginning. The model may write into it."""
+        return self._state(("conv", layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._state(("recurrent", layer_idx, state_idx))
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        """Keep the last inputs; returns those before and the new ones."""
+        key = ("conv", layer_idx, state_idx)
+        before = self._state(key)
+        size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        if before is not None:
+            full = torch.cat((before, conv_states), -1)
+        else:
+            full = torch.nn.functional.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        self._keep(key, full[..., -size:])
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> torch.Tensor:
+        self._keep(("recurrent", layer_idx, state_idx), recurrent_states)
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    # -- storage ----------------------------------------------------------------------------------------------------
+
+    def adopt(self, staging: Staging, rows: torch.Tensor) -> None:
+        super().adopt(staging, rows)
+        for key, state in staging.states.items():
+            self._store(key, state)[rows] = state
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None:
+        super().move(source, target, span)
+        for store in self.states.values():
+            store[target] = store[source]
+
+    def begin(self, rows: torch.Tensor) -> None:
+        for store in self.states.values():
+            store[rows] = 0
+
+    def clear(self, rows: torch.Tensor) -> None:
+        super().clear(rows)
+        self.begin(rows)
+
+    def _state(self, key: StateKey) -> torch.Tensor | None:
+        if self._staging is not None:
+            return self._staging.states.get(key)
+        if self._prefill is not None or key not in self.states:
+            return None
+        return self.states[key][: self._active]
+
+    def _keep(self, key: StateKey, new: torch.Tensor) -> None:
+        if self._staging is not None:
+            self._staging.states[key] = new.clone()
+        elif self._prefill is not None:
+            rows, source = self._prefill
+            self._store(key, new)[rows] = new if source is None else new[source]
+        else:
+            self._store(key, new)[: self._active] = new
+
+    def _store(self, key: StateKey, like: torch.Tensor) -> torch.Tensor:
+        if key not in self.states:
+            self.states[key] = like.new_zeros((self.rows, *like.shape[1:]))
+        return self.states[key]
+
+
+class StateDecoder(GenericDecoder):
+    """A model some of whose layers keep states. Masks go to layers that attend; the others see no padding at all."""
+
+    equal_lengths = True
+
+    def _make_cache(self, rows: int, max_length: int) -> RowCache:
+        return StateCache(rows, max_length)
+
+    def _masks(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
+        full = self._additive(keys <= queries)
+        if not self._layer_types:
+            return full
+        window = self._window
+        sliding = full if window is None else self._additive((keys <= queries) & (keys > queries - window))
+        found = {kind: _mask_of(kind, full, sliding) for kind in self._layer_types}
+        # Layers of both kinds in one ask for the mask of an attention layer; without any the model wants no masks.
+        both = {"linear_attention": None, "full_attention": full, **found}
+        return both if any(map(_attends, self._layer_types)) else None
+
+
+def _attends(kind: str) -> bool:
+    return "hybrid" in kind or ("attention" in kind and "linear" not in kind)
+
+
+def _mask_of(kind: str, full: torch.Tensor, sliding: torch.Tensor) -> torch.Tensor | None:
+    if not _attends(kind):
+        return None
+    return sliding if "sliding" in kind else full
+
+
+class Tokens:
+    """What a `WholeDecoder` keeps: the tokens, row by row."""
+
+    def __init__(self, rows: int, max_length: int, device: torch.device) -> None:
+        self.ids = torch.zeros((rows, max_length), dtype=torch.int64, device=device)
+
+    def adopt(self, staging: Staging, rows: torch.Tensor) -> None:
+        self.ids[rows, : staging.length] = torch.cat(staging.pieces, -1)
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None:
+        self.ids[target] = self.ids[source]
+
+    def begin(self, rows: torch.Tensor) -> None:
+        """Nothing: what a row has beyond its own tokens lies to the right of them."""
+
+    def clear(self, rows: torch.Tensor) -> None:
+        self.ids[rows] = 0
+
+
+class WholeDecoder:
+    """Any causal language model: each step is a forward pass over all tokens. New weights leave nothing stale in it."""
+
+    equal_lengths = False
+
+    def __init__(self, model: Any, rows: int, max_length: int, head_apart: bool = True) -> None:
+        self._model = model
+        self._head = model.get_output_embeddings() if head_apart else None
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self.cache = Tokens(rows, max_length, next(model.parameters()).device)
+
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
+        self.cache.ids[rows, : ids.shape[1]] = ids if source is None else ids[source]
+
+    def prefill_piece(self, ids: torch.Tensor, staging: Staging) -> None:
+        staging.pieces.append(ids)
+        staging.done += ids.shape[1]
+
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
+        everyone = torch.arange(len(tokens), device=tokens.device)
+        self.cache.ids[everyone, positions] = tokens
+        if self._head is not None:
+            hidden = self._model.base_model(input_ids=self.cache.ids[everyone, :span], use_cache=False)[0]
+            logits: torch.Tensor = self._head(hidden[everyone, positions])
+            return logits
+        some = max(1, LOGITS // (span * self._vocabulary))
+        return torch.cat([self._logits(rows, positions, span) for rows in torch.split(everyone, some)])
+
+    def _logits(self, rows: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
+        found = self._model(input_ids=self.cache.ids[rows, :span], use_cache=False).logits
+        last: torch.Tensor = found[torch.arange(len(rows), device=rows.device), positions[rows]]
+        return last
+
+
+def whole_by_logits(model: Any, rows: int, max_length: int) -> WholeDecoder:
+    """For models that change what their head says, by a scale or a cap."""
+    return WholeDecoder(model, rows, max_length, head_apart=False)

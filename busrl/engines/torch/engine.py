@@ -1,0 +1,708 @@
+"""Draws one token for each row from logits, all rows at once, by inverting the cumulative distribution.
+
+Used by the torch engine; knows nothing of models, caches or requests. Sums are taken in float64, so that a token is
+drawn with its probability even from a vocabulary of 10**5 and the result does not hang on the order of additions.
+
+- The log-probability returned is that of the distribution drawn from: after temperature, and after top-p if it is on.
+- Logits that are not finite give a log-probability of NaN and some token of the vocabulary; the caller looks.
+- Temperature 0 is greedy: the first largest logit, log-probability 0 (a distribution with one point).
+
+What the host knows of every sequence: plain arrays, one line ("seat") per sequence.
+
+Used by the torch engine. A sequence has its seat from the moment it is submitted until it ends; a cache row only while
+its keys and values are there. `rows` maps one to the other. Knows nothing of models; imports no torch.
+
+- Random numbers are drawn when a sequence sits down, one per token that it may produce, from its own stream.
+
+Who gets keys and values next: sequences wait here for their cache row, a bounded number of tokens per step.
+
+Used by the torch engine between two decoding steps. Talks to the seats (what is known of a sequence) and to a decoder
+(which computes keys and values). Knows nothing of sampling, versions or time.
+
+- First come, first served. All that fit into the budget join at the next step; equal prompts are computed once.
+- A prompt over the budget is computed in pieces, one per step, outside of the rows: who runs goes on meanwhile.
+- Sequences whose cache is stale stand up and wait again, in front, with all of their tokens.
+
+The embedded engine: continuous batching of any Hugging Face causal language model, without a server.
+
+The rollout role drives it through `busrl.engines.base.Engine`; the weight plane writes into `parameters()`. Knows
+nothing of slots, the bus or rewards.
+
+- Sequences join and leave between decoding steps. Who joins is prefilled in a batch of its own (`filling`), one row for
+  all requests with the same prompt, and copied into the rows of the running batch.
+- New weights enter between steps. Running sequences keep the keys and values that older weights made, or, with
+  `on_update = "recompute"`, wait until theirs are computed again.
+- One transfer from the device and no Python per row in a step, but for rows that begin or end in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from busrl.device import choose as choose_device
+from busrl.engines.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, Pauses, Request, Statistics, Streams
+from busrl.engines.tokens import Tokens, eos_ids_of
+from busrl.engines.torch.decoder import Decoder, Staging
+from busrl.engines.torch.fast import choose_decoder
+from busrl.engines.torch.lora import WeightLoader
+from busrl.errors import UserError
+
+if TYPE_CHECKING:
+    from busrl.config import Topology
+    from busrl.data import Prompt
+    from busrl.weights.base import Receiver
+    from busrl.weights.factory import Settings as WeightSettings
+
+
+
+# -- Draws one token for each row from logits, all rows at once, by inverting the cumulative distribution -------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sampling settings of all rows, [rows, 1] each; None where no row needs the step."""
+
+    inverse_temperature: torch.Tensor | None
+    greedy: torch.Tensor | None
+    top_p: torch.Tensor | None
+
+
+def draw(logits: torch.Tensor, uniforms: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and float32 log-probabilities, [rows] each, for logits [rows, vocabulary] and uniforms [rows, 1]."""
+    scores = logits.float()
+    if settings.inverse_temperature is not None:
+        scores = scores * settings.inverse_temperature
+    logprobs = torch.log_softmax(scores, dim=-1)
+    if settings.top_p is not None:
+        logprobs = _truncate(logprobs, settings.top_p)
+    cdf = logprobs.double().exp_().cumsum_(dim=-1)
+    tokens = torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True)
+    tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # only rows with a NaN are beyond
+    chosen = logprobs.gather(-1, tokens)
+    if settings.greedy is not None:
+        tokens = torch.where(settings.greedy, logits.argmax(dim=-1, keepdim=True), tokens)
+        chosen = chosen.masked_fill(settings.greedy & ~chosen.isnan(), 0.0)
+    return tokens.squeeze(-1), chosen.squeeze(-1).clamp_(max=0.0)
+
+
+def _truncate(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Keep the likeliest tokens until their mass reaches top_p (the one that reaches it is kept), and renormalise."""
+    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.double().exp_().cumsum_(dim=-1) - ordered.double().exp_()
+    beyond = (before >= top_p) & (top_p < 1.0)
+    beyond[:, 0] = False
+    kept = logprobs.masked_fill(torch.zeros_like(beyond).scatter_(-1, order, beyond), -torch.inf)
+    return torch.log_softmax(kept, dim=-1)
+
+
+# -- What the host knows of every sequence: plain arrays, one line ("seat") per sequence ------------------------------
+
+
+Index = npt.NDArray[np.intp]
+Ids = npt.NDArray[np.int32]
+NO_IDS: Ids = np.empty(0, np.int32)
+
+
+class Seats:
+    """State of up to `capacity` sequences of up to `max_length` tokens."""
+
+    def __init__(self, capacity: int, max_length: int, eos: npt.NDArray[np.bool_]) -> None:
+        self.max_length = max_length
+        self.rows: Index = np.zeros(capacity, np.intp)  # the seat of each cache row; the first `active` are in use
+        self.active = 0
+        self.free = list(range(capacity - 1, -1, -1))
+        self.key = np.zeros(capacity, np.int64)
+        self.last = np.zeros(capacity, np.int64)  # the token that enters the next step
+        self.position = np.zeros(capacity, np.int64)  # where it goes: so many tokens are in the cache before it
+        self.produced = np.zeros(capacity, np.int64)
+        self.limit = np.zeros(capacity, np.int64)
+        self.temperature = np.zeros(capacity, np.float32)
+        self.top_p = np.zeros(capacity, np.float64)
+        self._given: list[Ids] = [NO_IDS] * capacity  # prompt and prefix
+        self._told: dict[int, int] = {}  # tokens that events have told of, by the seat of a streaming request
+        self._events: list[Event] = []
+        self._eos = eos
+        self._streams = Streams()
+        # Untouched pages cost nothing, so the longest case may be allowed for.
+        self._uniforms = np.empty((capacity, max_length), np.float64)
+        self._tokens = np.empty((capacity, max_length), np.int32)
+        self._logprobs = np.empty((capacity, max_length), np.float32)
+        self._versions = np.empty((capacity, max_length), np.uint32)
+
+    def room_for(self, request: Request) -> int:
+        """How many tokens the request may produce before a limit cuts it."""
+        return min(request.max_new_tokens, self.max_length - len(request.prompt_ids) - len(request.prefix_ids))
+
+    def sit(self, request: Request) -> int:
+        """Give a request a seat; it has no cache row yet."""
+        seat = self.free.pop()
+        given = request.prompt_ids
+        if len(request.prefix_ids):
+            given = np.concatenate((request.prompt_ids, request.prefix_ids))
+        limit = self.room_for(request)
+        self._given[seat] = given
+        self.key[seat] = request.key
+        self.last[seat] = given[-1]
+        self.position[seat] = len(given) - 1
+        self.produced[seat] = 0
+        self.limit[seat] = limit
+        self.temperature[seat] = request.temperature
+        self.top_p[seat] = request.top_p
+        if request.temperature > 0:
+            self._uniforms[seat, :limit] = self._streams.uniforms(request.seed, request.uid, request.segment, limit)
+        else:
+            self._uniforms[seat, :limit] = 0.5
+        if request.stream:
+            self._told[seat] = 0
+        return seat
+
+    def cached(self, seat: int) -> Ids:
+        """The tokens whose keys and values its cache row has to hold: all that are known but the last."""
+        given, produced = self._given[seat], int(self.produced[seat])
+        if not produced:
+            return given[:-1]
+        return np.concatenate((given, self._tokens[seat, : produced - 1])).astype(np.int32, copy=False)
+
+    def close_up(self, holes: list[int]) -> tuple[list[int], list[int]]:
+        """Make the rows in use the first ones again: which rows move where. `holes` are free rows, sorted."""
+        sources: list[int] = []
+        targets: list[int] = []
+        free = set(holes)
+        remaining = self.active - len(holes)
+        tail = iter(row for row in range(remaining, self.active) if row not in free)
+        for hole in holes:
+            if hole >= remaining:
+                break
+            source = next(tail)
+            sources.append(source)
+            targets.append(hole)
+            self.rows[hole] = self.rows[source]
+        self.active = remaining
+        return sources, targets
+
+    def uniforms(self, seats: Index) -> npt.NDArray[np.float64]:
+        """The next random number of each, [seats, 1]."""
+        return self._uniforms[seats, self.produced[seats]][:, None]
+
+    def record(
+        self, seats: Index, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], version: int
+    ) -> npt.NDArray[np.bool_]:
+        """Write down one token for each; True where the sequence has ended."""
+        produced = self.produced[seats]
+        self._tokens[seats, produced] = tokens
+        self._logprobs[seats, produced] = logprobs
+        self._versions[seats, produced] = version
+        self.produced[seats] = produced + 1
+        self.position[seats] += 1
+        self.last[seats] = tokens
+        ended: npt.NDArray[np.bool_] = self._eos[tokens] | (produced + 1 >= self.limit[seats]) | np.isnan(logprobs)
+        return ended
+
+    def leave(self, seat: int, aborted: bool = False) -> Finished:
+        """Free the seat; what its sequence produced, as copies."""
+        count = int(self.produced[seat])
+        tokens = self._tokens[seat, :count].copy()
+        finish = ABORTED if aborted else EOS if self._eos[tokens[-1]] else LENGTH
+        if seat in self._told:
+            self._events.append(self._event(seat, finish))
+            del self._told[seat]
+        self.free.append(seat)
+        return Finished(
+            key=int(self.key[seat]),
+            token_ids=tokens,
+            logprobs=self._logprobs[seat, :count].copy(),
+            versions=self._versions[seat, :count].copy(),
+            finish=finish,
+        )
+
+    def events(self) -> list[Event]:
+        """What streaming requests produced since the last call."""
+        told, self._events = self._events, []
+        return told + [self._event(seat) for seat, count in self._told.items() if count < self.produced[seat]]
+
+    def _event(self, seat: int, finish: int | None = None) -> Event:
+        begin, end = self._told[seat], int(self.produced[seat])
+        self._told[seat] = end
+        tokens, logprobs, versions = (
+            array[seat, begin:end].copy() for array in (self._tokens, self._logprobs, self._versions)
+        )
+        return Event(int(self.key[seat]), tokens, logprobs, versions, finish)
+
+
+# -- Who gets keys and values next: sequences wait here for their cache row, a bounded number of tokens per step ------
+
+
+PADDING = 256  # tokens of padding that are not worth a forward of their own
+
+
+class _Piecewise:
+    """A prompt that is computed in pieces, and the seats that it is for."""
+
+    def __init__(self, ids: Ids, seats: list[int]) -> None:
+        self.ids, self.seats = ids, seats
+        self.staging = Staging(len(ids))
+
+    @property
+    def left(self) -> int:
+        return len(self.ids) - self.staging.done
+
+
+class Filling:
+    """`budget`: tokens of one step, padding left out."""
+
+    def __init__(self, seats: Seats, decoder: Decoder, budget: int, device: torch.device) -> None:
+        self._seats, self._decoder, self._budget, self._device = seats, decoder, budget, device
+        self._queue: deque[int] = deque()
+        self._long: _Piecewise | None = None
+        self.computed = 0  # tokens
+
+    def __len__(self) -> int:
+        return len(self._queue) + (len(self._long.seats) if self._long else 0)
+
+    @property
+    def joining(self) -> int:
+        """How many sequences have their cache after the next `fill`."""
+        if not self._queue and self._long is None:
+            return 0
+        return len(self._next()[0])
+
+    def wait(self, seat: int) -> None:
+        self._queue.append(seat)
+
+    def wait_again(self, seats: Iterable[int]) -> None:
+        """Sequences that lost their cache, shortest first, in front of all others; a long prompt begins again."""
+        if self._long is not None:
+            self._queue.extendleft(reversed(self._long.seats))
+            self._long = None
+        self._queue.extendleft(sorted(seats, key=lambda seat: -int(self._seats.position[seat])))
+
+    def seats(self) -> list[int]:
+        """Everybody who waits."""
+        return [*(self._long.seats if self._long else ()), *self._queue]
+
+    def forget(self, seat: int) -> None:
+        if seat in self._queue:
+            self._queue.remove(seat)
+        elif self._long is not None and seat in self._long.seats:
+            self._long.seats.remove(seat)
+            if not self._long.seats:
+                self._long = None
+
+    def fill(self, take_row: Callable[[int], int]) -> int:
+        """Compute what the budget allows; `take_row(seat)` gives a row to each that is complete. How many those are."""
+        if self._long is None and not self._queue:
+            return 0
+        joined, rows_of = self._next()
+        if self._long is not None:
+            self._piece(self._long, take_row)
+            return len(joined)
+        for _ in joined:
+            self._queue.popleft()
+        if not joined:
+            self._begin_long()
+            return 0
+        rows = [take_row(seat) for seat in joined]
+        if b"" in rows_of:
+            self._decoder.cache.begin(self._tensor([rows[k] for k in rows_of[b""]]))
+        self._batches({ids: [rows[k] for k in members] for ids, members in rows_of.items() if ids})
+        return len(joined)
+
+    # -- one step's share -------------------------------------------------------------------------------------------
+
+    def _next(self) -> tuple[list[int], dict[bytes, list[int]]]:
+        """The seats that join, and the places in that list which each different prompt (as bytes) is for."""
+        if self._long is not None:
+            return (self._long.seats if self._long.left <= self._budget else []), {}
+        joined: list[int] = []
+        rows_of: dict[bytes, list[int]] = {}
+        left = self._budget
+        for seat in self._queue:
+            ids = self._seats.cached(seat).tobytes()
+            if ids not in rows_of:
+                left -= len(ids) // 4
+                if left < 0:
+                    break
+            rows_of.setdefault(ids, []).append(len(joined))
+            joined.append(seat)
+        return joined, rows_of
+
+    def _begin_long(self) -> None:
+        """The first in the queue alone is over the budget: take it, and all with the same prompt."""
+        ids = self._seats.cached(self._queue[0])
+        same = [seat for seat in self._queue if np.array_equal(self._seats.cached(seat), ids)]
+        self._queue = deque(seat for seat in self._queue if seat not in set(same))
+        self._long = _Piecewise(ids, same)
+        self._piece(self._long, None)
+
+    def _piece(self, long: _Piecewise, take_row: Callable[[int], int] | None) -> None:
+        begin, count = long.staging.done, min(self._budget, long.left)
+        ids = torch.from_numpy(long.ids[begin : begin + count].astype(np.int64))[None].to(self._device)
+        self._decoder.prefill_piece(ids, long.staging)
+        self.computed += count
+        if not long.left and take_row is not None:
+            self._decoder.cache.adopt(long.staging, self._tensor([take_row(seat) for seat in long.seats]))
+            self._long = None
+
+    # -- whole prompts ----------------------------------------------------------------------------------------------
+
+    def _batches(self, rows_of: dict[bytes, list[int]]) -> None:
+        """Shortest first; a batch ends where its padding would be more than its tokens."""
+        batch: list[bytes] = []
+        real = 0
+        for ids in sorted(rows_of, key=len):
+            length = len(ids) // 4
+            padded = (len(batch) + 1) * length - (real + length)
+            if batch and padded > (0 if self._decoder.equal_lengths else max(real, PADDING)):
+                self._batch(batch, rows_of)
+                batch, real = [], 0
+            batch.append(ids)
+            real += length
+        if batch:
+            self._batch(batch, rows_of)
+
+    def _batch(self, batch: list[bytes], rows_of: dict[bytes, list[int]]) -> None:
+        ids = np.zeros((len(batch), len(batch[-1]) // 4), np.int64)
+        rows: list[int] = []
+        source: list[int] = []
+        for k, known in enumerate(batch):
+            ids[k, : len(known) // 4] = np.frombuffer(known, np.int32)
+            rows.extend(rows_of[known])
+            source.extend([k] * len(rows_of[known]))
+            self.computed += len(known) // 4
+        copied = self._tensor(source) if len(rows) > len(batch) else None
+        self._decoder.prefill(torch.from_numpy(ids).to(self._device), self._tensor(rows), copied)
+
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+# -- The embedded engine: continuous batching of any Hugging Face causal language model, without a server -------------
+
+
+SPAN_STEP = 8  # attended prefixes grow in steps, so that fewer shapes occur
+PREFILL_TOKENS = 2048  # keeps a step with a full prefill within some ten times one without, and still fills a GPU
+DEFAULT_MAX_LENGTH = 4096  # where neither the caller nor the model sets one
+OnUpdate = Literal["keep", "recompute"]
+quiet: Any = transformers_logging  # it has no type hints
+
+
+class TorchEngine:
+    """`capacity` rows of one model on one device. Use `load` for a model folder."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        capacity: int,
+        max_length: int = 0,
+        fast: bool = True,
+        chat: bool = False,
+        on_update: OnUpdate = "keep",
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> None:
+        if capacity < 1:
+            raise UserError(f"capacity is {capacity}; an engine needs at least one row (generation.max_batch)")
+        self._model = model.eval().requires_grad_(False)
+        self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        self._device: torch.device = next(model.parameters()).device
+        self._max_length = _max_length(model, max_length)
+        eos_ids = eos_ids_of(model, tokenizer)
+        self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        eos = np.zeros(max(self._vocabulary, *eos_ids, 0) + 1, np.bool_)
+        eos[list(eos_ids)] = True
+        self._tokens = Tokens(tokenizer, eos_ids, chat)
+        self._decoder = choose_decoder(model, capacity, self._max_length, fast)
+        self._seats = Seats(capacity, self._max_length, eos)
+        self._filling = Filling(self._seats, self._decoder, max(1, prefill_tokens), self._device)
+        self._capacity = capacity
+        self._on_update = on_update
+        self._holes: list[int] = []
+        self._done: list[Finished] = []
+        self._settings: Settings | None = None
+        self._files = WeightLoader(model)
+        self._pauses = Pauses()
+        self._version = self._steps = self._drawn = self._updates = 0
+        self._update_s = 0.0
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        capacity: int,
+        max_length: int = 0,
+        dtype: str = "float32",
+        device: str | torch.device = "cpu",
+        fast: bool = True,
+        chat: bool = False,
+        on_update: OnUpdate = "keep",
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> TorchEngine:
+        """An engine for a model folder; nothing is fetched from anywhere."""
+        model: Any
+        quiet.disable_progress_bar()  # this is a process with a log, not a terminal
+        try:
+            model = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError) as problem:
+            raise UserError(f"{path}: no causal language model and tokenizer ({problem}); see model.path") from problem
+        model = model.to(device=device, dtype=getattr(torch, dtype))
+        engine = cls(
+            model, tokenizer, capacity=capacity, max_length=max_length, fast=fast, chat=chat, on_update=on_update,
+            prefill_tokens=prefill_tokens,
+        )
+        engine._files.base = Path(path)
+        return engine
+
+    # -- the protocol -------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def active(self) -> int:
+        return self._capacity - len(self._seats.free) + len(self._done)
+
+    @property
+    def drawing(self) -> int:
+        return 0 if self._pauses.on else self._running + self._filling.joining
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    @property
+    def decoder_name(self) -> str:
+        """Class of the decoder in use: `FastDecoder` or `GenericDecoder`."""
+        return type(self._decoder).__name__
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if self.active + len(requests) > self._capacity:
+            raise ValueError(f"{len(requests)} requests for {self._capacity - self.active} free rows; look at capacity")
+        self._check(requests)
+        for request in requests:
+            if self._seats.room_for(request) > 0:
+                self._filling.wait(self._seats.sit(request))
+            else:
+                self._done.append(_empty(request))
+
+    def step(self) -> list[Finished]:
+        finished, self._done = self._done, []
+        if not self._pauses.on:
+            with torch.inference_mode():
+                self._arrange()
+                if self._seats.active:
+                    finished.extend(self._decode())
+        return finished
+
+    def abort(self, key: int) -> Finished | None:
+        for index, one in enumerate(self._done):
+            if one.key == key:
+                return self._done.pop(index)
+        for seat in self._filling.seats():
+            if self._seats.key[seat] == key:
+                self._filling.forget(seat)
+                return self._seats.leave(seat, aborted=True)
+        for row in self._used_rows():
+            seat = int(self._seats.rows[row])
+            if self._seats.key[seat] == key:
+                self._holes = sorted([*self._holes, row])
+                return self._seats.leave(seat, aborted=True)
+        return None
+
+    def events(self) -> list[Event]:
+        return self._seats.events()
+
+    def pause(self, how: Pause) -> list[Finished]:
+        ended: list[Finished] = []
+        while how == "wait" and self.active and not self._pauses.on:
+            ended += self.step()
+        if how == "abort":
+            seats = [*self._filling.seats(), *(int(self._seats.rows[row]) for row in self._used_rows())]
+            ended = [one for key in self._seats.key[seats].tolist() if (one := self.abort(key)) is not None]
+        self._pauses.begin()
+        return ended
+
+    def resume(self) -> None:
+        self._pauses.end()
+
+    def receiver(self, settings: WeightSettings, name: str) -> Receiver | None:
+        """None: the ordinary one writes into `parameters()`."""
+        return None
+
+    def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+        begun = time.monotonic()
+        self._version, step = self._files.update(receiver)
+        if self._on_update == "recompute":
+            self._stand_up()
+        self._updates += 1
+        self._update_s += time.monotonic() - begun
+        return self._version, step
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Live tensors by the names of `model.named_parameters()`; written in place between two steps."""
+        return dict(self._parameters)
+
+    def statistics(self) -> Statistics:
+        rows = self._used_rows()
+        return Statistics(
+            active=self.active, waiting=len(self._filling), paused=self._pauses.on, version=self._version,
+            steps=self._steps, tokens=self._drawn, prefill_tokens=self._filling.computed,
+            cache_tokens=int(self._seats.position[self._seats.rows[rows]].sum()),
+            cache_capacity=self._capacity * self._max_length, updates=self._updates, update_s=self._update_s,
+            pause_s=self._pauses.seconds + self._update_s,
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return self._tokens.encode(prompt)
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
+        return self._tokens.decode(ids, ended)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    # -- joining and leaving ------------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> int:
+        return self._seats.active - len(self._holes)
+
+    def _used_rows(self) -> list[int]:
+        holes = set(self._holes)
+        return [row for row in range(self._seats.active) if row not in holes]
+
+    def _arrange(self) -> None:
+        """Let requests join, first in the rows of sequences that left, and close up the rows left over."""
+        if not self._filling.fill(self._take_row) and not self._holes:
+            return
+        seats = self._seats
+        if self._holes:
+            span = int(seats.position[seats.rows[: seats.active]].max())
+            sources, targets = seats.close_up(self._holes)
+            self._holes = []
+            if sources and span:
+                self._decoder.cache.move(self._tensor(sources), self._tensor(targets), span)
+        self._settings = None
+
+    def _take_row(self, seat: int) -> int:
+        seats = self._seats
+        if self._holes:
+            row = self._holes.pop(0)
+        else:
+            row, seats.active = seats.active, seats.active + 1
+        seats.rows[row] = seat
+        return row
+
+    def _stand_up(self) -> None:
+        """All that run give their rows back and wait for keys and values of the new weights."""
+        self._filling.wait_again(self._seats.rows[self._used_rows()].tolist())
+        self._seats.active, self._holes = 0, []
+
+    # -- one decoding step --------------------------------------------------------------------------------------
+
+    def _decode(self) -> list[Finished]:
+        seats = self._seats
+        running: Index = seats.rows[: seats.active]
+        positions = seats.position[running]
+        span = min(-(-(int(positions.max()) + 1) // SPAN_STEP) * SPAN_STEP, self._max_length)
+        if self._settings is None:
+            self._settings = self._make_settings(running)
+        logits = self._decoder.step(self._to_device(seats.last[running]), self._to_device(positions), span)
+        tokens, logprobs = draw(logits, self._to_device(seats.uniforms(running)), self._settings)
+        drawn, measured = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        ended = seats.record(running, drawn, measured, self._version)
+        self._steps += 1
+        self._drawn += len(running)
+        if not ended.any():
+            return []
+        self._holes = ended.nonzero()[0].tolist()
+        self._clear_spoilt(np.isnan(measured))
+        return [seats.leave(seat) for seat in running[ended].tolist()]
+
+    def _clear_spoilt(self, spoilt: npt.NDArray[np.bool_]) -> None:
+        if spoilt.any():
+            self._decoder.cache.clear(self._tensor(spoilt.nonzero()[0].tolist()))
+
+    def _make_settings(self, running: Index) -> Settings:
+        """Sampling settings of the running rows; rebuilt only when sequences joined or left."""
+        temperature, top_p = self._seats.temperature[running], self._seats.top_p[running]
+        greedy = temperature <= 0
+        inverse = 1.0 / np.where(greedy, 1.0, temperature)
+        return Settings(
+            inverse_temperature=self._to_device(inverse[:, None]) if (inverse != 1.0).any() else None,
+            greedy=self._to_device(greedy[:, None]) if greedy.any() else None,
+            top_p=self._to_device(top_p[:, None]) if (top_p < 1.0).any() else None,
+        )
+
+    # -- small things -------------------------------------------------------------------------------------------
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        """`ValueError` that names the request without tokens, or with one that the model does not know."""
+        for request in requests:
+            if not len(request.prompt_ids) + len(request.prefix_ids):
+                raise ValueError(
+                    f"request {request.key} (uid {request.uid}) has no tokens; a prompt needs at least one"
+                )
+        if not requests or self._knows([ids for r in requests for ids in (r.prompt_ids, r.prefix_ids)]):
+            return
+        for request in requests:
+            if not self._knows([request.prompt_ids, request.prefix_ids]):
+                ids = np.concatenate((request.prompt_ids, request.prefix_ids))
+                low, high = int(ids.min()), int(ids.max())
+                raise ValueError(
+                    f"request {request.key} (uid {request.uid}) has token id {low if low < 0 else high}; "
+                    f"the model knows 0 to {self._vocabulary - 1}"
+                )
+
+    def _knows(self, parts: Sequence[npt.NDArray[Any]]) -> bool:
+        ids = np.concatenate(parts)
+        return int(ids.min()) >= 0 and int(ids.max()) < self._vocabulary
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _max_length(model: Any, wanted: int) -> int:
+    """The smaller of what the caller asks for and what the model has positions for."""
+    config = model.config.get_text_config()
+    own = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    limits = [int(limit) for limit in (wanted, own) if limit]
+    return min(limits) if limits else DEFAULT_MAX_LENGTH
+
+
+def _empty(request: Request) -> Finished:
+    """A request that has no room for a single token ends at once, cut by its length."""
+    nothing = np.empty(0, np.int32)
+    return Finished(request.key, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), LENGTH)
+
+
+def make(topology: Topology, process: str = "") -> TorchEngine:
+    """The engine of a rollout process whose topology says `engine = "torch"`."""
+    generation = topology.generation
+    return TorchEngine.load(
+        topology.model.path,
+        capacity=generation.max_batch,
+        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
+        dtype=topology.model.dtype,
+        device=choose_device(topology.device_of(process)),
+        chat=topology.data.template == "chat",
+        on_update="recompute" if generation.on_update == "recompute" else "keep",
+        prefill_tokens=generation.prefill_tokens,
+    )

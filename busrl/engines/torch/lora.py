@@ -1,0 +1,168 @@
+"""New weights for an embedded model from files: an adapter on top of its base, or a folder to start again with.
+
+Used by the torch engine between two decoding steps; talks to the model's live parameters and to folders that a
+receiver has taken and verified. Knows nothing of versions, of how folders came here, or of the engine's rows.
+
+- Everything is read and compared with the model before a parameter is touched: what is refused changes nothing.
+- W = W0 + (alpha / rank) B A, always from the base W0, so that adapters replace each other and never add up. Hot
+  swapping keeps a copy of W0 of the adapted layers; an engine that restarts reads it again from its folder.
+- Only what a plain LoRA is: no DoRA, no bias, no layers trained in full, no rank or alpha of a layer's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from busrl.errors import WeightsRefused
+
+if TYPE_CHECKING:
+    from busrl.weights.base import FolderReceiver, Receiver
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+PLAIN: dict[str, tuple[Any, ...]] = {  # keys of adapter_config.json that would change what W is
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+}
+VOLATILE = ("transformers_version", "_name_or_path", "use_cache", "torch_dtype", "dtype", "architectures")
+
+
+@dataclass(frozen=True)
+class Low:
+    """The adapter of one weight: `up` [out, rank] times `down` [rank, in]."""
+
+    down: Tensor
+    up: Tensor
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """`layers` by the names of the weights that they are added to; what is added is scaled."""
+
+    scale: float
+    layers: Mapping[str, Low]
+
+
+def read(folder: Path) -> LoraAdapter:
+    """The adapter in a folder of peft's format; WeightsRefused with the reason if it is no plain LoRA."""
+    from safetensors.torch import load_file
+
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_bytes())
+        tensors = load_file(folder / WEIGHTS)
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except Exception as problem:  # of JSON, of safetensors' own types, of missing keys: all mean the same
+        raise WeightsRefused(f"{folder}: no adapter that can be read: {problem}") from problem
+    for key, allowed in PLAIN.items():
+        if key in config and config[key] not in allowed:
+            raise WeightsRefused(f"{folder}: {key} = {config[key]!r}; only plain LoRA can be added to the weights")
+    scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
+    return LoraAdapter(scale, _paired(folder, tensors, rank))
+
+
+def _paired(folder: Path, tensors: dict[str, Tensor], rank: int) -> dict[str, Low]:
+    found: dict[str, Low] = {}
+    for name, down in tensors.items():
+        if not name.endswith(".lora_A.weight"):
+            if not name.endswith(".lora_B.weight"):
+                raise WeightsRefused(f"{folder}: {name!r} is no part of a plain LoRA")
+            continue
+        up = tensors.get(name.replace(".lora_A.", ".lora_B."))
+        if up is None or down.ndim != 2 or up.ndim != 2 or down.shape[0] != rank or up.shape[1] != rank:
+            raise WeightsRefused(f"{folder}: {name!r} has no counterpart of rank {rank}, which {CONFIG} says")
+        found[name.removeprefix(PREFIX).removesuffix(".lora_A.weight") + ".weight"] = Low(down, up)
+    if not found or 2 * len(found) != len(tensors):
+        raise WeightsRefused(f"{folder}: {len(tensors)} tensors make {len(found)} adapted layers")
+    return found
+
+
+class WeightLoader:
+    """Gives a model new weights. `base` is the folder that it was loaded from, None if it was not."""
+
+    def __init__(self, model: Any, base: Path | None = None) -> None:
+        self._model, self.base = model, base
+        self._kept: dict[str, Tensor] = {}  # W0 of every layer that an adapter has changed
+
+    def update(self, receiver: Receiver) -> tuple[int, int]:
+        """The newest version of a receiver of any kind; (version, learner's step)."""
+        if receiver.kind == "tensors":
+            return receiver.fetch(dict(self._model.named_parameters()))
+        version, step, folder = cast("FolderReceiver", receiver).take()
+        (self.swap if receiver.kind == "adapter" else self.restart)(folder)
+        return version, step
+
+    @torch.no_grad()
+    def swap(self, folder: Path) -> None:
+        """Put that adapter in the place of the one before."""
+        adapter, parameters = self._fitting(folder)
+        for name in self._kept.keys() - adapter.layers.keys():
+            parameters[name].copy_(self._kept[name])
+        for name, low in adapter.layers.items():
+            if name not in self._kept:
+                self._kept[name] = parameters[name].clone()
+            _add(parameters[name], self._kept[name], low, adapter.scale)
+
+    @torch.no_grad()
+    def restart(self, folder: Path) -> None:
+        """Start again with a folder: of a whole model, or of an adapter, which goes on the base as it lies on disk."""
+        if not (folder / CONFIG).is_file():
+            self._load(folder)
+            return
+        adapter, parameters = self._fitting(folder)
+        if self.base is None:
+            raise WeightsRefused(f"{folder}: an adapter, and the engine was not loaded from a folder")
+        self._load(self.base)
+        for name, low in adapter.layers.items():
+            _add(parameters[name], parameters[name], low, adapter.scale)
+
+    def _fitting(self, folder: Path) -> tuple[LoraAdapter, dict[str, Tensor]]:
+        """The adapter, and the parameters, after every layer of it was found in the model with the right shape."""
+        adapter, parameters = read(folder), dict(self._model.named_parameters())
+        for name, low in adapter.layers.items():
+            shape = (low.up.shape[0], low.down.shape[1])
+            if name not in parameters or tuple(parameters[name].shape) != shape:
+                there = f"has shape {list(parameters[name].shape)}" if name in parameters else "is not in this model"
+                raise WeightsRefused(f"{folder}: the adapter changes {name!r} of shape {list(shape)}, which {there}")
+        return adapter, parameters
+
+    def _load(self, folder: Path) -> None:
+        """Copy a folder's weights into the model, after names, shapes and configuration were found to be the same."""
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True)
+        except Exception as problem:  # a library of readers, each with errors of its own
+            raise WeightsRefused(f"{folder}: no model that can be loaded: {problem}") from problem
+        if (key := _first_difference(model.config.to_dict(), self._model.config.to_dict())) is not None:
+            raise WeightsRefused(f"{folder}: another architecture: {key} of its configuration differs")
+        new, parameters = dict(model.named_parameters()), dict(self._model.named_parameters())
+        for name in sorted(new.keys() | parameters.keys()):
+            if name not in new or name not in parameters or new[name].shape != parameters[name].shape:
+                raise WeightsRefused(f"{folder}: {name!r} is not the same in its model and in the engine's")
+        for name, parameter in parameters.items():
+            parameter.copy_(new[name])
+
+
+def _add(into: Tensor, base: Tensor, low: Low, scale: float) -> None:
+    """In float32 whatever the model is: a bfloat16 product would lose what training has moved."""
+    up, down = (part.to(device=into.device, dtype=torch.float32) for part in (low.up, low.down))
+    into.copy_(torch.addmm(base.float(), up, down, alpha=scale))
+
+
+def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    keys = sorted(key for key in one.keys() | other.keys() if key not in VOLATILE)
+    return next((key for key in keys if one.get(key) != other.get(key)), None)

@@ -1,0 +1,489 @@
+"""How vLLM is started: what its engine is told, what its environment must say, and what this version of it can do.
+
+Used by `vllm_core`. Imports vLLM inside functions only. Knows nothing of requests, weights or the bus.
+
+- What a version can do is found by looking at it (`inspect.signature`, attributes), never concluded from its number.
+
+AsyncLLM in a thread with a loop of its own: start, calls with a deadline, death noticed, an end that leaves nothing.
+
+Used by `vllm_engine`, whose caller is synchronous. Talks to vLLM and to the kernel about its processes. Knows nothing
+of requests or weights.
+
+States: starting -> running -> closed; and from each of the first two -> dead, whose cause `lost` holds.
+- Every call races the death of the engine and a deadline: vLLM alone would wait for a dead engine for ever.
+- A dead or silent engine is killed with all of its processes before the error is raised, so that our own process can
+  end: Python waits at its end for children that live, stopped ones included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import inspect
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone  # of its own before Python 3.11
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from busrl.config.machine import adapter_slots
+from busrl.config.machinery import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
+from busrl.config.rules import ADAPTERS
+from busrl.errors import EngineLost, UserError
+
+if TYPE_CHECKING:
+    from busrl.config import Topology
+
+
+
+# -- How vLLM is started: what its engine is told, what its environment must say, and what this version of it can do --
+
+
+CPU_CACHE_MB = 16  # at least; a bare minimum of blocks
+EXTENSION = "busrl.engines.vllm.worker.Extension"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Everything that one start of vLLM depends on, as plain data."""
+
+    model: str
+    dtype: str
+    capacity: int
+    max_length: int
+    tensor_parallel: int = 1
+    gpu_memory_utilization: float = 0.85
+    kv_cache_mb: int = 0  # 0 = by itself
+    enforce_eager: str = "auto"
+    block_size: int = 0
+    seed: int = 0
+    lora_rank: int = 0  # 0 = no adapters
+    adapters: int = 0
+    extension: str = EXTENSION
+    extra: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, topology: Topology) -> Start:
+        own, generation = topology.vllm, topology.generation
+        longest = topology.max_prompt_tokens + generation.max_new_tokens
+        # Any other transport brings the merged weights: a vLLM with places for adapters has wrapped their layers.
+        rank = topology.lora.rank if topology.weights.transport in ADAPTERS else 0
+        return cls(
+            model=topology.model.path,
+            dtype=topology.model.dtype,
+            capacity=generation.max_batch,
+            max_length=own.max_model_len or longest,
+            tensor_parallel=own.tensor_parallel,
+            gpu_memory_utilization=own.gpu_memory_utilization,
+            kv_cache_mb=0 if isinstance(own.kv_cache_mb, str) else own.kv_cache_mb,
+            enforce_eager=own.enforce_eager,
+            block_size=own.block_size,
+            seed=topology.run.seed,
+            lora_rank=lora_rank(rank) if rank else 0,
+            adapters=adapter_slots(topology) if rank else 0,
+            extra=tuple(sorted(own.extra.items())),
+        )
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What the vLLM at hand has, found by probing."""
+
+    version: str
+    weight_version: bool  # it notes for every token which weights made it
+    bare_pause: bool  # the engine's own pause, without the 20 ms that the front end adds
+    shutdown_timeout: bool
+
+
+def require() -> str:
+    """The version of the installed vLLM; UserError if there is none or it is unknown."""
+    package, version = vllm_installed()
+    why, remedy = vllm_objection(package, version)
+    if why:
+        raise UserError(f'engine = "vllm": {why}; {remedy}')
+    return version
+
+
+def probe(engine: Any, version: str) -> Abilities:
+    """Look at the engine itself. UserError names what it lacks that nothing can replace."""
+    for name in ("generate", "abort", "collective_rpc", "pause_generation", "resume_generation", "reset_prefix_cache"):
+        if not callable(getattr(engine, name, None)):
+            raise UserError(f'engine = "vllm": vLLM {version} has no AsyncLLM.{name}; see docs/vllm.md')
+    if "clear_cache" not in inspect.signature(engine.pause_generation).parameters:
+        raise UserError(f'engine = "vllm": pause_generation of vLLM {version} has no clear_cache; see docs/vllm.md')
+    core = engine.engine_core
+    bare = getattr(core, "pause_scheduler_async", None)
+    return Abilities(
+        version=version,
+        weight_version=callable(getattr(engine, "update_weight_version", None)),
+        bare_pause=callable(bare) and {"mode", "clear_cache"} <= inspect.signature(bare).parameters.keys(),
+        shutdown_timeout="timeout" in inspect.signature(engine.shutdown).parameters,
+    )
+
+
+def make(start: Start, stat_logger: Any = None) -> Any:
+    """An AsyncLLM; to be called in the loop that will run it. UserError for arguments that this version refuses."""
+    _environment(start)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    given = _arguments(start, _on_cpu())
+    known = inspect.signature(AsyncEngineArgs).parameters
+    if unknown := sorted(given.keys() - known.keys()):
+        where = "vllm.extra" if unknown[0] in dict(start.extra) else 'engine = "vllm"'
+        raise UserError(f"{where}: the engine of vLLM {require()} has no argument {unknown[0]!r}; see docs/vllm.md")
+    loggers = [stat_logger] if stat_logger is not None else None
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), stat_loggers=loggers)
+
+
+def _environment(start: Start) -> None:
+    """Read by vLLM when it starts; what a user has set stays, but for what can not work."""
+    fixed = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # this process has threads: a fork of it could hang
+    usual = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    os.environ.update(fixed)
+    for name, value in usual.items():
+        os.environ.setdefault(name, value)
+    if _on_cpu():
+        # One process for engine and worker, whose threads are those of [[process]] threads and bound to no core.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if _eager(start, True):  # a few helpers of its sampler would still call a C++ compiler at the first token
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+
+def _eager(start: Start, cpu: bool) -> bool:
+    return start.enforce_eager == "on" or (start.enforce_eager == "auto" and cpu)
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "model": start.model,
+        "tokenizer": start.model,
+        "dtype": start.dtype,
+        "max_model_len": start.max_length,
+        "max_num_seqs": start.capacity,
+        "tensor_parallel_size": start.tensor_parallel,
+        "enforce_eager": _eager(start, cpu),
+        "seed": start.seed,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling is the caller's business, to the last setting
+        "logprobs_mode": "processed_logprobs",  # of the distribution drawn from
+        "enable_prefix_caching": True,
+        "worker_extension_cls": start.extension,
+        "disable_log_stats": True,
+    }
+    if not cpu:
+        given["gpu_memory_utilization"] = start.gpu_memory_utilization
+    if start.kv_cache_mb or cpu:
+        given["kv_cache_memory_bytes"] = (start.kv_cache_mb or _cpu_cache_mb(start)) << 20
+    if start.block_size or cpu:
+        given["block_size"] = start.block_size or CPU_BLOCK  # whole blocks are cached, so the smallest caches most
+    if start.lora_rank:
+        given |= {"enable_lora": True, "max_lora_rank": start.lora_rank, "max_loras": start.adapters}
+        given["max_cpu_loras"] = start.adapters
+    return given | {name: _plain(text) for name, text in start.extra}
+
+
+def _cpu_cache_mb(start: Start) -> int:
+    """What `capacity` sequences of full length need; heads as wide as the kernels take them, float32 at most."""
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(start.model, local_files_only=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = 4 if start.dtype == "float32" else 2
+    positions = start.capacity * -(-start.max_length // CPU_BLOCK) * CPU_BLOCK
+    needed: int = positions * config.num_hidden_layers * heads * max(head, 32) * 2 * size
+    return max(CPU_CACHE_MB, -(-needed // (1 << 20)))
+
+
+def _plain(text: str) -> Any:
+    """The text of an extra argument as the value that it means."""
+    import json
+
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+# -- AsyncLLM in a thread with a loop of its own: start, calls with a deadline, death noticed, an end that ... --------
+
+
+T = TypeVar("T")
+log = logging.getLogger("busrl")
+LOOK_EVERY_S = 0.1
+GONE_S = 5.0  # a killed process is gone by then, with the memory of its device
+
+
+class Core:
+    """One life of vLLM. `start_s`, `rpc_s`, `stop_s`: deadlines in seconds. Raises EngineLost from every method."""
+
+    def __init__(self, start: Start, *, start_s: float, rpc_s: float, stop_s: float, stat_logger: Any = None) -> None:
+        self.version = require()
+        self.lost = ""  # why it can not be used any more
+        self.rpc_s, self._stop_s = rpc_s, stop_s
+        self._before = {child.pid for child in multiprocessing.active_children()}
+        self._pidfds: dict[int, int] = {}
+        self._closed = False
+        self._death = asyncio.Event()
+        self.on_death: Callable[[], None] = lambda: None
+        self.loop = asyncio.new_event_loop()
+        self._started: Future[Any] = Future()
+        self._thread = threading.Thread(target=self._run, args=(start, stat_logger), name="vllm", daemon=True)
+        begun = time.monotonic()
+        self._thread.start()
+        atexit.register(self.close)
+        self.engine: Any = self._wait_for_start(start_s)
+        self.abilities: Abilities = probe(self.engine, self.version)
+        self._watch()
+        log.info("vLLM %s is up after %.1f s, engine pids %s", self.version, time.monotonic() - begun, self.pids())
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def call(self, what: str, make_awaitable: Callable[[], Awaitable[T]], timeout_s: float = 0.0) -> T:
+        """Await something in the loop, from another thread. EngineLost names the engine, `what` and the seconds."""
+        self.check()
+        limit = timeout_s or self.rpc_s
+        future = asyncio.run_coroutine_threadsafe(self._race(what, make_awaitable, limit), self.loop)
+        try:
+            return future.result(limit + GONE_S)
+        except NotDone:  # the loop itself is stuck
+            future.cancel()
+            raise self.lose(f"vLLM's loop did not turn for {limit + GONE_S:g} s during {what}") from None
+
+    def rpc(self, method: str, *args: Any, timeout_s: float = 0.0) -> list[Any]:
+        """Call a method of every worker; one result per rank."""
+        return self.call(method, lambda: self.engine.collective_rpc(method, args=args), timeout_s)
+
+    def check(self) -> None:
+        """EngineLost if the engine is dead or closed."""
+        if self.lost:
+            raise EngineLost(self.lost)
+        if self._closed:
+            raise EngineLost("vLLM was closed")
+
+    def lose(self, why: str) -> EngineLost:
+        """Give the engine up: kill all of its processes. Returns the error to raise."""
+        if not self.lost:
+            self.lost = why
+            log.error("%s; its processes are killed", why)
+        self._kill()
+        return EngineLost(self.lost)
+
+    @property
+    def over(self) -> bool:
+        """Whether it is ending, or dead: what its requests say from here on is no word about them."""
+        return self._closed or bool(self.lost)
+
+    def describe(self) -> str:
+        """The engine's processes and what the kernel says of them."""
+        return ", ".join(f"pid {pid} is {_state(pid)}" for pid in self.pids()) or "it has no process"
+
+    def pids(self) -> list[int]:
+        """Processes that vLLM started here and that were alive when it was up."""
+        return sorted(self._pidfds)
+
+    async def dies(self, within_s: float) -> bool:
+        """Whether the engine's death is noticed within the time; awaited in the loop."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._death.wait(), within_s)
+        return self._death.is_set()
+
+    async def _race(self, what: str, make_awaitable: Callable[[], Awaitable[T]], limit_s: float) -> T:
+        work = asyncio.ensure_future(make_awaitable())
+        death = asyncio.ensure_future(self._death.wait())
+        done, _ = await asyncio.wait({work, death}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        death.cancel()
+        if work in done and not (self._death.is_set() and work.exception()) and not is_death(work.exception()):
+            return work.result()
+        work.cancel()
+        if self._death.is_set() or work in done:
+            raise self.lose(f"vLLM's engine died during {what}: {self.lost or self.describe()}")
+        raise self.lose(f"vLLM's engine did not answer {what} within {limit_s:g} s; {self.describe()}")
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def _run(self, start: Start, stat_logger: Any) -> None:
+        asyncio.set_event_loop(self.loop)
+
+        async def begin() -> None:
+            try:
+                self._started.set_result(make(start, stat_logger))
+            except BaseException as problem:
+                self._started.set_exception(problem)
+
+        self.loop.run_until_complete(begin())
+        if self._started.exception() is None:
+            self.loop.run_forever()
+        with contextlib.suppress(Exception):
+            self.loop.run_until_complete(self._cancel_all())
+        self.loop.close()
+
+    async def _cancel_all(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _wait_for_start(self, limit_s: float) -> Any:
+        try:
+            return self._started.result(limit_s)
+        except NotDone:
+            self._find()
+            raise self.lose(f"vLLM {self.version} did not start within {limit_s:g} s; {self.describe()}") from None
+        except Exception as problem:
+            self._find()
+            self._kill()
+            self._closed = True
+            if isinstance(problem, (RuntimeError, OSError, AssertionError)):
+                text = f"vLLM {self.version} did not start: {problem}; its own words are above in this log"
+                raise EngineLost(text) from problem
+            raise
+
+    def _find(self) -> None:
+        """Hold on to every process that vLLM has started, so that a pid can not become somebody else's."""
+        for pid in _with_descendants(self._roots()):
+            if pid not in self._pidfds:
+                with contextlib.suppress(ProcessLookupError):
+                    self._pidfds[pid] = os.pidfd_open(pid)
+
+    def _roots(self) -> list[int]:
+        """vLLM's engine cores, which are children of ours; they watch over their own."""
+        children = (child.pid for child in multiprocessing.active_children())
+        return [pid for pid in children if pid is not None and pid not in self._before]
+
+    def _watch(self) -> None:
+        self._find()
+        if not self._pidfds:
+            raise self.lose("vLLM's engine has no process")
+        threading.Thread(target=self._wait_for_death, name="vllm watch", daemon=True).start()
+
+    def _wait_for_death(self) -> None:
+        poll = select.poll()
+        descriptors = {self._pidfds[pid]: pid for pid in self._roots() if pid in self._pidfds}
+        for descriptor in descriptors:
+            poll.register(descriptor, select.POLLIN)
+        ended = poll.poll()
+        if self._closed:
+            return
+        self.lost = self.lost or f"vLLM's engine died: pid {descriptors[ended[0][0]]} ended"
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
+            self.loop.call_soon_threadsafe(self._death.set)
+        self.on_death()
+
+    def close(self) -> None:
+        """End it in order, then by force; returns when its processes are gone."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if not self.lost:
+            self._find()
+            self._shut_down()
+        self._kill()
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(GONE_S)
+        with contextlib.suppress(Exception):
+            # Its destructor needs modules that are gone at the end of the interpreter.
+            self.engine, self._started = None, Future()
+        for descriptor in self._pidfds.values():
+            os.close(descriptor)
+        self._pidfds = {}
+
+    def _shut_down(self) -> None:
+        done = threading.Event()
+
+        def end() -> None:
+            try:
+                self.engine.shutdown(**({"timeout": self._stop_s} if self.abilities.shutdown_timeout else {}))
+            except Exception as problem:
+                log.warning("vLLM's shutdown raised %s: %s", type(problem).__name__, problem)
+            done.set()
+
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(end)
+        if not done.wait(self._stop_s + 1.0):
+            log.warning("vLLM did not end within %g s; it is killed", self._stop_s)
+
+    def _kill(self) -> None:
+        """SIGKILL to all of its processes that live, and wait for them to be gone; remove the memory they shared."""
+        shared = {file for pid in self._pidfds for file in _shared_files(pid)}
+        for descriptor in self._pidfds.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        end = time.monotonic() + GONE_S
+        late = [pid for pid, fd in self._pidfds.items() if not _ended(fd, max(0.0, end - time.monotonic()))]
+        if late:
+            log.error("vLLM: pids %s are not gone %g s after SIGKILL", late, GONE_S)
+        for child in multiprocessing.active_children():  # reaps those that have ended
+            if child.pid in self._pidfds:
+                child.join(0)
+        for file in shared:
+            file.unlink(missing_ok=True)
+
+
+def is_death(problem: BaseException | None) -> bool:
+    """Whether that is vLLM's word that its engine is dead; the class has moved between versions."""
+    return type(problem).__name__ == "EngineDeadError"
+
+
+def _ended(pidfd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def _with_descendants(roots: list[int]) -> list[int]:
+    """Those processes and all that descend from them."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (parent := _parent_of(int(entry.name))):
+            children.setdefault(parent, []).append(int(entry.name))
+    found, waiting = [], list(roots)
+    while waiting:
+        pid = waiting.pop()
+        found.append(pid)
+        waiting += children.get(pid, [])
+    return found
+
+
+def _parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def _state(pid: int) -> str:
+    names = {"R": "running", "S": "asleep", "D": "waiting for a device", "T": "stopped", "Z": "dead", "X": "dead"}
+    with contextlib.suppress(OSError, IndexError):
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return names.get(letter, letter)
+    return "gone"
+
+
+def _shared_files(pid: int) -> set[Path]:
+    """Shared memory of Python's multiprocessing that a process maps: nobody removes it if that is killed."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            name = line.rpartition(" ")[2]
+            if name.startswith("/dev/shm/psm_"):
+                found.add(Path(name))
+    return found

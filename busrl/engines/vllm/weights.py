@@ -1,0 +1,446 @@
+"""One page of shared memory on which a vLLM worker tells which weights it has at hand: written there, read here.
+
+The worker's receiving thread writes, the rollout process reads at every step without a call to the engine: such a call
+would wait for a decoding step. Knows nothing of vLLM, of tensors or of transports.
+
+- A reader sees a whole line or the one before: the sequence word is odd while it is written, and a checksum decides.
+
+New weights in a running vLLM: tensors through its workers, adapters by its own interface, folders by a restart.
+
+Used by `vllm_engine`, which it pauses and resumes. Talks to `vllm_worker` by calls with plain data and reads its pages.
+Knows nothing of slots or of the bus.
+
+- Tensors: received beside generation; then pause, load, note the version, drop what old weights cached, resume.
+- All workers of an engine load the same version or none: each first says which one it holds ready.
+- A version that does not fit never touches the model. A load that failed half-way leaves the engine paused and dirty:
+  it answers nothing until a later version was loaded whole.
+- No adapter that a running answer has is ever given up: those that nobody has are removed before a new one comes.
+- After the first load a short answer is compared with a plain forward pass: a fault there is silent everywhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import mmap
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from busrl.config.rules import FOLDERS, ONE_COPY
+from busrl.engines.vllm.process import is_death
+from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
+from busrl.weights.base import NOTHING, StepTable
+
+if TYPE_CHECKING:
+    import torch
+
+    from busrl.engines.vllm.engine import VllmEngine
+    from busrl.weights.base import Receiver
+    from busrl.weights.factory import Settings
+
+
+
+# -- One page of shared memory on which a vLLM worker tells which weights it has at hand: written there, read here ----
+
+
+SIZE = 4096
+HEAD = struct.Struct("<QIIqqqq")  # sequence, checksum, bytes of text; staged version and step, loaded version and step
+BODY_AT = 16
+TRIES = 100
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a worker tells: (version, step) received and waiting, and in the model; what is wrong, if anything."""
+
+    staged: tuple[int, int] = (-1, -1)
+    loaded: tuple[int, int] = (-1, -1)
+    trouble: str = ""
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """What an update would give, or gave."""
+        return max(self.staged, self.loaded)
+
+
+class Page:
+    """A mapping of the file. One writer."""
+
+    def __init__(self, path: str | Path, *, create: bool = False) -> None:
+        self.path = Path(path)
+        if create:
+            self._create()
+        flags = os.O_RDWR if create else os.O_RDONLY
+        try:
+            descriptor = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as problem:
+            raise UserError(f"{self.path}: {problem.strerror}; a worker of vLLM should have made it") from None
+        try:
+            access = mmap.ACCESS_WRITE if create else mmap.ACCESS_READ
+            self._map = mmap.mmap(descriptor, SIZE, access=access)
+        finally:
+            os.close(descriptor)
+        self._sequence = 0
+        self._seen = Line()
+
+    def write(self, line: Line) -> None:
+        text = line.trouble.encode()[: SIZE - HEAD.size]
+        self._sequence += 1
+        struct.pack_into("<Q", self._map, 0, self._sequence)
+        numbers = (*line.staged, *line.loaded)
+        body = struct.pack("<qqqq", *numbers) + text
+        self._sequence += 1
+        HEAD.pack_into(self._map, 0, self._sequence - 1, zlib.crc32(body), len(text), *numbers)
+        self._map[HEAD.size : HEAD.size + len(text)] = text
+        struct.pack_into("<Q", self._map, 0, self._sequence)
+
+    def read(self) -> Line:
+        """The last whole line; an empty one before the first."""
+        for _ in range(TRIES):
+            data = bytes(self._map[:])
+            sequence, checksum, length, *numbers = HEAD.unpack_from(data)
+            if sequence == self._sequence:
+                return self._seen
+            body = data[BODY_AT : HEAD.size + min(length, SIZE)]
+            if not sequence & 1 and zlib.crc32(body) == checksum:
+                text = data[HEAD.size : HEAD.size + length].decode(errors="replace")
+                self._sequence, self._seen = sequence, Line((numbers[0], numbers[1]), (numbers[2], numbers[3]), text)
+                return self._seen
+        return self._seen
+
+    def close(self) -> None:
+        self._map.close()
+
+    def _create(self) -> None:
+        """A new file under that name, readable by this user only; whoever maps an old one keeps it."""
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.ftruncate(descriptor, SIZE)
+        os.close(descriptor)
+        os.rename(temporary, self.path)
+
+
+# -- New weights in a running vLLM: tensors through its workers, adapters by its own interface, folders by a restart --
+
+
+log = logging.getLogger("busrl")
+LOOK_EVERY_S = 0.005
+CHECK_TOKENS = 24
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+
+
+class WorkerReceiver:
+    """What the rollout role sees of the receivers in vLLM's workers: one page each."""
+
+    def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
+        self._engine, self._pages, self.name = engine, pages, name
+        self._told = ""
+        self.steps = StepTable()
+
+    @property
+    def kind(self) -> Literal["tensors"]:
+        return "tensors"
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong in a worker, as far as `newest` has seen."""
+        return self._told or "nothing is wrong there"
+
+    def newest(self) -> tuple[int, int]:
+        """What every worker has; what is wrong in one is logged once."""
+        lines = [page.read() for page in self._pages]
+        trouble = next((line.trouble for line in lines if line.trouble), "")
+        if trouble != self._told:
+            self._told = trouble
+            if trouble:
+                log.warning("weights: %s: %s", self.name, trouble)
+        return min(line.newest for line in lines)
+
+    def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
+        """Pages of other processes can not be waited on, so this looks every few milliseconds."""
+        deadline, pause = time.monotonic() + timeout_s, threading.Event()
+        while (found := self.newest())[0] < version:
+            self._engine.check()
+            if time.monotonic() > deadline:
+                text = f"{self.name}: vLLM's workers have no version {version} after {timeout_s:g} s"
+                raise WeightsTimeout(f"{text}, newest {found[0]}; {self.trouble}")
+            pause.wait(LOOK_EVERY_S)
+        return found
+
+    def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
+        raise UserError(f"{self.name}: the model is in vLLM's workers; update_weights loads what they received")
+
+    def step_of(self, version: int) -> int:
+        return self.steps.step_of(version)
+
+    def close(self) -> None:
+        for page in self._pages:
+            page.close()
+
+
+@dataclass
+class Adapter:
+    """The version that an adapter is, and what vLLM knows it by; None for the model without one."""
+
+    version: int
+    request: Any
+
+
+class Updates:
+    """The updates of one engine. `on_update`: keep or recompute the cache of running sequences; auto = recompute."""
+
+    def __init__(self, engine: VllmEngine, on_update: str, on_restart: str) -> None:
+        self.count, self.seconds = 0, 0.0
+        self._engine = engine
+        self._recompute = on_update != "keep"
+        self._finish_first = on_restart == "finish"
+        self._dirty = ""
+        self._checked = False  # whether the weights were compared with a plain forward pass, or can not be
+        self._own: WorkerReceiver | None = None
+        self._close_s = engine.own.stop_s
+        self._loaded: dict[int, Any] = {}  # adapters in vLLM, by version
+        # What new requests get, where versions are adapters; before the first one that is the bare model.
+        self.adapter = Adapter(0, None) if engine.start.lora_rank else None
+
+    def receiver(self, settings: Settings, name: str) -> Receiver | None:
+        """Workers receive tensors themselves; folders and adapters are the ordinary receiver's."""
+        if settings.transport in FOLDERS:
+            return None
+        self._checked = settings.transport == ONE_COPY
+        if settings.transport == ONE_COPY:  # it goes when the learner has let go of the weights
+            self._close_s += settings.timeout_s
+        engine = self._engine
+        page = Path(settings.address_file).parent / f"vllm-{name.replace('/', '-')}.page"
+        text = {"settings": settings.plain(), "name": name, "model": engine.start.model, "dtype": engine.start.dtype,
+                "page": str(page)}
+        paths = engine.core.rpc("busrl_open", json.dumps(text), timeout_s=engine.own.start_s)
+        self._own = WorkerReceiver(engine, [Page(path) for path in paths], name)
+        return self._own
+
+    def take(self, receiver: Receiver) -> tuple[int, int]:
+        """Make the receiver's newest version the engine's; returns (version, step)."""
+        begun = time.monotonic()
+        if receiver is self._own and self._own is not None:
+            version, step = self._tensors(self._own)
+        else:
+            version, step = self._folder(receiver)
+        self.count += 1
+        self.seconds += time.monotonic() - begun
+        return version, step
+
+    def refuse_if_dirty(self) -> None:
+        """UserError while the model may hold a mixture of two versions."""
+        if self._dirty:
+            raise UserError(f"vLLM: {self._dirty}; a later version has to be loaded first")
+
+    def close(self) -> None:
+        """Tell the workers to receive no more and to leave their transport, if vLLM lives."""
+        if self._own is None:
+            return
+        core = self._engine.core
+        if not core.over:
+            try:
+                core.rpc("busrl_close", timeout_s=self._close_s)
+            except Exception as problem:  # it ends anyway, by force if it must
+                log.warning("vLLM: %s: its workers did not leave: %s", self._own.name, problem)
+        self._own.close()
+
+    # -- tensors --------------------------------------------------------------------------------------------------
+
+    def _tensors(self, own: WorkerReceiver) -> tuple[int, int]:
+        newest = own.newest()
+        if newest == NOTHING:
+            raise WeightsTimeout(f"{own.name}: no version has arrived in vLLM's workers; {own.trouble}")
+        if newest[0] == self._engine.version and self.count:
+            return newest
+        core, comparing = self._engine.core, self._wants_check()
+        agreed = self._agree_on(own)
+        was_paused = self._engine.paused and not self._dirty
+        self._engine.hold_still()
+        version, step = self._swap(agreed, comparing)
+        self._engine.version, self._dirty = version, ""
+        own.steps.add(version, step)
+        if version != agreed:  # one copy: the learner went on to a later one before we had paused
+            self._note(version)
+        if not was_paused:
+            self._engine.resume()
+        if comparing:
+            self._compare(version)
+            self._checked = True
+            core.rpc("busrl_thaw")
+        return version, step
+
+    def _agree_on(self, own: WorkerReceiver) -> int:
+        """Wait until all workers hold the same version ready, and tell which; WeightsTimeout after `rpc_s`."""
+        core, deadline = self._engine.core, time.monotonic() + self._engine.own.rpc_s
+        held: set[tuple[int, ...]] = set()
+        pause = threading.Event()
+        while time.monotonic() < deadline:
+            held = {tuple(stamp) for stamp in core.rpc("busrl_prepare", True)}
+            if len(held) == 1 and NOTHING not in held:
+                return held.pop()[0]
+            core.rpc("busrl_thaw")
+            own.wait_for(max(stamp[0] for stamp in held), max(0.0, deadline - time.monotonic()))
+            pause.wait(LOOK_EVERY_S)
+        raise WeightsTimeout(f"{own.name}: vLLM's workers hold {sorted(held)} ready, not one version")
+
+    def _swap(self, version: int, hold: bool) -> tuple[int, int]:
+        """Load in every worker, drop what old weights cached, note the version: one round trip, nothing decodes in it.
+
+        Running sequences are computed anew where asked for. Where they keep their cache vLLM can not drop it, and says
+        so; new requests do not find it by their salt. EngineLost if workers have different versions.
+        """
+        core, anew = self._engine.core, self._recompute
+
+        async def together() -> list[Any]:
+            work = [core.engine.collective_rpc("busrl_commit", args=(hold,)), core.engine.reset_prefix_cache(anew)]
+            if core.abilities.weight_version:
+                work.append(core.engine.update_weight_version(str(version)))
+            return await asyncio.gather(*work, return_exceptions=True)
+
+        loaded, dropped, *noted = core.call("busrl_commit", together)
+        if dead := next((one for one in (loaded, dropped, *noted) if is_death(one)), None):
+            raise core.lose(f"vLLM's engine died while it loaded new weights: {dead}")
+        if isinstance(loaded, Exception):
+            raise self._not_loaded(loaded)
+        if (anew and dropped is False) or any(isinstance(one, Exception) for one in (dropped, *noted)):
+            raise core.lose(f"vLLM kept the cache of old weights, or their version: {dropped} {noted}")
+        stamps = {tuple(stamp) for stamp in loaded}
+        if len(stamps) != 1:
+            raise core.lose(f"vLLM's workers loaded different versions: {sorted(stamps)}")
+        found, step = stamps.pop()
+        return found, step
+
+    def _not_loaded(self, problem: Exception) -> UserError:
+        """The model may hold a mixture: stay paused until a later version was loaded whole."""
+        self._dirty = f"loading new weights failed: {problem}"
+        self._engine.core.rpc("busrl_thaw")
+        log.error("vLLM: %s; it answers nothing until a version was loaded whole", self._dirty)
+        return UserError(f"vLLM: {self._dirty}")
+
+    def _note(self, version: int) -> None:
+        """vLLM notes for every token which weights made it, where it can."""
+        core = self._engine.core
+        if core.abilities.weight_version:
+            core.call("update_weight_version", lambda: core.engine.update_weight_version(str(version)))
+
+    def _wants_check(self) -> bool:
+        own = self._engine.own
+        return not self._checked and 0 < _parameters(self._engine.start.model) <= own.check_parameters
+
+    def _compare(self, version: int) -> None:
+        """EngineDisagrees if vLLM's log-probabilities of a short answer are not those of a plain forward pass."""
+        engine, core = self._engine, self._engine.core
+        ids, found, known = core.call("the check of new weights", lambda: engine.sample_for_check(core, CHECK_TOKENS))
+        plain = core.rpc("busrl_reference", engine.start.model, ids, engine.temperature)
+        expected = next(values for values in plain if values)
+        worst = max(abs(one - other) for one, other in zip(found, expected[known - 1 :]))
+        limit = engine.own.check_tolerance or TOLERANCE[engine.start.dtype]
+        log.info("vLLM: version %d checked: log-probabilities differ by at most %.1e", version, worst)
+        if not worst <= limit:
+            text = f"vLLM {core.version}: log-probabilities of version {version} differ by {worst:.3g} from a plain"
+            remedy = "do not train with it; vllm.check_tolerance is the limit"
+            core.lose(f"{text} forward pass, more than {limit:g}")
+            raise EngineDisagrees(f"{text} forward pass, more than {limit:g}: {remedy}")
+
+    # -- adapters and folders -------------------------------------------------------------------------------------
+
+    def _folder(self, receiver: Any) -> tuple[int, int]:
+        engine, kind = self._engine, receiver.kind
+        if kind not in ("adapter", "folder"):
+            raise UserError(f"vLLM takes no weights of kind {kind!r} from a receiver outside of its workers")
+        restarts = kind == "folder" and (self.adapter is None or self._has_adapter)
+        if not restarts and self.adapter is not None:
+            self._make_room()
+        version, step, path = receiver.take()
+        if restarts:
+            self._start_again(version, Path(path))
+        else:
+            self._add(version, Path(path))
+            engine.version = version
+        return version, step
+
+    def _start_again(self, version: int, path: Path) -> None:
+        """vLLM anew with that folder as its model, or with that adapter. WeightsRefused: it has the adapter before."""
+        engine, before = self._engine, self.adapter
+        if self._finish_first:
+            engine.finish_all()
+        engine.swap_core(engine.start if before is not None else dataclasses.replace(engine.start, model=str(path)))
+        self._loaded.clear()
+        try:
+            if before is None:
+                self._note(version)
+            else:
+                self._add(version, path)
+            engine.version = version
+        except WeightsRefused as problem:
+            self._go_back(problem)
+            engine.go_on(self.adapter)
+            raise
+        engine.go_on(self.adapter)
+
+    def _go_back(self, why: WeightsRefused) -> None:
+        """The adapter before, which the vLLM that was ended had."""
+        if self.adapter is None or not self._has_adapter:
+            return
+        try:
+            self._add(self.adapter.version, Path(self.adapter.request.lora_path))
+        except WeightsRefused as problem:
+            raise self._engine.core.lose(f"{why}; and the one before is gone: {problem}") from problem
+
+    @property
+    def _has_adapter(self) -> bool:
+        return self.adapter is not None and self.adapter.request is not None
+
+    def _used(self) -> set[int]:
+        """Versions of the adapters that running answers have, and of the one that new ones get."""
+        all_of_them = [running.adapter for running in self._engine.running] + [self.adapter]
+        return {adapter.version for adapter in all_of_them if adapter is not None and adapter.request is not None}
+
+    def _make_room(self) -> None:
+        """A place for one more adapter. WeightsRefused if running answers have them all for `rpc_s`.
+
+        What nobody has is removed here: vLLM would choose by itself, perhaps one whose answers wait for their turn.
+        """
+        engine, places = self._engine, self._engine.start.adapters
+        if not engine.wait_until(lambda: len(self._used()) < places, engine.own.rpc_s):
+            used, oldest = sorted(self._used()), min(self._used())
+            ids = (one.id for one in engine.running if one.adapter is not None and one.adapter.version == oldest)
+            text = f"running answers have the adapters of versions {used}, and vLLM has {places} places"
+            raise WeightsRefused(f"{text}; waited {engine.own.rpc_s:g} s, among others for request {next(ids, 'none')}")
+        core = engine.core
+        for version in sorted(self._loaded.keys() - self._used()):
+            core.call("remove_lora", partial(core.engine.remove_lora, self._loaded.pop(version).lora_int_id))
+
+    def _add(self, version: int, path: Path) -> None:
+        """Load an adapter under an id of its own: running requests keep theirs, with the cache that it made."""
+        from vllm.lora.request import LoRARequest
+
+        core = self._engine.core
+        request = LoRARequest(f"v{version}", version + 1, str(path))
+        try:
+            core.call("add_lora", lambda: core.engine.add_lora(request))
+        except BusrlError:
+            raise
+        except Exception as problem:
+            raise WeightsRefused(f"vLLM: the adapter {path} was refused: {problem}") from problem
+        self._loaded[version] = request
+        self.adapter = Adapter(version, request)
+
+
+def _parameters(folder: str) -> int:
+    """Parameters of a model folder, 0 if it does not tell."""
+    from busrl.config import machine
+
+    return machine.model_facts(Path(folder), 0).parameters

@@ -1,0 +1,282 @@
+"""A start without a ring: samples that were dispatched, and are in no slot any more, go back to be generated again.
+
+Talks to the files of one run directory (fates, log, newest checkpoint, draws.log), under the run's lock and before any
+role runs. Knows nothing of the ring; an adopted ring still holds its samples, so nothing is put back then.
+
+- A uid that is in the newest checkpoint or in the log was trained: its fate becomes T, never 0.
+- `draws.log` names a put-back durably before its fate changes, so a kill in between repeats it and loses nothing.
+- Doing it twice changes nothing.
+
+Sees that the fate tables still say what they said: nobody but busrl may shorten, replace, remove or blank them.
+
+Talks to `fates.bin` and `fates.validate.bin` through descriptors of its own, and to the ring, reading only. Knows
+nothing of processes or of how a run ends.
+
+- It never maps a table: a process that reads a mapping beyond the end of a shortened file is killed by SIGBUS.
+- busrl only ever makes a table longer, and stores D before a slot is QUEUED. So a shorter file, another file under the
+  name, or a sample in a slot whose fate is none is damage from outside, never a matter of timing.
+- A line whose uid contradicts its own group and member was written over: that is that slot's fault, not the tables'.
+- With fates lost a run can not go on: members that are waited for look as if they had never been dispatched, and
+  samples that were trained look new. A start mends it: it has the checkpoint and the log.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.config.rules import MOST_SAMPLES
+from busrl.errors import UserError
+from busrl.ledger.fates import NAMES, Fate
+from busrl.ledger.log import DrawsLog, Wal
+from busrl.ledger.trained import TrainedSet, newest_checkpoint
+from busrl.paths import RunPaths
+from busrl.ring import Ring, State
+
+# -- A start without a ring: samples that were dispatched, and are in no slot any more, go back to be generated ... ---
+
+
+BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class PutBack:
+    """How many samples became T, how many go back, how many validation samples go back, and how many of the table's T
+    are in no checkpoint and no log."""
+
+    trained: int = 0
+    again: int = 0
+    validation: int = 0
+    unlogged: int = 0
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.again} training and {self.validation} validation samples that were in no slot are generated again; "
+            f"{self.trained} were trained already"
+        )
+        return text + (
+            f"; fates.bin calls {self.unlogged} others trained that neither checkpoint nor log holds: it is that of "
+            "another run, or the end of the log is lost. They are not trained again, and `busrl audit` names them. If "
+            "fates.bin is not this run's, stop, and restore or remove it"
+            if self.unlogged
+            else ""
+        )
+
+
+def put_back(paths: RunPaths) -> PutBack:
+    """Settle every D of a run that has no ring."""
+    dispatched = _dispatched(paths.fates, Fate.VALIDATED)
+    validation = _dispatched(paths.validate_fates, Fate.TRAINED)
+    if dispatched.size:
+        history = trained_uids(paths)
+        known = history.contains_all(dispatched.astype(np.uint64))
+        trained, again = dispatched[known], dispatched[~known]
+        log = DrawsLog(paths.draws)
+        log.put_back([int(uid) for uid in again], "the run was started without a ring")
+        log.close()
+        _store(paths.fates, trained, Fate.TRAINED)
+        _store(paths.fates, again, Fate.NONE)
+        unlogged = _unlogged(paths.fates, history)
+    else:
+        trained = again = dispatched
+        unlogged = 0
+    _store(paths.validate_fates, validation, Fate.NONE)
+    return PutBack(int(trained.size), int(again.size), int(validation.size), unlogged)
+
+
+def trained_uids(paths: RunPaths) -> TrainedSet:
+    """Everything trained in the history that survives: the newest checkpoint and the log."""
+    newest = newest_checkpoint(paths)
+    history = TrainedSet.load(newest / "trained.bin") if newest else TrainedSet()
+    if paths.wal.is_dir():
+        with Wal(paths.wal) as wal:
+            for record in wal.records():
+                history.add(sample.uid for sample in record.samples)
+    return history
+
+
+def _dispatched(path: Path, never: Fate) -> npt.NDArray[np.int64]:
+    """Indices with fate D. The table is a sparse file: only what was ever written is read.
+
+    A byte that is no fate, or the fate that this table `never` holds, is damage: nobody could tell which of the other
+    bytes are true, so the start is refused and nothing changed.
+    """
+    known = np.zeros(256, np.bool_)
+    known[[code for code in NAMES if code != never]] = True
+    found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
+    if not path.exists():
+        return found[0]
+    with open(path, "rb", buffering=0) as file:
+        for start, end in _written(file.fileno()):
+            for at in range(start, end, BLOCK):
+                codes = np.frombuffer(os.pread(file.fileno(), min(BLOCK, end - at), at), np.uint8)
+                if not known[codes].all():
+                    raise _damaged(path, at + int(np.argmin(known[codes])))
+                found.append(np.flatnonzero(codes == Fate.DISPATCHED) + at)
+    return np.concatenate(found)
+
+
+def _unlogged(path: Path, history: TrainedSet) -> int:
+    """How many samples the table calls trained that the history does not hold."""
+    count = 0
+    with open(path, "rb", buffering=0) as file:
+        for start, end in _written(file.fileno()):
+            for at in range(start, end, BLOCK):
+                codes = np.frombuffer(os.pread(file.fileno(), min(BLOCK, end - at), at), np.uint8)
+                uids = (np.flatnonzero(codes == Fate.TRAINED) + at).astype(np.uint64)
+                count += int((~history.contains_all(uids)).sum())
+    return count
+
+
+def _damaged(path: Path, index: int) -> UserError:
+    with open(path, "rb") as file:
+        [code] = os.pread(file.fileno(), 1, index)
+    return UserError(
+        f"{path}: byte {index} is {code}, which is no fate there: the file is damaged. Restore it, or remove it: what "
+        "checkpoint and log hold counts as trained again, and all other samples are generated again"
+    )
+
+
+def _written(fd: int) -> list[tuple[int, int]]:
+    extents, end, size = [], 0, os.fstat(fd).st_size
+    while end < size:
+        try:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+        except OSError:  # nothing but a hole up to the end
+            break
+        end = os.lseek(fd, start, os.SEEK_HOLE)
+        extents.append((start, end))
+    return extents
+
+
+def _store(path: Path, indices: npt.NDArray[np.int64], fate: Fate) -> None:
+    if not indices.size:
+        return
+    with open(path, "r+b", buffering=0) as file:
+        for index in indices:
+            os.pwrite(file.fileno(), bytes([fate]), int(index))
+        os.fsync(file.fileno())
+
+
+# -- Sees that the fate tables still say what they said: nobody but busrl may shorten, replace, remove or blank them --
+
+
+VALIDATE = np.uint64(1 << 62)  # this bit of a uid says which table it is in
+CAPACITY = np.uint64(MOST_SAMPLES)
+LOOK_EVERY_S = 1.0
+REMEDY = (
+    "what became of some samples is lost from it. Start the run again: what checkpoint and log hold counts as trained, "
+    "all other samples are generated again"
+)
+Lines = npt.NDArray[Any]
+
+
+class Table:
+    """One fate table, read with `pread`. `grown` is the most bytes it was seen to have."""
+
+    def __init__(self, path: Path, never: Fate) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = _identity(os.fstat(self._fd))
+        self.grown = os.fstat(self._fd).st_size
+        self._known = np.zeros(256, np.bool_)
+        self._known[[code for code in NAMES if code not in (Fate.NONE, never)]] = True
+
+    def fault(self) -> str | None:
+        """What was done to the file as such; None if nothing."""
+        try:
+            now = os.stat(self.path)
+        except OSError as error:
+            return f"{self.path} can not be found any more ({error.strerror})"
+        if _identity(now) != self._file:
+            return f"{self.path} is another file than at the start"
+        if now.st_size < self.grown:
+            return f"{self.path} was made shorter by somebody else, from {self.grown} to {now.st_size} bytes"
+        self.grown = now.st_size
+        return None
+
+    def without(self, uids: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """For each sample that stands in a slot whether its byte is none that such a sample can have."""
+        if not uids.size:
+            return np.zeros(0, np.bool_)
+        low, high = int(uids.min()), int(uids.max())
+        codes = np.zeros(high - low + 1, np.uint8)
+        found = np.frombuffer(os.pread(self._fd, codes.size, low), np.uint8)
+        codes[: found.size] = found
+        missing: npt.NDArray[np.bool_] = ~self._known[codes[(uids - np.uint64(low)).astype(np.int64)]]
+        return missing
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class FateWatch:
+    """Both tables of a run, and the ring whose samples they must know."""
+
+    def __init__(self, fates: Path, validate_fates: Path, ring: Ring, group_size: int) -> None:
+        self._tables = (Table(fates, Fate.VALIDATED), Table(validate_fates, Fate.TRAINED))
+        self._ring, self._group_size = ring, group_size
+        self._next_look = 0.0
+
+    def fault(self) -> str | None:
+        """What was done to the files as such; two calls of `stat`. None if nothing."""
+        found = next((fault for table in self._tables if (fault := table.fault())), None)
+        return f"{found}: {REMEDY}" if found else None
+
+    def look(self, now: float) -> str | None:
+        """`fault`, and every `LOOK_EVERY_S` whether each sample in a slot has a fate."""
+        found = self.fault()
+        if found is None and now >= self._next_look:
+            self._next_look = now + LOOK_EVERY_S
+            found = self.unrecorded()
+        return found
+
+    def unrecorded(self) -> str | None:
+        """Names the samples in slots that have no fate; None if all have one.
+
+        The lines are copied first, for a fate is never taken back; and a line counts only if it has not moved since.
+        """
+        lines, slots = self._believed(self._ring.lines())
+        validate = (lines["uid"] & VALIDATE) != 0
+        for table, own in zip(self._tables, (~validate, validate)):
+            missing = np.flatnonzero(own)[table.without(lines["uid"][own] & ~VALIDATE)]
+            still = [one for one in missing if self._ring.line(int(slots[one]))["word"] == lines["word"][one]]
+            if still:
+                return _complaint(table.path, (lines["uid"][still] & ~VALIDATE).tolist())
+        return None
+
+    def _believed(self, lines: Lines) -> tuple[Lines, npt.NDArray[np.int64]]:
+        """The lines that hold a sample and do not contradict themselves, and their slots."""
+        uids, size = lines["uid"], np.uint64(self._group_size)
+        training = (uids & VALIDATE) == 0
+        own = (lines["group"] == uids // (size * np.uint64(2))) & (lines["member"] == uids % size)
+        believed = (lines["state"] >= State.QUEUED) & ((uids & ~VALIDATE) < CAPACITY) & (own | ~training)
+        slots = np.flatnonzero(believed)
+        return lines[slots], slots
+
+    def close(self) -> None:
+        for table in self._tables:
+            table.close()
+
+
+def _identity(info: os.stat_result) -> tuple[int, int]:
+    return info.st_dev, info.st_ino
+
+
+def _complaint(path: Path, uids: list[int]) -> str:
+    some = ", ".join(map(str, sorted(uids)[:5])) + (" ..." if len(uids) > 5 else "")
+    return f"{path} was changed by somebody else: {len(uids)} samples in slots have no fate ({some}): {REMEDY}"
+
+
+def lost_fates(fates: Path, validate_fates: Path, ring: Ring, group_size: int) -> str | None:
+    """What is wrong with the fates of the samples in a ring that nobody uses now; None if each has one."""
+    watch = FateWatch(fates, validate_fates, ring, group_size)
+    try:
+        return watch.unrecorded()
+    finally:
+        watch.close()

@@ -1,0 +1,102 @@
+"""`errors.jsonl`: one line for each event that a person should see, written by any process of the run.
+
+Talks to one file. Knows nothing of the bus or of logs. Imports next to nothing: the broker needs it too.
+
+- Many processes append: each line is one write to a file opened for appending, so lines of two never mix.
+- `uids` names the samples that a line is about, where it is about samples.
+
+How often a warning of one kind is told: the first at once, the others counted and told together.
+
+Pure: time comes from the caller. Knows nothing of logs or the bus.
+
+- Of one kind at most one line is told every `every_s` seconds, and no occurrence is missing from the counts. A kind
+  that goes on is told of half as often after each line, down to once in `LONGEST_S`, unless its lines name samples.
+- Kinds may hold text from outside: beyond `MOST_KINDS` at once, all further ones are one kind.
+- The samples that the occurrences were about are kept with them, so that a line stands for each of its samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from busrl.paths import RunPaths
+
+# -- `errors.jsonl`: one line for each event that a person should see, written by any process of the run --------------
+
+
+def record_error(
+    paths: RunPaths, process: str, severity: str, where: str, text: str, trace: str = "", uids: Sequence[int] = ()
+) -> None:
+    """Append one line; a full disk must not turn a warning into a death."""
+    row = {"time": time.time(), "process": process, "severity": severity, "where": where, "text": text, "trace": trace}
+    line = msgspec.json.encode({**row, "uids": list(uids)} if uids else row)
+    with contextlib.suppress(OSError), open(paths.errors, "ab", buffering=0) as file:
+        file.write(line + b"\n")
+
+
+# -- How often a warning of one kind is told: the first at once, the others counted and told together -----------------
+
+
+EVERY_S = 5.0
+LONGEST_S = 640.0
+MOST_KINDS = 256
+OTHERS = "(others)"
+MOST_UIDS = 1000  # of one line; more samples than that are not told apart any more
+
+
+class Due(NamedTuple):
+    """What was held back of one kind: how many, the latest of them, and the samples of all."""
+
+    times: int
+    line: tuple[str, ...]
+    uids: tuple[int, ...]
+
+
+@dataclass
+class _Kind:
+    """What was held back of one kind since the last line."""
+
+    told: float
+    every_s: float
+    held: int = 0
+    latest: tuple[str, ...] = ()
+    uids: list[int] = field(default_factory=list)
+
+
+class Throttle:
+    """`admit` for each occurrence, `due` from time to time for what was held back."""
+
+    def __init__(self, every_s: float = EVERY_S) -> None:
+        self.every_s = every_s
+        self._kinds: dict[str, _Kind] = {}
+
+    def admit(self, kind: str, line: tuple[str, ...], now: float, uids: Sequence[int] = ()) -> bool:
+        """Whether to tell this one now; if not, it is counted and comes back from `due`."""
+        if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
+            kind = OTHERS
+        known = self._kinds.get(kind)
+        if known is None:
+            self._kinds[kind] = _Kind(now, self.every_s)
+            return True
+        known.held, known.latest = known.held + 1, line
+        known.uids += uids[: MOST_UIDS - len(known.uids)]
+        return False
+
+    def due(self, now: float, everything: bool = False) -> list[Due]:
+        """What was held back long enough. A kind that was quiet is forgotten."""
+        found = []
+        for kind, known in list(self._kinds.items()):
+            if not everything and now - known.told < known.every_s:
+                continue
+            if known.held:
+                found.append(Due(known.held, known.latest, tuple(known.uids)))
+                self._kinds[kind] = _Kind(now, self.every_s if known.uids else min(2 * known.every_s, LONGEST_S))
+            else:
+                del self._kinds[kind]
+        return found

@@ -1,0 +1,384 @@
+"""Single keys from a terminal, without waiting for Enter, and the terminal as it was afterwards.
+
+Talks to one terminal; knows nothing of what the keys mean.
+
+The live picture for a terminal, drawn with `rich`: what is where at which size, and in which colour.
+
+Pure but for reading a `RunState`; imports `rich`, so it is imported only where that is installed. Knows nothing of keys
+or of where the picture comes from.
+
+- Every section has a height that is worked out from the terminal's; a section that does not fit is cut, never wrapped.
+- Text from outside is made safe first and never parsed as markup.
+
+The loops of `busrl monitor`: one snapshot, lines that go on, or the live screen until `q`.
+
+Talks to a `Watcher` and a terminal. Knows nothing of how the picture is made.
+
+- After the first picture it lowers its priority to the least, so on a machine whose cores are all busy it gets some
+  1.5 % of one, whatever there is to draw.
+- It wakes up a few times a second and reads what has come since, so a busy bus costs it no more wake-ups than a quiet
+  one; only a full batch makes it go on at once.
+- Drawing takes at most `DRAW_SHARE` of one core: the longer a picture takes to draw, the longer it stays.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import termios
+import time
+import tty
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.layout import Layout
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from busrl.launch.story import safe, short
+from busrl.monitor import words
+from busrl.monitor.snapshot import snapshot
+from busrl.monitor.sources import BATCH, Watcher
+from busrl.monitor.state import ProcessRow, RunState
+from busrl.monitor.words import chart, gauge, portions
+
+# -- Single keys from a terminal, without waiting for Enter, and the terminal as it was afterwards --------------------
+
+
+class Keys:
+    """Use with `with`: `pressed` gives the keys that were hit, and waits for one at most so long."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._fd = stream.fileno()
+        self._before: list[int | list[bytes | int]] | None = None
+
+    def __enter__(self) -> Keys:
+        self._before = termios.tcgetattr(self._fd)
+        tty.setcbreak(self._fd)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+
+    def pressed(self, timeout_s: float) -> str:
+        """Keys hit meanwhile."""
+        ready, _, _ = select.select([self._fd], [], [], timeout_s)
+        if not ready:
+            return ""
+        got = os.read(self._fd, 64)
+        return got.decode(errors="replace") if got else "q"  # the terminal is gone
+
+
+# -- The live picture for a terminal, drawn with `rich`: what is where at which size, and in which colour -------------
+
+
+WIDE: Final = 110
+STATE_STYLE: Final = {
+    "queued": "bright_black", "generating": "cyan", "generated": "blue", "rewarding": "magenta",
+    "rewarded": "bright_green", "training": "yellow", "reserved": "white", "dropped": "red", "free": "grey30",
+}
+RUN_STYLE: Final = {
+    "running": "green", "finishing": "green", "stopping": "yellow", "left": "yellow", "damaged": "red",
+    "ended": "cyan",
+}
+SEVERITY_STYLE: Final = {"warning": "yellow", "error": "red", "critical": "bold red"}
+LABELS: Final = "grey58"
+
+
+FACTS = 6  # lines about slots, trigger, policy, staleness and bus; one more with a controller or a sample
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows of each section; they add up to the height of the terminal."""
+
+    charts: int
+    processes: int
+    facts: int
+    errors: int
+
+    @classmethod
+    def of(cls, height: int, processes: int, errors: int, lines: int = FACTS) -> Sizes:
+        """Facts first, then a line per process, then charts and errors share what is left."""
+        room = max(0, height - 3)  # two lines of head, one of foot
+        facts = min(lines, room)
+        room -= facts
+        table = min(processes + 3, max(0, room - 5))
+        room -= table
+        listed = min(max(1, errors), max(1, room // 3), room)
+        return cls(room - listed, table, facts, listed)
+
+
+def view(picture: RunState, now: float, wall: float, width: int, height: int, errors_only: bool = False) -> Layout:
+    """The whole screen; `errors_only` gives the middle of it to the list of errors."""
+    rows = picture.rows(now)
+    sizes = Sizes.of(
+        height, len(rows), picture.complaints.count, FACTS + bool(words.controller(picture)) + bool(picture.sample)
+    )
+    screen = Layout()
+    head = Layout(_head(picture, now, wall, width), size=2)
+    foot = Layout(_foot(picture, now, errors_only), size=1)
+    if errors_only:
+        screen.split_column(head, Layout(_errors(picture, wall, max(1, height - 3))), foot)
+        return screen
+    parts = [head]
+    if sizes.charts >= 3:
+        parts.append(Layout(_charts(picture, width, sizes.charts), size=sizes.charts))
+    elif sizes.charts:
+        parts.append(Layout(Text(), size=sizes.charts))
+    if sizes.processes:
+        parts.append(Layout(_middle(picture, rows, width, sizes.processes), size=sizes.processes))
+    parts.append(Layout(_facts(picture, now, width), size=sizes.facts))
+    parts.append(Layout(_errors(picture, wall, sizes.errors), size=sizes.errors))
+    screen.split_column(*parts, foot)
+    return screen
+
+
+def _head(picture: RunState, now: float, wall: float, width: int) -> RenderableType:
+    style = RUN_STYLE.get(picture.state, "cyan")
+    title = Text(no_wrap=True, overflow="ellipsis")
+    title.append(" busrl ", "bold black on cyan")
+    title.append(f" {words.headline(picture, wall)}", f"bold {style}")
+    if picture.ended and picture.ring is None and not picture.damage:
+        title.append(f" · {safe(picture.ended)}", style)
+    told = f" {words.progress(picture, now)} "
+    goal = picture.facts.max_steps
+    full, empty = gauge(picture.at_step / goal if goal else 0.0, max(4, width - len(told) - 1))
+    return Group(title, Text.assemble(" ", (full, "green"), (empty, "grey30"), (told, "bold"), no_wrap=True))
+
+
+def _foot(picture: RunState, now: float, errors_only: bool) -> RenderableType:
+    other = "back" if errors_only else "errors"
+    keys = Text.assemble((" q", "bold"), (" quit  ", LABELS), ("e", "bold"), (f" {other}  ", LABELS), no_wrap=True)
+    keys.append(words.speed(picture, now), LABELS)
+    return keys
+
+
+def _charts(picture: RunState, width: int, height: int) -> RenderableType:
+    steps = picture.steps
+    wanted = [("reward", steps.course(lambda one: one.reward), "green", ".3f")]
+    wanted.append(("length", steps.course(lambda one: one.length), "cyan", ".1f"))
+    if width >= WIDE:
+        wanted.append(("age of samples", steps.course(lambda one: one.age_mean), "magenta", ".2f"))
+    table = Layout()
+    table.split_row(*(Layout(_chart(*one, width // len(wanted), height)) for one in wanted))
+    return table
+
+
+def _chart(name: str, course: list[float], style: str, form: str, width: int, height: int) -> Panel:
+    if not course:
+        return Panel(
+            Text("no step yet", LABELS), title=name, title_align="left", border_style="grey37", box=box.ROUNDED
+        )
+    recent = course[-10:]
+    told = f"{course[0]:{form}} → {sum(recent) / len(recent):{form}}"
+    lines = chart(course, max(1, width - 4), max(1, height - 2))
+    return Panel(
+        Text("\n".join(lines), style, no_wrap=True),
+        title=Text.assemble((name, "bold"), "  ", (told, style)), title_align="left",
+        subtitle=Text(f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps", LABELS),
+        subtitle_align="right",
+        border_style="grey37", box=box.ROUNDED,
+    )
+
+
+def _middle(picture: RunState, rows: list[ProcessRow], width: int, height: int) -> RenderableType:
+    table = _processes(rows, width, height - 3)
+    if width < WIDE:
+        return table
+    both = Layout()
+    both.split_row(Layout(table, ratio=5), Layout(_messages(picture, height - 3), ratio=2))
+    return both
+
+
+def _processes(rows: list[ProcessRow], width: int, room: int) -> Panel:
+    table = Table(box=None, expand=True, pad_edge=False, header_style=LABELS)
+    table.add_column("process", no_wrap=True)
+    table.add_column("pid", justify="right", no_wrap=True)
+    table.add_column("doing", no_wrap=True, ratio=1)
+    table.add_column("busy", no_wrap=True)
+    table.add_column("progress", justify="right", no_wrap=True)
+    table.add_column("version", justify="right", no_wrap=True)
+    table.add_column("samples", justify="right", no_wrap=True)
+    hidden = len(rows) - room
+    for row in rows[: room if hidden <= 0 else max(0, room - 1)]:
+        table.add_row(*_cells(row))
+    if hidden > 0:
+        table.add_row(Text(f"{hidden + 1} more", LABELS))
+    return Panel(table, border_style="grey37", box=box.ROUNDED)
+
+
+def _cells(row: ProcessRow) -> tuple[Text, ...]:
+    style = {"dead": "red", "starting": "yellow", "ready": "green"}.get(row.state, "cyan")
+    doing = words.doing(row)
+    full, empty = gauge(row.busy or 0.0, 6)
+    busy = Text.assemble((full, "green"), (empty, "grey30"), f" {row.busy:4.0%}") if row.busy is not None else Text("-")
+    version = Text(str(row.version) if row.version else "")
+    if row.behind:
+        version.append(f" -{row.behind}", "yellow")
+    return (
+        Text.assemble(safe(row.name, 20), (f" ↻{row.restarts}" if row.restarts else "", "yellow")),
+        Text(str(row.pid) if row.pid else "", LABELS),
+        Text("LATE: " + doing if row.late else doing, "bold red" if row.late else LABELS if doing == "idle" else style),
+        busy,
+        Text(words.age(row.progress_age_s), "bold red" if row.late else ""),
+        version,
+        Text(short(row.samples) if row.samples else ""),
+    )
+
+
+def _messages(picture: RunState, room: int) -> Panel:
+    table = Table(box=None, expand=True, pad_edge=False, header_style=LABELS)
+    table.add_column("message", no_wrap=True, ratio=1)
+    table.add_column("per s", justify="right", no_wrap=True)
+    table.add_column("all", justify="right", no_wrap=True)
+    flows = sorted(picture.traffic.by_name.items(), key=lambda item: -item[1].count)
+    for name, flow in flows[: max(0, room)]:
+        table.add_row(Text(name.lower()), Text(f"{flow.rate.per_s():.1f}"), Text(short(flow.count), LABELS))
+    return Panel(table, border_style="grey37", box=box.ROUNDED)
+
+
+def _facts(picture: RunState, now: float, width: int) -> RenderableType:
+    bar, legend = _slots(picture, width - 13)
+    bad = picture.traffic.missed or picture.traffic.lag_s > 1.0
+    lines = [
+        _labelled("slots", bar),
+        _labelled("", legend),
+        _labelled("trigger", Text(words.trigger(picture, now))),
+        *([_labelled("control", Text(control))] if (control := words.controller(picture)) else []),
+        _labelled("policy", Text(words.policy_words(picture) or "no step yet")),
+        *([_labelled("sample", Text(safe(picture.sample)))] if picture.sample else []),
+        _labelled("staleness", Text(words.staleness(picture))),
+        _labelled("bus", Text(words.bus(picture, now), "yellow" if bad else "")),
+    ]
+    return Group(*lines)
+
+
+def _labelled(label: str, text: Text) -> Text:
+    return Text.assemble((f" {label:<10}", LABELS), text, no_wrap=True, overflow="ellipsis")
+
+
+def _slots(picture: RunState, width: int) -> tuple[Text, Text]:
+    states = words.occupancy(picture)
+    bar, legend = Text(), Text()
+    for (name, count), cells in zip(states, portions([count for _, count in states], width)):
+        bar.append("█" * cells, STATE_STYLE[name])
+        legend.append("■ ", STATE_STYLE[name])
+        legend.append(f"{name} {count:,}  ")
+    if states:
+        return bar, legend
+    if picture.damage:  # over both lines, as it holds a path and the remedy
+        why = safe(picture.damage)
+        return Text(why[:width], "red"), Text(why[width:], "red")
+    return Text("no ring", LABELS), legend
+
+
+def _errors(picture: RunState, wall: float, height: int) -> RenderableType:
+    complaints = picture.complaints
+    if not complaints.count:
+        return Text(" no errors", LABELS)
+    count = Text(f" {complaints.count} errors  ", "bold yellow")
+    lines = [
+        Text.assemble(
+            count if at == 0 else " " * len(count),
+            (words.complaint(error, wall), SEVERITY_STYLE.get(error.severity, "")),
+            no_wrap=True, overflow="ellipsis",
+        )
+        for at, error in enumerate(complaints.newest(height))
+    ]
+    return Group(*lines)
+
+
+# -- The loops of `busrl monitor`: one snapshot, lines that go on, or the live screen until `q` -----------------------
+
+
+NICE: Final = 19
+WAKE_S: Final = 0.25
+DRAW_S: Final = 1.0
+DRAW_SHARE: Final = 0.02
+LINE_S: Final = 5.0
+
+
+def give_way(nice: int) -> None:
+    """The run goes first."""
+    with suppress(OSError):
+        os.nice(nice)
+
+
+def catch_up(watcher: Watcher) -> None:
+    """Read everything that is here; ring and files if it is time."""
+    while watcher.listen(time.monotonic()) >= BATCH:
+        pass
+    watcher.refresh(time.monotonic())
+
+
+def settle(watcher: Watcher, seconds: float) -> None:
+    """Look, listen for so long or until a replay is over, look again."""
+    end = time.monotonic() + seconds
+    watcher.refresh(time.monotonic(), force=True)
+    while not watcher.picture.replay_over and (left := end - time.monotonic()) > 0:
+        watcher.tap.wait(min(WAKE_S, left))
+        catch_up(watcher)
+    watcher.listen(time.monotonic())
+    watcher.refresh(time.monotonic(), force=True)
+
+
+def as_data(watcher: Watcher) -> dict[str, Any]:
+    """The snapshot of the picture now."""
+    return snapshot(watcher.picture, time.monotonic(), time.time())
+
+
+def as_text(watcher: Watcher) -> str:
+    """The picture now, in plain lines."""
+    return "\n".join(words.lines(watcher.picture, time.monotonic(), time.time()))
+
+
+def run_plain(watcher: Watcher, out: TextIO) -> None:
+    """A line every few seconds until the run or the replay has ended, or whoever reads is gone."""
+    watcher.refresh(time.monotonic(), force=True)
+    print(as_text(watcher), file=out, flush=True)
+    give_way(NICE)
+    due = time.monotonic() + LINE_S
+    while not over(watcher):
+        time.sleep(WAKE_S)  # not woken by messages: there may be many
+        catch_up(watcher)
+        if time.monotonic() >= due:
+            due = time.monotonic() + LINE_S
+            print(words.line(watcher.picture, time.monotonic()), file=out, flush=True)
+    print(as_text(watcher), file=out, flush=True)
+
+
+def over(watcher: Watcher) -> bool:
+    """Whether there is nothing more to come."""
+    return watcher.picture.replay_over or watcher.picture.state == "ended"
+
+
+def run_live(watcher: Watcher, stdin: TextIO) -> None:
+    """The live screen until `q`. Imports `rich`."""
+    from rich.console import Console
+    from rich.live import Live
+
+
+    console, errors_only, gave_way, due, drawn = Console(), False, False, 0.0, (0, 0)
+    watcher.refresh(time.monotonic(), force=True)
+    with Keys(stdin) as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            catch_up(watcher)
+            now, size = time.monotonic(), (console.size.width, console.size.height)
+            if now >= due or size != drawn:
+                begun, drawn = time.process_time(), size
+                live.update(view(watcher.picture, now, time.time(), *size, errors_only), refresh=True)
+                due = now + max(DRAW_S, (time.process_time() - begun) / DRAW_SHARE)
+                if not gave_way:
+                    give_way(NICE)
+                    gave_way = True
+            for key in keys.pressed(WAKE_S):
+                if key in "qQ":
+                    return
+                if key in "eE":
+                    errors_only, due = not errors_only, 0.0

@@ -1,0 +1,608 @@
+"""What a monitor is told, as plain records: facts of a run, one look at its ring, numbers of a step, an error.
+
+Talks to nothing. These are the inputs of `Picture`; looks and facts also stand in recordings, so that a replay shows
+the ring as well. Times are seconds; an age is measured at the moment of the look.
+
+The course of a run, step by step, whichever way a step became known.
+
+Pure. The learner's file and its bus message tell the same numbers, and either may come first, twice or not at all.
+
+- A step is known by its number; the first that told of it is believed.
+- The newest `STEPS_KEPT` steps are kept, so a run of any length takes the same memory.
+- How fast they follow each other is in what they tell: each knows the seconds since the one before it. So it is known
+  before a second one was watched, and a replay tells the run's own speed.
+
+Counts what passes on the bus: messages by name, bytes, rates, what was missed, and how far behind we are.
+
+Pure: fed with envelopes and clock values. Knows nothing of sockets.
+
+- The lag is the smallest of the last batch: a listener that is behind is behind with all messages. How late one is, is
+  measured against the least age ever seen of its sender, so that a clock that is wrong does not look like a lag.
+
+Warnings and errors, newest first, each once although the run's file and the bus both tell of it.
+
+Pure. Most processes write a line to errors.jsonl and publish ERROR; a foreign actor publishes only.
+
+The picture of a run: what its ring, its files and its bus said, folded into one state that can be shown.
+
+Pure: records, messages and clock values in; nothing is read here. Knows nothing of terminals or of JSON.
+
+- The ring and the files are believed first; a message only fills in what they do not hold. So a picture that missed
+  messages is poorer, never wrong.
+- A process that does not map the ring is known by its presence on the bus alone.
+- Memory is bounded, whatever is heard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from busrl.launch.story import Rate
+from busrl.protocol import messages as m
+
+# -- What a monitor is told, as plain records: facts of a run, one look at its ring, numbers of a step, an error ------
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What does not change while a run goes on. Zeros and empty texts: not known."""
+
+    name: str = ""
+    run_id: str = ""
+    uuid: str = ""
+    run_dir: str = ""
+    launch_pid: int = 0
+    started: float = 0.0  # wall clock
+    max_steps: int = 0
+    group_size: int = 0
+    n_min: int = 0
+    t_max_s: float = math.inf
+    mode: str = ""
+    max_staleness: int = 0
+    progress_s: float = 30.0
+    slots: int = 0
+
+
+class ProcessRecord(msgspec.Struct, frozen=True):
+    """One entry of the process table."""
+
+    name: str
+    role: str
+    pid: int
+    state: str  # "starting", "ready" or "dead"
+    activity: str
+    deadline_s: float
+    progress_age_s: float
+    activity_age_s: float
+    busy_ns: int
+    tokens: int
+    samples: int
+    version: int
+    remote: bool = False  # it works through the gateway, and stays listed after everything here was killed
+
+
+class RingRecord(msgspec.Struct, frozen=True):
+    """One look at the ring; group counts are -1 where the fate table could not be read."""
+
+    slots: int
+    occupancy: dict[str, int]
+    words: dict[str, int]
+    dispatched: int
+    finished: int
+    dropped: int
+    reaps: int
+    tokens: int
+    drops: dict[str, int]
+    groups_open: int
+    groups_ready: int
+    processes: tuple[ProcessRecord, ...]
+
+    @property
+    def living(self) -> int:
+        """How many processes of this host are not dead."""
+        return sum(process.state != "dead" and not process.remote for process in self.processes)
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """One optimiser step: a line of metrics.jsonl, or the numbers of a LEARNER_STATE_UPDATE."""
+
+    step: int
+    version: int = 0
+    reward: float = 0.0
+    length_ended: float = 0.0
+    length_mean: float = 0.0
+    age_mean: float = 0.0
+    age_p95: float = 0.0
+    age_max: float = 0.0
+    entropy: float = 0.0
+    flat_share: float | None = None  # of the groups that ended
+    cut_share: float | None = None  # of the trained answers
+    k3: float | None = None
+    ess: float | None = None
+    seconds: float = 0.0
+    groups: int = 0
+    samples: int = 0
+    tokens: int = 0
+    n_min: float = 0.0  # in force, 0: not told
+    control_n_min: float = 0.0  # what the controller would have or has set; 0: there is none
+    control_moves: float = 0.0
+    entropy_ratio: float = 0.0  # H / H_ref on the probe set, 0: not known yet
+    eta: float = -1.0  # admission bound that a controller moves, -1: none does
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of an answer: of all that ended, where that is known."""
+        return self.length_ended or self.length_mean
+
+
+class MetricsLine(StepRecord, frozen=True):
+    """A line of metrics.jsonl: a step, or with `kind` "idle" groups that ended without one."""
+
+    kind: str = ""
+
+
+class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
+    """One round of validation: a line of validation.jsonl, or a VALIDATION_DONE."""
+
+    round: int
+    version: int = 0
+    mean: float | None = None  # none of its samples was judged
+
+
+class ErrorRecord(msgspec.Struct, frozen=True):
+    """A warning or an error that some process reported."""
+
+    time: float
+    process: str
+    severity: str
+    where: str = ""
+    text: str = ""
+
+
+# -- The course of a run, step by step, whichever way a step became known ---------------------------------------------
+
+
+STEPS_KEPT: Final = 4096
+RECENT: Final = 10
+PACE_S: Final = 20.0  # the speed is that of the newest steps which together took so long
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the newest steps came to per second."""
+
+    steps: float
+    samples: float
+    tokens: float
+
+
+class Steps:
+    """The newest steps in order."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, StepRecord] = {}
+
+    def add(self, seen: StepRecord) -> bool:
+        """False if the step was known, or is older than what is kept."""
+        if seen.step in self._known:
+            return False
+        if len(self._known) >= STEPS_KEPT:
+            oldest = min(self._known)
+            if seen.step < oldest:
+                return False
+            del self._known[oldest]
+        self._known[seen.step] = seen
+        return True
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def newest(self) -> StepRecord | None:
+        return self._known[max(self._known)] if self._known else None
+
+    def numbers(self) -> list[int]:
+        """The step numbers, oldest first."""
+        return sorted(self._known)
+
+    def pace(self, quiet_s: float) -> Pace | None:
+        """How fast steps come when the last one is `quiet_s` ago; None if none of them tells how long it took."""
+        told: list[StepRecord] = []
+        span = 0.0
+        for number in reversed(self.numbers()):
+            one = self._known[number]
+            if 0 < one.seconds < math.inf:
+                told.append(one)
+                span += one.seconds
+            if span >= PACE_S:
+                break
+        if not told:
+            return None
+        # A step under way counts against the speed once it takes longer than those before it: a run may stand still.
+        over = span + max(0.0, quiet_s - span / len(told))
+        return Pace(len(told) / over, sum(one.samples for one in told) / over, sum(one.tokens for one in told) / over)
+
+    def recent(self, of: Callable[[StepRecord], float | None]) -> float | None:
+        """Mean of a number over the newest steps that tell it."""
+        told = [value for step in self.numbers()[-RECENT:] if (value := of(self._known[step])) is not None]
+        return sum(told) / len(told) if told else None
+
+    def course(self, of: Callable[[StepRecord], float]) -> list[float]:
+        """One number of every step, oldest first."""
+        return [of(self._known[step]) for step in self.numbers()]
+
+
+# -- Counts what passes on the bus: messages by name, bytes, rates, what was missed, and how far behind we are --------
+
+
+MAX_NAMES: Final = 64  # names of the protocol are some twenty; what else comes is counted together
+MAX_SENDERS: Final = 256
+OTHERS: Final = "(others)"
+
+
+@dataclass
+class Flow:
+    """Of one name: how many messages and bytes so far, and how fast they come."""
+
+    count: int = 0
+    bytes: int = 0
+    rate: Rate = field(default_factory=Rate)
+
+
+@dataclass
+class Traffic:
+    """The bus as its tap shows it. `missed` and `malformed` are the tap's own counts."""
+
+    by_name: dict[str, Flow] = field(default_factory=dict)
+    missed: int = 0
+    malformed: int = 0
+    resyncs: int = 0
+    lag_s: float = 0.0
+    last_at: float | None = None
+    _total: Flow = field(default_factory=Flow)
+    _ticked: float | None = None
+    _least_age: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return self._total.count
+
+    @property
+    def bytes(self) -> int:
+        return self._total.bytes
+
+    def heard(self, name: str, size: int) -> None:
+        """One message of so many bytes."""
+        flow = self.by_name.get(name)
+        if flow is None:
+            if len(self.by_name) >= MAX_NAMES:
+                name = OTHERS
+            flow = self.by_name.setdefault(name, Flow())
+            if self._ticked is not None and not flow.rate.points:
+                flow.rate.add(0, self._ticked)  # none had come by then
+        for one in (flow, self._total):
+            one.count += 1
+            one.bytes += size
+
+    def late(self, sender: str, age_s: float) -> float:
+        """By how much a message of this age is later than its sender's usually are."""
+        least = min(age_s, self._least_age.get(sender, age_s))
+        if sender in self._least_age or len(self._least_age) < MAX_SENDERS:
+            self._least_age[sender] = least
+        return age_s - least
+
+    def batch(self, messages: int, least_late_s: float | None, now: float) -> None:
+        """The end of one batch; `least_late_s`: of its messages, None where none of them tells."""
+        if messages:
+            self.last_at = now
+        self.lag_s = least_late_s if least_late_s is not None else 0.0
+
+    def tick(self, now: float) -> None:
+        """Some times a second: what the rates are worked out from."""
+        self._ticked = now
+        for flow in (*self.by_name.values(), self._total):
+            flow.rate.add(flow.count, now)
+
+    def per_s(self) -> float:
+        """Messages per second, all names."""
+        return self._total.rate.per_s()
+
+
+# -- Warnings and errors, newest first, each once although the run's file and the bus both tell of it -----------------
+
+
+ERRORS_KEPT: Final = 200
+SAME_S: Final = 5.0  # the two reports of one event are closer together than this
+
+
+class RecentErrors:
+    """`count` of all, the newest `ERRORS_KEPT` with their text."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._newest: deque[tuple[ErrorRecord, str]] = deque(maxlen=ERRORS_KEPT)
+
+    def add(self, seen: ErrorRecord, source: str) -> bool:
+        """One report by `source` ("file" or "bus"); False if the other source has told of it already."""
+        for at, (known, told_by) in enumerate(self._newest):
+            if told_by and told_by != source and _same(known, seen):
+                self._newest[at] = (known, "")  # both have told: the next report is another event
+                return False
+        self.count += 1
+        self._newest.appendleft((seen, source))
+        return True
+
+    def before(self, count: int) -> None:
+        """So many more happened earlier, whose text was not read."""
+        self.count += count
+
+    def newest(self, limit: int = ERRORS_KEPT) -> list[ErrorRecord]:
+        """The newest, newest first."""
+        return [seen for seen, _ in islice(self._newest, limit)]
+
+
+def _same(one: ErrorRecord, other: ErrorRecord) -> bool:
+    alike = (one.where, one.text) == (other.where, other.text)
+    return alike and address_of(one.process) == address_of(other.process) and abs(one.time - other.time) < SAME_S
+
+
+def address_of(process: str) -> str:
+    """`rollout/0` and `rollout-0` are one process: the name in the table, and as it stands in a topic."""
+    return process.replace("/", "-")
+
+
+# -- The picture of a run: what its ring, its files and its bus said, folded into one state that can be shown ---------
+
+
+RUN_STATES: Final = {0: "running", 1: "finishing", 2: "stopping"}
+OVER: Final = ("ended", "left", "damaged")  # nothing is known to move
+MAX_PRESENT: Final = 256
+MAX_ROUNDS: Final = 64
+ONLY_IN_METRICS: Final = (
+    "length_ended", "length_mean", "age_p95", "age_max", "seconds", "n_min", "control_n_min", "control_moves",
+    "entropy_ratio", "eta", "flat_share", "cut_share", "k3", "ess",
+)
+SILENT_S: Final = 5.0  # a process known by its heartbeats alone, which come every second
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """One process as it is shown; `busy` None: not known. `late`: no progress for longer than it declared."""
+
+    name: str
+    role: str
+    pid: int
+    state: str
+    activity: str
+    progress_age_s: float
+    deadline_s: float
+    late: bool
+    busy: float | None
+    tokens: int
+    samples: int
+    version: int
+    behind: int  # versions behind the newest, 0 where it holds none
+    restarts: int = 0  # by launch, as far as that is known
+
+
+@dataclass
+class Present:
+    """A sender on the bus."""
+
+    role: str = ""
+    pid: int = 0
+    index: int = 0
+    activity: str = ""
+    heard: float = 0.0
+    gone: bool = False
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast the run is, None where that is not known."""
+
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    steps_per_min: float | None = None
+
+
+@dataclass
+class RunState:
+    """Fed by `facts`, `look`, `step`, `error`, `hear`; `tick` some times a second; read by the views."""
+
+    facts: Facts = field(default_factory=Facts)
+    ring: RingRecord | None = None
+    steps: Steps = field(default_factory=Steps)
+    traffic: Traffic = field(default_factory=Traffic)
+    complaints: RecentErrors = field(default_factory=RecentErrors)
+    ended: str = ""  # how the run ended, in words, once it has
+    damage: str = ""  # why its ring can not be read, with the remedy
+    replay: str = ""  # what is replayed and how fast, if it is a replay
+    replay_over: bool = False
+    pace: float = 1.0  # seconds of the run in one of the listener's; 0: a replay as fast as it goes
+    sample: str = ""  # what the model wrote lately, in one line
+    waiting: str = ""  # for what the scheduler waits
+    credit: int = -1
+    restarts: dict[str, int] = field(default_factory=dict)  # by launch, of each of its children
+    validations: dict[int, RoundRecord] = field(default_factory=dict)  # by round, the newest last
+    _present: dict[str, Present] = field(default_factory=dict)
+    _busy: dict[str, tuple[int, int, float, float]] = field(default_factory=dict)  # name: pid, busy_ns, at, share
+    _stepped_at: float | None = None
+    _generated: Rate = field(default_factory=Rate)  # tokens, as the ring counts them
+
+    # -- what comes in ------------------------------------------------------------------------------------------
+
+    def look(self, seen: RingRecord | None, now: float, damage: str = "") -> None:
+        """A look at the ring, None if there is none (any more), or none that can be read: `damage` says why."""
+        self.ring, self.damage = seen, damage
+        if seen is None:
+            self._generated = Rate()  # a later ring is another counter
+            return
+        if self.pace > 0:
+            self._generated.add(seen.tokens, now * self.pace)
+        for process in seen.processes:
+            self._load(process, now)
+
+    def step(self, seen: StepRecord, ended: float | None) -> None:
+        """A finished step and when it ended; None: nobody knows, it was before we looked."""
+        if self.steps.add(seen) and ended is not None:
+            self._stepped_at = ended
+
+    def validated(self, seen: RoundRecord) -> None:
+        """A round of validation, which the file and the bus both tell of; the last word on a round counts."""
+        self.validations.pop(seen.round, None)
+        self.validations[seen.round] = seen
+        if len(self.validations) > MAX_ROUNDS:
+            del self.validations[next(iter(self.validations))]
+
+    def error(self, seen: ErrorRecord, source: str) -> None:
+        """A warning or an error that the file or the bus told of."""
+        self.complaints.add(seen, source)
+
+    def hear(self, message: m.Message, now: float) -> None:
+        """A message of the bus, in any order, doubled or not."""
+        if isinstance(message, m.LearnerStateUpdate):
+            self.step(step_of(message), now)
+        elif isinstance(message, m.SchedulerState):
+            self.waiting, self.credit = message.waiting, message.credit
+        elif isinstance(message, m.ValidationDone):
+            self.validated(RoundRecord(message.round, message.version, message.mean))
+        elif isinstance(message, m.Error):
+            at = message.time_ns / 1e9
+            self.error(ErrorRecord(at, message.sender, message.severity, message.where, message.text), "bus")
+        elif isinstance(message, (m.Hello, m.Heartbeat, m.Goodbye)):
+            self._presence(message, now)
+
+    def replayed(self, what: str, pace: float, over: bool) -> None:
+        """This is a replay of `what`, at so many times the speed of the run; 0: as fast as it goes."""
+        speed = f"at {pace:g}x" if pace else "as fast as it goes"
+        self.replay, self.replay_over = f"{what} {speed}", over
+        if pace != self.pace:
+            self.pace, self._generated = pace, Rate()
+
+    def tick(self, now: float) -> None:
+        """Some times a second: what the rates of the bus are worked out from."""
+        self.traffic.tick(now)
+
+    # -- what is shown ------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """running, finishing, stopping, left (a ring that nobody uses), damaged, ended, replay or unknown."""
+        if self.replay:
+            return "replay"
+        if self.damage:
+            return "damaged"
+        if self.ring is None:
+            return "ended" if self.ended else "unknown"
+        if not self.ring.living:
+            return "left"
+        return RUN_STATES.get(self.ring.words.get("run_state", 0), "running")
+
+    @property
+    def at_step(self) -> int:
+        """The newest step that anybody knows of."""
+        newest = self.steps.newest
+        known = newest.step if newest else 0
+        return max(known, self.ring.words.get("step", 0)) if self.ring else known
+
+    @property
+    def version(self) -> int:
+        """The newest published version."""
+        newest = self.steps.newest
+        known = newest.version if newest else 0
+        return max(known, self.ring.words.get("version", 0)) if self.ring else known
+
+    def since_step_s(self, now: float) -> float | None:
+        """Seconds since a step ended; None if none did while we watched."""
+        return None if self._stepped_at is None else max(0.0, now - self._stepped_at)
+
+    def speed(self, now: float) -> Speed:
+        """How fast the run is: steps and samples as the steps tell, tokens as the ring counts them if there is one."""
+        if self.state in OVER:
+            return Speed()
+        pace = self._pace(now)
+        tokens = self._generated.per_s() if len(self._generated.points) > 1 else None
+        if pace is None:
+            return Speed(tokens_per_s=tokens)
+        trained = pace.tokens if self.ring is None and not self.replay else None
+        return Speed(pace.samples, trained if tokens is None else tokens, 60 * pace.steps)
+
+    def left_s(self, now: float) -> float | None:
+        """Estimated seconds to the goal; None while there is nothing to estimate from."""
+        pace = self._pace(now) if self.state not in OVER else None
+        if pace is None or pace.steps <= 0 or not self.facts.max_steps:
+            return None
+        return max(0.0, self.facts.max_steps - self.at_step) / pace.steps
+
+    def rows(self, now: float) -> list[ProcessRow]:
+        """The processes, those of the ring first, in the order of their entries."""
+        entries = self.ring.processes if self.ring else ()
+        rows = [self._row(process) for process in entries]
+        mapped = {address_of(process.name) for process in entries}
+        for sender, present in sorted(self._present.items()):
+            if sender not in mapped and not present.gone and not (entries and present.index):
+                rows.append(_remote(sender, present, now))
+        return rows
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _pace(self, now: float) -> Pace | None:
+        quiet = 0.0 if self.replay_over else (self.since_step_s(now) or 0.0) * self.pace
+        return self.steps.pace(quiet)
+
+    def _load(self, process: ProcessRecord, now: float) -> None:
+        before = self._busy.get(process.name)
+        if before is None or before[0] != process.pid:
+            if before is not None or len(self._busy) < MAX_PRESENT:
+                self._busy[process.name] = (process.pid, process.busy_ns, now, -1.0)
+        elif now - before[2] >= 1.0:
+            share = (process.busy_ns - before[1]) / 1e9 / (now - before[2])
+            self._busy[process.name] = (process.pid, process.busy_ns, now, min(1.0, max(0.0, share)))
+
+    def _row(self, process: ProcessRecord) -> ProcessRow:
+        known = self._busy.get(process.name)
+        # Most roles do not say what they spend their time on: that is not known, and not nothing.
+        share = known[3] if known and known[3] >= 0 and process.busy_ns else None
+        patience = process.deadline_s or self.facts.progress_s
+        late = process.state == "ready" and process.progress_age_s > patience
+        return ProcessRow(
+            process.name, process.role, process.pid, process.state, process.activity, process.progress_age_s,
+            process.deadline_s, late, share, process.tokens, process.samples, process.version,
+            max(0, self.version - process.version) if process.version else 0, self.restarts.get(process.name, 0),
+        )
+
+    def _presence(self, message: m.Hello | m.Heartbeat | m.Goodbye, now: float) -> None:
+        sender = address_of(message.sender)
+        present = self._present.get(sender)
+        if present is None:
+            if len(self._present) >= MAX_PRESENT:
+                return
+            present = self._present[sender] = Present()
+        present.heard, present.gone = now, isinstance(message, m.Goodbye)
+        if isinstance(message, m.Hello):
+            present.role, present.pid, present.index = message.role, message.pid, message.index
+        elif isinstance(message, m.Heartbeat):
+            present.role, present.activity = message.role, message.activity
+
+
+def step_of(update: m.LearnerStateUpdate) -> StepRecord:
+    """The numbers of a step as its message tells them; the same names stand in metrics.jsonl."""
+    more = {name: update.metrics[name] for name in ONLY_IN_METRICS if name in update.metrics}
+    return StepRecord(
+        step=update.step, version=update.version, reward=update.reward, age_mean=update.age_mean,
+        entropy=update.entropy, groups=update.groups, samples=update.samples, tokens=update.tokens, **more,
+    )
+
+
+def _remote(sender: str, present: Present, now: float) -> ProcessRow:
+    age = max(0.0, now - present.heard)
+    return ProcessRow(
+        sender, present.role, present.pid, "on the bus", present.activity, age, 0.0, age > SILENT_S, None, 0, 0, 0, 0
+    )

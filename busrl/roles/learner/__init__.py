@@ -1,0 +1,5 @@
+"""The learner: claims groups, trains, publishes policy versions. `loop` is its process, the others are its parts."""
+
+from busrl.roles.learner.loop import main
+
+__all__ = ["main"]

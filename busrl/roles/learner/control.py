@@ -1,0 +1,243 @@
+"""The learner's side of the controller: measures its inputs, keeps its log and its probe set, and moves the trigger.
+
+Talks to `busrl.scheduling.control` (which decides), to the training step (which scores the probe), to the ring's
+process table (idle times) and to `decisions.jsonl`. Knows nothing of how a decision comes about.
+
+- One line per step: the inputs as they were given, and the decision if one was due. A line with step s takes the place
+  of all earlier lines with a step >= s, as in the train log.
+- A restart loads the state of the checkpoint and gives the controller the inputs of the lines after it, so it decides
+  as before. A step that is in the log of training but has no line (its learner was killed in between) is measured
+  again from the replay, without what only its learner knew, and its line is written then.
+- Nothing here stops training: a full disk costs lines, and with them the memory of a controller that is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from busrl.config import Topology
+from busrl.config.derive import control_settings
+from busrl.errors import MachineError
+from busrl.ledger.log import LineFile, Record, SampleRecord, json_lines
+from busrl.ring import Ring
+from busrl.scheduling.control import Controller, Decision, Inputs, noise_pair
+from busrl.scheduling.trigger import LearnerPlan
+
+if TYPE_CHECKING:
+    from busrl.roles.learner.step import TrainingStep
+    from busrl.training.trainer import StepStats
+
+PROBE_FILE = "probe.bin"
+FROM_ROW = ("flat_share", "length_ratio", "age_mean", "age_p95", "age_max", "queue")
+Warn = Callable[[str], None]
+
+
+class Control:
+    """Without a controller (mode `off`) every call does nothing."""
+
+    def __init__(self, path: Path, topology: Topology, training: TrainingStep, plan: LearnerPlan, ring: Ring) -> None:
+        settings = control_settings(topology)
+        self.training, self.plan = training, plan
+        self.controller = None if settings is None else Controller(settings)
+        # One gate, not two: full rules that act take the place of the training step's own.
+        mode, own = topology.learner.controller.mode, topology.experiments
+        self._gates = own.dmmpt == "gate" and mode == "act" and own.controller.rules == "full"
+        if self._gates:
+            training.gate = None
+        self.probe: list[SampleRecord] = []
+        self.probe_s = 0.0
+        self._probe_entropy: float | None = None
+        self._logged = read_lines(path) if self.controller is not None else {}
+        self._lines = LineFile(path) if self.controller is not None else None
+        self._idle = IdleRollouts(ring)
+        self._alert = ""
+
+    # -- checkpoints and replay ---------------------------------------------------------------------------------
+
+    def load(self, meta: Mapping[str, Any], folder: Path) -> None:
+        """Go on from a checkpoint; one that was written without a controller, or by other rules, begins anew."""
+        if self.controller is None:
+            return
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            self.probe = msgspec.msgpack.decode((folder / PROBE_FILE).read_bytes(), type=list[SampleRecord])
+        state = meta.get("control")
+        if isinstance(state, dict):
+            self.controller.load(state)
+
+    def meta(self) -> dict[str, Any]:
+        """For meta.json of a checkpoint."""
+        return {} if self.controller is None else {"control": self.controller.state()}
+
+    def save(self, folder: Path) -> None:
+        """The probe set, beside the rest of a checkpoint."""
+        if self.controller is not None:
+            (folder / PROBE_FILE).write_bytes(msgspec.msgpack.encode(self.probe))
+
+    def replayed(self, record: Record, stats: StepStats) -> None:
+        """A step of the log was trained again: decide as its learner did."""
+        if self.controller is None:
+            return
+        self._choose_probe(record)
+        line = self._logged.get(record.step)
+        inputs = Inputs.from_dict(line) if line else self._inputs(record, stats, {})
+        decision = self.controller.observe(inputs)
+        if line is None:
+            self._write(inputs, decision)
+
+    def start(self) -> None:
+        """After the replay: put in force what was decided so far."""
+        self._logged = {}
+        self._apply()
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def step(self, record: Record, stats: StepStats, row: Mapping[str, Any], warn: Warn) -> Decision | None:
+        """After a step and before the next: tell the controller, and carry out what it decides."""
+        if self.controller is None:
+            return None
+        self._choose_probe(record)
+        inputs = self._inputs(record, stats, row)
+        decision = self.controller.observe(inputs)
+        self._write(inputs, decision)
+        if decision is not None and decision.applied:
+            self._apply()
+        if (alert := self.controller.rules.alert) != self._alert:
+            self._alert = alert
+            if alert:
+                warn(f"controller: {alert}")
+        return decision
+
+    def _apply(self) -> None:
+        if self.controller is None or not self.controller.acts:
+            return
+        knobs = self.controller.knobs
+        self.plan.trigger.set(knobs.n_min, knobs.t_max_ms / 1000)
+        self.plan.tighten(knobs.eta)
+        if self._gates:
+            self.training.skip_mastered = knobs.gate
+
+    def _write(self, inputs: Inputs, decision: Decision | None) -> None:
+        line = {**inputs.to_dict(), "decision": decision.to_dict() if decision else None}
+        with contextlib.suppress(MachineError, OSError):
+            if self._lines is not None:
+                self._lines.append(msgspec.json.encode(line))
+
+    # -- inputs -------------------------------------------------------------------------------------------------
+
+    def _inputs(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> Inputs:
+        """From the line of metrics; a replay has none and gives what record and training say."""
+        told, tokens, masked = stats.diagnostics, stats.tokens, stats.old_tokens
+        numbers: dict[str, float | None] = {
+            "reward": row.get("reward", _mean([sample.reward for sample in record.samples])),
+            "probe": self._score(record.step), "entropy": told.entropy, "clip": told.clip_low + told.clip_high,
+            "k3": told.k3, "ess": told.ess, "masked": masked / max(1, masked + tokens),
+            "grad_norm": None if stats.skipped else stats.grad_norm, **self._noise(),
+        }
+        if row:
+            numbers |= {name: row.get(name) for name in FROM_ROW}
+            numbers |= {"idle_train": _idle_train(row), "idle_rollout": self._idle.share()}
+        return Inputs.made(record.step, len(record.groups), bool(stats.skipped), **numbers)
+
+    def _choose_probe(self, record: Record) -> None:
+        """The first step's first groups, whole, until there are enough samples: the same after any restart."""
+        if self.probe or self.controller is None:
+            return
+        for sample in record.samples:
+            new_group = not self.probe or sample.group != self.probe[-1].group
+            if new_group and len(self.probe) >= self.controller.settings.probe_samples:
+                return
+            self.probe.append(sample)
+
+    def _score(self, step: int) -> float | None:
+        if self.controller is None or not self.controller.probe_is_due(step):
+            self.probe_s = 0.0
+            return None
+        begun = time.perf_counter()
+        self._probe_entropy = self.training.entropy(self.probe)
+        self.probe_s = time.perf_counter() - begun
+        return self._probe_entropy
+
+    def _noise(self) -> dict[str, float | None]:
+        norms = self.training.norms
+        if norms is None or not all(map(math.isfinite, (norms.small_squared, norms.big_squared))):
+            return {}
+        signal, spread = noise_pair(norms.small_squared, norms.small, norms.big_squared, norms.big)
+        return {"noise_signal": signal, "noise_spread": spread}
+
+    # -- telling ------------------------------------------------------------------------------------------------
+
+    def numbers(self) -> dict[str, float]:
+        """What is in force, what the controller thinks, and its cost: for metrics.jsonl and LEARNER_STATE_UPDATE."""
+        told: dict[str, float] = {"n_min": self.plan.trigger.n_min}
+        if math.isfinite(self.plan.trigger.t_max_s):
+            told["t_max_ms"] = 1000 * self.plan.trigger.t_max_s
+        if self.controller is None:
+            return told
+        knobs, signals = self.controller.knobs, self.controller.signals
+        told |= {"control_n_min": knobs.n_min, "control_moves": self.controller.moves}
+        told["probe_s"] = round(self.probe_s, 5)
+        if knobs.eta is not None:
+            told["control_eta"] = knobs.eta
+            if self.controller.acts:
+                told["eta"] = knobs.eta
+        if self.controller.settings.rules == "full":
+            told["control_gate"] = float(knobs.gate)
+        for name, value in (("entropy_ratio", signals.ratio), ("noise_scale", signals.noise_scale),
+                            ("probe_entropy", self._probe_entropy)):
+            if value is not None:
+                told[name] = value
+        return told
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
+class IdleRollouts:
+    """Share of the engines' time without work since the last call, from the process table; None without any engine."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._seen: dict[tuple[str, int], int] = {}  # busy nanoseconds of a life
+        self._at = time.monotonic()
+
+    def share(self) -> float | None:
+        now = time.monotonic()
+        passed, self._at = now - self._at, now
+        before, self._seen = self._seen, {
+            (one.label, one.pid): one.busy_ns
+            for one in self._ring.processes()
+            if one.role == "rollout" and not one.remote
+        }
+        known = [(busy - before[life]) / 1e9 for life, busy in self._seen.items() if life in before]
+        return 1 - min(1.0, max(0.0, sum(known) / (len(known) * passed))) if known and passed > 0 else None
+
+
+def read_lines(path: Path) -> dict[int, dict[str, Any]]:
+    """The line of every step that is still valid; damage is left out, as these lines are no ledger."""
+    found: list[tuple[int, dict[str, Any]]] = []
+    for line in json_lines(path):
+        step = line.get("step")
+        if not isinstance(step, int):
+            continue
+        while found and found[-1][0] >= step:
+            found.pop()
+        found.append((step, line))
+    return dict(found)
+
+
+def _idle_train(row: Mapping[str, Any]) -> float | None:
+    """Share of the step's seconds in which the learner waited."""
+    seconds = float(row.get("seconds") or 0.0)
+    return min(1.0, sum(row["wait_s"].values()) / seconds) if seconds > 0 else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,279 @@
+"""Takes whole groups out of the ring for the learner, and gives them back or ends them.
+
+Talks to the ring and makes the write-ahead log's sample records. Knows nothing of losses, weights or the trigger.
+
+Invariants:
+- All members of a group are claimed, or none: a compare-and-swap that fails gives back what was taken.
+- A record is a copy: it stays good after its slot was freed.
+- A sample whose payload is malformed (counts that differ, a log-probability above 0, NaN, an unknown id) is dropped
+  with fate M; the rest of its group goes back and is looked at again.
+
+Samples as a person reads them, for samples.jsonl: the prompt as the model was given it, the answer, its reward.
+
+Talks to the ring, and to the model folder's chat template where prompts are chats. Imports no torch. Nothing of
+training depends on it: what can not be shown says so in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.config.trial import tools_of_chats
+from busrl.data import plain_text, prompt_of
+from busrl.data.chat import LightTokenizer
+from busrl.errors import DataError
+from busrl.ledger.log import SampleRecord
+from busrl.ring import Ring, State
+from busrl.roles.trajectory import (
+    UNREADABLE,
+    read_many_generated,
+    read_parts,
+    read_prompt_ids,
+    read_segment,
+    read_task,
+    read_text,
+    segments_of,
+)
+
+if TYPE_CHECKING:
+    from busrl.config import Topology
+
+
+
+# -- Takes whole groups out of the ring for the learner, and gives them back or ends them -----------------------------
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """One group in the learner's hands: slots with the words that own them, and a record of each sample."""
+
+    group: int
+    admission: int
+    slots: tuple[tuple[int, int], ...]
+    records: tuple[SampleRecord, ...]
+
+    @property
+    def rewards(self) -> npt.NDArray[np.float64]:
+        return np.array([record.reward for record in self.records], np.float64)
+
+    @property
+    def step(self) -> int:
+        """Learner step of the oldest admission version among the members: what age is counted from."""
+        return min(record.step for record in self.records)
+
+
+Lines = npt.NDArray[Any]
+Fault = Callable[[Sequence[SampleRecord]], "tuple[int, str] | None"]
+FIELDS = (
+    "uid", "group", "admission", "member", "attempt", "prompt_crc", "reward", "temperature", "version", "step", "finish"
+)
+TENSORS = ("prompt_ids", "token_ids", "logprobs", "versions")
+SEGMENTED = ("tokens", "logprobs", "versions")
+
+
+class Malformed(Exception):
+    """The payload of the sample at `position` of its group breaks the rules of the ledger."""
+
+    def __init__(self, position: int, text: str) -> None:
+        super().__init__(text)
+        self.position = position
+
+
+def claim_group(ring: Ring, lines: Lines, slots: Sequence[int], fault: Fault) -> Claimed | str | None:
+    """Claim the REWARDED `slots` of one group, as `lines` (a copy of all control lines) shows them.
+
+    `fault` says which of the records can not be trained, and why. Returns the group; None when a slot moved meanwhile;
+    or the text of what is malformed, with that sample dropped.
+    """
+    own = lines[list(slots)]  # what they say holds: a claim succeeds only while the word is the one read with them
+    owned: list[tuple[int, int]] = []
+    for slot, word in zip(slots, own["word"].tolist()):
+        taken = ring.claim(slot, word, State.TRAINING)
+        if not taken:
+            give_back(ring, owned)
+            return None
+        owned.append((slot, taken))
+    try:
+        records = make_records(ring, owned, own)
+        if (found := fault(records)) is not None:
+            raise Malformed(found[0], f"sample {records[found[0]].uid}: {found[1]}")
+    except Malformed as problem:
+        position = problem.position
+        give_back(ring, owned[:position] + owned[position + 1 :])
+        ring.drop(*owned[position], "M")
+        return str(problem)
+    return Claimed(records[0].group, records[0].admission, tuple(owned), tuple(records))
+
+
+def claim_groups(ring: Ring, lines: Lines, groups: Sequence[Sequence[int]], fault: Fault) -> list[Claimed] | None:
+    """Claim several groups at once, each given by its slots: much cheaper than one by one.
+
+    None if anything is in the way: all is given back then, and `claim_group` finds out what it is, with new lines.
+    """
+    slots = [slot for group in groups for slot in group]
+    own = lines[slots]
+    owned: list[tuple[int, int]] = []
+    for slot, word in zip(slots, own["word"].tolist()):
+        if not (taken := ring.claim(slot, word, State.TRAINING)):
+            break
+        owned.append((slot, taken))
+    records: list[SampleRecord] = []
+    if slots and len(owned) == len(slots):
+        with contextlib.suppress(Malformed):
+            records = make_records(ring, owned, own)
+    if not records or fault(records) is not None:
+        give_back(ring, owned)
+        return None
+    held = iter(zip(owned, records))
+    return [_claimed([next(held) for _ in group]) for group in groups]
+
+
+def _claimed(held: Sequence[tuple[tuple[int, int], SampleRecord]]) -> Claimed:
+    first = held[0][1]
+    return Claimed(first.group, first.admission, tuple(own for own, _ in held), tuple(record for _, record in held))
+
+
+def make_records(ring: Ring, owned: Sequence[tuple[int, int]], own: Lines) -> list[SampleRecord]:
+    """Copy samples out of their slots, checked."""
+    fields = zip(*(own[name].tolist() for name in FIELDS))
+    records = []
+    for position, (values, (payload, segments)) in enumerate(zip(fields, _payloads(ring, owned))):
+        counts = [len(part) // 4 for part in payload[1:]]
+        if not counts[0] == counts[1] == counts[2] > 0:
+            text = "{} tokens, {} log-probs, {} versions".format(*counts)
+            raise Malformed(position, f"sample {values[0]}: {text}")
+        found: dict[str, Any] = dict(zip((*FIELDS, *TENSORS), (*values, *payload)))
+        records.append(SampleRecord(**found, segments=segments))
+    return records
+
+
+Payload = tuple[tuple[bytes, ...], list[int]]
+
+
+def _payloads(ring: Ring, owned: Sequence[tuple[int, int]]) -> Iterable[Payload]:
+    """For each slot the bytes of its prompt, tokens, log-probabilities and versions, and the tokens of its segments if
+    there are several."""
+    if all(segments_of(word) == 1 for _, word in owned):
+        with contextlib.suppress(*UNREADABLE):  # which slot it is, is found one by one below
+            whole = zip(*(read_many_generated(ring, owned, name) for name in ("prompt_ids", *SEGMENTED)))
+            return [(payload, []) for payload in whole]
+    return [_payload(ring, position, slot, segments_of(word)) for position, (slot, word) in enumerate(owned)]
+
+
+def _payload(ring: Ring, position: int, slot: int, segments: int) -> Payload:
+    try:
+        parts = [[read_segment(ring, slot, name, k) for k in range(max(1, segments))] for name in SEGMENTED]
+        prompt = read_prompt_ids(ring, slot).tobytes()
+    except UNREADABLE as problem:
+        raise Malformed(position, f"sample {int(ring.line(slot)['uid'])}: {problem}") from None
+    sizes = [[len(part) for part in name] for name in parts]
+    if segments > 1 and not (sizes[0] == sizes[1] == sizes[2] and all(sizes[0])):
+        text = "its segments have {} tokens, {} log-probs, {} versions".format(*sizes)
+        raise Malformed(position, f"sample {int(ring.line(slot)['uid'])}: {text}")
+    return (prompt, *(np.concatenate(name).tobytes() for name in parts)), sizes[0] if segments > 1 else []
+
+
+def give_back(ring: Ring, owned: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> None:
+    """Return claimed slots to rest: anybody may look at them again."""
+    for slot, word in owned:
+        ring.release(slot, word, State.REWARDED)
+
+
+def end(ring: Ring, claimed: Claimed, fate: str) -> None:
+    """Store the fate of every sample of a claimed group and free its slots."""
+    for slot, word in claimed.slots:
+        ring.finish(slot, word, fate)
+
+
+def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
+    """The parts of the rewards in these slots; nothing is looked for where the first has none."""
+    found: list[dict[str, float]] = []
+    for slot in slots:
+        parts = read_parts(ring, slot)
+        if not parts and not found:
+            return []
+        found.append(parts)
+    return found
+
+
+# -- Samples as a person reads them, for samples.jsonl: the prompt as the model was given it, the answer, its reward --
+
+
+LENGTH = 2
+
+
+class Excerpts:
+    """`log.samples` of them for each step."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.data = topology.data
+        self.kept = topology.log.samples
+        self._chat = LightTokenizer(Path(topology.model.path), None, tools_of_chats(topology))
+
+    def of_step(self, ring: Ring, groups: Sequence[Claimed]) -> list[dict[str, Any]]:
+        """One sample of every group, then a second one of each, and so on, up to the number that is kept."""
+        most = max((len(group.records) for group in groups), default=0)
+        order = [(group, k) for k in range(most) for group in groups if k < len(group.records)]
+        kept = len(order) if isinstance(self.kept, str) else self.kept
+        return [self._of(ring, group, k) for group, k in order[:kept]]
+
+    def glimpse(self, ring: Ring, slot: int, line: np.void) -> dict[str, object]:
+        """A sample that nobody claimed; its slot may move meanwhile, which costs the texts."""
+        return {
+            "uid": int(line["uid"]),
+            "group": int(line["group"]),
+            **self._texts(ring, slot, int(line["word"])),
+            "reward": float(line["reward"]),
+            "version": int(line["version"]),
+        }
+
+    def _of(self, ring: Ring, claimed: Claimed, member: int) -> dict[str, Any]:
+        slot, word = claimed.slots[member]
+        record = claimed.records[member]
+        return {
+            "uid": record.uid,
+            "group": record.group,
+            **self._texts(ring, slot, word),
+            "reward": record.reward,
+            "tokens": len(record.token_ids) // 4,
+            "finish": "length" if record.finish == LENGTH else "end",
+            "version": record.version,
+            "versions": sorted(set(np.frombuffer(record.versions, np.uint32).tolist())),
+            "rewards_of_group": claimed.rewards.tolist(),
+            **({"reward_parts": parts} if (parts := read_parts(ring, slot)) else {}),
+        }
+
+    def _texts(self, ring: Ring, slot: int, word: int) -> dict[str, Any]:
+        """The prompt, what else its line holds (the right answer, say), and the completion."""
+        task = _for_people(lambda: read_task(ring, slot).decode("utf-8", "replace"))
+        prompt, rest = self.prompt(task)
+        completion = _for_people(lambda: read_text(ring, slot, segments_of(word)))
+        return {"prompt": prompt, "record": rest, "completion": completion}
+
+    def prompt(self, task: str) -> tuple[str, dict[str, Any]]:
+        """The prompt of a line as text, a chat as its template writes it, and the line's other keys."""
+        try:
+            record = msgspec.json.decode(task, type=dict[str, Any])
+        except msgspec.DecodeError:
+            return task, {}
+        rest = {key: value for key, value in record.items() if key != self.data.prompt_key}
+        try:
+            return self._chat.text(prompt_of(record, self.data)), rest
+        except DataError:  # of a scripted run, say, whose model needs no template
+            return plain_text(record.get(self.data.prompt_key, "")), rest
+
+
+def _for_people(read_it: Callable[[], str]) -> str:
+    """A text that training does not need: a sample without it is trained all the same."""
+    try:
+        return read_it()
+    except UNREADABLE as problem:
+        return f"({problem})"

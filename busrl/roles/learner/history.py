@@ -1,0 +1,255 @@
+"""The learner's history on disk: newest checkpoint, write-ahead log after it, train log, and the set of trained uids.
+
+Talks to files through `busrl.ledger` and `busrl.training.checkpoint`, and to the fate table. Knows nothing of slots,
+gradients or the trigger.
+
+Invariants:
+- Surviving history = checkpoint + log records after it; `trained` holds exactly the uids of both.
+- A record is dropped from the log only after two checkpoints that hold its uids are whole on disk (one with
+  `keep_last = 1`): if the newest one is damaged, the one before and the log lead to the same step.
+- A start from which steps are missing between checkpoint and log is refused: nothing is trained on weights that it
+  was not made for.
+- `highest_version` is at least every version that was published in this history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from busrl.config import Topology
+from busrl.data import JsonlStream
+from busrl.errors import DiskFull, UserError, WriteFailed
+from busrl.ledger.fates import Fate
+from busrl.ledger.log import Record, TrainLog, Wal, last_step
+from busrl.ledger.trained import TrainedSet, mend_train_log, mend_trained_set, newest_checkpoint, train_log_is_whole
+from busrl.paths import RunPaths
+from busrl.ring import Fates
+from busrl.roles import predictor_state
+
+if TYPE_CHECKING:
+    from busrl.roles.learner.step import TrainingStep
+
+
+log = logging.getLogger("busrl")
+LOG_REACHES = 2  # checkpoints that the log leads on from
+TORN = "torn-"
+
+
+class History:
+    """What was trained, and the files that prove it. `step` counts optimiser steps, `groups` groups trained."""
+
+    def __init__(self, paths: RunPaths, topology: Topology) -> None:
+        self.paths, self.topology = paths, topology
+        mode = topology.learner.wal
+        newest = newest_checkpoint(paths)
+        superseded = _step_of(newest) if newest is not None else -1
+        self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync", superseded=superseded)
+        if self.wal is not None and (cut := self.wal.stats().cut_bytes):
+            log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
+        self.train_log = TrainLog(paths.train_log)
+        self.trained = TrainedSet()
+        self.told: list[str] = []  # what a person should know of the start
+        self._train_log_bytes = 0  # that the newest checkpoint knows of
+        self._unwritten: list[Record] = []
+        self._saved: Path | None = None  # the checkpoint that a restart would begin with
+        self.step = self.groups = self.highest_version = 0
+        # Slots of trained samples may still be REWARDED, or come back so when their dead owner is reaped.
+        self.unfinished = True
+
+    # -- start --------------------------------------------------------------------------------------------------
+
+    def load(self, training: TrainingStep, also: Callable[[Mapping[str, Any], Path], None]) -> None:
+        """Continue from the newest whole checkpoint, if there is one; `also` gets its meta and its folder."""
+        if mended := mend_trained_set(self.paths):
+            log.warning(mended)
+        torn: dict[Path, str] = {}
+        found = training.load_checkpoint(self.paths.checkpoints, torn)
+        self._pass_over(torn, found.step if found is not None else 0)
+        if found is not None:
+            self.trained = TrainedSet.load(found.path / "trained.bin")
+            self._saved = found.path
+            self.step, self.groups = found.step, int(found.meta["groups"])
+            self.highest_version = int(found.meta["version"])
+            self._train_log_bytes = int(found.meta.get("train_log_bytes", 0))
+            if not train_log_is_whole(self.paths.train_log, self._train_log_bytes):
+                self._mend_train_log()
+            training.old.load(found.meta.get("version_steps", []))
+            also(found.meta, found.path)
+        if self.wal is not None:
+            # A record holds the newest version at its time; its own step may have been published as the one after.
+            self.highest_version = max(self.highest_version, self.wal.last_version + 1)
+
+    def _pass_over(self, torn: Mapping[Path, str], start: int) -> None:
+        """Nothing may be missing between step `start` and the newest step that is known; then damaged checkpoints get
+        names under which nobody takes them for one."""
+        if self.wal is not None:
+            newest = max([self.wal.last_step, *(_step_of(path) for path in torn)])
+            if missing := sorted({*range(start + 1, newest + 1)} - {*self.wal.steps()}):
+                raise _history_torn(self.paths, torn, self.wal.damage, start, missing)
+            self.told += [f"{text}. A checkpoint has made them superfluous" for text in self.wal.damage]
+            trained = last_step(self.paths.train_log)
+            if trained > max(newest, start):
+                self.told.append(
+                    f"{self.paths.train_log.name} names steps up to {trained}, but checkpoint and log end at step "
+                    f"{max(newest, start)}: the end of the log was lost; training goes on from there, and `busrl "
+                    "audit` names the samples of the steps after it as trained_unlogged"
+                )
+        for path, fault in torn.items():
+            aside = _free_name(path.with_name(f"{TORN}{path.name}"))
+            path.rename(aside)
+            gone = (
+                f"the steps after {start} are trained again from the log, nothing is lost"
+                if self.wal is not None
+                else f'the steps after {start} are lost with it (learner.wal = "off")'
+            )
+            self.told.append(
+                f"{path.name} is damaged ({fault}) and is kept as {aside.name}; training goes on from step {start}: "
+                f"{gone}"
+            )
+
+    def _mend_train_log(self) -> None:
+        """Rare, and it reads the whole file: the prompts are opened for it alone."""
+        data, width = self.topology.data, 2 * self.topology.groups.size
+        records = self.wal.records() if self.wal is not None else ()
+        with JsonlStream(data.train, self.topology.run.seed, data.shuffle, data.prompt_key) as stream:
+            self.told.append(
+                mend_train_log(
+                    self.paths.train_log, self.step, self.trained, records,
+                    lambda uid: stream.item(uid // width).crc, self._train_log_bytes,
+                )
+            )
+        self.train_log.close()
+        self.train_log = TrainLog(self.paths.train_log)
+
+    def to_replay(self) -> Iterator[Record]:
+        """Records after the checkpoint, in order; call `finished` for each once it is trained."""
+        yield from () if self.wal is None else self.wal.records(after=self.step)
+
+    def store_fates(self, fates: Fates) -> None:
+        """T for every trained uid: the predecessor may have died before it said so."""
+        for uids in self.trained.blocks():
+            codes = np.zeros(uids.size, np.uint8)
+            known = fates.view()  # anew: a store may make it longer
+            inside = uids < len(known)
+            codes[inside] = known[uids[inside]]
+            for uid in uids[codes != Fate.TRAINED].tolist():
+                fates.store(uid, "T")
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def append(self, record: Record) -> None:
+        """The commit point of a step. Raises DiskFull with nothing committed."""
+        self._write_lines()
+        if self.wal is not None:
+            self.wal.append(record)
+
+    def finished(self, record: Record) -> None:
+        """The record was trained: count it and write its line of the train log, now or once the disk has room."""
+        self.trained.add([sample.uid for sample in record.samples])
+        self.step = record.step
+        self.groups += len(record.groups)
+        self._unwritten.append(record)
+        with contextlib.suppress(DiskFull):
+            self._write_lines()
+
+    def fault(self) -> str:
+        """What somebody did to log or checkpoint, so that a restart would not come back here; empty if nothing."""
+        if self._saved is not None and not (self._saved / "meta.json").is_file():
+            return f"{self._saved} was removed or emptied by somebody else"
+        fault = self.wal.fault() if self.wal is not None else ""
+        return fault and f"{fault}: somebody else was there"
+
+    def _write_lines(self) -> None:
+        """Lines of the train log that a full disk refused; neither a step nor a checkpoint comes before them."""
+        while self._unwritten:
+            self.train_log.append(self._unwritten[0])
+            del self._unwritten[0]
+        if self.train_log.shortened:
+            self._mend_train_log()
+
+    def checkpoint(
+        self, training: TrainingStep, version: int, also: Mapping[str, Any], save: Callable[[Path], None]
+    ) -> float:
+        """Write a checkpoint, then drop the records that it makes superfluous. Returns the seconds it took.
+
+        `also` is added to its meta, `save` writes further files into its folder.
+        """
+        begun = time.monotonic()
+        meta = {
+            "version": version,
+            "groups": self.groups,
+            "samples": len(self.trained),
+            "seed": self.topology.run.seed,
+            "uids": "trained.bin",
+            "train_log_bytes": 0,
+            "version_steps": training.old.state(),
+            **also,
+        }
+
+        if not self.paths.root.is_dir():
+            raise WriteFailed(f"{self.paths.root} is not there any more: nothing is written in its place")
+
+        def extras(directory: Path) -> None:
+            self._add_files(directory)
+            save(directory)
+
+        self._write_lines()
+        self.train_log.flush()
+        meta["train_log_bytes"] = self._train_log_bytes = self.paths.train_log.stat().st_size
+        self._saved = training.save_checkpoint(self.paths.checkpoints, self.step, meta, extras).path
+        if self.wal is not None and self.wal.fault():
+            self.wal.renew()
+        elif self.wal is not None:
+            self.wal.end_segment()
+            self.wal.drop_before(self._log_begins() + 1)
+        return time.monotonic() - begun
+
+    def _log_begins(self) -> int:
+        """The step of the checkpoint from which the log leads on; 0 while there are too few."""
+        reaches = min(LOG_REACHES, self.topology.learner.keep_last)
+        kept = sorted(map(_step_of, self.paths.checkpoints.glob("global_step_*")), reverse=True)
+        return kept[reaches - 1] if len(kept) >= reaches else 0
+
+    def _add_files(self, directory: Path) -> None:
+        """What a checkpoint holds besides the model: the trained set, and what the length predictor had learned."""
+        self.trained.save(directory / "trained.bin")
+        predictor_state.copy_into(directory, self.paths)
+
+    def close(self) -> None:
+        if self.wal is not None:
+            self.wal.close()
+        self.train_log.close()
+
+
+def _step_of(checkpoint: Path) -> int:
+    number = checkpoint.name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _free_name(path: Path) -> Path:
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{k}") for k in itertools.count(2)))
+    return next(name for name in names if not name.exists())
+
+
+def _history_torn(
+    paths: RunPaths, torn: Mapping[Path, str], damage: list[str], start: int, missing: list[int]
+) -> UserError:
+    """Why no training goes on, and the two ways out."""
+    why = "; ".join([*(f"{path.name} is damaged: {fault}" for path, fault in torn.items()), *damage])
+    which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps from {missing[0]} to {missing[-1]}"
+    names = ", ".join([*(str(path) for path in torn), str(paths.wal)])
+    base = f"the checkpoint of step {start}" if start else "the model that the run began with"
+    return UserError(
+        f"{paths.root}: {which} can not be had again: no whole checkpoint holds them, and they are not in the log"
+        f"{f' ({why})' if why else ''}. Restore what was damaged or removed from a copy and start again; or move "
+        f"{names} out of the run directory: the run then goes on from {base}, and `busrl audit` names the "
+        "samples of all steps after it as trained_unlogged"
+    )

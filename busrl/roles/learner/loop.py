@@ -1,0 +1,600 @@
+"""Whether engines and learner have the same model: the log-probabilities of one are compared with those of the other.
+
+Used by the learner, with the numbers that training brings anyway. Knows nothing of engines but their names, and of no
+bus: what it finds is an error or a text for a warning.
+
+- Compared are tokens that the very weights at hand drew: those of older weights differ, and should. Where such tokens
+  may stand over keys of older weights, only answers that began with the weights at hand are compared; without any,
+  nothing but a difference that no arithmetic explains is told.
+- Before the first step is committed a difference that no arithmetic explains (`learner.mismatch_limit`) ends the run:
+  nothing of it was trained or logged then. Afterwards a difference above `tolerance` is a warning.
+- Nothing is concluded of engines that are no models of busrl's own kinds; of scripted ones nothing is even said.
+
+What a training answer is worth that the limit cut: its reward, a fixed number, or its reward less a penalty.
+
+Applied by the learner to its copy of the ring's lines, so that it holds for rewards from every kind of worker, and the
+slot keeps what the judge said. Knows nothing of groups. Validation is not touched: it measures the task itself.
+
+The learner: claims resolved groups, trains on them, publishes versions. Where a gradient comes out.
+
+Talks to the ring (REWARDED -> TRAINING* -> FREE, fates), the write-ahead log, `busrl.training`, the weight plane and
+the bus (LEARNER_STATE_UPDATE). Consumes groups, waits for the trigger, unblocked by rewards. What to claim and when to
+fire is decided by `busrl.scheduling`; knows nothing of prompts as text or of engines.
+
+Invariants:
+- Append to the log, then fates and slots, then the optimiser: whoever dies in between, each sample is trained exactly
+  once in the history that survives.
+- Groups count as unpublished before their slots are freed, until their version is published.
+- Micro-batches run while the step fills up (streaming); the weights do not change in between.
+- All that may take long is declared, and moves the progress counter with each micro-batch, tensor or file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.config import Topology
+from busrl.config.derive import admission_limits, checkpoint_is_due, make_plan
+from busrl.config.schema import RESTARTS
+from busrl.engines.base import LENGTH
+from busrl.errors import DiskFull, EngineDisagrees, FateRefused, NothingToTrain, WriteFailed
+from busrl.ledger.log import Record, SampleRecord
+from busrl.protocol import messages as m
+from busrl.ring import State
+from busrl.roles.actor import Actor, Pieces
+from busrl.roles.learner.control import Control
+from busrl.roles.learner.groups import Claimed, Excerpts, claim_group, claim_groups, end, give_back, parts_of
+from busrl.roles.learner.history import History
+from busrl.roles.learner.metrics import QUARTERS, Alarms, Idling, Skew, StepMetrics
+from busrl.roles.learner.publish import Publisher
+from busrl.roles.learner.step import TrainingStep
+from busrl.roles.segments import waves_of
+from busrl.scheduling.groups import GroupScanner, GroupView
+from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
+
+if TYPE_CHECKING:
+    from busrl.training.trainer import StepStats
+
+
+
+# -- Whether engines and learner have the same model: the log-probabilities of one are compared with those of ... -----
+
+
+SAMPLES, TOKENS = 64, 64  # at most and at least, of the first comparison
+EXACT, ROUNDED = 1e-3, 0.1  # nats: mean differences of float32, and where anybody computes in 16 bits (experts too)
+UNEXPLAINED = 1.0  # nats: more than old keys under new weights make
+MODELS = ("torch", "vllm", "openai")
+
+Score = Callable[[Sequence[SampleRecord]], Sequence[npt.NDArray[np.float32]]]
+
+
+class LogprobCheck:
+    """`first` until it has seen enough, `warning` after each step."""
+
+    def __init__(self, topology: Topology) -> None:
+        entries = [entry for entry in topology.process if entry.role == "rollout"]
+        known = all(entry.engine in MODELS and entry.count and not entry.command for entry in entries)
+        self.limit = topology.learner.mismatch_limit if known else 0.0
+        self.tolerance = tolerance(topology)
+        self._silent = topology.scripted or bool(topology.lora.dropout)
+        self._mixed = mixed(topology)
+        self._engines = ", ".join(sorted({entry.engine for entry in entries}))
+        self._remedy = f"give every engine the model of {topology.model.path}"
+        if "openai" in self._engines:
+            self._remedy += (
+                f": does {topology.openai.base_url} serve {topology.openai.model or 'it'}, with log-probabilities "
+                "after temperature (vLLM: --logprobs-mode processed_logprobs)?"
+            )
+
+    def first(self, records: Sequence[SampleRecord], version: int, score: Score) -> None:
+        """Before a step of the present weights, `version`, is committed: EngineDisagrees if its engines can not be of
+        this model. Once enough tokens were compared there is nothing more to do."""
+        if not self.limit:
+            return
+        exact = [record for record in records if (record.version_array() == version).any()][:SAMPLES]
+        if sum(int((record.version_array() == version).sum()) for record in exact) < TOKENS:
+            return
+        made = [record.version_array() == version for record in exact]
+        theirs = np.concatenate([record.logprob_array()[one] for record, one in zip(exact, made)])
+        ours = np.concatenate([row[one] for row, one in zip(score(exact), made)])
+        gap = float(np.abs(theirs - ours).mean())
+        if not gap <= self.limit:
+            raise EngineDisagrees(
+                f"engine {self._engines}, version {version}: over {len(ours)} tokens of these very weights the "
+                f"engine's log-probabilities (mean {theirs.mean():.3g}) and the learner's (mean {ours.mean():.3g}) "
+                f"differ by {gap:.3g} on average, more than learner.mismatch_limit = {self.limit:g}, which no "
+                f"arithmetic explains; nothing was trained. {self._remedy[0].upper()}{self._remedy[1:]}"
+            )
+        self.limit = 0.0
+
+    def warning(self, step: int, version: int, mismatch: float | None, begun: float | None = None) -> str:
+        """What there is to say of the step after `step`, whose weights were those of `version`; mostly nothing.
+
+        `mismatch` is over all tokens of these weights, `begun` over those of answers that began with them.
+        """
+        found, limit = mismatch, self.tolerance
+        if self._mixed and step:
+            found, limit = (begun, self.tolerance) if begun is not None else (mismatch, UNEXPLAINED)
+        if found is None or self._silent or found <= limit:
+            return ""
+        return (
+            f"step {step + 1}: the log-probabilities of engine {self._engines}, version {version}, differ from the "
+            f"learner's by {found:.3g} on average (mismatch), where {limit:g} can be rounding; "
+            f"{self._remedy}"
+        )
+
+
+def tolerance(topology: Topology) -> float:
+    """The mean difference that rounding can make. In which type a server computes is not known here."""
+    served = any(entry.role == "rollout" and entry.engine == "openai" for entry in topology.process)
+    return EXACT if topology.model.dtype == "float32" and not served else ROUNDED
+
+
+def mixed(topology: Topology) -> bool:
+    """Whether tokens of new weights may be drawn over keys of old ones: then they agree with neither (docs/engines.md).
+
+    Not before the first update: the first step can always be judged.
+    """
+    if topology.weights.mode == "sync" or topology.weights.transport in RESTARTS:
+        return False
+    how = topology.generation.on_update
+    keeps = any(entry.role == "rollout" and entry.engine not in ("vllm", "openai") for entry in topology.process)
+    return how == "keep" or (how == "auto" and keeps)
+
+
+# -- What a training answer is worth that the limit cut: its reward, a fixed number, or its reward less a penalty -----
+
+
+REWARDED, TRAINING = 6, 7
+TRAIN = 0
+
+
+class OverlongShaping:
+    """`truncated`: "reward" or the number that takes its place; `penalty` is subtracted."""
+
+    def __init__(self, truncated: float | str = "reward", penalty: float = 0.0) -> None:
+        self.fixed = None if isinstance(truncated, str) else float(truncated)
+        self.penalty = penalty
+
+    def apply(self, lines: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Correct the rewards of a copy of the lines, in place."""
+        if self.fixed is None and not self.penalty:
+            return lines
+        state = lines["state"]
+        cut = ((state == REWARDED) | (state == TRAINING)) & (lines["cls"] == TRAIN) & (lines["finish"] == LENGTH)
+        worth = lines["reward"] - self.penalty if self.fixed is None else self.fixed
+        lines["reward"] = np.where(cut, worth, lines["reward"])
+        return lines
+
+
+# -- The learner: claims resolved groups, trains on them, publishes versions. Where a gradient comes out --------------
+
+
+log = logging.getLogger("busrl")
+RUNNING, FINISHED = 0, 1
+PAUSE_STARTING = 1
+
+
+class Learner(Actor):
+    role = "learner"
+    singleton = True
+    tick_s: ClassVar[float] = 0.02
+
+    def setup(self) -> None:
+        self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
+        limits = admission_limits(self.topology)
+        streaming = TrainingStep.streamable(self.config) and not self.config.deterministic
+        self.plan = make_plan(self.topology, limits, streaming=streaming)
+        self.waves = waves_of(limits)
+        self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
+        self.training = TrainingStep(self.topology)
+        self.pieces = Pieces(self.topology.limits.progress_s, self.work_s)
+        self.training.moved = self._moved
+        self.worth = OverlongShaping(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
+        with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
+            self.ring.finish_drops()  # so that the fates tell what a predecessor set aside
+        self.metrics, self.excerpts = StepMetrics(self.paths, self._has_fate), Excerpts(self.topology)
+        self.idling, self._solved = Idling(self.topology, self.paths), False
+        self.agreement, self.alarms = LogprobCheck(self.topology), Alarms()
+        self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
+        self.control = Control(self.paths.decisions, self.topology, self.training, self.plan, self.ring)
+        self.claimed: dict[int, Claimed] = {}
+        self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
+        self._recover()
+
+    # -- start --------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Load the newest checkpoint, train the log's records after it again, and finish what a predecessor began."""
+        self.pieces.begin()
+        with self.activity("recover", self.work_s):
+            self.history = History(self.paths, self.topology)
+            self.history.load(self.training, self.control.load)
+            if self.training.changed:
+                self.warn("learner", f"the topology's values are used from here on: {', '.join(self.training.changed)}")
+            self._tell_of_history()
+            replayed = 0
+            for record in self.history.to_replay():
+                self.training.old.at(record.version, record.step - 1)
+                stats = self.training.replay(record)
+                self.control.replayed(record, stats)
+                self.history.finished(record)
+                self.metrics.replayed(record, stats)
+                self.ring.progress()
+                replayed += 1
+            self.metrics.resume(self.history.step)
+            self.control.start()
+            self.history.store_fates(self.fates)
+            late = self.topology.experiments.forced_age
+            self.publisher = Publisher(self, late, self.history.highest_version, self.training.write)
+            joined = self._join()
+            if not joined:
+                return
+            if self.history.step or self.publisher.version:
+                log.info("resumed at step %d (%d of them trained again from the log)", self.history.step, replayed)
+                self._publish()
+            elif late:
+                self.publisher.remember(0, self.training.weights())
+        self.begun_at = self.history.step
+        self.ring.set_header("unpublished_groups", 0)
+        self.ring.set_header("step", self.history.step)
+        self.ring.set_header("generation_pause", self.ring.header("generation_pause") & ~PAUSE_STARTING)
+        self.plan.trigger.step_ended(time.monotonic())
+
+    def _join(self) -> bool:
+        """Where engine and learner use one copy of the weights: find the engine's. False if told to stop meanwhile."""
+        if not self.training.shared:
+            return True
+        from busrl.roles.learner.publish import join
+
+        return join(self.publisher, self.training, lambda: self.history.step)
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Look, decide, act. True when anything moved."""
+        if self._is_over():
+            self._finish()
+            return True
+        self.publisher.check()
+        begun = time.monotonic_ns()
+        self.publisher.announce()
+        self._free_trained()
+        view = self.scan(self.scanner)
+        actions = self.plan.decide(
+            view,
+            list(self.claimed),
+            step=self.history.step,
+            now=time.monotonic(),
+            next_admission=self.ring.header("next_admission"),
+            aside=self.metrics.groups_aside,
+            wave_over=self._wave_over(view),
+        )
+        self.idling.look(view, [action.draw for action in actions if isinstance(action, SetAside)])
+        self._look_at_idling()
+        moved = False
+        for action in actions:
+            if isinstance(action, SetAside):
+                moved |= self._set_aside(view, action)
+            elif isinstance(action, Claim):
+                if not self._claim(view, action):
+                    return True  # a slot moved: look again before anything else
+                moved = True
+            elif isinstance(action, Fire):
+                self._fire(action, view)
+                moved = True
+            else:
+                moved |= self._while_waiting(action)
+        if moved:
+            self.ring.add(busy_ns=time.monotonic_ns() - begun)
+        return moved
+
+    def _wave_over(self, view: GroupView) -> bool | None:
+        """In rounds of segments: whether the wave is over, and no member is still to be dispatched."""
+        if self.waves is None:
+            return None
+        return not view.due.any() and self.waves.over(self.lines, self.ring.header("next_admission"))
+
+    def copy_lines(self) -> npt.NDArray[Any]:
+        """The ring's lines, with the rewards of cut answers as [segments] wants them, whoever judged them."""
+        return self.worth.apply(super().copy_lines())
+
+    def _is_over(self) -> bool:
+        run = self.topology.run
+        return self._solved or self.history.step >= run.max_steps or 0 < run.max_groups <= self.history.groups
+
+    def idle(self, timeout_s: float) -> None:
+        """Sleep until a reward is committed, or the time is over."""
+        begun = time.monotonic_ns()
+        due = min(timeout_s, max(0.001, self.plan.trigger.deadline_s(time.monotonic())))
+        # Waits from the count of the last look: a reward committed since then must not be slept through.
+        self.ring.wait(State.REWARDED, self.looked, due)
+        waited = time.monotonic_ns() - begun
+        self.metrics.waited(waited / 1e9)
+        self.ring.add(idle_ns=waited)
+
+    # -- actions ------------------------------------------------------------------------------------------------
+
+    def _free_trained(self) -> None:
+        """REWARDED slots whose uid is in checkpoint or log already: a predecessor trained them."""
+        self.looked = self.ring.transitions(State.REWARDED)
+        if not self.history.unfinished:
+            return
+        lines = self.ring.lines()
+        for slot in (lines["state"] == State.REWARDED).nonzero()[0].tolist():
+            if int(lines["uid"][slot]) in self.history.trained and int(lines["cls"][slot]) == 0:
+                word = self.ring.claim(slot, int(lines["word"][slot]), State.TRAINING)
+                if word:
+                    self.ring.finish(slot, word, "T")
+        self.history.unfinished = bool((lines["state"] == State.TRAINING).any())
+
+    def _set_aside(self, view: GroupView, action: SetAside) -> bool:
+        lines = self.copy_lines()
+        slots = view.slots_of(action.draw)
+        self.metrics.set_aside(lines[slots], action.fate, self.history.step + 1, parts_of(self.ring, slots))
+        shown = slots[0]
+        self.idling.set_aside(
+            lines[slots], action.fate, lambda: self.excerpts.glimpse(self.ring, shown, lines[shown])
+        )
+        self.skew.ended(action.draw, lines["response_tokens"][slots].tolist(), action.fate)
+        for slot in slots:
+            if int(lines["state"][slot]) == State.REWARDED and int(lines["group"][slot]) == action.draw:
+                self.ring.drop(slot, int(lines["word"][slot]), action.fate)
+        return True
+
+    def _has_fate(self, draw: int, fate: str) -> bool:
+        """Whether any sample of a group has it."""
+        width = 2 * self.topology.groups.size
+        return bool((self.fates.view()[draw * width : (draw + 1) * width] == ord(fate)).any())
+
+    def _look_at_idling(self) -> None:
+        """Groups end and none can be trained: a line of the metrics at each quarter of the patience, a warning at the
+        first (where the task is solved: the third), and the end of the run, with the cause, at the last: a failure, or
+        the goal where it is solved."""
+        quarters = self.idling.quarters()
+        if not quarters:
+            return
+        idling, text = self.idling, self.idling.text(self.history.step)
+        self.metrics.idle(self.history.step, self.publisher.version, idling)
+        solved, ends = idling.solved and self.history.step > 0, QUARTERS in quarters
+        if solved and ends:
+            self.warn("learner", f"the run ends here: {text}", kind="solved")
+            self._solved = True
+        elif (3 if solved else 1) in quarters:  # a policy that has nearly solved it has short streaks all the time
+            self.warn("learner", f"{text}. The run ends after {idling.patience} (limits.idle_groups)", kind="idle")
+        if ends and not solved:
+            self._return_claims()
+            if self.history.step > self.begun_at:
+                self._checkpoint()
+            raise NothingToTrain(f"nothing to train (limits.idle_groups = {idling.limit}): {text}")
+
+    def _claim(self, view: GroupView, action: Claim) -> bool:
+        for draw, got in zip(action.draws, self._taken(view, action.draws)):
+            if isinstance(got, str):
+                self.warn("learner", f"{got}; dropped as malformed, its group is looked at again", "error")
+            if got is None or isinstance(got, str):
+                return False
+            self.claimed[draw] = got
+            self.pending.append(got)
+            self.metrics.first_claim()
+        return True
+
+    def _taken(self, view: GroupView, draws: Sequence[int]) -> Iterator[Claimed | str | None]:
+        """All of them at once; where something is in the way, one after the other."""
+        slots, fault = [view.slots_of(draw) for draw in draws], self.training.fault
+        several = claim_groups(self.ring, self.copy_lines(), slots, fault)
+        if several is not None:
+            yield from several
+            return
+        lines = self.copy_lines()
+        for own in slots:
+            yield claim_group(self.ring, lines, own, fault)
+
+    def _while_waiting(self, action: Wait) -> bool:
+        """Use the time: run a micro-batch on what was claimed, publish what is still unpublished."""
+        self.metrics.waiting(action.reason, action.group)
+        few = sum(len(group.records) for group in self.pending) < self.config.micro_batch_min_samples
+        if self.plan.streaming and self.pending and not few:
+            self._accumulate()
+            return True
+        if self._publication_is_due():
+            self._publish()
+            return True
+        return False
+
+    def _publication_is_due(self) -> bool:
+        return publication_is_due(
+            self.ring.header("unpublished_groups"),
+            self.history.step,
+            n_min=self.plan.trigger.n_min,
+            admitted=self.plan.window.B,
+            publish_every=self.topology.publish_every,
+        )
+
+    def _accumulate(self) -> None:
+        groups, self.pending = self.pending, []
+        self.training.old.at(self.publisher.version, self.history.step)
+        records = [record for group in groups for record in group.records]
+        with self.activity("accumulate", self.pieces.begin()):
+            self.training.accumulate(records, self._present_version())
+
+    def _moved(self) -> None:
+        """A micro-batch, an update or a part of a checkpoint is done."""
+        self.pieces.ended()
+        self.ring.progress()
+
+    def _present_version(self) -> int | None:
+        """The version that has the weights which are trained; None while they are not published (or published late)."""
+        return self.publisher.version if self.ring.header("version_step") == self.history.step else None
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def _fire(self, action: Fire, view: GroupView) -> None:
+        with self.activity("step", self.pieces.begin()):
+            if not self._history_stands():
+                return
+            groups = [self.claimed[draw] for draw in action.draws]
+            record = self._record(action, groups)
+            exact = self._present_version()
+            if exact is not None:
+                self.agreement.first(record.samples, exact, self.training.score)
+            if not self._commit(record):
+                return
+            samples = self.excerpts.of_step(self.ring, groups)
+            for group in groups:
+                self.metrics.reward_parts(parts_of(self.ring, [slot for slot, _ in group.slots]))
+                end(self.ring, group, "T")
+            self.claimed.clear()
+            self.training.old.at(record.version, self.history.step)
+            stats = self._train(record.samples, len(groups))
+            self.idling.saw([sample.reward for sample in record.samples])
+            self.idling.stepped()
+            self._compare(stats, exact)
+            self.history.finished(record)
+            self.ring.set_header("step", self.history.step)
+            published = self._publish() if self.history.step % self.topology.publish_every == 0 else 0.0
+            more = {
+                "groups_total": self.history.groups, "queue": max(0, int(view.usable.sum()) - len(groups)),
+                **self._lengths(groups, view), **self.control.numbers(),
+            }
+            row = self.metrics.step(record, stats, samples, self.publisher.version, published, more)
+            for text in () if self.topology.scripted else self.alarms.step(row):
+                self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
+            self.control.step(record, stats, row, self._warn_of_control)
+            self._tell(stats)
+            self._maybe_checkpoint(len(groups))
+        self.plan.trigger.step_ended(time.monotonic())
+
+    def _lengths(self, groups: Sequence[Claimed], view: GroupView) -> dict[str, Any]:
+        """How the lengths that were trained compare with those that were drawn; says so when they begin to differ."""
+        for group in groups:
+            self.skew.ended(group.group, [len(record.token_ids) // 4 for record in group.records], "T")
+        figures = self.skew.step([*view.draws.tolist(), *view.unopened(1)])
+        if warning := self.skew.warning(figures):
+            self.warn("learner", warning, kind="length skew")
+        return figures
+
+    def _compare(self, stats: StepStats, version: int | None) -> None:
+        """Say so if the engines of the version whose weights were trained told other log-probabilities than ours."""
+        if version is None:
+            return
+        told = stats.diagnostics
+        if text := self.agreement.warning(self.history.step, version, told.mismatch, told.mismatch_begun):
+            self.warn("learner", text, kind="mismatch")
+
+    def _warn_of_control(self, text: str) -> None:
+        self.warn("learner", text, kind="controller")
+
+    def _record(self, action: Fire, groups: Sequence[Claimed]) -> Record:
+        return Record(
+            step=self.history.step + 1,
+            version=self.publisher.version,
+            cause=action.cause.value,
+            groups=list(action.draws),
+            samples=[record for group in groups for record in group.records],
+            dmmpt=self.training.skip_mastered,
+        )
+
+    def _tell_of_history(self) -> None:
+        for told in self.history.told:
+            self.warn("learner", told, "error", kind=told)
+        self.history.told.clear()
+
+    def _history_stands(self) -> bool:
+        """What a death would lose, since somebody removed it from the disk, is written again before it can happen."""
+        self._tell_of_history()
+        fault = self.history.fault()
+        if not fault:
+            return True
+        self.warn("learner", f"{fault}; a checkpoint is written at once, so nothing is lost", "error", kind="history")
+        return self.until_written("training", self._write_checkpoint)
+
+    def _commit(self, record: Record) -> bool:
+        """Append to the log: the commit point. With the disk full, hold the batch and say so until there is room."""
+        self.keep_turn()
+        waiting = self.ring.header("unpublished_groups")
+        self.ring.set_header("unpublished_groups", waiting + len(record.groups))
+        return self.until_written("training", lambda: self.history.append(record))
+
+    def _train(self, samples: Sequence[SampleRecord], groups: int) -> StepStats:
+        if self.plan.streaming:
+            self._accumulate()
+            return self.training.finish(groups)
+        self.pending = []
+        return self.training.train(samples, groups, self._present_version())
+
+    def _publish(self) -> float:
+        return self.publisher.publish(self.history.step, self.training.weights())
+
+    def _tell(self, stats: StepStats) -> None:
+        self.bus.send(m.LearnerStateUpdate(**self.metrics.update(self.control.numbers())))
+        if stats.skipped:
+            blame = ", ".join(stats.culprits)
+            what = "left out a part of its updates" if stats.partly else "changed nothing"
+            self.warn("learner", f"step {self.history.step} {what}: {stats.skipped} ({blame})", "error")
+        if (gate := self.training.gate) is not None and self.training.gate_moved:
+            what = f"{'left out' if gate.on else 'trained'} (entropy {gate.entropy:.3f}, sigma {gate.sigma:g})"
+            log.info("after step %d mastered tokens are %s", self.history.step, what)
+
+    def _maybe_checkpoint(self, groups: int) -> None:
+        if checkpoint_is_due(self.topology, self.history.step, self.history.groups, groups) and not self._is_over():
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        try:
+            self._write_checkpoint()
+        except (DiskFull, WriteFailed) as problem:
+            self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
+
+    def _write_checkpoint(self) -> None:
+        self.pieces.begin()  # whatever was waited for before
+        with self.activity("checkpoint", self.work_s):
+            self.metrics.checkpoint_s = self.history.checkpoint(
+                self.training, self.publisher.version, self.control.meta(), self._save_control
+            )
+
+    def _save_control(self, directory: Path) -> None:
+        """The last file of a checkpoint: if the weights were lost while they were written, it is none."""
+        self.control.save(directory)
+        self.publisher.check()
+
+    # -- end ----------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """The goal is reached, or nothing is left to learn: give back what was claimed early, write the last
+        checkpoint, say so in the ring."""
+        self._return_claims()
+        if self.ring.header("unpublished_groups"):
+            self._publish()
+        # What the run was for is worth waiting for.
+        if not self.until_written("the last checkpoint", self._write_checkpoint):
+            return
+        self.ring.set_header("run_state", FINISHED)
+        self.stop("nothing is left to learn" if self._solved else "all steps are done")
+
+    def _return_claims(self) -> None:
+        for group in self.claimed.values():
+            give_back(self.ring, group.slots)
+        self.claimed.clear()
+        self.pending = []
+
+    def teardown(self) -> None:
+        if self.ring.header("run_state") != FINISHED:
+            self._return_claims()
+            self._checkpoint()
+        self.publisher.close()
+        self.control.close()
+        self.metrics.close()
+        self.history.close()
+
+
+def main(run_dir: str, name: str) -> int:
+    return Learner(run_dir, name).main()

@@ -1,0 +1,430 @@
+"""Which leading tokens of a sample are older than max_staleness: they are context in this step, not trained.
+
+Used by the training step. Pure bookkeeping over versions and steps; knows nothing of slots or of losses.
+
+- A group that is over age is trained under `over_age = "wait"`; no token of it that is more than max_staleness steps
+  old is. It counts in no denominator; the reward, and so the advantage, is of the whole answer.
+- Everything up to the last token that is too old is left out, so what remains is one piece at the end.
+- The step of a version is known from the records of the log alone, so a replay leaves out the same tokens.
+
+One optimiser step, from sample records to new weights: the learner's only door to torch.
+
+Talks to `busrl.training` and `busrl.algorithms`. Knows nothing of the ring, the bus or the log.
+
+Invariants:
+- Groups come whole: an advantage compares a sample with its own group only.
+- The same records in the same batch give the same step, live or replayed from the log, up to the order of summation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from busrl import device
+from busrl.algorithms.advantages import advantages
+from busrl.algorithms.losses import get
+from busrl.config import Topology
+from busrl.config.rules import ADAPTERS, ONE_COPY
+from busrl.config.schema import Learner
+from busrl.errors import UserError
+from busrl.ledger.log import Record, SampleRecord
+from busrl.scheduling.controller import EntropyGate
+from busrl.training import checkpoint
+from busrl.training.batch import Sample, all_sound
+from busrl.training.checkpoint import Checkpoint
+from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
+from busrl.training.trainer import (
+    NoiseMeter,
+    Norms,
+    Schedule,
+    StepStats,
+    Trainer,
+    TrainerSettings,
+    combined,
+    keep_freed_memory,
+)
+from busrl.weights.tensors import fingerprint
+
+# -- Which leading tokens of a sample are older than max_staleness: they are context in this step, not trained --------
+
+
+KEPT = 256  # versions whose step is remembered; older ones count as at most as old as the oldest of these
+
+
+class StaleTokenMask:
+    """`bound` None: nothing is ever too old. `at` before the samples of a step, then `leading` for each."""
+
+    def __init__(self, bound: int | None) -> None:
+        self.bound = bound
+        self.now = 0  # finished steps
+        self.masked = 0  # tokens left out since `taken`
+        self._versions: list[int] = []
+        self._steps: list[int] = []
+
+    def at(self, version: int, step: int) -> None:
+        """`version` is the newest one published, `step` steps are finished."""
+        self.now = step
+        if not self._versions or version > self._versions[-1]:
+            self._versions, self._steps = [*self._versions, version][-KEPT:], [*self._steps, step][-KEPT:]
+
+    def step_of(self, version: int) -> int:
+        """The step that made a version. Versions without a record of their own were published in a row at one step."""
+        i = bisect_left(self._versions, version)
+        return self._steps[i] if i < len(self._steps) else self.now
+
+    def leading(self, record: SampleRecord) -> int:
+        """How many tokens at the start of the answer are not to be trained."""
+        if self.bound is None or self.now - record.step <= self.bound:
+            return 0
+        versions = np.frombuffer(record.versions, "<u4")
+        old = [v for v in np.unique(versions).tolist() if self.now - self.step_of(v) > self.bound]
+        late = np.flatnonzero(np.isin(versions, old))
+        count = int(late[-1]) + 1 if len(late) else 0
+        self.masked += count
+        return count
+
+    def taken(self) -> int:
+        """Tokens that were left out since the last call."""
+        masked, self.masked = self.masked, 0
+        return masked
+
+    def state(self) -> list[list[int]]:
+        return [list(pair) for pair in zip(self._versions, self._steps, strict=True)]
+
+    def load(self, state: Sequence[Sequence[int]]) -> None:
+        self._versions, self._steps = [int(v) for v, _ in state], [int(s) for _, s in state]
+
+
+# -- One optimiser step, from sample records to new weights: the learner's only door to torch -------------------------
+
+
+ADAPTER = "adapter"  # folder of a checkpoint
+SLICE_S = 0.5  # of a sleep that stands for work
+Prox = list[npt.NDArray[np.float32]]
+
+
+class TrainingStep:
+    """A trainer, its learning-rate schedule, and how many groups it has trained."""
+
+    def __init__(self, topology: Topology) -> None:
+        keep_freed_memory()
+        self.config = topology.learner
+        self.source = Path(topology.model.path)
+        self.device = device.choose(topology.device_of("learner"))
+        self.settings = TrainerSettings.of(topology)
+        self.last_only = topology.segments.loss == "last_segment"
+        experiments = topology.experiments
+        self.gate = EntropyGate(experiments.dmmpt_sigma) if experiments.dmmpt == "gate" else None
+        self.gate_moved = False  # by the last step
+        self.schedule = _schedule(topology)
+        self.part_groups = experiments.controller.noise_groups if _measures_noise(topology) else 0
+        self.s_per_token = topology.mock.learner_s_per_token
+        self.groups = 0
+        weights = topology.weights
+        self.forced_age = experiments.forced_age
+        bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.forced_age
+        self.old = StaleTokenMask(weights.max_staleness if bounded else None)
+        self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
+        self.moved: Callable[[], None] = _nothing  # called after each micro-batch and each part of a checkpoint
+        self.before_update: Callable[[], None] = _nothing  # called when the weights are about to change
+        self.shared = weights.transport == ONE_COPY
+        self.adapter: Adapter | None = None
+        self.lora = lora_of(topology)
+        self.gives_adapters = weights.transport in ADAPTERS
+        self._use(self._trainer(self.source))
+        self.vocabulary = vocabulary(self.trainer.model)
+
+    def _trainer(self, folder: Path) -> Trainer:
+        """For the model of that folder; with [lora] for an adapter on it."""
+        model = load(folder, device=self.device)
+        if self.lora is None:
+            return Trainer(model, self.settings)
+        self.adapter = Adapter(model, self.lora)
+        return Trainer(model, self.settings, named=self.adapter.merged)
+
+    def _use(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        trainer.moved = lambda: self.moved()
+        self.noise = NoiseMeter(trainer.parameters) if self.part_groups else None
+        self.norms: Norms | None = None  # of the last step, where the noise scale is measured
+
+    @staticmethod
+    def streamable(config: Learner) -> bool:
+        """Whether micro-batches may run before the whole step is known."""
+        return get(config.loss).streamable and config.updates_per_batch == 1
+
+    def fault(self, records: Sequence[SampleRecord]) -> tuple[int, str] | None:
+        """The position of a sample that must not be trained, and why; None if all are sound."""
+        samples = self._samples(records)
+        if all_sound(samples, self.vocabulary):
+            return None
+        texts = ((i, sample.fault(self.vocabulary)) for i, sample in enumerate(samples))
+        return next(((i, text) for i, text in texts if text is not None), None)
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def accumulate(self, records: Sequence[SampleRecord], version: int | None, prox: Prox | None = None) -> None:
+        """Forward and backward of whole groups, added to the step under way.
+
+        `version` is that of the present weights; None where no version has them: after the first update of several.
+        """
+        advantages = self._advantages(records)
+        for part in _parts(records, self.part_groups):
+            begun, before = time.monotonic(), self.trainer.tokens
+            self._accumulate(records[part], advantages[part], None if prox is None else prox[part], version)
+            self._take_as_long_as_scripted(begun, records[part])
+            if self.noise is not None:
+                self.noise.part(len({record.group for record in records[part]}), self.trainer.tokens - before)
+
+    def _accumulate(
+        self, records: Sequence[SampleRecord], advantages: Sequence[float], prox: Prox | None, version: int | None
+    ) -> None:
+        """With the leading tokens that are too old as context, and without samples of which nothing else is left."""
+        skipped = [self.old.leading(record) for record in records]
+        kept = [i for i, record in enumerate(records) if skipped[i] < len(record.versions) // 4]
+        samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
+        rows = None if prox is None else [prox[i] for i in kept]
+        self.trainer.accumulate(samples, [advantages[i] for i in kept], rows, version)
+
+    def _take_as_long_as_scripted(self, begun: float, records: Sequence[SampleRecord]) -> None:
+        """With `mock.learner_s_per_token`: the rest of the time that a larger model would take. It is pacing only."""
+        end = begun + self.s_per_token * sum(len(record.versions) // 4 for record in records)
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, SLICE_S))
+            self.moved()
+
+    def finish(self, groups: int) -> StepStats:
+        """The one update of a step of `groups` groups, for all that was accumulated."""
+        return self._ended([self._update(self.schedule(self.groups, groups))], groups)
+
+    def _update(self, rate: float) -> StepStats:
+        if self.noise is not None:
+            self.norms = self.noise.whole()
+        self.before_update()
+        stats = self.trainer.step(rate)
+        self.moved()
+        return stats
+
+    def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
+        """The step is over: what its updates come to together."""
+        stats = replace(combined(updates), old_tokens=self.old.taken())
+        self.groups += groups
+        if self.gate is not None:
+            self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
+            self.skip_mastered = self.gate.on
+        return stats
+
+    def replay(self, record: Record) -> StepStats:
+        """Train a step of the log again, with the tokens left out that were left out then."""
+        live, self.skip_mastered = self.skip_mastered, record.dmmpt
+        # A version that was there a step before has other weights than those of this step.
+        exact = self.old.step_of(record.version) == record.step - 1 and not self.forced_age
+        stats = self.train(record.samples, len(record.groups), record.version if exact else None)
+        if self.gate is None:
+            self.skip_mastered = live
+        return stats
+
+    @property
+    def skip_mastered(self) -> bool:
+        """Whether the step under way leaves mastered tokens out (DMMPT); a replay sets it to what the log says."""
+        return self.trainer.skip_mastered
+
+    @skip_mastered.setter
+    def skip_mastered(self, value: bool) -> None:
+        self.trainer.skip_mastered = value
+
+    def _samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
+        return [to_sample(record, self.last_only) for record in records]
+
+    def train(self, records: Sequence[SampleRecord], groups: int, version: int | None) -> StepStats:
+        """A whole step at once. With several updates per batch each takes a share of the groups, all at the rate of the
+        step and, for a loss that reads them, against the log-probabilities that the weights gave before the first."""
+        updates = min(self.config.updates_per_batch, groups)
+        if updates == 1:
+            self.accumulate(records, version)
+            return self.finish(groups)
+        rate = self.schedule(self.groups, groups)
+        prox = self.trainer.score(self._samples(records)) if self.trainer.loss.uses_prox else None
+        made = []
+        for number, part in enumerate(_split(records, updates)):
+            share = [records[i] for i in part]
+            self.accumulate(share, None if number else version, None if prox is None else [prox[i] for i in part])
+            made.append(self._update(rate))
+        return self._ended(made, groups)
+
+    def _advantages(self, records: Sequence[SampleRecord]) -> list[float]:
+        found: list[float] = []
+        for _, members in groupby(records, key=lambda record: record.group):
+            found += advantages(self.config.advantage, [record.reward for record in members])
+        return found
+
+    def score(self, records: Sequence[SampleRecord]) -> Prox:
+        """The log-probability of every generated token of these samples under the present weights."""
+        return self.trainer.score([to_sample(record) for record in records])
+
+    def entropy(self, records: Sequence[SampleRecord]) -> float:
+        """Mean entropy in nats over the generated tokens of these samples under the present weights."""
+        return self.trainer.entropy([to_sample(record) for record in records])
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is published: the weights, or the adapter alone; valid until the next step. As they are trained, where
+        the engine's are the same."""
+        if self.shared:
+            return named_weights(self.trainer.model)
+        if self.adapter is not None and self.gives_adapters:
+            return self.adapter.tensors()
+        return self.trainer.named_weights()
+
+    def adopt(self, views: Mapping[str, Tensor]) -> None:
+        """Train these tensors, which hold the present weights, in the place of the model's own."""
+        for name, parameter in self.trainer.model.named_parameters():
+            parameter.data = views[name]
+        device.empty_cache(self.device)
+
+    def write(self, folder: Path, named: Mapping[str, Tensor]) -> None:
+        """What `weights` gave, as the files of a published folder: an adapter, or a model with its tokenizer."""
+        if self.adapter is not None and self.gives_adapters:
+            self.adapter.write(folder, named)
+        else:
+            checkpoint.export(self.trainer.model, folder, self.source, named)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None:
+        """Continue from the newest whole one under `root`; None if there is none. `torn` gets what it passed over."""
+        found = checkpoint.latest(root, torn)
+        if found is not None:
+            self._load_model(found)
+            self.changed = self.trainer.load_optimizer_state(found.optimizer_state())
+            found.restore_random(self.device)
+            self.groups = int(found.meta["groups"])
+            if self.gate is not None and "dmmpt_gate" in found.meta:
+                self.gate.load(found.meta["dmmpt_gate"])
+                self.skip_mastered = self.gate.on
+        return found
+
+    def _load_model(self, found: Checkpoint) -> None:
+        """The weights of a checkpoint: with [lora] those of the base, and its adapter."""
+        before = found.meta.get("lora")
+        now = None if self.lora is None else {**self.lora.described(), "base": fingerprint(self.source)}
+        if before != now:
+            raise UserError(
+                f"{found.path} was trained with lora {before}, the topology and model.path give {now}; go on with the "
+                f"settings as they were, or start a new run with model.path = {found.model}"
+            )
+        if self.adapter is None:
+            self._use(self._trainer(found.model))
+        else:
+            self.adapter.load(found.path / ADAPTER)
+
+    def save_checkpoint(
+        self, root: Path, step: int, meta: Mapping[str, Any], extras: Callable[[Path], None]
+    ) -> Checkpoint:
+        more: dict[str, Any] = {"dmmpt_gate": self.gate.state()} if self.gate is not None else {}
+        if self.lora is not None:
+            more["lora"] = {**self.lora.described(), "base": fingerprint(self.source)}
+
+        def files(directory: Path) -> None:
+            if self.adapter is not None:
+                self.adapter.write(directory / ADAPTER, self.adapter.tensors())
+            extras(directory)
+
+        return checkpoint.save(
+            root,
+            step,
+            model=self.trainer.model,
+            optimizer_state=self.trainer.optimizer_state(),
+            meta={**meta, **more},
+            named=self._named(),
+            source=self.source,
+            extras=files,
+            keep_last=self.config.keep_last,
+            moved=self.moved,
+            where=self.device,
+        )
+
+    def _named(self) -> dict[str, Tensor] | None:
+        """What a checkpoint's model holds where it is not the trained tensors as they are: base and adapter as one, a
+        copy of what another process shares, in the number type that is published."""
+        if self.shared and self.adapter is None:
+            copied = copied_weights(self.trainer.model)
+            dtype = getattr(torch, self.settings.compute_dtype)
+            return {name: tensor.to(dtype) for name, tensor in copied.items()}
+        return None if self.adapter is None and not self.trainer.rounded else self.trainer.named_weights()
+
+
+def _nothing() -> None:
+    """The weights are the learner's alone, they may change at any time; and nobody wants to know how far it is."""
+
+
+def lora_of(topology: Topology) -> LoraSettings | None:
+    """None where all weights are trained."""
+    own = topology.lora
+    return LoraSettings(own.rank, own.scale, own.targets, own.dropout, topology.run.seed) if own.on else None
+
+
+def _schedule(topology: Topology) -> Schedule:
+    """The rate over the run: a fall without a length of its own ends with the run."""
+    config, run = topology.learner, topology.run
+    total = run.max_groups or run.max_steps * config.trigger.n_min
+    falls = config.decay_groups or max(1, total - config.warmup_groups)
+    return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
+
+
+def _measures_noise(topology: Topology) -> bool:
+    """Only the full rules look at the noise scale; several updates per batch have no one gradient to measure."""
+    learner = topology.learner
+    full = learner.controller.mode != "off" and topology.experiments.controller.rules == "full"
+    return full and learner.updates_per_batch == 1
+
+
+def _parts(records: Sequence[SampleRecord], groups: int) -> list[slice]:
+    """The records in one piece, or in pieces of at most so many whole groups."""
+    if not records:
+        return []
+    first = [i for i, record in enumerate(records) if i == 0 or record.group != records[i - 1].group]
+    edges = [*(first[::groups] if groups else first[:1]), len(records)]
+    return [slice(low, high) for low, high in itertools.pairwise(edges)]
+
+
+def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -> Sample:
+    """A record of the log as the trainer takes it; the arrays share the record's bytes.
+
+    The first `skipped` tokens of the answer are context: seen by the model, in no loss and no denominator; `last_only`:
+    all segments but the last are.
+    """
+    return Sample(
+        uid=record.uid,
+        group=record.group,
+        member=record.member,
+        prompt_ids=record.prompt_array(),
+        token_ids=record.token_array(),
+        logprobs=record.logprob_array(),
+        versions=record.version_array(),
+        reward=record.reward,
+        temperature=record.temperature,
+        finish=record.finish,
+        context=max(skipped, record.earlier if last_only else 0),
+    )
+
+
+def _split(records: Sequence[SampleRecord], parts: int) -> list[list[int]]:
+    """Positions of the records in `parts` shares of whole groups, in order, as even as can be."""
+    groups = list(dict.fromkeys(record.group for record in records))
+    share_of = {group: index * parts // len(groups) for index, group in enumerate(groups)}
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for position, record in enumerate(records):
+        shares[share_of[record.group]].append(position)
+    return [share for share in shares if share]

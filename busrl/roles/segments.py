@@ -1,0 +1,92 @@
+"""Claims of a worker: the ring's own best, or in rounds of segments those that this wave allows.
+
+Talks to the ring, for the rollout role and for the keeper's stand-ins. Knows nothing of what is generated.
+
+A worker's view of [segments]: how long the next segment may be, fed with what this process sees.
+
+Joins the topology, `busrl.scheduling.segments` and this process's clock readings; says in the log when a length of
+"auto" changes. Used by the rollout role and by the keeper for remote workers. Knows nothing of slots.
+
+- Validation answers are made in one go: nobody waits for a round in pieces.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from busrl.config import Topology
+from busrl.config.derive import admission_limits
+from busrl.ring import Ring, State
+from busrl.scheduling.admission import Waves
+from busrl.scheduling.limits import Limits
+from busrl.scheduling.segments import Cut, SegmentPlan
+
+# -- Claims of a worker: the ring's own best, or in rounds of segments those that this wave allows --------------------
+
+
+def waves_of(limits: Limits) -> Waves | None:
+    """The waves of a run whose rounds are made of segments; None for any other."""
+    return Waves(limits.n_min) if limits.waves else None
+
+
+def take_queued(ring: Ring, waves: Waves | None, limit: int, most_attempts: int) -> list[tuple[int, int]]:
+    """Claim up to `limit` QUEUED slots for generation: (slot, word) of each."""
+    if waves is None:
+        return list(ring.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=most_attempts))
+    next_admission = ring.header("next_admission")  # before the lines: a slot looks less far than it is
+    lines = ring.lines()
+    taken = []
+    for slot in waves.best(lines, next_admission, limit, most_attempts):
+        word = ring.claim(slot, int(lines["word"][slot]), State.GENERATING)
+        if word:
+            taken.append((slot, word))
+    return taken
+
+
+# -- A worker's view of [segments]: how long the next segment may be, fed with what this process sees -----------------
+
+
+log = logging.getLogger("busrl")
+TRAIN = 0
+BETA = 0.9  # smoothing of the two times
+
+
+class SegmentCuts:
+    """`next` for every claim; `finished`, `fetched` and `stepped` only matter to a length of "auto"."""
+
+    def __init__(self, plan: SegmentPlan, trains_last_only: bool = False, waves: Waves | None = None) -> None:
+        self.plan, self.trains_last_only, self.waves = plan, trains_last_only, waves
+        self._sync_s = self._token_s = 0.0
+
+    @classmethod
+    def of(cls, topology: Topology) -> SegmentCuts:
+        own = topology.segments
+        plan = SegmentPlan(own.length, own.max_segments, topology.generation.max_new_tokens)
+        return cls(plan, own.on and own.loss == "last_segment", waves_of(admission_limits(topology)))
+
+    def next(self, cls: int, segment: int, left: int) -> Cut:
+        """The segment number `segment` of a sample of that class, which may still have `left` tokens."""
+        return self.plan.next(segment, left) if cls == TRAIN else Cut(left, True)
+
+    def finished(self, tokens: int) -> None:
+        """A whole answer ended."""
+        auto = self.plan.auto
+        if auto is None:
+            return
+        before = auto.length
+        auto.finished([tokens])
+        auto.costs(self._sync_s, self._token_s)
+        if (chosen := auto.choose()) is not None:
+            log.info("segments.length = auto: %d tokens now, %d before", chosen, before)
+
+    def fetched(self, seconds: float) -> None:
+        """New weights were taken over; until then no token was made."""
+        self._sync_s = _smooth(self._sync_s, seconds)
+
+    def stepped(self, seconds: float) -> None:
+        """One decoding step: a token for each running answer."""
+        self._token_s = _smooth(self._token_s, seconds)
+
+
+def _smooth(value: float, new: float) -> float:
+    return BETA * value + (1 - BETA) * new if value else new

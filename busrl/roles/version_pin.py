@@ -1,0 +1,56 @@
+"""The validation hold: one word of the ring's header by which a validator pins the published version.
+
+Used by validator (takes and lets go), learner (waits) and keeper (clears what a dead one left). Talks to the ring only.
+
+- The word names one life of one process: index in the process table and its epoch there. Indexes are used again, so an
+  index alone would let a hold outlive its holder in the name of whoever came after it.
+"""
+
+from __future__ import annotations
+
+from busrl.ring import Ring
+
+WORD = "hold"
+INDEX_BITS = 16
+
+
+def token(ring: Ring) -> int:
+    """What stands in the word while this process holds; never 0."""
+    epoch = next(entry.epoch for entry in ring.processes() if entry.index == ring.index)
+    return epoch << INDEX_BITS | ring.index
+
+
+def pin(ring: Ring) -> bool:
+    """Take the hold if nobody living has it."""
+    seen = ring.header(WORD)
+    return (not seen or is_stale(ring, seen)) and ring.cas_header(WORD, seen, token(ring))
+
+
+def unpin(ring: Ring) -> None:
+    """Give up the hold if it is ours."""
+    ring.cas_header(WORD, token(ring), 0)
+
+
+def pinned_by(ring: Ring) -> int:
+    """The word of a living holder, 0 if there is none."""
+    seen = ring.header(WORD)
+    return 0 if not seen or is_stale(ring, seen) else seen
+
+
+def clear_stale(ring: Ring) -> bool:
+    """Clear the hold of a dead process; True if there was one."""
+    seen = ring.header(WORD)
+    return bool(seen) and is_stale(ring, seen) and ring.cas_header(WORD, seen, 0)
+
+
+def is_stale(ring: Ring, seen: int) -> bool:
+    """Whether the life that this word names is over."""
+    index = seen & ((1 << INDEX_BITS) - 1)
+    entry = next((entry for entry in ring.processes() if entry.index == index), None)
+    return entry is None or entry.epoch != seen >> INDEX_BITS or ring.is_dead(index)
+
+
+def name_of(ring: Ring, seen: int) -> str:
+    """The holder for people."""
+    index = seen & ((1 << INDEX_BITS) - 1)
+    return next((f"{one.label} (pid {one.pid})" for one in ring.processes() if one.index == index), f"process {index}")

@@ -1,0 +1,350 @@
+"""An open stream: which prompts are there by now. Prompts of a stream arrive over time instead of lying ready.
+
+Talks to nothing: it is given the times of the lines and a clock value. Knows nothing of files, policies or credit.
+
+- Draw d is line d mod N of epoch d div N; a later epoch is the first one again, after it and one mean gap.
+- The clock starts when it is first asked. A successor that finds groups admitted goes on where the last of them
+  arrived, so a restart makes nobody wait again for what was there.
+
+How many new groups may be opened now, and which rule says no.
+
+Talks to nothing: it is given a view of the groups, the free slots and a few header words. Knows nothing of prompts,
+policies or workers.
+
+- Group credit: a group is opened only when the free slots of its class cover the members still due of all open groups
+  and one whole group more; a member of an open group may always be dispatched. Without it the ring fills up with groups
+  that can never be completed.
+- In flight = unfinished groups + groups trained but not yet published; at most B of them. A learner counts its groups
+  as unpublished *before* it frees their slots, so they are never missing from both counts.
+- sync: round r is made of the admission indices [r x n_min, (r + 1) x n_min). It begins when nothing is in flight and
+  is never refilled.
+- sync in segments: a round begins when the wave before it is over and what it completed is trained and published.
+  Nobody may claim any of it before all of it is admitted (`scheduling.waves`), so nothing holds a part of it back.
+- With max_staleness = 0 nothing is admitted while trained groups wait for their publication: it would be one step old.
+- Nothing here is remembered from one call to the next but a tightened bound, which only ever lowers B.
+
+Age of a group in learner steps, and what is done with one that is too old.
+
+Talks to nothing. Age = the learner's finished steps - the step of the oldest version that any trained token of the
+group was generated with; a version that is published again after a restart keeps its step, so it ages nothing.
+
+- wait: no step fires that would leave an unfinished group above the bound; the group is waited for and trained.
+- drop: a group above the bound is set aside whole, however it looks.
+- bound None (fully-async): every age is in order.
+
+Synchronous rounds in segments: in each wave every unfinished answer gets one segment, all under one version (UloRL).
+
+Pure: is given a copy of the ring's lines and the header word `next_admission`. Round r is made of the admission indices
+[r x n_min, (r + 1) x n_min), and wave w runs when w rounds are admitted whole. So a slot of round r may have w - r
+segments: what is claimable, and when a wave is over, follows from ring and header alone, and needs no memory.
+
+- A wave is over when nothing is being made or judged and nothing may be claimed any more.
+- A sample of round r has all of its segments after wave r + max_segments, so at most max_segments rounds are in flight.
+
+How many sequences all workers can run at once, as far as they said.
+
+Talks to nothing: announcements and clock values come in. Knows nothing of slots or messages.
+
+- Before anybody announced anything it is what the topology says; a worker that fell silent counts no more.
+- Not more than `most` are remembered: a name comes from outside, and a run has no more processes.
+- Workers that announce nothing (they do not listen on the bus) are known only by what they run.
+
+Probes: one sample of a group first, its siblings when it ended, so that they go in the order that it taught.
+
+Talks to nothing: it is given a view of the groups. Knows nothing of lengths, policies or slots.
+
+- Whether a group waits for its probe follows from the view alone, so a new scheduler goes on where the old one died.
+- A group waits only while its probe is being generated. The probe itself waits for nothing but a row, and siblings
+  count as members due in the group credit, so nothing can dead-lock.
+- A probe that ended by accident ends the wait too; so do `bound` groups admitted since, as from then on the learner's
+  window may be waiting for this group.
+- Rows are never left empty for it: while workers could run more than is QUEUED, waiting groups are released, the one
+  admitted first before others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.scheduling.groups import CLS_TRAIN, NOT_STARTED, QUEUED, REWARDED, UNKNOWN, Bools, GroupView, Ints
+from busrl.scheduling.limits import Limits
+
+# -- An open stream: which prompts are there by now. Prompts of a stream arrive over time instead of lying ready ------
+
+
+class Arrivals:
+    """`times`: seconds after the start at which each line arrives, ascending."""
+
+    def __init__(self, times: Sequence[float]) -> None:
+        self._times = np.asarray(times, np.float64)
+        if not len(self._times) or np.any(np.diff(self._times) < 0) or self._times[0] < 0:
+            raise ValueError("arrival times must be given, >= 0 and ascending")
+        gap = float(self._times[-1] - self._times[0]) / max(1, len(self._times) - 1)
+        self._period = float(self._times[-1]) + gap
+        self._start: float | None = None
+
+    def time_of(self, draw: int) -> float:
+        """Seconds after the start at which a draw is there."""
+        epoch, line = divmod(draw, len(self._times))
+        return epoch * self._period + float(self._times[line])
+
+    def count(self, now: float, admitted: int = 0) -> int:
+        """Draws [0, count) are there at `now`; `admitted` groups were opened before this clock was started."""
+        if self._start is None:
+            self._start = now - (self.time_of(admitted - 1) if admitted else 0.0)
+        passed = now - self._start
+        if self._period < 1e-9:  # all at once, for ever
+            return np.iinfo(np.int64).max
+        epoch = int(passed // self._period)
+        line = int(np.searchsorted(self._times, passed - epoch * self._period, side="right"))
+        return epoch * len(self._times) + line
+
+
+# -- How many new groups may be opened now, and which rule says no ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Room:
+    """Groups that may be opened now. With none, `reason` names the rule and `group` the draw that all wait for.
+
+    `whole`: engines can take none of them before all are opened, so to wait for engines would be to wait for ever.
+    """
+
+    groups: int
+    reason: str = ""  # slots | in_flight | round | staleness | ahead
+    group: int | None = None
+    whole: bool = False
+
+
+def kept_back(reserve: int, in_use: int) -> int:
+    """Free slots that belong to another class: its reserve less what it already holds."""
+    return max(0, reserve - in_use)
+
+
+def not_ahead(room: Room, ahead: int, waiting: int, group_size: int) -> Room:
+    """Fewer groups where `waiting` samples wait for an engine already and `ahead` of them are enough (0: never enough).
+
+    What was dispatched can not be reordered any more. A group that is opened when an engine is nearly free is chosen
+    among more, and is younger when it is trained.
+    """
+    if not ahead or room.groups <= 0 or room.whole:
+        return room
+    groups = min(room.groups, -(-(ahead - waiting) // group_size))
+    return Room(groups) if groups > 0 else Room(0, "ahead")
+
+
+class Admission:
+    """Admits groups under the limits: the same arguments give the same answer after any restart."""
+
+    def __init__(self, limits: Limits, over_age: str = "wait") -> None:
+        if over_age not in ("wait", "drop"):
+            raise ValueError(f"over_age = {over_age!r}: must be wait or drop")
+        self.limits, self.over_age = limits, over_age
+        self._admitted = limits.B
+
+    def tighten(self, eta: int | None) -> None:
+        """Admit as for a bound of `eta` steps (None: as for max_staleness). What is out of range counts as its end."""
+        limits = self.limits
+        if eta is None or limits.sync or limits.max_staleness is None:
+            self._admitted = limits.B
+        else:
+            self._admitted = limits.at(min(max(eta, limits.least_eta), limits.max_staleness)).B
+
+    def room(
+        self, view: GroupView, *, unpublished: int, next_admission: int, step: int, free: int, reserve: int = 0,
+        wave_over: bool = False,
+    ) -> Room:
+        """Groups that may be opened now.
+
+        `free`: FREE slots; `reserve`: those of them kept for other classes (`kept_back`); `next_admission`: the index
+        that the next group gets; `step`: the learner's finished steps; `unpublished`: groups trained, not published;
+        `wave_over`: see `scheduling.waves`.
+        """
+        due = int(view.due.sum())
+        blocker = view.oldest_unresolved()
+        old = self._too_old(view, step)
+        if old is not None:
+            return Room(0, "staleness", old)
+        if self.limits.max_staleness == 0 and unpublished and not self.limits.sync:
+            return Room(0, "in_flight", blocker)  # the step under way would make it too old before it is trained
+        settled = wave_over and not unpublished and not due and not bool(view.resolved.any())
+        groups, reason = self._by_count(len(view) + unpublished, next_admission, settled)
+        if groups <= 0:
+            return Room(0, reason, blocker)
+        by_slots = (free - reserve - due) // self.limits.group_size
+        if by_slots <= 0:
+            return Room(0, "slots", blocker)
+        return Room(min(groups, by_slots), whole=self.limits.waves > 0)
+
+    def _by_count(self, in_flight: int, next_admission: int, settled: bool) -> tuple[int, str]:
+        if not self.limits.sync:
+            return self._admitted - in_flight, "in_flight"
+        position = next_admission % self.limits.n_min
+        may_begin = settled and in_flight + self.limits.n_min <= self.limits.B if self.limits.waves else not in_flight
+        if position == 0 and not may_begin:
+            return 0, "round"
+        return self.limits.n_min - position, "round"
+
+    def _too_old(self, view: GroupView, step: int) -> int | None:
+        """Under `wait`: a group that is already above max_staleness; nothing is admitted until it is trained."""
+        bound = self.limits.max_staleness
+        if bound is None or self.over_age != "wait" or not len(view):
+            return None
+        oldest = int(np.argmin(view.oldest_step))
+        began = int(view.oldest_step[oldest])
+        return int(view.draws[oldest]) if began != NOT_STARTED and step - began > bound else None
+
+
+# -- Age of a group in learner steps, and what is done with one that is too old ---------------------------------------
+
+
+class Verdict(Enum):
+    """What follows from an age: OK -> train; WAIT -> train before anything new is admitted; DROP -> set aside."""
+
+    OK = "ok"
+    WAIT = "wait"
+    DROP = "drop"
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """The bound S in steps, and what happens above it."""
+
+    bound: int | None
+    over_age: str = "wait"
+
+    def __post_init__(self) -> None:
+        if self.over_age not in ("wait", "drop"):
+            raise ValueError(f"over_age = {self.over_age!r}: must be wait or drop")
+
+    def verdict(self, group_age: int) -> Verdict:
+        """What to do with a resolved group of this age."""
+        if self.bound is None or group_age <= self.bound:
+            return Verdict.OK
+        return Verdict.WAIT if self.over_age == "wait" else Verdict.DROP
+
+    def too_old(self, oldest_step: Ints, step: int) -> Bools:
+        """Groups above the bound now."""
+        bound = np.inf if self.bound is None else self.bound
+        above: Bools = ages(oldest_step, step) > bound
+        return above
+
+    def would_outlive(self, oldest_step: Ints, step: int) -> Bools:
+        """Groups that would be above the bound if a step were made without them."""
+        late: Bools = (oldest_step != NOT_STARTED) & self.too_old(oldest_step, step + 1)
+        return late
+
+
+def age(oldest_step: int, step: int) -> int:
+    """Steps between the oldest version of a group and now; 0 for a group that has not begun."""
+    return 0 if oldest_step == NOT_STARTED else max(0, step - oldest_step)
+
+
+def ages(oldest_step: Ints, step: int) -> Ints:
+    """`age` of many groups."""
+    return np.where(oldest_step == NOT_STARTED, 0, np.maximum(0, step - oldest_step))
+
+
+# -- Synchronous rounds in segments: in each wave every unfinished answer gets one segment, all under one ... ---------
+
+
+Lines = npt.NDArray[Any]
+RESERVED = 1
+
+
+class Waves:
+    """The rules for rounds of `n_min` groups."""
+
+    def __init__(self, n_min: int) -> None:
+        self.n_min = n_min
+
+    def claimable(self, lines: Lines, next_admission: int) -> Bools:
+        """QUEUED slots that may have a segment in this wave; those of other classes always."""
+        allowed = next_admission // self.n_min - lines["admission"].astype(np.int64) // self.n_min
+        found: Bools = (lines["state"] == QUEUED) & (
+            (lines["cls"] != CLS_TRAIN) | (lines["segs"].astype(np.int64) < allowed)
+        )
+        return found
+
+    def over(self, lines: Lines, next_admission: int) -> bool:
+        """Whether every training slot has what this wave gives it, and is judged if it is whole."""
+        if next_admission % self.n_min:
+            return False
+        state = lines["state"]
+        train = (lines["cls"] == CLS_TRAIN) | (state == RESERVED)  # one that is being filled may show its last tenant
+        busy = (state >= RESERVED) & (state < REWARDED) & (state != QUEUED)
+        busy |= (state == QUEUED) & (lines["admission"] >= next_admission)  # dispatched, its group not yet counted
+        return not bool((train & (busy | self.claimable(lines, next_admission))).any())
+
+    def best(self, lines: Lines, next_admission: int, limit: int, most_attempts: int) -> list[int]:
+        """Slots to claim, as the ring itself orders them: unfinished first, then priority, then the older."""
+        at = np.flatnonzero(self.claimable(lines, next_admission) & (lines["attempt"] <= most_attempts))
+        own = {name: lines[name][at] for name in ("segs", "priority", "admission", "uid")}
+        order = np.lexsort((own["uid"], own["admission"], -own["priority"].astype(np.int64), own["segs"] == 0))
+        return [int(slot) for slot in at[order[:limit]]]
+
+
+# -- How many sequences all workers can run at once, as far as they said ----------------------------------------------
+
+
+class Rows:
+    """`expected`: rows of the workers that the topology starts; `forget_s`: after this silence a worker is gone."""
+
+    def __init__(self, expected: int, forget_s: float, most: int = 1024) -> None:
+        self.expected, self.forget_s, self.most = expected, forget_s, most
+        self._said: dict[str, tuple[int, float]] = {}
+
+    def announce(self, worker: str, rows: int, now: float) -> bool:
+        """A worker can run `rows` sequences, 0 if it did not say; False if there are too many workers already."""
+        if worker not in self._said and len(self._said) >= self.most and len(self.workers(now)) >= self.most:
+            return False
+        self._said[worker] = rows, now
+        return True
+
+    def workers(self, now: float) -> list[str]:
+        """Who announced lately."""
+        self._said = {name: said for name, said in self._said.items() if now - said[1] < self.forget_s}
+        return list(self._said)
+
+    def total(self, generating: int) -> int:
+        """Rows of all workers; at least those in use."""
+        known = sum(rows for rows, _ in self._said.values())
+        return max(generating, known or self.expected)
+
+
+# -- Probes: one sample of a group first, its siblings when it ended, so that they go in the order that it taught -----
+
+
+class Probes:
+    """`bound`: groups admitted after a group until its siblings wait no longer (the learner's W); 0 = no probes."""
+
+    def __init__(self, bound: int) -> None:
+        if bound < 0:
+            raise ValueError(f"bound = {bound}: must be >= 0")
+        self.bound = bound
+
+    @property
+    def on(self) -> bool:
+        return self.bound > 0
+
+    def held(self, view: GroupView, next_admission: int) -> Bools:
+        """Groups whose siblings wait."""
+        if not self.on:
+            return np.zeros(len(view), np.bool_)
+        found: Bools = view.probing & (view.admission != UNKNOWN) & (next_admission - view.admission < self.bound)
+        return found
+
+    def released(self, view: GroupView, held: Bools, idle: int) -> Bools:
+        """Those of the `held` groups that go now because `idle` rows have nothing to run."""
+        order = np.flatnonzero(held)
+        order = order[np.argsort(view.admission[order], kind="stable")]
+        before = np.concatenate(([0], np.cumsum(view.due[order])))[:-1]  # members released before each
+        found = np.zeros(len(view), np.bool_)
+        found[order[before < idle]] = True
+        return found

@@ -1,0 +1,478 @@
+"""In the order drawn: the policy without lengths, predictor or memory.
+
+Talks to nothing. What it answers to the questions of the `Policy` protocol is what a policy answers that looks at
+nothing but the draw. Knows nothing of slots, credit, workers or clocks.
+
+Shortest first and longest first: by predicted length, softened by aging and by the learner's entropy.
+
+Talks to a predictor of answer lengths. Knows nothing of slots, credit, workers or clocks: how long a group has waited
+is how early it was drawn.
+
+- key = strength x (+-) predicted / mean + aging x 2 x draw / H; the smallest is next, ties go by draw.
+- Aging is linear in the draw, so it never changes which of two waiting groups goes first: keys stay as they are until
+  the strength, the mean (by a quarter) or the predictions change.
+- A group is overtaken by at most min(H - 1, spread x H / (2 x aging)) groups drawn after it, spread being the largest
+  difference of two predictions over their mean; and it waits for at most 2H - 2 groups in all (see `policy`).
+
+Short first while feeding a stream, long first when closing a synchronous round, rows kept for the long tail.
+
+Builds on `ordered`. Knows nothing of slots, credit, workers or clocks; how many rows there are and how many members of
+each open group run is told to `look`.
+
+- In rounds (`round_groups` > 0) a round is the next `round_groups` draws, longest first: what is trained together is
+  what would have been without a policy, only its order is another. No prompt waits for a later round.
+- In a stream `tail_share` of the rows belong to long groups: while fewer work on them and one waits, the oldest long
+  one is opened next. A group is long when its prediction lies above the `TAIL` quantile of those offered lately.
+- The reserve is accounting, not a partition: rows are never kept empty for it.
+
+Which group is opened next: the order of dispatch, within a horizon, behind one interface.
+
+`fifo`, `sjf` and `ljf` (`ordered`), `adaptive`. They talk to a predictor of answer lengths and know nothing of slots,
+credit, workers or clocks: how long a group has waited is how early it was drawn, so that a simulated and a live
+scheduler decide alike. When a group's siblings are dispatched is `probes`; in which order workers take what is
+dispatched is `slotorder`.
+
+- Reordering stays within a horizon of H draws: a draw is opened only while it is less than H beyond the oldest draw
+  that is still waiting.
+- Nothing starves: between the moment a draw comes within the horizon and its opening, at most 2H - 2 other groups are
+  opened. (They are draws from o to d + H - 1, o being the oldest waiting then, and d <= o + H - 1.) Aging makes
+  the wait shorter, the horizon makes it bounded. `adaptive` in rounds of n groups: at most n - 1.
+- Same offers, looks and feedback, same order. A new scheduler starts without what the old one had learned.
+
+Shortest-first raises no throughput in a closed loop with bounded slots; it makes the first groups of a stream ready
+earlier.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from busrl.scheduling.groups import slot_priority
+from busrl.scheduling.lengths import Candidate, Predictor, make_predictor
+from busrl.scheduling.pool import (
+    Entry,
+    InFlight,
+    LearnerState,
+    Open,
+    Pool,
+    Present,
+    Record,
+    SlotOrder,
+    Strength,
+    as_draws,
+)
+
+# -- In the order drawn: the policy without lengths, predictor or memory ----------------------------------------------
+
+
+class Fifo:
+    """In the order drawn."""
+
+    name = "fifo"
+    learns = False
+
+    def __init__(self, horizon: int) -> None:
+        if horizon < 1:
+            raise ValueError(f"horizon = {horizon}: must be >= 1")
+        self.horizon = horizon
+        self._waiting: dict[int, Candidate] = {}
+        self._draws: list[int] = []
+        self._present = Present()
+
+    def missing(self, draws: Iterable[int]) -> list[int]:
+        return self._present.missing(as_draws(draws))
+
+    def offer(self, candidates: Sequence[Candidate]) -> None:
+        for candidate in candidates:
+            if candidate.draw not in self._waiting:
+                self._waiting[candidate.draw] = candidate
+                self._present.set(candidate.draw)
+                heapq.heappush(self._draws, candidate.draw)
+
+    def next(self) -> Candidate | None:
+        if not self._draws:
+            return None
+        draw = heapq.heappop(self._draws)
+        self._present.clear(draw)
+        return self._waiting.pop(draw)
+
+    def feedback(self, state: LearnerState) -> None:
+        """The order does not depend on the learner."""
+
+    def unknown(self, draws: Iterable[int]) -> list[int]:
+        return []
+
+    def adopt(self, candidates: Sequence[Candidate]) -> None:
+        """Nothing has to be known of open groups,"""
+
+    def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
+        """nor of what is in flight,"""
+
+    def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> None:
+        """nor of what came out."""
+
+    def priority(self, draw: int, admission: int, probe: bool = False) -> int:
+        return slot_priority(admission)
+
+    def take_records(self) -> list[Record]:
+        return []
+
+    def told(self) -> dict[str, float]:
+        return {}
+
+
+# -- Shortest first and longest first: by predicted length, softened by aging and by the learner's entropy ------------
+
+
+DRIFT = 0.25  # the mean may move by this much before the keys are computed anew
+REFRESH = 4  # predictions are made anew after this many finished members for each waiting group,
+REFRESH_AT_LEAST = 256  # and not before so many
+RECENT = 0.99  # memory of the promoted share
+
+
+class Ordered:
+    """By length. `direction`: 1 shortest first, -1 longest first. `window`: the learner's W, for slot priorities.
+
+    With aging 0.5, having been drawn H groups earlier is worth one mean length. High entropy raises the strength to 1,
+    as answers are then wanted early; low entropy takes it to 0, which is the order drawn (`strength`).
+    """
+
+    name = ""
+    direction: ClassVar[int] = 1
+    learns = True
+
+    def __init__(
+        self, horizon: int, predictor: Predictor, aging: float = 0.5, *, window: int = 1, group_size: int = 1
+    ) -> None:
+        if horizon < 1:
+            raise ValueError(f"horizon = {horizon}: must be >= 1")
+        if aging < 0:
+            raise ValueError(f"aging = {aging}: must be >= 0")
+        self.horizon, self.predictor, self.aging, self.group_size = horizon, predictor, aging, group_size
+        self.strength = Strength()
+        self.order = SlotOrder(window, self.way)
+        self.inflight = InFlight()
+        self.pool = Pool(self._limit, self.way)
+        self.promoted = 0.0  # share of the groups opened lately that length alone would have put later
+        self._mean = 0.0
+        self._observed = 0
+
+    @property
+    def way(self) -> int:
+        """The direction in which lengths are taken now."""
+        return self.direction
+
+    # -- waiting groups -------------------------------------------------------------------------------------------
+
+    def missing(self, draws: Iterable[int]) -> list[int]:
+        return self.pool.missing(draws)
+
+    def offer(self, candidates: Sequence[Candidate]) -> None:
+        if candidates:
+            for candidate, predicted in zip(candidates, self.predictor.predict(candidates).tolist()):
+                self.pool.add(candidate, predicted)
+
+    def next(self) -> Candidate | None:
+        if not self.pool.near():
+            return None
+        self._keep_scale()
+        entry = self._choose()
+        best = self.pool.best()
+        jumped = best is not None and self.way * entry.predicted > self.way * best.predicted
+        self.promoted = RECENT * self.promoted + (1 - RECENT) * jumped
+        wait = self.pool.take(entry)
+        group = Open(entry.candidate, entry.predicted, wait, self._is_tail(entry))
+        self.inflight.opened(group, self.group_size)
+        return entry.candidate
+
+    def feedback(self, state: LearnerState) -> None:
+        if self.strength.feed(state):
+            self._rekey()
+
+    # -- open groups ----------------------------------------------------------------------------------------------
+
+    def unknown(self, draws: Iterable[int]) -> list[int]:
+        return self.inflight.unknown(draws)
+
+    def adopt(self, candidates: Sequence[Candidate]) -> None:
+        if candidates:
+            for candidate, predicted in zip(candidates, self.predictor.predict(candidates).tolist()):
+                entry = Entry(candidate, predicted)
+                self.inflight.opened(Open(candidate, predicted, tail=self._is_tail(entry)), 0)
+
+    def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
+        self.inflight.look(draws, running)
+
+    def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> None:
+        pairs = self.inflight.finished(draws, tokens)
+        if not pairs:
+            return
+        self.predictor.observe(pairs)
+        self._observed += len(pairs)
+        if self._observed >= max(REFRESH_AT_LEAST, REFRESH * len(self.pool)):
+            self._refresh()
+
+    def priority(self, draw: int, admission: int, probe: bool = False) -> int:
+        group = self.inflight.get(draw)
+        if probe:
+            return self.order.probe()
+        return self.order.sample(admission, group.estimate if group else 1.0)
+
+    # -- telling --------------------------------------------------------------------------------------------------
+
+    def take_records(self) -> list[Record]:
+        return self.inflight.take_records()
+
+    def told(self) -> dict[str, float]:
+        waits = self.inflight.waits
+        return {
+            "strength": self.strength.value,
+            "promoted": round(self.promoted, 4),
+            "wait_mean": round(sum(waits) / len(waits), 2) if waits else 0.0,
+            "wait_max": float(max(waits, default=0)),
+            "wait_bound": 2.0 * self.horizon - 2,
+        }
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _limit(self, oldest: int) -> int:
+        return oldest + self.horizon
+
+    def _choose(self) -> Entry:
+        entry = self.pool.first()
+        assert entry is not None, "within the horizon there is always the oldest draw"
+        return entry
+
+    def _is_tail(self, entry: Entry) -> bool:
+        return False
+
+    def _keep_scale(self) -> None:
+        mean = self.pool.near_sum / max(1, self.pool.near_count)
+        if abs(mean - self._mean) > DRIFT * self._mean:
+            self._rekey()
+
+    def _rekey(self) -> None:
+        self._mean = max(1e-9, self.pool.near_sum / max(1, self.pool.near_count))
+        self.pool.rekey(*self._scale())
+
+    def _scale(self) -> tuple[float, float]:
+        """What a predicted token and a draw add to a key."""
+        return self.strength.value * self.way / self._mean, 2.0 * self.aging / self.horizon
+
+    def _refresh(self) -> None:
+        """Predict the waiting groups anew, after the predictor has seen what others came to."""
+        self._observed = 0
+        entries = list(self.pool)
+        if entries:
+            found = self.predictor.predict([entry.candidate for entry in entries]).tolist()
+            for entry, predicted in zip(entries, found):
+                entry.predicted = predicted
+            self._rekey()
+
+
+class Sjf(Ordered):
+    """Shortest predicted answer first: the first groups of a stream are ready earlier."""
+
+    name = "sjf"
+    direction = 1
+
+
+class Ljf(Ordered):
+    """Longest predicted answer first: what is started last is short, so that a round ends soon after its last start."""
+
+    name = "ljf"
+    direction = -1
+
+
+# -- Short first while feeding a stream, long first when closing a synchronous round, rows kept for the long tail -----
+
+
+TAIL = 0.75
+OFFERS_KEPT = 1024
+QUANTILE_EVERY = 64  # the quantile is computed anew after so many offers
+MOST_TAIL = 0.9
+
+
+class Adaptive(Ordered):
+    """`tail_share`: 0 to 0.9 of the rows; `round_groups`: groups of a synchronous round, 0 in a stream."""
+
+    name = "adaptive"
+
+    def __init__(
+        self,
+        horizon: int,
+        predictor: Predictor,
+        aging: float = 0.5,
+        *,
+        tail_share: float = 0.25,
+        round_groups: int = 0,
+        window: int = 1,
+        group_size: int = 1,
+    ) -> None:
+        if not 0 <= tail_share <= MOST_TAIL:
+            raise ValueError(f"tail_share = {tail_share}: must be between 0 and {MOST_TAIL}")
+        if round_groups > horizon:
+            raise ValueError(f"horizon = {horizon}: must be >= the {round_groups} groups of a round")
+        self.tail_share, self.round_groups = tail_share, round_groups
+        self.rows = 0
+        self._offered: deque[float] = deque(maxlen=OFFERS_KEPT)
+        self._fresh = 0
+        self._long = np.inf  # predictions above are long
+        self._tail: list[int] = []  # heap of long draws, stale ones among them
+        super().__init__(horizon, predictor, aging, window=window, group_size=group_size)
+
+    @property
+    def way(self) -> int:
+        return -1 if self.round_groups else 1
+
+    def offer(self, candidates: Sequence[Candidate]) -> None:
+        super().offer(candidates)
+        if self.tail_share and not self.round_groups:
+            self._learn_tail([entry for c in candidates if (entry := self.pool.entry(c.draw)) is not None])
+
+    def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
+        super().look(draws, running, rows)
+        self.rows = rows
+
+    def told(self) -> dict[str, float]:
+        found = super().told()
+        if self.round_groups:
+            return found | {"wait_bound": float(self.round_groups - 1)}
+        return found | {"tail_rows": float(self.inflight.tail_rows), "tail_reserved": self.tail_share * self.rows}
+
+    def _limit(self, oldest: int) -> int:
+        if self.round_groups:
+            return (oldest // self.round_groups + 1) * self.round_groups
+        return super()._limit(oldest)
+
+    def _scale(self) -> tuple[float, float]:
+        # The order inside a round changes when it ends, not what is learned from it: no aging, always full strength.
+        return (-1.0, 0.0) if self.round_groups else super()._scale()
+
+    def _choose(self) -> Entry:
+        if self.inflight.tail_rows + self.group_size <= self.tail_share * self.rows:
+            entry = self._oldest_long()
+            if entry is not None:
+                return entry
+        return super()._choose()
+
+    def _oldest_long(self) -> Entry | None:
+        while self._tail:
+            entry = self.pool.entry(self._tail[0])
+            if entry is not None:
+                return self.pool.waiting(self._tail[0])
+            heapq.heappop(self._tail)
+        return None
+
+    def _is_tail(self, entry: Entry) -> bool:
+        return entry.predicted > self._long
+
+    def _learn_tail(self, entries: Sequence[Entry]) -> None:
+        """Take predictions into the quantile, and the draws of the long ones into the heap."""
+        self._offered.extend(entry.predicted for entry in entries)
+        self._fresh += len(entries)
+        if self._fresh and (self._fresh >= QUANTILE_EVERY or len(self._offered) < QUANTILE_EVERY):
+            self._fresh = 0
+            self._long = float(np.quantile(np.fromiter(self._offered, np.float64), TAIL))
+        for entry in entries:
+            if self._is_tail(entry):
+                heapq.heappush(self._tail, entry.candidate.draw)
+
+
+# -- Which group is opened next: the order of dispatch, within a horizon, behind one interface ------------------------
+
+
+POLICIES = ("fifo", "sjf", "ljf", "adaptive")
+
+
+class Policy(Protocol):
+    """Order of the waiting groups. The caller keeps it supplied with the oldest draws that have no fate yet.
+
+    `offer` and `next` are all that an order needs. `look` before them (what is open, what workers can run) and
+    `finished` (what came out) make it better informed; a policy that is not told goes on with what was predicted.
+    """
+
+    name: str
+    horizon: int
+    learns: bool  # False: neither `look` nor `finished` changes anything
+
+    def missing(self, draws: Iterable[int]) -> list[int]:
+        """Those of `draws` that do not wait here, so that only their prompts need to be read."""
+        ...
+
+    def offer(self, candidates: Sequence[Candidate]) -> None:
+        """Add waiting groups; one that is offered again (its dispatch failed) has lost nothing."""
+        ...
+
+    def next(self) -> Candidate | None:
+        """The group to open now; it leaves the pool. None if the pool is empty."""
+        ...
+
+    def feedback(self, state: LearnerState) -> None:
+        """A learner state, in the order of its steps."""
+        ...
+
+    def unknown(self, draws: Iterable[int]) -> list[int]:
+        """Those of these open groups that an earlier scheduler opened, and that should be given to `adopt`."""
+        ...
+
+    def adopt(self, candidates: Sequence[Candidate]) -> None:
+        """Groups that are open already."""
+        ...
+
+    def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
+        """All open groups now, how many members of each run or are due, and the rows of all workers (0: unknown)."""
+        ...
+
+    def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> None:
+        """Members of open groups that were finished since the last call: draw and tokens of each. Told once each.
+
+        The policy hands them on to its predictor.
+        """
+        ...
+
+    def priority(self, draw: int, admission: int, probe: bool = False) -> int:
+        """Priority of a slot with a member of this open group; larger goes first."""
+        ...
+
+    def take_records(self) -> list[Record]:
+        """What was predicted of groups that ended since the last call, and what came out."""
+        ...
+
+    def told(self) -> dict[str, float]:
+        """A few numbers about itself, for people."""
+        ...
+
+
+def make_policy(
+    name: str,
+    horizon: int,
+    predictor: str | Predictor = "rules",
+    aging: float = 0.5,
+    *,
+    tail_share: float = 0.25,
+    round_groups: int = 0,
+    window: int = 1,
+    group_size: int = 1,
+) -> Policy:
+    """The policy that `scheduler.policy` names.
+
+    `round_groups`: groups of a synchronous round, 0 in a stream; `window`: the learner's W; `group_size`: G.
+    """
+    if name == "fifo":
+        return Fifo(horizon)
+    if name not in POLICIES:
+        raise ValueError(f"policy = {name!r}: must be one of {', '.join(POLICIES)}")
+    found = make_predictor(predictor) if isinstance(predictor, str) else predictor
+    if name == "adaptive":
+        return Adaptive(
+            horizon, found, aging,
+            tail_share=tail_share, round_groups=round_groups, window=window, group_size=group_size,
+        )
+    kind = Sjf if name == "sjf" else Ljf
+    return kind(horizon, found, aging, window=window, group_size=group_size)

@@ -1,0 +1,358 @@
+"""What every length predictor is: the question it is asked, its protocol, and the range of its answers.
+
+Talks to nothing. A prediction is in tokens, but only its order matters: judge a predictor by Kendall's tau, not by its
+error. Knows nothing of groups' fates, ages or who uses the number.
+
+- A prediction is finite, at least 1 and at most the task's max_new_tokens.
+- Same prompt, same prediction, until `observe` says more; the other prompts of a batch do not matter.
+- The same observations in the same order give the same predictor, also through `state` and `load`.
+
+What is known about each prompt from its own answers: those of the newest draw, and earlier ones.
+
+A bounded table, prompt -> row, of running means. Pure. Knows nothing of where its numbers come from.
+
+- At most `capacity` prompts; the one first seen longest ago goes.
+- Answers of the newest draw of a prompt are its siblings, counted apart from all earlier ones; of those the newest
+  `MEMORY` count, so that a prompt whose answers grow is followed.
+
+Lengths as logarithms around a level that moves while the policy is trained.
+
+Pure arithmetic. A length measured long ago is compared with one of today by its distance from the level of its time.
+
+- The level is 0 until `SETTLED` answers were seen; then it is how far the mean has moved since.
+
+What a prompt's own answers say, put together with what was expected without them.
+
+Normal distributions of the log of a length: an expectation with its variance, the mean of earlier answers to the
+prompt, the mean of finished siblings, each weighed by how sure it is. The three variances are learned from surprises.
+Pure arithmetic. Knows nothing of text.
+
+- Without answers of its own, a prompt gets its expectation unchanged.
+- The more siblings have finished, the less the expectation counts (shrinkage).
+
+`oracle`: knows the lengths beforehand. For simulations and for runs of the scripted engine only.
+
+Is given a function from draws to the real lengths of their answers. Knows nothing of files; a run with a real model
+has nothing to give it, and its topology is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+# -- What every length predictor is: the question it is asked, its protocol, and the range of its answers -------------
+
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A group that may be opened: its draw, the text of its prompt, the limit of its answers, its task's tag."""
+
+    draw: int
+    prompt: str
+    max_new_tokens: int
+    tag: str = ""
+
+
+Finished = tuple[Candidate, int]  # a finished answer: what was predicted about, and its real tokens
+
+
+class Predictor(Protocol):
+    """Predicted tokens per answer."""
+
+    name: str
+
+    def predict(self, candidates: Sequence[Candidate]) -> Floats:
+        """One number per candidate, in their order."""
+        ...
+
+    def observe(self, finished: Sequence[Finished]) -> None:
+        """Answers that finished since the last call, one entry per answer."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """All that was learned, as plain data: numbers, strings, lists, dicts with string keys, NumPy arrays."""
+        ...
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave. ValueError or KeyError if it does not fit; nothing is changed then."""
+        ...
+
+
+def limited(tokens: Floats, candidates: Sequence[Candidate]) -> Floats:
+    """`tokens` kept within 1 and the limit of each candidate."""
+    limit = np.fromiter((c.max_new_tokens for c in candidates), np.float64, len(candidates))
+    return np.clip(tokens, 1.0, np.maximum(1.0, limit))
+
+
+# -- What is known about each prompt from its own answers: those of the newest draw, and earlier ones -----------------
+
+
+MEMORY = 16.0
+COLUMNS = ("key", "draw", "count", "mean", "old_count", "old_mean")
+
+
+def key_of(candidate: Candidate) -> int:
+    """64 bits that name a prompt and its tag, the same in every process."""
+    text = f"{candidate.prompt}\0{candidate.tag}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+class PromptTable:
+    """Means per prompt; `count` and `mean` of its newest draw, `old_count` and `old_mean` of the draws before."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.key, self.draw = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.count, self.mean = np.zeros(0), np.zeros(0)
+        self.old_count, self.old_mean = np.zeros(0), np.zeros(0)
+        self.used = self._oldest = 0
+        self._row: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def rows(self, keys: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The row of each key, -1 where there is none."""
+        find = self._row.get
+        return np.fromiter((find(key, -1) for key in keys), np.int64, len(keys))
+
+    def row(self, key: int) -> int:
+        """The row of a key, a new one if there is none."""
+        row = self._row.get(key, -1)
+        return row if row >= 0 else self._new(key)
+
+    def add(self, row: int, draw: int, value: float) -> None:
+        """An answer."""
+        if draw < self.draw[row]:  # a straggler of an earlier draw
+            self._add_old(row, 1.0, value)
+            return
+        if draw > self.draw[row]:
+            self._add_old(row, self.count[row], self.mean[row])
+            self.draw[row], self.count[row], self.mean[row] = draw, 0.0, 0.0
+        self.count[row] += 1
+        self.mean[row] += (value - self.mean[row]) / self.count[row]
+
+    def overall(self, rows: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Count and mean of all answers of some rows."""
+        count = self.count[rows] + self.old_count[rows]
+        total = self.count[rows] * self.mean[rows] + self.old_count[rows] * self.old_mean[rows]
+        return count, total / np.maximum(count, 1e-9)
+
+    def _add_old(self, row: int, count: float, mean: float) -> None:
+        if count > 0:
+            kept = min(self.old_count[row], max(0.0, MEMORY - count))
+            self.old_mean[row] = (kept * self.old_mean[row] + count * mean) / (kept + count)
+            self.old_count[row] = kept + count
+
+    def _new(self, key: int) -> int:
+        if self.used == len(self.key) < self.capacity:
+            self._grow()
+        if self.used < self.capacity:
+            row = self.used
+            self.used += 1
+        else:
+            row = self._oldest
+            self._oldest = (row + 1) % self.capacity
+            del self._row[int(self.key[row])]
+        self._row[key] = row
+        self.key[row], self.draw[row] = key, -1
+        self.count[row] = self.mean[row] = self.old_count[row] = self.old_mean[row] = 0.0
+        return row
+
+    def _grow(self) -> None:
+        room = min(self.capacity, max(1024, 2 * len(self.key)))
+        for name in COLUMNS:
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros(room - len(column), column.dtype))))
+
+    def state(self) -> dict[str, Any]:
+        return {**{name: getattr(self, name)[: self.used].copy() for name in COLUMNS}, "oldest": self._oldest}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        columns = [np.array(state[name], getattr(self, name).dtype) for name in COLUMNS]
+        used = len(columns[0])
+        if any(column.shape != (used,) or not np.isfinite(column).all() for column in columns) or used > self.capacity:
+            raise ValueError("a table of prompts of another shape")
+        if not 0 <= int(state["oldest"]) < self.capacity:
+            raise ValueError("a table whose oldest row lies outside of it")
+        for name, column in zip(COLUMNS, columns):
+            setattr(self, name, column)
+        self.used, self._oldest = used, int(state["oldest"])
+        self._row = {key: row for row, key in enumerate(self.key.tolist())}
+
+
+# -- Lengths as logarithms around a level that moves while the policy is trained --------------------------------------
+
+
+SETTLED = 1000  # answers; also how many the moving mean looks back
+
+
+class Level:
+    """Moving mean of the natural log of lengths."""
+
+    def __init__(self) -> None:
+        self.answers = 0
+        self.mean = 0.0
+        self._base = 0.0
+
+    @property
+    def value(self) -> float:
+        """How far the mean of the log has moved."""
+        return self.mean - self._base if self.answers > SETTLED else 0.0
+
+    @property
+    def typical(self) -> float:
+        """Mean of the log, around the level: what a prompt has of which nothing is known."""
+        return self.mean - self.value if self.answers else math.log(256)
+
+    def relative(self, tokens: int) -> float:
+        """Count an answer; its log, around the level."""
+        log = math.log(max(1, tokens))
+        self.answers += 1
+        self.mean += (log - self.mean) / min(self.answers, SETTLED)
+        if self.answers == SETTLED:
+            self._base = self.mean
+        return log - self.value
+
+    def state(self) -> dict[str, Any]:
+        return {"answers": self.answers, "mean": self.mean, "base": self._base}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        if not (math.isfinite(state["mean"]) and math.isfinite(state["base"])):
+            raise ValueError("a level that is no number")
+        self.answers, self.mean, self._base = int(state["answers"]), float(state["mean"]), float(state["base"])
+
+
+# -- What a prompt's own answers say, put together with what was expected without them --------------------------------
+
+
+LOOK_BACK = 400  # surprises that a variance is the mean of
+AT_FIRST = 20  # surprises that the first guess of a variance is worth
+LEAST = 0.02
+OUTLIER = 2.5  # standard deviations; an answer that is further off counts as if it were so far off
+
+
+class Variance:
+    """Moving mean of squared surprises."""
+
+    def __init__(self, guess: float) -> None:
+        self.mean, self.seen = guess, float(AT_FIRST)
+
+    def add(self, square: float, beside: float = 0.0) -> None:
+        """A squared surprise, of which `beside` is expected from another cause."""
+        self.seen = min(self.seen + 1, LOOK_BACK)
+        bounded = min(square, OUTLIER**2 * (self.value + beside))
+        self.mean += (bounded - beside - self.mean) / self.seen
+
+    @property
+    def value(self) -> float:
+        return max(LEAST, self.mean)
+
+
+class Evidence:
+    """Own answers of prompts. Logs are relative to a level that the caller keeps."""
+
+    def __init__(self, table: PromptTable) -> None:
+        self.table = table
+        self.answer = Variance(0.2)  # of one answer around its prompt
+        self.expected = Variance(0.3)  # of a prompt around its expectation
+        self.drift = Variance(0.1)  # of a prompt around its earlier answers
+
+    def combine(self, candidates: Sequence[Candidate], keys: Sequence[int], expected: Floats) -> Floats:
+        """The expectation, corrected by what is known of each prompt itself."""
+        rows = self.table.rows(keys)
+        if not (rows >= 0).any():
+            return expected
+        rows, known = np.maximum(rows, 0), rows >= 0
+        draws = np.fromiter((c.draw for c in candidates), np.int64, len(candidates))
+        same = known & (self.table.draw[rows] == draws)
+        earlier = known & (self.table.draw[rows] < draws)  # then all its answers are earlier ones
+        count, mean = self.table.overall(rows)
+        own_count, own_mean = np.where(same, self.table.count[rows], 0.0), self.table.mean[rows]
+        old_count = np.where(same, self.table.old_count[rows], np.where(earlier, count, 0.0))
+        old_mean = np.where(same, self.table.old_mean[rows], mean)
+        noise = self.answer.value
+        own = own_count / noise
+        old = np.where(old_count > 0, 1 / (self.drift.value + noise / np.maximum(old_count, 1)), 0.0)
+        prior = 1 / self.expected.value
+        # One answer may be an outlier; several that agree are none.
+        far = OUTLIER * np.sqrt(self.expected.value + noise) * np.maximum(own_count, 1)
+        surprise = np.clip(own_mean - expected, -far, far)
+        together: Floats = expected + (own * surprise + old * (old_mean - expected)) / (prior + own + old)
+        return together
+
+    def add(self, candidate: Candidate, value: float) -> bool:
+        """An answer; True if it is the first one of its draw."""
+        table = self.table
+        row = table.row(key_of(candidate))
+        siblings = table.count[row] if table.draw[row] == candidate.draw else 0.0
+        if siblings:
+            self.answer.add((value - table.mean[row]) ** 2 * siblings / (siblings + 1))
+        elif table.draw[row] < candidate.draw:
+            self._learn_drift(row, value)
+        newest = not siblings and candidate.draw > table.draw[row]
+        table.add(row, candidate.draw, value)
+        return bool(newest)
+
+    def _learn_drift(self, row: int, value: float) -> None:
+        count, mean = self.table.overall(np.array([row]))
+        if count[0]:
+            self.drift.add((value - float(mean[0])) ** 2, self.answer.value * (1 + 1 / float(count[0])))
+
+    def surprised(self, surprises: Floats) -> None:
+        """First answers of draws, minus what was expected of them."""
+        noise = self.answer.value
+        for square in (surprises**2).tolist():
+            self.expected.add(square, noise)
+
+    def state(self) -> dict[str, Any]:
+        variances = {name: [v.mean, v.seen] for name, v in self._variances().items()}
+        return {"table": self.table.state(), "variances": variances}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name, variance in self._variances().items():
+            variance.mean, variance.seen = map(float, state["variances"][name])
+            if not (math.isfinite(variance.mean) and variance.seen > 0):
+                raise ValueError("a variance that is no number")
+        self.table.load(state["table"])
+
+    def _variances(self) -> dict[str, Variance]:
+        return {"answer": self.answer, "expected": self.expected, "drift": self.drift}
+
+
+# -- `oracle`: knows the lengths beforehand. For simulations and for runs of the scripted engine only -----------------
+
+
+LengthsOf = Callable[[int], Sequence[int]]
+
+
+class OraclePredictor:
+    """The mean length of a group's answers, each cut at the limit."""
+
+    name = "oracle"
+
+    def __init__(self, lengths_of: LengthsOf) -> None:
+        self.lengths_of = lengths_of
+
+    def predict(self, candidates: Sequence[Candidate]) -> Floats:
+        means = (float(np.minimum(self.lengths_of(c.draw), c.max_new_tokens).mean()) for c in candidates)
+        return limited(np.fromiter(means, np.float64, len(candidates)), candidates)
+
+    def observe(self, finished: Sequence[Finished]) -> None:
+        """It knows already."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """There is nothing to take over."""

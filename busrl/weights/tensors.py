@@ -1,0 +1,296 @@
+"""Copies between tensors, all of them in one call where both ends are plain memory of this process.
+
+Used by `weights.manifest` for both directions of every transport. Knows nothing of names, versions or layouts. torch
+is imported where it is used.
+
+- Plain memory (contiguous, on the CPU, same number type) is copied by `busrl._blocks`, without the interpreter's lock.
+- Everything else (an accelerator, a transposed tensor) goes through `Tensor.copy_`.
+
+The layout of a set of named tensors in one flat run of bytes, and the copies in both directions.
+
+Used by both transports, so that a version is always one contiguous block. Knows nothing of where the bytes are.
+
+- Sender and receiver compare manifests before a single byte is copied: the first name, shape or type that differs is
+  named in the error.
+- Tensors start at multiples of 64 bytes, in the order of the sender's names.
+- torch is imported where tensors are copied: who only wants to know which version is newest does without it.
+
+Which tensors a receiver last wrote to: a frame of changes may be put only into those.
+
+Used by the receivers of `weights.shm` and `weights.broadcast`. Holds the tensors, so that no other can come to lie
+where they were.
+
+What a model folder is known by, so that an adapter is never added to another model than the one it was trained on.
+
+Read by the learner and by every receiver of adapters. Talks to the file system only; imports no torch.
+
+- Same folder, or a copy of it: same text. Another architecture, another dtype on disk, other weights: another text.
+- Weights are sampled, not read whole: their names, shapes and sizes, and 32 blocks of 64 KiB spread over each file. A
+  model that differs from another in less than that is not told apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from busrl._blocks import move
+from busrl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+
+# -- Copies between tensors, all of them in one call where both ends are plain memory of this process -----------------
+
+
+class CopyBatch:
+    """Copies to be made together."""
+
+    def __init__(self) -> None:
+        self._to, self._source, self._sizes = array("Q"), array("Q"), array("Q")
+        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Both have one shape; they stay alive until `run`."""
+        if is_plain(to) and is_plain(source) and to.dtype == source.dtype:
+            self._to.append(to.data_ptr())
+            self._source.append(source.data_ptr())
+            self._sizes.append(source.nbytes)
+        else:
+            self._others.append((to, source))
+
+    def run(self) -> None:
+        move(self._to, self._source, self._sizes)
+        if self._others:
+            import torch
+
+            with torch.no_grad():
+                for to, source in self._others:
+                    to.copy_(source)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the values lie one after the other in memory that this process can address."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """The memory of a plain tensor, as a buffer."""
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+# -- The layout of a set of named tensors in one flat run of bytes, and the copies in both directions -----------------
+
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: its place in the flat block."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All tensors of a version; `nbytes` is the length of the flat block."""
+
+    entries: tuple[Entry, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, named: dict[str, torch.Tensor]) -> Manifest:
+        entries: list[Entry] = []
+        offset = 0
+        for name, tensor in named.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries.append(Entry(name, dtype, tuple(tensor.shape), offset, nbytes))
+            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(entries), offset)
+
+    def to_json(self) -> bytes:
+        rows = [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in self.entries]
+        return json.dumps({"nbytes": self.nbytes, "tensors": rows}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        read = json.loads(data)
+        rows = read["tensors"]
+        entries = tuple(Entry(name, dtype, tuple(shape), offset, n) for name, dtype, shape, offset, n in rows)
+        return cls(entries, int(read["nbytes"]))
+
+    @cached_property
+    def expected(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Number type and shape by name."""
+        import torch
+
+        return {entry.name: (getattr(torch, entry.dtype), torch.Size(entry.shape)) for entry in self.entries}
+
+    def matches(self, named: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the tensors have this layout, in whatever order."""
+        return self.expected == {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
+
+    def gather(
+        self, named: Mapping[str, torch.Tensor], flat: torch.Tensor, done: Callable[[str], None] | None = None
+    ) -> None:
+        """Copy the tensors into the flat block (uint8); `done` is called with each name after its copy."""
+        for _ in self.gather_pieces(named, flat, 0 if done is not None else self.nbytes, done):
+            pass
+
+    def gather_pieces(
+        self,
+        named: Mapping[str, torch.Tensor],
+        flat: torch.Tensor,
+        piece: int,
+        done: Callable[[str], None] | None = None,
+    ) -> Iterator[int]:
+        """As `gather`, in pieces of about that many bytes; yields how many bytes of the block are there by now."""
+        self.check(named)
+        begun: list[Entry] = []
+        for entry in self.entries:
+            begun.append(entry)
+            if entry.offset + entry.nbytes - begun[0].offset < piece:
+                continue
+            self._copy_in(begun, named, flat)
+            if done is not None:
+                done(entry.name)
+            yield entry.offset + entry.nbytes
+            begun = []
+        self._copy_in(begun, named, flat)
+        yield self.nbytes
+
+    def _copy_in(self, entries: list[Entry], named: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
+        copies = CopyBatch()
+        for entry in entries:
+            copies.add(self.view(flat, entry), named[entry.name])
+        copies.run()
+
+    def scatter(self, flat: torch.Tensor, named: Mapping[str, torch.Tensor]) -> None:
+        """Copy the flat block into the tensors, in place."""
+        self.check(named)
+        copies = CopyBatch()
+        for entry in self.entries:
+            copies.add(named[entry.name], self.view(flat, entry))
+        copies.run()
+
+    def digest(self, named: Mapping[str, torch.Tensor], version: int, step: int) -> int:
+        """64 bits that any change of a value changes; never 0. The tensors are contiguous and on the CPU."""
+        from busrl._blocks import digest
+
+        seed = digest(version.to_bytes(8, "little") + step.to_bytes(8, "little"))
+        for entry in self.entries:
+            seed = digest(bytes_of(named[entry.name]), seed)
+        return seed or 1
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors that lie in the block, by name."""
+        return {entry.name: self.view(flat, entry) for entry in self.entries}
+
+    def check(self, named: Mapping[str, torch.Tensor]) -> None:
+        """UserError with the first difference between this layout and the tensors."""
+        mine = self.expected
+        if missing := sorted(mine.keys() - named.keys()):
+            raise UserError(f"weights: {len(missing)} published tensors are not in this model, first {missing[0]!r}")
+        if extra := sorted(named.keys() - mine.keys()):
+            raise UserError(f"weights: {len(extra)} tensors of this model are not published, first {extra[0]!r}")
+        for name, (dtype, shape) in self.expected.items():
+            tensor = named[name]
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise UserError(
+                    f"weights: {name!r} is {_kind(dtype)}{list(shape)} where published and "
+                    f"{_kind(tensor.dtype)}{list(tensor.shape)} here; both sides must run the same model.path and "
+                    "model.dtype"
+                )
+
+    def view(self, flat: torch.Tensor, entry: Entry) -> torch.Tensor:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        return flat[entry.offset : entry.offset + entry.nbytes].view(dtype).view(entry.shape)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# -- Which tensors a receiver last wrote to: a frame of changes may be put only into those ----------------------------
+
+
+class BoundTensors:
+    """The tensors of a model, and where their values lie."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._places: list[int] = []
+
+    def take(self, named: dict[str, torch.Tensor]) -> None:
+        self._tensors, self._places = dict(named), [tensor.data_ptr() for tensor in named.values()]
+
+    def same(self, named: dict[str, torch.Tensor]) -> bool:
+        """Whether these are the tensors taken last, with their values still in the same place."""
+        return self._tensors.keys() == named.keys() and all(
+            named[name] is tensor and tensor.data_ptr() == place
+            for (name, tensor), place in zip(self._tensors.items(), self._places)
+        )
+
+
+# -- What a model folder is known by, so that an adapter is never added to another model than the one it was ... ------
+
+
+BLOCKS, BLOCK = 32, 64 << 10
+HEADER_AT_MOST = 100 << 20
+# Written by the library that saved the folder; they change with its version, not with the model.
+VOLATILE = ("transformers_version", "_name_or_path", "use_cache", "torch_dtype", "dtype")
+
+
+def fingerprint(folder: Path) -> str:
+    """Hexadecimal SHA-256; UserError for a folder without configuration or weights."""
+    digest = hashlib.sha256()
+    try:
+        digest.update(_config(folder))
+        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+        if not files:
+            raise UserError(f"{folder}: no weights in it, so adapters can not be told to belong to it; see model.path")
+        for path in files:
+            _add(digest, path)
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{folder}: not a model folder that can be read: {problem}; see model.path") from problem
+    return digest.hexdigest()
+
+
+def _config(folder: Path) -> bytes:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    return json.dumps({k: v for k, v in config.items() if k not in VOLATILE}, sort_keys=True).encode()
+
+
+def _add(digest: Any, path: Path) -> None:
+    """Name, size, the header of a safetensors file whole, and blocks of the rest."""
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}".encode())
+    with open(path, "rb") as file:
+        begin = 0
+        if path.suffix == ".safetensors" and size > 8:
+            (length,) = struct.unpack("<Q", file.read(8))
+            begin = 8 + min(length, HEADER_AT_MOST)
+            digest.update(file.read(begin - 8))
+        step = max(BLOCK, (size - begin) // BLOCKS)
+        for offset in range(begin, size, step):
+            file.seek(offset)
+            digest.update(file.read(BLOCK))

@@ -1,0 +1,137 @@
+"""[learner.controller]: what contradicts itself is refused with a remedy, and what acts is in the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from busrl.config import Topology
+from busrl.config.derive import admission_limits, checkpoint_is_due, checkpoint_may_follow, control_settings
+from busrl.config.rules import batch_varies
+
+Loaded = Callable[..., Topology]
+Refused = Callable[..., list[str]]
+TABLE = "[experiments.controller]\n"
+RULES = f"[learner.controller]\nmode = 'advise'\n{TABLE}"
+ACT = "[weights]\nmax_staleness = 4\n[learner.controller]\nmode = 'act'\n"
+
+REFUSED = [
+    (f"{RULES}low = 1.4", "low < high", "the defaults are 0.6 and 1.3"),
+    (f"{RULES}low = 1.1", "low < 1 < high", "the defaults"),
+    (f"{RULES}hysteresis = 0.5", "the gap of 0.7 has no middle left", "set hysteresis below 0.35"),
+    ("[learner.controller]\nmode = 'advise'\nn_lo = 33", "n_lo <= n_min", "set n_lo <= 32"),
+    ("[learner.controller]\nmode = 'advise'\nn_hi = 31", "n_min <= n_hi", "set n_hi >= 32"),
+    (f"{RULES}high_t_max_s = 2", "high_t_max_s <= low_t_max_s", "0.25 and 1"),
+    (f"{RULES}rules = 'full'\ngate_on = 1.2", "gate_on < gate_off", "raise gate_off"),
+    (f"{RULES}rules = 'full'\nk3_safe = 0.06", "k3_safe < k3_high", "raise k3_high"),
+    (f"{RULES}rules = 'full'\ngrow = 2", "a move must not call for its opposite", "1.25, 0.8"),
+    ("[learner.controller]\nmode = 'act'", "no window is left for thresholds 16 to 64", "max_staleness >= 4"),
+    ("[weights]\nmode = 'sync'\n[learner.controller]\nmode = 'act'", "a synchronous round", 'mode = "advise"'),
+    (f"{ACT}[learner]\nupdates_per_batch = 20", "at most 16 updates", "lower updates_per_batch"),
+    (f"{ACT}[learner.trigger]\nn_floor = 20\nt_max_s = 5", "n_floor <= n_lo = 16", "lower n_floor"),
+    (f"{ACT}[learner.trigger]\ncount = 'ended'", "not of those that ended", 'count = "usable"'),
+    (f"{ACT}{TABLE}rules = 'full'\n[learner]\ndeterministic = true", "idle times, which depend on the", "entropy"),
+    (f"{ACT}{TABLE}rules = 'full'\neta_min = 5", "eta_min <= max_staleness", "lower eta_min"),
+    (f"{RULES}rules = 'full'\neta_min = 9", "eta_min <= max_staleness", "lower eta_min"),
+    (f"{ACT}{TABLE}rules = 'full'\neta_min = 2", "needs an admission bound of 3 steps of 16", "set it to 3 or more"),
+    ("[weights]\nwindow = 49", "weights.window = 49 is larger than the buffer", "set window <= 48"),
+    ("[weights]\nmode = 'fully-async'\nwindow = 129", "larger than the buffer: B = 128", "set window <= 128"),
+]
+
+
+@pytest.mark.parametrize(("text", "rule", "remedy"), REFUSED)
+def test_contradictions_are_refused_with_a_remedy(refused: Refused, text: str, rule: str, remedy: str) -> None:
+    (found,) = refused(text + "\n")
+    assert rule in found and remedy in found
+
+
+WARNED = [
+    ("[weights]\nmode = 'sync'\nwindow = 2", "a round is trained whole, so its window is the round", "remove it"),
+    (f"{RULES}rules = 'full'\nnoise_groups = 1000", "noise_groups = 1000", "set it to 16 or less"),
+    (f"{ACT}{TABLE}rules = 'full'\nnoise_groups = 16", "of 16 groups that arrive together", "set it to 8 or less"),
+    (
+        f"{RULES}rules = 'full'\n[learner]\nupdates_per_batch = 2\n[weights]\nmode = 'sync'",
+        "no one gradient", "updates_per_batch = 1",
+    ),
+    (
+        f"{RULES}rules = 'full'\neta_min = 1\n[weights]\nmode = 'sync'",
+        "without a staleness bound there is none to move", 'weights.mode = "batch-async"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "rule", "remedy"), WARNED)
+def test_settings_without_an_effect_are_warned_about(loaded: Loaded, text: str, rule: str, remedy: str) -> None:
+    (found,) = loaded(text + "\n").derived.warnings
+    assert rule in found and remedy in found
+
+
+def test_off_asks_nothing_of_its_other_keys(loaded: Loaded) -> None:
+    topology = loaded("[learner.controller]\nmode = 'off'\n[experiments.controller]\nlow = 2.0\n")
+    assert control_settings(topology) is None
+
+
+def test_only_a_controller_that_acts_is_in_the_sums(loaded: Loaded) -> None:
+    told = loaded("[weights]\nmax_staleness = 4\n")
+    assert (told.derived.B, told.derived.W, told.derived.n_lo, told.derived.n_hi) == (124, 37, 32, 32)
+    assert not batch_varies(told)
+    acting = loaded(ACT)
+    assert (acting.derived.B, acting.derived.W, acting.derived.n_lo, acting.derived.n_hi) == (64, 17, 16, 64)
+    assert admission_limits(acting).max_age == 4 and batch_varies(acting)
+    assert any("move n_min between 16 and 64" in line for line in acting.derived.explain)
+    found = control_settings(acting)
+    assert found is not None and (found.n_lo, found.n_hi, found.eta_min, found.eta_max) == (16, 64, 3, 4)
+
+
+def test_the_defaults_are_those_of_the_outline(loaded: Loaded) -> None:
+    found = control_settings(loaded("[learner.controller]\nmode = 'advise'\n"))
+    assert found is not None
+    assert (found.mode, found.rules, found.high, found.low) == ("advise", "entropy", 1.3, 0.6)
+    assert (found.n_lo, found.n_min, found.n_hi) == (16, 32, 64)
+    assert (found.high_t_max, found.low_t_max, found.ema, found.cooldown) == (250.0, 1000.0, 0.9, 10)
+
+
+def test_publishing_rarely_must_leave_room_for_the_largest_step(refused: Refused) -> None:
+    (found,) = refused(f"{ACT}[learner]\npublish_every = 2\n")
+    assert "2 x n_hi = 128 > B = 64" in found
+
+
+def test_an_explicit_window_is_in_the_sums(loaded: Loaded) -> None:
+    derived = loaded("[weights]\nwindow = 5\n").derived
+    assert (derived.B, derived.W) == (92, 5)
+
+
+def test_checkpoints_count_groups_where_the_batch_varies(loaded: Loaded) -> None:
+    fixed, varied = loaded("[learner]\ncheckpoint_every = 2\n"), loaded(f"{ACT}[learner]\ncheckpoint_every = 2\n")
+    assert [step for step in range(1, 7) if checkpoint_is_due(fixed, step, 16 * step, 16)] == [2, 4, 6]
+    # 2 steps of n_min = 32 groups: every 64 groups, wherever that is.
+    assert [step for step in range(1, 9) if checkpoint_is_due(varied, step, 16 * step, 16)] == [4, 8]
+    assert [step for step in range(1, 5) if checkpoint_is_due(varied, step, 48 * step, 48)] == [2, 3, 4]
+    never = loaded("[learner]\ncheckpoint_every = 0\n")
+    assert not any(checkpoint_is_due(never, step, 32 * step, 32) for step in range(1, 50))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(every=st.integers(0, 5), steps=st.integers(1, 12), most=st.integers(0, 300), acts=st.booleans(), data=st.data())
+def test_every_checkpoint_is_foreseen_a_step_before_it(
+    loaded: Loaded, every: int, steps: int, most: int, acts: bool, data: st.DataObject
+) -> None:
+    told = loaded(ACT if acts else "", f"run.max_steps={steps}", f"run.max_groups={most}",
+                  f"learner.checkpoint_every={every}")
+    total = 0
+    for step in range(steps):
+        groups = data.draw(st.integers(1, 64)) if acts else 32
+        last = step + 1 == steps or 0 < most <= total + groups
+        if last or checkpoint_is_due(told, step + 1, total + groups, groups):
+            assert checkpoint_may_follow(told, step, total)
+        total += groups
+        if last:
+            return
+
+
+def test_steps_far_from_a_checkpoint_are_not_taken_for_one(loaded: Loaded) -> None:
+    told = loaded("[learner]\ncheckpoint_every = 4\n[run]\nmax_steps = 10\n")
+    assert [step for step in range(10) if checkpoint_may_follow(told, step, 32 * step)] == [3, 7, 9]

@@ -1,0 +1,101 @@
+"""[openai] and the keys of engines: what can not work is refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from busrl.config import Topology, load
+from busrl.config.explain import report
+from busrl.errors import TopologyError
+
+QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
+Loaded = Callable[..., Topology]
+Refused = Callable[..., list[str]]
+
+URL = 'base_url = "http://127.0.0.1:8000/v1"\n'
+ENGINE = ("process.rollout.engine=openai",)
+FREE = '[weights]\nmode = "fully-async"\n'
+
+REFUSED = [
+    ("[openai]\n" + FREE, "an endpoint is asked, and none is named; for example http://127.0.0.1:8000/v1"),
+    ('[openai]\nbase_url = "127.0.0.1:8000"\n' + FREE, "is no address of an endpoint"),
+    ('[openai]\nbase_url = "http://host:port/v1"\n' + FREE, "is no address of an endpoint"),
+    ("[openai]\n" + URL, "the server keeps its first weights, so every sample is older than this mode allows"),
+    (f'[openai]\n{URL}update = "vllm"\n', "a server in another process is told of a folder, and this transport writes"),
+    (f'[openai]\n{URL}endpoint = "chat"\n{FREE}', "what is trained would be without it"),
+    (f'[openai]\n{URL}endpoint = "chat"\n{FREE}[data]\ntemplate = "chat"\n[segments]\nlength = 20\n',
+     "by chat an answer is made in one go"),
+    (f'[openai]\n{URL}tools = "tools.json"\n{FREE}', "tools belong to the chat endpoint"),
+    (f'[openai]\n{URL}{FREE}[generation]\non_update = "keep"\n', "so its keys are always computed again"),
+    (f'[openai]\n{URL}update = "ollama"\n{FREE}', 'expected one of "none", "vllm", "sglang"'),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED, ids=[case[1][:40] for case in REFUSED])
+def test_an_endpoint_that_can_not_work_is_refused_with_the_rule_and_the_remedy(
+    refused: Refused, text: str, message: str
+) -> None:
+    overrides = list(ENGINE)
+    if '[data]\ntemplate = "chat"\n' in text:
+        text = text.replace('[data]\ntemplate = "chat"\n', "")
+        overrides.append("data.template=chat")
+    found = refused(text, *overrides)
+    assert any(message in line for line in found), found
+
+
+@pytest.mark.parametrize("transport", ["checkpoint_restart", "lora_restart"])
+def test_by_chat_a_restart_lets_answers_end_or_is_refused(
+    here: Path, refused: Refused, loaded: Loaded, transport: str
+) -> None:
+    (here / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    text = f'[openai]\n{URL}endpoint = "chat"\nupdate = "vllm"\n[weights]\ntransport = "{transport}"\n'
+    found = refused(text, *ENGINE, "data.template=chat")
+    assert any("what runs when new weights come would be lost" in line for line in found), found
+    if transport == "checkpoint_restart":
+        loaded(text + 'on_restart = "finish"\n', *ENGINE, "data.template=chat")
+
+
+def test_one_process_gives_a_server_its_weights(refused: Refused) -> None:
+    text = f'[openai]\n{URL}update = "vllm"\n[weights]\ntransport = "checkpoint_restart"\n'
+    found = refused(text, *ENGINE, "process.rollout.count=2")
+    assert any("two processes would load weights into one server" in line for line in found), found
+
+
+def test_what_can_work_is_loaded_and_warned_of_where_the_server_has_to_be_set_up_for_it(loaded: Loaded) -> None:
+    given = f'[openai]\n{URL}update = "vllm"\n[weights]\ntransport = "checkpoint_restart"\n'
+    topology = loaded(given + "[generation]\ntemperature = 0.7\n", *ENGINE)
+    assert any("processed_logprobs" in line for line in topology.derived.warnings)
+    assert Topology.from_json(topology.to_json()) == topology
+    fixed = loaded(f"[openai]\n{URL}{FREE}", *ENGINE)
+    assert any("ever further from what generates" in line for line in fixed.derived.warnings)
+    unused = loaded(f"[openai]\n{URL}")
+    assert any('no [[process]] has engine = "openai"' in line for line in unused.derived.warnings)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(None, "can not be read: [Errno 2]"), ("{", "can not be read: Expecting"), ('{"a": 1}', "not a list of objects")],
+)
+def test_the_file_of_tools_is_looked_at(here: Path, refused: Refused, text: str | None, why: str) -> None:
+    if text is not None:
+        (here / "tools.json").write_text(text)
+    chat = f'[openai]\n{URL}endpoint = "chat"\ntools = "tools.json"\n{FREE}'
+    found = refused(chat, *ENGINE, "data.template=chat")
+    assert any("openai.tools" in line and why in line for line in found), found
+
+
+def test_a_key_that_is_not_in_this_environment_is_a_warning(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = loaded(f'[openai]\n{URL}api_key_env = "SOME_KEY"\n{FREE}', *ENGINE)
+    monkeypatch.delenv("SOME_KEY", raising=False)
+    assert "openai.api_key_env: $SOME_KEY is not set in this environment" in report(topology)
+    monkeypatch.setenv("SOME_KEY", "secret")
+    assert "SOME_KEY" not in report(topology)
+
+
+def test_layers_of_a_tiny_model_are_known_before_it_is_made() -> None:
+    with pytest.raises(TopologyError, match=r"no layer 'nope' that an adapter could be put on; it has down_"):
+        load(QUICK, ["lora.rank=8", 'lora.targets=["nope"]'])
+    load(QUICK, ["lora.rank=8", 'lora.targets=["q_proj", "up_proj"]'])

@@ -1,0 +1,164 @@
+"""The files that a topology names, looked at before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from busrl.config import Topology, recorded, sketch
+from busrl.config.explain import report
+from busrl.config.machine import model_facts, read_config
+from busrl.errors import TopologyError, UserError
+
+Loaded = Callable[..., Topology]
+Refused = Callable[..., list[str]]
+
+
+def test_broken_prompt_lines_are_named_one_by_one(here: Path, refused: Refused) -> None:
+    good = '{"prompt": "a", "answer": "b"}'
+    lines = [good, '{"prompt": ', "[1]", good, '{"answer": "b"}', '{"prompt": "x", "answer": {}}']
+    (here / "train.jsonl").write_text("\n".join(lines) + "\n")
+    found = refused()
+    assert [message.split(": ")[0] for message in found] == [f"train.jsonl:{n}" for n in (2, 3, 5, 6)]
+    assert "not JSON" in found[0] and "must be a JSON object" in found[1]
+    assert "the key 'prompt' is missing (data.prompt_key)" in found[2]
+
+
+def test_many_broken_lines_are_counted_after_the_first_few(here: Path, refused: Refused) -> None:
+    (here / "train.jsonl").write_text("nonsense\n" * 50)
+    found = refused()
+    assert len(found) == 6
+    assert "train.jsonl: and 45 more broken lines" in found[0]
+
+
+def test_a_prompt_file_that_is_not_there_is_reported_at_its_key(refused: Refused) -> None:
+    (found,) = refused('[run]\nname = "x"\n', "validation.data=nowhere.jsonl", "process.validator.count=1")
+    assert found.startswith("--set validation.data: validation.data = ") and "No such file" in found
+
+
+def test_an_empty_prompt_file_is_refused(here: Path, refused: Refused) -> None:
+    (here / "train.jsonl").write_text("")
+    (found,) = refused()
+    assert "the file is empty" in found
+
+
+def test_an_answer_is_only_needed_by_exact_match(here: Path, loaded: Loaded, refused: Refused) -> None:
+    (here / "train.jsonl").write_text('{"prompt": "a"}\n')
+    (found,) = refused()
+    assert "the key 'answer'" in found
+    (here / "score.py").write_text("def score(record, completion, token_ids):\n    return 1.0\n")
+    topology = loaded('[reward]\nkind = "python"\nfunction = "score.py:score"\n')
+    assert topology.reward.function == f"{here}/score.py:score"
+
+
+@pytest.mark.parametrize(
+    ("code", "function", "cause"),
+    [
+        ("def score(r, c, t): return 1.0", "score.py:scores", "has no 'scores'"),
+        ("import nothing_of_that_name", "score.py:score", "No module named 'nothing_of_that_name'"),
+        ("", "nowhere.py:score", "there is no file"),
+        ("", "no_such_package.module:score", "No module named 'no_such_package'"),
+        ("import os; os._exit(3)", "score.py:score", "exit code 3"),
+        ("score = 3", "score.py:score", "not a function"),
+    ],
+)
+def test_a_reward_that_can_not_be_imported_says_why(
+    here: Path, refused: Refused, code: str, function: str, cause: str
+) -> None:
+    (here / "score.py").write_text(code)
+    (found,) = refused(f'[reward]\nkind = "python"\nfunction = "{function}"\n')
+    assert found.startswith("t.toml:13: reward.function = ") and cause in found
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ("config.json", "no config.json in this folder"),
+        ("tokenizer.json", "no tokenizer (tokenizer.json) in this folder"),
+        ("model.safetensors", "no weights (*.safetensors) in this folder"),
+    ],
+)
+def test_a_model_folder_that_is_not_whole_is_refused(here: Path, refused: Refused, gone: str, message: str) -> None:
+    (here / "model" / gone).unlink()
+    (found,) = refused()
+    assert found.startswith('t.toml:2: model.path = "') and message in found
+
+
+def test_a_model_that_is_not_there_is_refused_with_its_line(refused: Refused) -> None:
+    (found,) = refused("", "model.path=Qwen/Qwen3-0.6B")
+    assert found.startswith("--set model.path") and "no such folder" in found and "downloaded first" in found
+
+
+def test_an_unknown_tiny_task_lists_the_known_ones(refused: Refused) -> None:
+    (found,) = refused("", "model.path=tiny:adder")
+    assert "tiny:sort" in found
+
+
+def test_samples_longer_than_the_model_takes_are_refused(refused: Refused) -> None:
+    (found,) = refused("[generation]\nmax_new_tokens = 500\nmax_prompt_tokens = 64\n")
+    assert found.startswith("t.toml:12: ") and "prompt and completion have 564 tokens, the model takes 512" in found
+
+
+def test_a_slot_too_small_names_the_sum_and_the_prompt_that_does_not_fit(here: Path, refused: Refused) -> None:
+    with open(here / "train.jsonl", "a") as file:
+        file.write(json.dumps({"prompt": "x" * 3000, "answer": "y"}) + "\n")
+    found = refused("[ring]\nslot_bytes = 1024\n")
+    size = len(json.dumps({"prompt": "x" * 3000, "answer": "y"}))
+    assert any(m == f"train.jsonl:41: {size} bytes: longer than its slot: ring.slot_bytes = 1024; "
+               "shorten it or enlarge the slot" for m in found)
+    assert any(m.startswith("t.toml:12: ring.slot_bytes = 1024: smaller than the longest sample: ") for m in found)
+    assert len(found) == 2
+
+
+def test_the_refused_size_names_one_that_is_accepted(loaded: Loaded, refused: Refused) -> None:
+    (found,) = refused("[ring]\nslot_bytes = 300\n")
+    size = found.split("set it to ")[1].split(" ")[0]
+    assert loaded(f"[ring]\nslot_bytes = {size}\n").derived.slot_bytes == loaded().derived.slot_bytes == int(size)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(prompt=st.integers(1, 5000), tokens=st.integers(1, 448), text=st.integers(1, 7))
+def test_an_automatic_slot_holds_the_longest_sample(
+    here: Path, loaded: Loaded, prompt: int, tokens: int, text: int
+) -> None:
+    line = json.dumps({"prompt": "x" * prompt, "answer": "y"})
+    (here / "train.jsonl").write_text(line + "\n")
+    derived = loaded(f"[generation]\nmax_new_tokens = {tokens}\n").derived
+    sizes = [len(line), 4 * 64, 4 * tokens, 4 * tokens, 4 * tokens, text * tokens, 4]
+    assert derived.slot_bytes >= sum((size + 63) // 64 * 64 for size in sizes)
+
+
+def test_the_model_is_described_without_loading_it(here: Path, loaded: Loaded) -> None:
+    folder = here / "model"
+    facts = model_facts(folder, 512)
+    assert (facts.kind, facts.layers, facts.hidden, facts.vocabulary, facts.parameters) == ("TestLM", 2, 8, 3, 6)
+    assert read_config(here) == {}
+    text = report(loaded())
+    assert "TestLM: 2 layers, width 8, vocabulary 3" in text and "40 prompts" in text
+
+
+def test_a_sketch_asks_for_no_file_and_tells_which_keys_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(
+        '[model]\npath = "nowhere"\n[data]\ntrain = "none.jsonl"\n[reward]\nkind = "python"\nfunction = "no.py:f"\n'
+        '[learner]\nlr = 1e-4\n[[process]]\nrole = "rollout"\nengine = "vllm"\ncount = 100\n'
+    )
+    found = sketch(path, ["simulate.row_s=0.1"])
+    assert found.topology.process[0].count == 100
+    assert {"model.path", "simulate.row_s"} <= found.written and "simulate.step_s" not in found.written
+    with pytest.raises(TopologyError) as refused:
+        sketch(path, ["segments.rounds=segments", "learner.trigger.n_min=none"])
+    assert len(refused.value.problems) == 3  # length is off and the mode is not sync; and what is no number
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "7", "[" * 100_000])
+def test_a_damaged_topology_of_a_run_is_an_error_that_names_it(tmp_path, text):
+    path = tmp_path / "topology.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"topology\.json: not what busrl wrote .* Restore it"):
+        recorded(path)

@@ -1,0 +1,67 @@
+"""The learning rate has no default: what is advised, and what is warned of by number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from busrl.config import Topology, load, machine
+from busrl.config.explain import report
+from busrl.errors import TopologyError
+
+Loaded = Callable[..., Topology]
+HALF_A_BILLION = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+
+
+def give_shape(here: Path, shape: dict[str, object]) -> None:
+    (here / "model" / "config.json").write_text(json.dumps(shape))
+
+
+def test_parameters_are_counted_from_the_widths_of_published_models() -> None:
+    gpt2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    seven = {**HALF_A_BILLION, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+             "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+             "tie_word_embeddings": False}
+    assert machine.estimate(HALF_A_BILLION) == pytest.approx(494e6, rel=0.01)
+    assert machine.estimate(seven) == pytest.approx(7.62e9, rel=0.01)
+    assert machine.estimate(gpt2) == pytest.approx(124e6, rel=0.02)
+    assert machine.estimate({"text_config": HALF_A_BILLION}) == machine.estimate(HALF_A_BILLION)
+    assert machine.estimate({}) == 0
+
+
+@pytest.mark.parametrize(("rank", "advice"), [
+    (0, "for all weights of 494 M parameters 3e-06 is usual"),
+    (8, "for a LoRA adapter of 494 M parameters 3e-05 is usual"),
+])
+def test_a_learning_rate_that_is_missing_is_asked_for_with_advice_for_the_model(
+    here: Path, rank: int, advice: str
+) -> None:
+    give_shape(here, HALF_A_BILLION)
+    (here / "without.toml").write_text('[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n')
+    with pytest.raises(TopologyError) as refused:
+        load(here / "without.toml", [f"lora.rank={rank}"])
+    (problem,) = refused.value.problems
+    assert "learner.lr is missing; add lr = ... to [learner]: " in str(problem) and advice in str(problem)
+
+
+def test_three_in_ten_thousand_for_half_a_billion_weights_is_warned_of_by_number(here: Path, loaded: Loaded) -> None:
+    give_shape(here, HALF_A_BILLION)
+    topology = loaded("", "learner.lr=3e-4")
+    (found,) = topology.derived.warnings
+    assert "learner.lr = 0.0003: 100 times what is usual for all weights of 494 M parameters" in found
+    assert found in report(topology)
+    assert not loaded("", "learner.lr=3e-6").derived.warnings
+    assert not loaded("", "learner.lr=3e-4", "lora.rank=8").derived.warnings
+    (found,) = loaded("", "learner.lr=3e-3", "lora.rank=8").derived.warnings
+    assert "100 times what is usual for a LoRA adapter" in found
+
+
+def test_a_toy_may_have_any_learning_rate(loaded: Loaded) -> None:
+    assert not loaded("", "learner.lr=1").derived.warnings

@@ -1,0 +1,46 @@
+"""Requests for an engine, a loop that drives it, and what a plain forward pass says of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from busrl.engines import Engine, Finished, Request
+
+
+def request(key: int, prompt: Sequence[int], **changes: object) -> Request:
+    fields: dict[str, object] = {
+        "key": key, "uid": 1000 + key, "segment": 0, "prompt_ids": np.asarray(prompt, np.int32),
+        "prefix_ids": np.empty(0, np.int32), "max_new_tokens": 20, "temperature": 1.0, "top_p": 1.0, "seed": 5,
+    }
+    return Request(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def crowd(count: int, **changes: object) -> list[Request]:
+    """Requests with prompts of 1 to 14 tokens; every third prompt occurs twice."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 35, rng.integers(1, 15)) for _ in range(count)]
+    return [request(k, prompts[k - 1] if k % 3 == 1 else prompts[k], **changes) for k in range(count)]
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> dict[int, Finished]:
+    """Feed all requests as rows become free; every engine step is counted, so that a stuck engine fails."""
+    waiting, results = list(requests), {}
+    for _ in range(10_000):
+        room = engine.capacity - engine.active
+        if waiting and room:
+            engine.submit(waiting[:room])
+            waiting = waiting[room:]
+        results.update({finished.key: finished for finished in engine.step()})
+        if not waiting and not engine.active:
+            return results
+    raise AssertionError(f"{engine.active} sequences still active")
+
+
+def plain_logprobs(model: torch.nn.Module, known: np.ndarray, new: np.ndarray, temperature: float) -> np.ndarray:
+    ids = torch.from_numpy(np.concatenate((known, new)).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(known) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, len(known) :, None])[:, 0].numpy()

@@ -1,0 +1,93 @@
+"""Which decoder an engine takes, and that one which computes something else is never taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from busrl.config.schema import Generation
+from busrl.engines import make_engine
+from busrl.engines.torch import fast
+from busrl.engines.torch.decoder import GenericDecoder, StateDecoder, WholeDecoder
+from busrl.engines.torch.fast import FastDecoder
+from busrl.errors import UserError
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture
+def model(model_folder: Folder) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_folder("llama")).eval()
+
+
+def test_both_decoders_agree_with_the_model(model: Any) -> None:
+    assert fast.disagreement(model, GenericDecoder, 64) < 1e-5
+    assert fast.disagreement(model, FastDecoder, 64) < 1e-5
+
+
+def test_a_fast_decoder_that_differs_is_not_used_and_the_log_says_by_how_much(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FastDecoder, "_normed", lambda self, x, weight: x * weight)
+    with caplog.at_level(logging.INFO, "busrl"):
+        assert isinstance(fast.choose_decoder(model, 2, 64, fast=True), GenericDecoder)
+    assert "generic decoder for LlamaForCausalLM: its logits differ from the model's by" in caplog.text
+
+
+def test_an_architecture_that_can_not_be_decoded_with_a_cache_is_computed_anew_for_every_token(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (GenericDecoder, StateDecoder):
+        masks = kind._masks
+        monkeypatch.setattr(kind, "_masks", lambda *a, masks=masks: torch.zeros_like(masks(*a)))
+    assert isinstance(fast.choose_decoder(model, 2, 64, fast=False), WholeDecoder)
+    monkeypatch.setattr(fast, "WAYS", fast.WAYS[:3])
+    with pytest.raises(UserError, match="can not run this architecture"):
+        fast.choose_decoder(model, 2, 64, fast=False)
+
+
+def test_a_changed_activation_or_norm_is_seen_through_the_check(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.GELU()
+    assert fast.disagreement(model, FastDecoder, 64) < 1e-5
+    model.model.layers[1].input_layernorm.variance_epsilon = 10.0
+    assert fast.disagreement(model, FastDecoder, 64) > 1e-3
+
+
+def test_the_fused_weights_are_the_models_own_parameters(model: Any) -> None:
+    decoder = FastDecoder(model, 2, 64)
+    attention = model.model.layers[0].self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(attention, name).weight
+        assert weight.untyped_storage().data_ptr() == decoder._blocks[0].qkv.untyped_storage().data_ptr()
+        assert weight.is_contiguous()
+    names = [name for name, _ in model.named_parameters()]
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+
+
+def test_a_cache_that_grows_keeps_what_it_holds(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("busrl.engines.torch.decoder.FIRST_ROOM", 3)
+    assert fast.disagreement(model, FastDecoder, 64) < 1e-5
+    assert fast.disagreement(model, GenericDecoder, 64) < 1e-5
+
+
+def test_the_topology_makes_the_engine(model_folder: Folder) -> None:
+    topology: Any = SimpleNamespace(
+        model=SimpleNamespace(path=str(model_folder("qwen3")), dtype="bfloat16"),
+        generation=Generation(max_batch=3, max_new_tokens=30),
+        max_prompt_tokens=20,
+        data=SimpleNamespace(template="none"),
+        process=(),
+        processes=list,
+        device_of=lambda _: "cpu",
+    )
+    engine = make_engine(topology, "rollout/0")
+    assert (engine.capacity, engine.max_length, engine.active) == (3, 50, 0)
+    assert {tensor.dtype for tensor in engine.parameters().values()} == {torch.bfloat16}

@@ -1,0 +1,66 @@
+"""The end of a vLLM engine's updates: workers are told, with a deadline, and an engine that fails then hurts nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from busrl.config.machinery import Vllm
+from busrl.engines.vllm.weights import Line, Page, Updates
+from busrl.errors import EngineLost
+from busrl.weights.factory import Settings
+
+
+class Core:
+    """Stands for a vLLM with one worker."""
+
+    def __init__(self, page: Path) -> None:
+        self.page, self.over, self.fails, self.calls = page, False, False, []  # type: ignore[var-annotated]
+
+    def rpc(self, method: str, *args: Any, timeout_s: float = 0.0) -> list[str]:
+        self.calls.append((method, timeout_s))
+        if self.fails:
+            raise EngineLost("died")
+        return [str(self.page)]
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Core:
+    Page(tmp_path / "page", create=True).write(Line())
+    return Core(tmp_path / "page")
+
+
+def updates(core: Core, transport: str) -> tuple[Updates, Any]:
+    start = SimpleNamespace(lora_rank=0, model="m", dtype="float32")
+    made = Updates(SimpleNamespace(core=core, own=Vllm(), start=start), "auto", "continue")  # type: ignore[arg-type]
+    settings = Settings(transport, "segment", str(core.page.parent / "address"), timeout_s=7.0)
+    return made, made.receiver(settings, "rollout/0")
+
+
+@pytest.mark.parametrize(("transport", "seconds"), [("shm", 5.0), ("broadcast", 5.0), ("cuda_ipc", 12.0)])
+def test_workers_are_told_to_leave_within_a_deadline(core: Core, transport: str, seconds: float) -> None:
+    made, receiver = updates(core, transport)
+    assert receiver.newest() == (-1, -1)
+    made.close()
+    assert core.calls[-1] == ("busrl_close", seconds)
+    with pytest.raises(ValueError, match="closed"):
+        receiver.newest()
+
+
+def test_an_engine_that_dies_meanwhile_is_a_line_in_the_log(core: Core, caplog: pytest.LogCaptureFixture) -> None:
+    made, receiver = updates(core, "shm")
+    core.fails = True
+    made.close()
+    assert "rollout/0: its workers did not leave: died" in caplog.text
+    with pytest.raises(ValueError, match="closed"):
+        receiver.newest()
+
+
+def test_an_engine_that_is_over_is_asked_nothing(core: Core) -> None:
+    made, _ = updates(core, "shm")
+    core.over = True
+    made.close()
+    assert [method for method, _ in core.calls] == ["busrl_open"]

@@ -1,0 +1,303 @@
+"""The parts of the vLLM engine that need no vLLM: the page, a worker's plane of weights, padding, requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from busrl.engines.base import EOS, Request
+from busrl.engines.vllm.engine import Running, empty, seed_of
+from busrl.engines.vllm.process import probe
+from busrl.engines.vllm.weights import SIZE, Line, Page
+from busrl.engines.vllm.worker import Plane, pad_heads, plain_logprobs
+from busrl.errors import UserError
+from busrl.weights.shm import ShmReceiver, ShmSender
+
+NAMES = ("a.weight", "b.weight")
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full((3, 4), value) for name in NAMES}
+
+
+class Model(torch.nn.Module):
+    """Takes weights as vLLM's models do: by name, into its own parameters; `broken` after the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(4, 3, bias=False)
+        self.broken = False
+
+    def load_weights(self, given: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        mine, taken = dict(self.named_parameters()), set()
+        for name, tensor in given:
+            if self.broken and taken:
+                raise RuntimeError("broken on purpose")
+            mine[name].copy_(tensor)
+            taken.add(name)
+        return taken
+
+    @property
+    def values(self) -> list[float]:
+        return [float(p.detach().flatten()[0]) for p in self.parameters()]
+
+
+class Scene:
+    def __init__(self, folder: Path) -> None:
+        self.model, self.sender = Model(), ShmSender(folder / "weights")
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+        writing = Page(folder / "page", create=True)
+        self.page = Page(folder / "page")
+        self.plane = Plane(self.model, ShmReceiver(folder / "weights"), tensors(0.0), writing)
+
+    def wait(self, condition: Any) -> Line:
+        end = time.monotonic() + 20
+        while not condition(line := self.page.read()):
+            assert time.monotonic() < end, line
+            time.sleep(0.002)  # another thread's page can not be waited on
+        return line
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    made.plane.close()
+    made.sender.close()
+
+
+def test_a_page_shows_the_last_whole_line_and_nothing_before_the_first(tmp_path: Path) -> None:
+    writing = Page(tmp_path / "p", create=True)
+    reading = Page(tmp_path / "p")
+    assert reading.read() == Line()
+    writing.write(Line((3, 30), (2, 20), "x" * 2 * SIZE))
+    seen = reading.read()
+    assert (seen.staged, seen.loaded, seen.newest) == ((3, 30), (2, 20), (3, 30)) and set(seen.trouble) == {"x"}
+    writing._map[0:1] = b"\x03"  # a writer that died in the middle of its next line
+    assert reading.read() == seen
+    writing.write(Line((4, 40), (3, 30)))
+    assert reading.read() == Line((4, 40), (3, 30))
+    assert (tmp_path / "p").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_page_that_is_not_there_is_an_error_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere.*should have made it"):
+        Page(tmp_path / "nowhere")
+
+
+def test_a_version_is_staged_beside_the_model_and_loaded_only_when_told(scene: Scene) -> None:
+    scene.sender.publish(1, 10, tensors(1.0))
+    scene.wait(lambda line: line.staged == (1, 10))
+    assert scene.model.values == [0.0, 0.0]
+    assert scene.plane.prepare(True) == (1, 10) and scene.plane.commit(False) == (1, 10)
+    assert scene.model.values == [1.0, 1.0] and scene.page.read().loaded == (1, 10)
+    with pytest.raises(UserError, match="no version is staged"):
+        scene.plane.commit(False)
+
+
+def test_what_is_held_stays_and_what_nobody_loads_gives_way_to_a_newer_version(scene: Scene) -> None:
+    scene.sender.publish(1, 10, tensors(1.0))
+    scene.wait(lambda line: line.staged == (1, 10))
+    assert scene.plane.prepare(True) == (1, 10)
+    scene.sender.publish(2, 20, tensors(2.0))
+    time.sleep(0.5)  # longer than a version waits for being loaded
+    assert scene.page.read().staged == (1, 10)
+    assert scene.plane.commit(True) == (1, 10) and float(scene.plane.tensors()["a.weight"][0, 0]) == 1.0
+    assert scene.plane.thaw() == ""
+    scene.wait(lambda line: line.staged == (2, 20))
+    scene.sender.publish(3, 30, tensors(3.0))
+    scene.wait(lambda line: line.staged == (3, 30))
+    with pytest.raises(UserError, match="not held"):
+        scene.plane.tensors()
+
+
+def test_tensors_that_do_not_fit_are_named_on_the_page_and_never_reach_the_model(scene: Scene) -> None:
+    scene.sender.publish(1, 10, {**tensors(1.0), "b.weight": torch.ones(3, 5)})
+    line = scene.wait(lambda line: line.trouble)
+    assert "b.weight" in line.trouble and line.newest == (-1, -1)
+    assert scene.model.values == [0.0, 0.0]
+    scene.sender.publish(2, 20, tensors(2.0))
+    assert scene.wait(lambda line: line.staged == (2, 20)).trouble == ""
+
+
+def test_a_load_that_fails_half_way_leaves_the_model_dirty_until_a_whole_one(scene: Scene) -> None:
+    scene.model.broken = True
+    scene.sender.publish(1, 10, tensors(1.0))
+    scene.wait(lambda line: line.staged == (1, 10))
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        scene.plane.commit(False)
+    assert scene.model.values == [1.0, 0.0] and "version 1 was not loaded to its end" in scene.plane.thaw()
+    scene.model.broken = False
+    assert scene.plane.commit(False) == (1, 10)
+    assert scene.model.values == [1.0, 1.0] and scene.plane.thaw() == ""
+
+
+def test_a_model_that_leaves_a_tensor_as_it_was_is_dirty(scene: Scene) -> None:
+    scene.model.c = torch.nn.Linear(2, 2, bias=False)
+    scene.sender.publish(1, 10, tensors(1.0))
+    scene.wait(lambda line: line.staged == (1, 10))
+    with pytest.raises(UserError, match=r"got no new value, first 'c\.weight'"):
+        scene.plane.commit(False)
+    assert scene.plane.thaw()
+
+
+class Attention(torch.nn.Module):
+    """Causal attention over one sequence, its arguments those of vLLM's layer; only heads of 32 and 64."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.head_size, self.scale = head_size, scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        many = self.num_heads // self.num_kv_heads
+        q = query.view(-1, self.num_heads, self.head_size).transpose(0, 1)
+        k, v = (
+            t.view(-1, self.num_kv_heads, self.head_size).repeat_interleave(many, 1).transpose(0, 1)
+            for t in (key, value)
+        )
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return out.transpose(0, 1).reshape(-1, self.num_heads * self.head_size)
+
+
+@pytest.mark.parametrize(("head", "wide"), [(16, 32), (32, 32), (40, 64), (128, 128)])
+def test_padded_heads_give_what_unpadded_ones_give(head: int, wide: int) -> None:
+    class Padded(Attention):
+        pass
+
+    pad_heads(Padded, [32, 64])
+    plain, padded = Attention(4, head, head**-0.5, 2), Padded(4, head, head**-0.5, num_kv_heads=2)
+    assert padded.head_size == wide
+    torch.manual_seed(0)
+    query, key, value = torch.randn(5, 4 * head), torch.randn(5, 2 * head), torch.randn(5, 2 * head)
+    torch.testing.assert_close(padded(query, key, value), plain(query, key, value), atol=1e-6, rtol=1e-5)
+
+
+def asked(**more: Any) -> Request:
+    ids = np.array([5, 6, 7], np.int32)
+    given: dict[str, Any] = {"segment": 0, "prefix_ids": ids[:1], "temperature": 1.0, "top_p": 1.0, "seed": 3}
+    return Request(key=1, uid=2, prompt_ids=ids, max_new_tokens=9, **(given | more))
+
+
+def output(ids: list[int], finish: str | None = None, spans: Any = None) -> Any:
+    places = [{i: SimpleNamespace(logprob=-0.5)} for i in ids]
+    one = SimpleNamespace(token_ids=ids, logprobs=places, finish_reason=finish, weight_versions=spans)
+    return SimpleNamespace(outputs=[one])
+
+
+def span(version: str, start: int, end: int) -> Any:
+    return SimpleNamespace(version=version, start=start, end=end)
+
+
+def test_versions_are_counted_and_those_that_vllm_notes_itself_are_believed() -> None:
+    running = Running(asked(), 9)
+    running.add(output([8, 9]), 4)
+    running.add(output([10, 11], "stop", [span("4", 0, 1), span("5", 1, 4)]), 5)
+    made = running.finished()
+    assert made.versions.tolist() == [4, 5, 5, 5] and made.finish == EOS and made.token_ids.tolist() == [8, 9, 10, 11]
+    without = Running(asked(), 9)
+    without.add(output([8, 9]), 4)
+    without.add(output([10], "length", [span("default", 0, 3)]), 5)
+    assert without.finished().versions.tolist() == [4, 4, 5]
+
+
+def test_vllms_note_counts_from_the_last_start_of_a_request() -> None:
+    running = Running(asked(), 9)
+    running.add(output([8, 9]), 4)
+    running.started_with = len(running.tokens)
+    assert running.known == [5, 6, 7, 5, 8, 9]
+    running.add(output([10, 11], "length", [span("6", 0, 2)]), 5)
+    assert running.finished().versions.tolist() == [4, 4, 6, 6]
+
+
+def test_events_tell_every_token_and_the_end_once() -> None:
+    running = Running(asked(stream=True), 9)
+    assert running.event() is None
+    running.add(output([8, 9]), 4)
+    first = running.event()
+    running.add(output([10], "length"), 4)
+    second = running.event()
+    assert first is not None and second is not None and running.event() is None
+    assert (first.token_ids.tolist(), first.finish) == ([8, 9], None)
+    assert (second.token_ids.tolist(), second.finish) == ([10], 2)
+
+
+def test_a_greedy_answer_has_probability_one_and_an_empty_one_no_token() -> None:
+    running = Running(asked(temperature=0.0), 9)
+    running.add(output([8], "length"), 4)
+    assert running.finished().logprobs.tolist() == [0.0]
+    assert len(empty(asked()).token_ids) == 0
+
+
+def test_seeds_are_the_samples_own() -> None:
+    seeds = {seed_of(asked(seed=s, segment=g), n) for s in range(4) for g in range(4) for n in range(4)}
+    assert len(seeds) == 64 and all(0 <= seed < 1 << 63 for seed in seeds)
+    assert seed_of(asked(), 0) == seed_of(asked(temperature=0.5), 0)
+
+
+class Whole:
+    """As much of AsyncLLM as is looked at."""
+
+    engine_core = SimpleNamespace()
+
+    def generate(self) -> None: ...
+    def abort(self) -> None: ...
+    def collective_rpc(self) -> None: ...
+    def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
+    def resume_generation(self) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+def test_what_a_version_can_do_is_found_by_looking_at_it() -> None:
+    old = probe(Whole(), "0.24.0")
+    assert not (old.weight_version or old.bare_pause or old.shutdown_timeout)
+
+    class Newer(Whole):
+        engine_core = SimpleNamespace(pause_scheduler_async=lambda mode, clear_cache: None)
+
+        def update_weight_version(self, version: str) -> None: ...
+        def shutdown(self, timeout: float | None = None) -> None: ...
+
+    new = probe(Newer(), "0.32.0")
+    assert new.weight_version and new.bare_pause and new.shutdown_timeout
+
+
+def test_a_version_that_lacks_what_nothing_replaces_is_refused_by_name() -> None:
+    class Without(Whole):
+        pause_generation = None
+
+    with pytest.raises(UserError, match=r"vLLM 0.24.0 has no AsyncLLM.pause_generation"):
+        probe(Without(), "0.24.0")
+
+    class Other(Whole):
+        def pause_generation(self) -> None: ...
+
+    with pytest.raises(UserError, match="has no clear_cache"):
+        probe(Other(), "0.24.0")
+
+
+def test_the_plain_forward_pass_is_that_of_the_tensors_given(model_folder: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for kind in ("qwen3", "llama"):  # tied and not
+        folder = str(model_folder(kind))
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        ids = [5, 6, 7, 8, 9, 10]
+        found = plain_logprobs(folder, {name: p.data for name, p in model.named_parameters()}, ids, 0.7)
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, :-1] / 0.7
+        expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+        np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)

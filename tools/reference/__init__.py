@@ -1,0 +1,1 @@
+"""Writes the documents that are made from the code: the page and vectors of the protocol, the reference topology."""

@@ -1,0 +1,619 @@
+"""Msgpack bytes taken apart for a reader: each token with its offset, its bytes and what it says.
+
+Pure, and its own decoder on purpose: docs/protocol.md shows what the wire holds, not what the codec believes. Knows
+only the part of msgpack that messages use; extension types are refused.
+
+What each field of a message means, in one line each, for docs/protocol.md.
+
+Read by `reference.py` alone. A name means the same in every message; where it does not, "MESSAGE.name" stands beside it
+and wins. A field without a meaning makes `missing` name it.
+
+The session of docs/protocol.md: what a worker without a library sends and receives, byte by byte.
+
+Pure: made from the codec, the topics and the framing of ZMTP 3; knows nothing of libzmq. A test plays the page's bytes
+on plain sockets against a real broker.
+
+Every line is `SOCKET > hex ; words` (the worker sends) or `SOCKET < hex ; words` (the broker does).
+
+Writes the generated parts of docs/protocol.md from the structs, and the golden vectors with `--vectors`.
+
+`python -m tools.reference.protocol_page` rewrites the page between its marks; a test compares. Uses `catalog` (routes,
+versions), `meanings`, `vectors` and `session`; knows nothing of sockets. A message or field that has no docstring,
+route, version or meaning is an error that says what to add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import inspect as kinds
+
+from busrl.protocol import codec
+from busrl.protocol import gateway as g
+from busrl.protocol import messages as m
+from busrl.protocol.codec import ALL, topic
+from busrl.protocol.messages import Message, name_of
+from tools.reference import vectors
+from tools.reference.catalog import ROUTES, check, described, fields_of, message_since, records, since, topic_form
+from tools.reference.vectors import ARRAYS
+
+# -- Msgpack bytes taken apart for a reader: each token with its offset, its bytes and what it says -------------------
+
+
+_SIZED = {0xC4: "bin 8", 0xC5: "bin 16", 0xC6: "bin 32", 0xD9: "str 8", 0xDA: "str 16", 0xDB: "str 32"}
+_NESTED = {0xDC: "array 16", 0xDD: "array 32", 0xDE: "map 16", 0xDF: "map 32"}
+_NUMBERS = {
+    0xCA: (">f", "float 32"), 0xCB: (">d", "float 64"),
+    0xCC: (">B", "uint 8"), 0xCD: (">H", "uint 16"), 0xCE: (">I", "uint 32"), 0xCF: (">Q", "uint 64"),
+    0xD0: (">b", "int 8"), 0xD1: (">h", "int 16"), 0xD2: (">i", "int 32"), 0xD3: (">q", "int 64"),
+}
+_PLAIN = {0xC0: "nil", 0xC2: "false", 0xC3: "true"}
+_WIDTH = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Token:
+    """One value or header: where it begins, its bytes, its type, what it says, how deep it lies."""
+
+    offset: int
+    raw: bytes
+    form: str
+    text: str
+    depth: int
+    children: int = 0
+
+
+def tokens(raw: bytes) -> list[Token]:
+    """All tokens of one msgpack value; ValueError for bytes that are none."""
+    found = list(_walk(raw, 0, 0))
+    last = found[-1]
+    if last.offset + len(last.raw) != len(raw):
+        raise ValueError(f"{len(raw) - last.offset - len(last.raw)} bytes after the value")
+    return found
+
+
+def fields(raw: bytes) -> list[tuple[bytes, str]]:
+    """The pieces of a value, in order, that together are `raw`: a new one at each key of a map; with a text."""
+    pieces: list[tuple[bytes, str]] = []
+    open_: list[list[int]] = []  # of each map or array around: values still to come, 1 if it is a map
+    for token in tokens(raw):
+        while open_ and open_[-1][0] == 0:
+            open_.pop()
+        is_key = bool(open_ and open_[-1][1] and open_[-1][0] % 2 == 0)
+        if open_:
+            open_[-1][0] -= 1
+        said = " ".join(filter(None, (token.form, token.text)))
+        if is_key:
+            pieces.append((token.raw, "  " * (sum(one[1] for one in open_) - 1) + said + ":"))
+        else:
+            before, text = pieces.pop() if pieces else (b"", "")
+            pieces.append((before + token.raw, f"{text} {said}" if text else said))
+        if "map" in token.form or "array" in token.form:
+            open_.append([token.children, int("map" in token.form)])
+    return pieces
+
+
+def _walk(raw: bytes, at: int, depth: int) -> Iterator[Token]:
+    token = _token(raw, at, depth)
+    yield token
+    at += len(token.raw)
+    for _ in range(token.children):
+        for inner in _walk(raw, at, depth + 1):
+            yield inner
+            at = inner.offset + len(inner.raw)
+
+
+def _token(raw: bytes, at: int, depth: int) -> Token:
+    if at >= len(raw):
+        raise ValueError(f"the bytes end at {at}, in the middle of a value")
+    head = raw[at]
+    if head < 0x80:
+        return _made(raw, at, 1, "fixint", str(head), depth)
+    if head < 0x90:
+        return _made(raw, at, 1, "fixmap", f"of {head & 15}", depth, 2 * (head & 15))
+    if head < 0xA0:
+        return _made(raw, at, 1, "fixarray", f"of {head & 15}", depth, head & 15)
+    if head < 0xC0:
+        return _text(raw, at, 1, head & 31, "fixstr", depth)
+    if head >= 0xE0:
+        return _made(raw, at, 1, "negative fixint", str(head - 256), depth)
+    if head in _PLAIN:
+        return _made(raw, at, 1, "", _PLAIN[head], depth)
+    if head in _NUMBERS:
+        code, form = _NUMBERS[head]
+        body = raw[at + 1 : at + 1 + struct.calcsize(code)]
+        number = struct.unpack(code, body)[0] if len(body) == struct.calcsize(code) else ""
+        return _made(raw, at, 1 + struct.calcsize(code), form, str(number), depth)
+    return _sized(raw, at, head, depth)
+
+
+def _sized(raw: bytes, at: int, head: int, depth: int) -> Token:
+    if head in _SIZED:
+        width = _WIDTH[(head - 0xC4) % 3 if head < 0xC8 else head - 0xD9]
+        return _text(raw, at, 1 + width, int.from_bytes(raw[at + 1 : at + 1 + width], "big"), _SIZED[head], depth)
+    if head in _NESTED:
+        width = 2 if head in (0xDC, 0xDE) else 4
+        count = int.from_bytes(raw[at + 1 : at + 1 + width], "big")
+        return _made(raw, at, 1 + width, _NESTED[head], f"of {count}", depth, 2 * count if head >= 0xDE else count)
+    raise ValueError(f"byte {head:#04x} at {at} begins nothing that a message may hold")
+
+
+def _text(raw: bytes, at: int, header: int, size: int, form: str, depth: int) -> Token:
+    body = raw[at + header : at + header + size]
+    shown = f"{size} bytes" if form.startswith("bin") else f'"{body.decode()}"'
+    return _made(raw, at, header + size, form, shown, depth)
+
+
+def _made(raw: bytes, at: int, size: int, form: str, text: str, depth: int, children: int = 0) -> Token:
+    if at + size > len(raw):
+        raise ValueError(f"the value at {at} has {size} bytes, {len(raw) - at} are there")
+    return Token(at, raw[at : at + size], form, text, depth, children)
+
+
+# -- What each field of a message means, in one line each, for docs/protocol.md ---------------------------------------
+
+
+MEANINGS: Final[dict[str, str]] = {
+    # the envelope
+    "v": "Version of the protocol that the sender speaks.",
+    "sender": "Name of the sending process, as in topics: `rollout-0`.",
+    "msg_seq": "Number of this message among those of this sender on this topic, from 1.",
+    "time_ns": "When it was sent: nanoseconds since 1970 on the sender's clock.",
+    # a slot and its sample
+    "worker_id": "Name of the worker, as in topics.",
+    "capacity": "How many tasks more it could begin now.",
+    "rows": "How many tasks it runs at once when it is full; 0 = not said.",
+    "slot_id": "Index of the slot in the ring.",
+    "seq": "`seq` of the slot's control word when this was said (36 bits).",
+    "uid": "The sample. Bit 62 is set for validation.",
+    "count": "How many slots this doorbell stands for; the named one is the first.",
+    "status": '`"generated"`: the answer is whole. `"segment"`: a segment was committed. `"aborted"`: handed back.',
+    "reward": "Reward of the named sample.",
+    # learner
+    "version": "Version of the weights.",
+    "step": "Steps of the optimiser so far.",
+    "entropy": "Mean entropy of the policy over the step's tokens, in nats.",
+    "groups": "Groups trained in this step.",
+    "LEARNER_STATE_UPDATE.reward": "Mean reward of all groups that ended since the last step.",
+    "tokens": "Generated tokens trained in this step.",
+    "samples": "Samples of this step.",
+    "age_mean": "Mean age of the step's groups, in steps.",
+    "metrics": "Every number of the step's line in `metrics.jsonl`, by name.",
+    # weights
+    "DATA_GENERATED.version": "Version of the weights that made the last token.",
+    "transport": 'How the weights travel: a value of `weights.transport`, such as `"shm"`.',
+    "epoch": "Number of the group, from 1; a restarted learner begins again.",
+    "members": "Names of the processes in it, sorted.",
+    "why": "Who joined, left or was left out since the group before, and in which phase.",
+    # validation
+    "round": "Number of the round: the step that it stands for.",
+    "VALIDATION_STARTED.samples": "How many samples the round asks for.",
+    "VALIDATION_DONE.samples": "How many samples were judged.",
+    "mean": "Mean reward of the round.",
+    "mixed": "True if weights of more than one version answered.",
+    # scheduler
+    "admitted": "Groups admitted so far.",
+    "open_groups": "Groups in flight.",
+    "queued": "Slots waiting for a worker; 0 = not said.",
+    "free": "Free slots.",
+    "credit": "Groups that may be opened now.",
+    "waiting": "What it waits for, in words.",
+    "values": "Numbers by name.",
+    # a worker that does not map the ring
+    "life": "Number of the worker's life: grows with every start of its name (milliseconds since 1970).",
+    "req": "A number of the sender's choice; the answer repeats it.",
+    "REMOTE_CLAIM.req": "As everywhere; and a REMOTE_CLAIM with a lower one than an earlier of this life is ignored.",
+    "Task.seq": "`seq` of the control word that the claim made.",
+    "task": "Name of a claim, `slot.seq.uid`: compare it, send it back, do not take it apart.",
+    "REMOTE_CLAIM.capacity": "How many tasks the worker wants to hold in all.",
+    "holding": "Every task that the worker holds and has no final answer for.",
+    "REMOTE_JOIN.role": '`"rollout"` or `"reward"`.',
+    "REMOTE_GENERATED.tokens": "int32, one dimension, 1 to `max_new_tokens` ids.",
+    "logprobs": "float32, as many: log-probability of each token as it was sampled, at most 0.",
+    "versions": "uint32, as many: version of the weights that made each.",
+    "REMOTE_GENERATED.text": "The whole completion, special tokens visible, a final end token left out.",
+    "prompt_ids": "int32: the prompt as token ids. Needed in segment 0.",
+    "finish": "1 = the last token ends the sequence, 2 = a limit cut it.",
+    "done": "False: one segment more, and the task is queued again.",
+    "REMOTE_REWARDED.reward": "The reward; finite.",
+    "parts": "Named parts of the reward, for people; at most 64.",
+    "drop": 'Empty: hand it back. Else why the sample ends: `"raised"`, `"hung"`, `"malformed"` (reward), `"prompt"`, '
+    '`"too_long"`, `"malformed"` (rollout).',
+    "lease_s": "Seconds of silence after which a task goes back.",
+    "max_capacity": "Tasks that one worker may hold.",
+    "max_message_bytes": "Largest message on this bus.",
+    "max_prompt_tokens": "A longer prompt is dropped as `too_long`.",
+    "seed": "Seed of the run.",
+    "model": "Folder of the model.",
+    "prompt_key": "Key of the prompt in a record.",
+    "answer_key": "Key of the reference answer in a record.",
+    "template": '`"none"`: the prompt as it stands; `"chat"`: by the model\'s chat template, a text as a user turn, '
+    "a list of messages as it is.",
+    "GATEWAY_WELCOME.index": "The worker's entry in the ring's process table.",
+    "tasks": "The tasks.",
+    "code": "What became of the request, below.",
+    "about": "Name of the request.",
+    "GATEWAY_ANSWER.text": "Why, for a person.",
+    "lost": "Tasks of `holding` that are not the worker's any more.",
+    "record": "The prompt's JSONL line as it stands.",
+    "segment": "Segments that are committed already.",
+    "attempt": "How often it was tried since the last committed segment.",
+    "max_new_tokens": "Tokens that may still be generated.",
+    "segment_tokens": "Tokens after which this segment ends, with `done` false; 0: none, make the answer whole.",
+    "temperature": "For sampling.",
+    "top_p": "For sampling.",
+    "Task.version": "Newest version of the weights when it was claimed.",
+    "completion": "The answer as text (reward tasks).",
+    "tensors": "Arrays by name: `prompt_ids`, `tokens`, `logprobs`, `versions`.",
+    "dtype": '`"int32"`, `"float32"` or `"uint32"`, as in NumPy.',
+    "shape": "In elements, C order.",
+    "data": "The elements, little endian.",
+    # presence, errors, control
+    "role": "What the process does: `rollout`, `reward`, ...",
+    "pid": "Its process id on its host; 0 = not said.",
+    "host": "Name of its host.",
+    "index": "Its entry in the ring's process table; 0 = it does not map the ring.",
+    "activity": "What it is doing, in words.",
+    "last_seqs": "Topic -> `msg_seq` of the last message that this sender sent on it.",
+    "reason": "Why, in words.",
+    "severity": '`"warning"`, `"error"` or `"critical"` (the sender ends); anything else counts as `"warning"`.',
+    "where": "The part of the program.",
+    "text": "What happened, for a person.",
+    "traceback": "Where in the code; may be empty.",
+    "token": "Any text; the answer carries the same.",
+    "drain_s": "Seconds that the sender will wait before it kills.",
+}
+
+
+def meaning(message: str, name: str) -> str:
+    """The line about a field ("" = of the envelope); KeyError if there is none."""
+    return MEANINGS.get(f"{message}.{name}") or MEANINGS[name]
+
+
+def missing(message: str, names: list[str]) -> list[str]:
+    """What to add for fields that have no meaning yet."""
+    return [
+        f'{message}.{name} has no meaning; add "{name}" to MEANINGS in tools/reference/protocol_page.py'
+        for name in names
+        if f"{message}.{name}" not in MEANINGS and name not in MEANINGS
+    ]
+
+
+# -- The session of docs/protocol.md: what a worker without a library sends and receives, byte by byte ----------------
+
+
+WORKER: Final = "reward-9"
+LIFE: Final = 1_700_000_000_000
+BEGIN_NS: Final = 1_700_000_000_000_000_000
+MORE, LAST, LONG, COMMAND = 1, 0, 2, 4
+WIDTH: Final = 24  # bytes a line
+
+
+class _Script:
+    """Lines of the session; numbers the messages as endpoints do."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._seqs: dict[tuple[str, str], int] = {}
+        self._time = BEGIN_NS
+
+    def say(self, text: str) -> None:
+        self.lines += ["", f"; {text}"] if self.lines else [f"; {text}"]
+
+    def put(self, socket: str, arrow: str, raw: bytes, words: str) -> None:
+        for at in range(0, len(raw), WIDTH):
+            note = f" ; {words}" if at == 0 else ""
+            self.lines.append(f"{socket} {arrow} {raw[at : at + WIDTH].hex(' ')}{note}")
+
+    def message(self, socket: str, arrow: str, message: Message, sender: str, to: str = "") -> None:
+        """One message: the frame of its topic, the frame of its map, field by field."""
+        target = topic(message.__class__, to)
+        self._seqs[sender, target] = message.msg_seq = self._seqs.get((sender, target), 0) + 1
+        message.sender, message.time_ns = sender, self._time
+        self._time += 1_000_000
+        raw, text = codec.encode(message), target.encode()
+        self.put(socket, arrow, bytes([MORE, len(text)]) + text, f'frame, more follow, {len(text)} bytes: "{target}"')
+        head = bytes([LAST, len(raw)]) if len(raw) < 256 else bytes([LAST | LONG]) + len(raw).to_bytes(8, "big")
+        self.put(socket, arrow, head, f"frame, the last one, {len(raw)} bytes")
+        for piece, words in fields(raw):
+            self.put(socket, arrow, piece, words)
+
+    def echo(self, socket: str, since: int) -> None:
+        """The broker passes on, byte for byte, what the lines from `since` on sent."""
+        raw = b"".join(raw for _, _, raw in parse("\n".join(self.lines[since:])))
+        self.put(socket, "<", raw, f"the same {len(raw)} bytes")
+
+
+def greeting(server: bool) -> bytes:
+    """ZMTP: signature, version, mechanism NULL, filler; 64 bytes."""
+    signature = b"\xff" + (1 if server else 0).to_bytes(8, "big") + b"\x7f"
+    return (signature + bytes([3, 1 if server else 0]) + b"NULL").ljust(64, b"\0")
+
+
+def command(name: str, body: bytes) -> bytes:
+    """A short ZMTP command frame."""
+    text = bytes([len(name)]) + name.encode() + body
+    return bytes([COMMAND, len(text)]) + text
+
+
+def ready(kind: str) -> bytes:
+    """READY with the one property that matters here."""
+    name = b"Socket-Type"
+    return command("READY", bytes([len(name)]) + name + len(kind).to_bytes(4, "big") + kind.encode())
+
+
+def lines() -> list[str]:
+    """The whole session."""
+    script = _Script()
+    _connect(script, "SUB", "XPUB", "Connect to sub.sock. Both sides greet, then say what they are.")
+    _connect(script, "PUB", "XSUB", "The same on pub.sock.")
+    script.say("Subscribe: a message whose first byte is 1, then the prefix. Our own PING comes last.")
+    answers = [topic(kind, WORKER) for kind in (g.GatewayWelcome, g.GatewayTasks, g.GatewayAnswer)]
+    for prefix in (topic(m.Stop), topic(m.DataGenerated), *answers, topic(m.Ping, WORKER)):
+        script.put("SUB", ">", bytes([LAST, 1 + len(prefix), 1]) + prefix.encode(), f'subscribe "{prefix}"')
+    script.say("Are we heard? A PING to ourselves, repeated until it comes back.")
+    before = len(script.lines)
+    script.message("PUB", ">", m.Ping(token="7c0ffee7"), WORKER, WORKER)
+    script.echo("SUB", before)
+    script.say("Say who we are. index 0: this process does not map the ring.")
+    script.message("PUB", ">", m.Hello(role="reward", pid=4711, host="node-1"), WORKER)
+    _work(script)
+    script.say("The run ends. Hand back what we hold (nothing), say goodbye, close both sockets.")
+    script.message("SUB", "<", m.Stop(reason="all steps are done", drain_s=10.0), "launch")
+    script.message("PUB", ">", g.RemoteLeave(life=LIFE, req=4, reason="STOP"), WORKER)
+    script.message("SUB", "<", g.GatewayAnswer(code="done", life=LIFE, req=4, about="REMOTE_LEAVE"), "keeper", WORKER)
+    script.message("PUB", ">", m.Goodbye(reason="STOP"), WORKER)
+    return script.lines
+
+
+def _work(script: _Script) -> None:
+    """Joining, a doorbell, one task and its answer."""
+    script.say("Join the gateway; again every half second until it answers.")
+    script.message("PUB", ">", g.RemoteJoin(life=LIFE, req=1, role="reward"), WORKER)
+    welcome = g.GatewayWelcome(
+        life=LIFE, req=1, index=9, lease_s=20.0, max_capacity=1024, max_message_bytes=1 << 20, max_prompt_tokens=64,
+        model="/models/sort", prompt_key="prompt", answer_key="answer", template="none",
+    )
+    script.message("SUB", "<", welcome, "keeper", WORKER)
+    script.say("A doorbell: three slots were GENERATED, slot 17 is the first of them. So ask for work.")
+    bell = m.DataGenerated(slot_id=17, seq=41, uid=1289, version=12, count=3)
+    script.message("SUB", "<", bell, "rollout-0")
+    script.message("PUB", ">", g.RemoteClaim(life=LIFE, req=2, capacity=1), WORKER)
+    script.say("One task. Its name is slot 17, claim 42, sample 1289; it is ours for 20 seconds.")
+    script.message("SUB", "<", g.GatewayTasks(life=LIFE, req=2, tasks=[_task()]), "keeper", WORKER)
+    script.say("Judge it and answer; again every half second until the keeper has said what became of it.")
+    reward = g.RemoteRewarded(life=LIFE, req=3, task="17.42.1289", reward=1.0)
+    script.message("PUB", ">", reward, WORKER)
+    done = g.GatewayAnswer(code="done", life=LIFE, req=3, about="REMOTE_REWARDED", task="17.42.1289")
+    script.message("SUB", "<", done, "keeper", WORKER)
+
+
+def _task() -> g.Task:
+    arrays = {name: msgspec.convert(array, g.Tensor) for name, array in ARRAYS.items()}
+    return g.Task(
+        task="17.42.1289", slot_id=17, seq=42, uid=1289, record='{"prompt":"312=","answer":"123"}', segment=1,
+        version=12, completion="123", tensors=arrays,
+    )
+
+
+def _connect(script: _Script, ours: str, theirs: str, words: str) -> None:
+    script.say(words)
+    script.put(ours, ">", greeting(False), "greeting: signature, version 3.0, NULL, filler")
+    script.put(ours, "<", greeting(True), "greeting of the broker: version 3.1")
+    script.put(ours, ">", ready(ours), f'command READY, Socket-Type = "{ours}"')
+    script.put(ours, "<", ready(theirs), f'command READY, Socket-Type = "{theirs}"')
+
+
+def parse(text: str) -> Iterator[tuple[str, str, bytes]]:
+    """(socket, arrow, bytes) of every line that holds any."""
+    for line in text.splitlines():
+        head, _, _ = line.partition(";")
+        if head.strip():
+            socket, arrow, *hexed = head.split()
+            yield socket, arrow, bytes.fromhex("".join(hexed))
+
+
+# -- Writes the generated parts of docs/protocol.md from the structs, and the golden vectors with `--vectors` ---------
+
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PAGE: Final = Path("docs/protocol.md")
+VECTORS: Final = Path("docs/vectors")
+MARK: Final = "<!-- generated: {} -->"
+END: Final = "<!-- end of generated: {} -->"
+HEX_WIDTH: Final = 104  # characters of hex a line
+
+
+class Incomplete(ValueError):
+    """Structs and catalog do not agree; the message says what to add, a line for each."""
+
+
+def complete() -> None:
+    """Raise `Incomplete` if anything about a message is missing."""
+    problems = check() + [line for kind in ALL for line in missing(name_of(kind), fields_of(kind))]
+    for record in records():
+        problems += missing(record.__name__, [field.name for field in described(record)])
+    if problems:
+        raise Incomplete("\n".join(problems))
+
+
+# -- types in words ------------------------------------------------------------------------------------------------
+
+
+def words(kind: kinds.Type) -> str:
+    """A field's type as the page says it; lengths of text are in characters."""
+    if isinstance(kind, kinds.Metadata):
+        return words(kind.type)
+    if isinstance(kind, kinds.StrType):
+        return "text" if kind.max_length is None else f"text ≤ {kind.max_length}"
+    if isinstance(kind, kinds.IntType):
+        return "integer ≥ 0" if kind.ge == 0 else "integer"
+    if isinstance(kind, kinds.BytesType):
+        return "bytes" if kind.max_length is None else f"bytes ≤ {kind.max_length}"
+    if isinstance(kind, (kinds.ListType, kinds.VarTupleType)):
+        return f"array of {words(kind.item_type)}" + _at_most(kind.max_length)
+    if isinstance(kind, kinds.DictType):
+        return f"map of {words(kind.key_type)} to {words(kind.value_type)}" + _at_most(kind.max_length)
+    if isinstance(kind, kinds.UnionType):
+        return " or ".join(words(one) for one in kind.types)
+    if isinstance(kind, kinds.StructType):
+        return f"[{kind.cls.__name__}](#record-{kind.cls.__name__.lower()})"
+    known = {kinds.FloatType: "float", kinds.BoolType: "boolean", kinds.NoneType: "nil"}
+    if type(kind) not in known:
+        raise TypeError(f"{type(kind).__name__} is no type that a message may have; write words for it in {__file__}")
+    return known[type(kind)]
+
+
+def _at_most(length: int | None) -> str:
+    return "" if length is None else f", at most {length}"
+
+
+def presence(field: kinds.Field) -> str:
+    """`required`, or what a receiver takes where the field is absent."""
+    if field.required:
+        return "required"
+    if field.default_factory is not msgspec.NODEFAULT:
+        return f"default `{json.dumps(field.default_factory())}`"
+    return "default nil" if field.default is None else f"default `{json.dumps(field.default)}`"
+
+
+# -- the generated parts --------------------------------------------------------------------------------------------
+
+
+def overview() -> str:
+    """The table of all messages."""
+    rows = ["| message | sent by | topic | read by | since | meaning |", "|---|---|---|---|---|---|"]
+    for kind in ALL:
+        route, name = ROUTES[kind], name_of(kind)
+        rows.append(
+            f"| [`{name}`](#{name.lower()}) | {route.sent_by} | `{topic_form(kind)}` | "
+            f"{route.read_by} | {message_since(name)} | {_first_sentence(kind)} |"
+        )
+    return "\n".join(rows)
+
+
+def envelope() -> str:
+    """The fields that every message has."""
+    head = _table("", described(Message))
+    row = "| `type` | text | required | 1.0 | Name of the message. |"
+    first, second, *rest = head.splitlines()
+    return "\n".join([first, second, row, *rest])
+
+
+def details() -> str:
+    """A section for each message: meaning, fields, example bytes."""
+    examples = dict(vectors.samples())
+    parts = [_section(kind, examples[f"{name_of(kind)}.typical"]) for kind in ALL]
+    parts += [_record_section(record) for record in records()]
+    return "\n\n".join(parts)
+
+
+def limits() -> str:
+    """Constants of the format."""
+    rows = [
+        ("names (`sender`, `worker_id`, ...)", f"{m.MAX_NAME} characters"),
+        ("texts", f"{m.MAX_TEXT} characters"),
+        ("activity", f"{m.MAX_ACTIVITY} characters"),
+        ("maps and arrays", f"{m.MAX_MAP} entries"),
+    ]
+    return "\n".join(["| what | at most |", "|---|---|", *(f"| {what} | {most} |" for what, most in rows)])
+
+
+def follow() -> str:
+    """The session, byte by byte."""
+    return "\n".join(["```", *lines(), "```"])
+
+
+PARTS: Final[dict[str, Callable[[], str]]] = {
+    "envelope": envelope, "limits": limits, "messages": overview, "details": details, "session": follow,
+}
+
+
+def _section(kind: type[Message], example: Message) -> str:
+    name, route = name_of(kind), ROUTES[kind]
+    own = [field for field in described(kind) if field.name in fields_of(kind)]
+    raw = codec.encode(example)
+    shown = json.dumps(vectors.plain(vectors.as_map(example)), ensure_ascii=False)
+    return "\n".join(
+        [
+            f"### {name}",
+            " ".join(inspect.cleandoc(kind.__doc__ or "").split()),
+            "",
+            f"Sent by {route.sent_by} on `{topic_form(kind)}`, since {message_since(name)}.",
+            "",
+            _table(name, own),
+            "",
+            "```",
+            *(raw.hex()[at : at + HEX_WIDTH] for at in range(0, 2 * len(raw), HEX_WIDTH)),
+            shown,
+            "```",
+        ]
+    )
+
+
+def _record_section(record: type) -> str:
+    text = " ".join(inspect.cleandoc(record.__doc__ or "").split())
+    return "\n".join([f"### Record {record.__name__}", text, "", _table(record.__name__, described(record))])
+
+
+def _table(name: str, fields: Sequence[kinds.Field]) -> str:
+    rows = ["| field | type | presence | since | meaning |", "|---|---|---|---|---|"]
+    for field in fields:
+        line = meaning(name, field.name)
+        rows.append(
+            f"| `{field.encode_name}` | {words(field.type)} | {presence(field)} | {since(name, field.name)} | {line} |"
+        )
+    return "\n".join(rows)
+
+
+def _first_sentence(kind: type[Message]) -> str:
+    text = " ".join(inspect.cleandoc(kind.__doc__ or "").split())
+    return re.split(r"(?<=[.;:])\s", text, maxsplit=1)[0].rstrip(";:.") + "."
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def rewritten(page: str) -> str:
+    """The page with every generated part made anew; `Incomplete` if a mark is missing."""
+    complete()
+    for name, make in PARTS.items():
+        begin, end = MARK.format(name), END.format(name)
+        head, found, rest = page.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not found or not closed:
+            raise Incomplete(f"{PAGE} has no part {name!r}: put {begin} and {end} where it belongs")
+        page = f"{head}{begin}\n{make()}\n{end}{tail}"
+    return page
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m tools.reference.protocol_page", description="write docs/protocol.md")
+    parser.add_argument("--vectors", action="store_true", help="write docs/vectors too")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository (default: where this module lies)")
+    options = parser.parse_args(arguments)
+    try:
+        page = options.root / PAGE
+        page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+        if options.vectors:
+            (options.root / VECTORS).mkdir(exist_ok=True)
+            for name, text in vectors.files().items():
+                (options.root / VECTORS / name).write_text(text, encoding="utf-8")
+    except (Incomplete, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

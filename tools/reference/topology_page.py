@@ -1,0 +1,149 @@
+"""Writes `configs/reference*.toml` from the declarations of the keys, so that the reference can not fall behind.
+
+`python -m tools.reference.topology_page > configs/reference.toml` writes what a user needs,
+`python -m tools.reference.topology_page configs` that and the tables that have a file of their own; a test compares.
+Knows nothing of values in use.
+
+- The first screen of reference.toml is a topology that runs; every other key stands below it, commented out, with its
+  default. A key without a default has an example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from busrl.config import schema
+from busrl.config.machinery import Rule, rule_of
+from busrl.config.reader import SECTIONS, row_class, show
+
+NEEDED = (
+    "run.max_steps", "model.path", "data.train", "groups.size", "generation.max_new_tokens",
+    "generation.max_prompt_tokens", "learner.lr", "learner.trigger.n_min", "reward.kind",
+)
+COMPANIONS = (
+    "run.name", "model.dtype", "data.template", "generation.max_batch", "lora.rank", "learner.checkpoint_every",
+    "weights.max_staleness", "reward.function", "validation.data", "validation.every",
+)
+APART = ("segments", "mock", "openai", "vllm", "simulate", "faults", "experiments")  # tables with a file of their own
+HEAD = """\
+# What a run says, in a file to copy: nine keys, and their ten companions. One learner, one reward and one rollout
+# process (engine torch) are started, and a validator where validation.data names prompts; a [[process]] entry says
+# otherwise. `busrl check FILE` explains a file, `--set section.key=value` changes one key for a start
+# (`process.rollout.count=2` for processes)."""
+MIDDLE = """\
+
+# Every other key with its default: give only what differs. Tables with a file of their own, for those who use them:
+# {apart}.
+# Made by `python -m tools.reference.topology_page` from the declarations.
+"""
+EXAMPLES = {
+    "model.path": "tiny:sort", "data.train": "tiny:sort", "learner.lr": 2e-4, "process.role": "rollout",
+    "faults.crash.process": "rollout/0", "faults.crash.point": "commit.before",
+}
+PROCESS = """\
+# A process that is to be more than one, another engine or another program; an entry stands for its role, or for the
+# first of it: two entries of role rollout are two kinds of engines. Bus, keeper and scheduler are one each, always."""
+
+
+def text() -> str:
+    """configs/reference.toml: what a user needs."""
+    first = (*NEEDED, *COMPANIONS)
+    tables = [(name, cls) for name, cls in _tables() if name.partition(".")[0] not in APART]
+    lines = [HEAD]
+    for name, cls in tables:
+        if keys := [line for key, line in _lines(name, cls) if key in first]:
+            lines += [f"[{name}]", *keys]
+    lines += [MIDDLE.format(apart=", ".join(f"reference-{name}.toml" for name in APART))]
+    for name, cls in tables:
+        if rest := list(_rest(name, cls, first)):
+            lines += [*rest, ""]
+    lines += [PROCESS, "#[[process]]", *(f"#{line}" for _, line in _lines("process", schema.Process))]
+    return "\n".join(lines) + "\n"
+
+
+def apart(name: str) -> str:
+    """configs/reference-NAME.toml: one table with all of its keys."""
+    lines = []
+    for table, cls in _tables():
+        if table.partition(".")[0] == name:
+            lines += [f"[{table}]  # {_title(cls)}", *(line for _, line in _lines(table, cls)), ""]
+            lines += [line for key, row in _rows(cls) for line in (*_row(f"{table}.{key}", row), "")]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _tables() -> Iterator[tuple[str, type]]:
+    """Every table and the tables in it."""
+    for name, cls in SECTIONS.items():
+        yield from _nested(name, cls)
+
+
+def _nested(name: str, cls: type) -> Iterator[tuple[str, type]]:
+    yield name, cls
+    for field, inner in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(inner):
+            yield from _nested(f"{name}.{field}", typing.cast(type, inner))
+
+
+def _rows(cls: type) -> Iterator[tuple[str, type]]:
+    """The arrays of tables in a table."""
+    for field, hint in typing.get_type_hints(cls).items():
+        if row := row_class(hint):
+            yield field, row
+
+
+def _row(name: str, cls: type) -> Iterator[str]:
+    """An array of tables is empty by default, so an example of an entry stands there as a comment."""
+    yield f"#[[{name}]]  # {_title(cls)}"
+    yield from (f"#{line}" for _, line in _lines(name, cls))
+
+
+def _rest(name: str, cls: type, first: tuple[str, ...]) -> Iterator[str]:
+    found = [line for key, line in _lines(name, cls) if key not in first]
+    if found or not any(key.rpartition(".")[0] == name for key in first):
+        yield f"#[{name}]  # {_title(cls)}"
+        yield from (f"#{line}" for line in found)
+
+
+def _lines(table: str, cls: type) -> Iterator[tuple[str, str]]:
+    """Dotted key and line of every key of a table."""
+    for field in dataclasses.fields(cls):
+        if "rule" in field.metadata:  # tables within this one have a place of their own
+            yield f"{table}.{field.name}", f"{field.name} = {_default(field, table)}  # {_comment(rule_of(field))}"
+
+
+def _title(cls: type) -> str:
+    return (cls.__doc__ or "").split(": ", 1)[-1].rstrip(".")
+
+
+def _comment(rule: Rule) -> str:
+    allowed = rule.text()
+    return f"{rule.doc} ({allowed})" if allowed else rule.doc
+
+
+def _default(field: dataclasses.Field[Any], table: str) -> str:
+    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        return show(EXAMPLES[f"{table}.{field.name}"])
+    value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    if isinstance(value, float) and (math.isinf(value) or value == int(value) or abs(value) >= 1e-3):
+        return '"inf"' if math.isinf(value) else str(value)
+    return show(value)
+
+
+def write(folder: Path) -> None:
+    """All files of the reference."""
+    (folder / "reference.toml").write_text(text())
+    for name in APART:
+        (folder / f"reference-{name}.toml").write_text(apart(name))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        write(Path(sys.argv[1]))
+    else:
+        sys.stdout.write(text())
