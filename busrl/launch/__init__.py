@@ -49,6 +49,7 @@ def launch(
         except RunFinished as nothing_to_do:
             display.say(str(nothing_to_do))
             return nothing_to_do.exit_code
+        display.log = opened.paths.log("launch")
         display.say(f"{topology.run.name} in {opened.paths.root}")
         for note in opened.notes:
             display.say(note)

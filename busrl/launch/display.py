@@ -4,11 +4,13 @@ Talks to one output stream; reads a `Progress`. Knows nothing of processes, the 
 restart, a validation, an error) are printed above the picture. What others wrote reaches the terminal as plain text.
 
 - Nothing here waits for a reader: a thread of its own writes. While nobody reads (a full pipe, Ctrl-S), no picture is
-  drawn, lines are kept up to `MOST_WAITING` characters, and of the others a line says how many they were.
+  drawn, lines are kept up to `MOST_WAITING` characters, and of the others a line says how many they were: here once
+  somebody reads, else, at the end, in the log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -17,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TextIO
 
 from busrl.launch.printable import printable, safe
@@ -47,7 +50,7 @@ class Outlet:
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._encoding = stream, getattr(stream, "encoding", None) or "utf-8"
         self._waiting: deque[str] = deque()
-        self._size, self._unshown = 0, 0
+        self._size, self._unshown, self._in_hand = 0, 0, ""
         self._moved = time.monotonic()  # when the reader last took something
         self._changed = threading.Condition()
         self._over, self._fd = False, -1
@@ -72,22 +75,36 @@ class Outlet:
                 self._unshown += 1
                 return
             if self._unshown and not self._size:
-                told = f"({self._unshown} lines are not shown, as nobody read: they are in logs/launch.log)\n"
-                self._unshown, text = 0, told + text
-            if not self._size:
-                self._moved = time.monotonic()
-            self._waiting.append(text)
-            self._size += len(text)
-            self._changed.notify_all()
+                text = self._told() + text
+            self._hand_on(text)
 
-    def close(self) -> None:
-        """Wait until all is written, or until nobody has read for `UNREAD_S`."""
+    def _told(self) -> str:
+        """What stands for the lines that did not fit."""
+        unshown, self._unshown = self._unshown, 0
+        return f"({unshown} lines are not shown, as nobody read: they are in logs/launch.log)\n"
+
+    def _hand_on(self, text: str) -> None:
+        if not self._size:
+            self._moved = time.monotonic()
+        self._waiting.append(text)
+        self._size += len(text)
+        self._changed.notify_all()
+
+    def close(self) -> int:
+        """Wait until all is written, or until nobody has read for `UNREAD_S`; how many lines nobody was shown."""
         with self._changed:
+            unshown = self._unshown
+            if unshown:
+                self._hand_on(self._told())
             self._moved = time.monotonic()
             while self._size and (left := self._moved + UNREAD_S - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._over = True
             self._changed.notify_all()
+            if not self._size:
+                return 0
+            waiting = [self._in_hand, *self._waiting]
+            return unshown + sum(text.count("\n") for text in waiting) - bool(unshown)
 
     def _serve(self) -> None:
         while True:
@@ -97,10 +114,10 @@ class Outlet:
                 if not self._waiting:
                     os.close(self._fd)
                     return
-                text = self._waiting.popleft()
+                text = self._in_hand = self._waiting.popleft()
             self._put(text.encode(self._encoding, "replace"))
             with self._changed:
-                self._size -= len(text)
+                self._size, self._in_hand = self._size - len(text), ""
                 self._changed.notify_all()
 
     def _put(self, data: bytes) -> None:
@@ -133,6 +150,7 @@ class Display:
         self._outlet, self._clock = Outlet(stream), clock
         self._next = 0.0
         self._shown_step = -1
+        self.log: Path | None = None  # where it is told in the end what nobody read
 
     def say(self, line: str) -> None:
         """A line that stays."""
@@ -150,8 +168,11 @@ class Display:
         """No more pictures: lines follow."""
 
     def close(self) -> None:
-        """The end, once what was said is written, or nobody reads it."""
-        self._outlet.close()
+        """The end, once what was said is written, or nobody reads it: then the log says how many lines."""
+        if not (unread := self._outlet.close()) or self.log is None:
+            return
+        with contextlib.suppress(OSError), open(self.log, "a", encoding="utf-8") as file:
+            file.write(f"{unread} lines up to the end were not shown, as nobody read; `busrl status` tells the end\n")
 
 
 class LiveDisplay(Display):

@@ -245,7 +245,7 @@ class Launch:
             self._waits_for_space(child, how)
             return None
         hopeless = self._is_hopeless(child, how)
-        death = child.ended(how, self._clock(), hopeless, self._got_to(child))
+        death = child.ended(how, self._clock(), hopeless, self._did(child))
         self._say(death.text)
         self._chronicle.died(child, death.text, gives_up=death.gives_up)
         log = self._paths.log(child.name)
@@ -260,14 +260,20 @@ class Launch:
         what = "can not do what was asked" if hopeless else death.why.removeprefix("it ")
         return Outcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
 
-    def _got_to(self, child: Child) -> int:
-        """What has to grow between two deaths of a child that works. Who finishes samples counts them itself."""
+    def _did(self, child: Child) -> int | None:
+        """What grows with a child's own work: steps, dispatches, rounds. Who finishes samples counts them itself; None
+        for those whose work is to be there."""
         process, ring = self._processes[child.name], self._run.ring
-        if process.role in FOREIGN_ROLES and not process.spec.command:
-            return 0
-        if process.role == "validator":  # the others' work is none of its own: a round that ended is
-            return self._paths.validation.stat().st_size if self._paths.validation.exists() else 0
-        return ring.header("step") if process.role == "learner" else sum(ring.stats().transitions.values())
+        match process.role:
+            case "learner":
+                return ring.header("step")
+            case "scheduler":
+                return ring.stats().dispatched
+            case "validator":
+                return self._paths.validation.stat().st_size if self._paths.validation.exists() else 0
+            case role if role in FOREIGN_ROLES:  # a program that does not map the ring shows only in what the run does
+                return sum(ring.stats().transitions.values()) if process.spec.command else 0
+        return None
 
     def _is_hopeless(self, child: Child, how: str) -> bool:
         """A process of busrl's own says so by its exit code; one that was ready before may only have met a moment."""

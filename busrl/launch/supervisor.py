@@ -5,7 +5,8 @@ be tested without starting one.
 
 - A child that had become ready is started again at once, and as often as it dies, as long as it does some of its work
   in between. Deaths before ready, in a row, count towards giving up, and so do deaths after it with no work done since
-  the last one; a growing pause comes between them.
+  the last one; a growing pause comes between them. The work of others is none of its own: whose work is to be there
+  (bus, keeper) has done some once it was there for `SERVED_S`.
 - A death before ready by SIGKILL that launch did not send says less than an exit code: somebody may kill at random, or
   the machine be short of memory for a moment. It takes `KILLS_FOR_ONE` of them to count as one.
 - Who ends for want of space in a run that had some is started again until there is; that counts for nothing.
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
 SPACE_PAUSE_S = 2.0
+SERVED_S = 3.0
 ENDLESS_S = 1e8  # the ring cuts infinity to 1e9 s
 KILLS_FOR_ONE = 3
 KILLED = "signal SIGKILL"
@@ -102,8 +104,9 @@ class Child:
     sight: Sight | None = None
     _since: float = 0.0
     _silent_s: float = 0.0
+    _ready_s: float = 0.0  # of this life
     _killed_for: str = field(default="", repr=False)
-    _run_at: int = -1  # how far the run was at the last death after ready
+    _did: int = -1  # its work by the last death after ready
 
     @property
     def condemned(self) -> bool:
@@ -121,7 +124,7 @@ class Child:
     def started(self, pid: int, now: float) -> None:
         """It was started with this pid."""
         self.phase, self.pid, self._since = Phase.STARTING, pid, now
-        self.sight, self._silent_s, self._killed_for = None, 0.0, ""
+        self.sight, self._silent_s, self._ready_s, self._killed_for = None, 0.0, 0.0, ""
 
     def became_ready(self) -> bool:
         """Ready, as the ring or (for a process that does not map it) a HELLO says; True the first time."""
@@ -135,6 +138,7 @@ class Child:
         """The ring was read, `passed_s` (without the reader's own lateness) after the last time."""
         if self.phase not in (Phase.STARTING, Phase.READY) or self._killed_for:
             return None
+        self._ready_s += passed_s if self.phase is Phase.READY else 0.0
         changed = sight is not None and (self.sight is None or sight.progress != self.sight.progress)
         renewed = sight is not None and self.sight is not None and sight.activity != self.sight.activity
         endless = sight is not None and sight.deadline_s >= ENDLESS_S
@@ -164,9 +168,9 @@ class Child:
         self.kills += 1
         return Kill(f"killing {self.name} (pid {self.pid}), state {self.phase.value}: {self._killed_for}")
 
-    def ended(self, how: str, now: float, hopeless: bool = False, run_at: int = 0) -> Death:
+    def ended(self, how: str, now: float, hopeless: bool = False, did: int | None = 0) -> Death:
         """It died; `how` is its exit code or signal in words. `hopeless`: it would end the same in its next life.
-        `run_at`: how far the run is, a number that grows as it gets on."""
+        `did`: a number that grows with its own work; None: its work is to be there."""
         text = f"{self.name} (pid {self.pid}) ended while {self.phase.value}, after {now - self._since:.1f} s: {how}"
         if self._killed_for:
             text += f", killed for {self._killed_for}"
@@ -178,12 +182,13 @@ class Child:
             return self._given_up(text, "to start it again would change nothing")
         self.phase = Phase.BACKOFF
         if before is Phase.READY:
-            return self._died_ready(text, now, run_at)
+            return self._died_ready(text, now, did)
         return self._died_early(text, now, how == KILLED and not self._killed_for)
 
-    def _died_ready(self, text: str, now: float, run_at: int) -> Death:
-        worked = run_at != self._run_at or (self.sight is not None and self.sight.samples > 0)
-        self._run_at, self.idle_deaths = run_at, 1 if worked else self.idle_deaths + 1
+    def _died_ready(self, text: str, now: float, did: int | None) -> Death:
+        worked = self._ready_s >= SERVED_S if did is None else did != self._did
+        worked = worked or (self.sight is not None and self.sight.samples > 0)
+        self._did, self.idle_deaths = did or 0, 1 if worked else self.idle_deaths + 1
         allowed = self.patience.crash_attempts
         if allowed and self.idle_deaths >= allowed:
             why = f"it died {self.idle_deaths} times in a row and did none of its work in between"

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,15 @@ def finish_replacements(parent: Path) -> None:
             sync_dir(parent)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` so that a reader, or a restart after a power cut, sees the old or the new bytes."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Replace `path` by `data`, in one piece or several, so that a reader, or a restart after a power cut, sees the old
+    or the new bytes."""
+    temporary, end = path.with_name(f".{path.name}.{os.getpid()}.new"), 0
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            write_all(fd, [data], 0)
+            for part in [data] if isinstance(data, bytes) else data:
+                end = write_all(fd, [part], end)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -84,7 +86,7 @@ def write_whole(path: Path, data: bytes) -> None:
         sync_dir(path.parent)
     except OSError as exc:
         temporary.unlink(missing_ok=True)
-        raise write_error(path, len(data), exc) from exc
+        raise write_error(path, len(data) if isinstance(data, bytes) else end, exc) from exc
 
 
 def show_whole(path: Path, value: Mapping[str, Any]) -> None:

@@ -7,42 +7,49 @@ starts. Knows nothing of models: what else a checkpoint holds is looked at where
 - The train log is made durable before each checkpoint, so its lines up to the checkpoint's step name the very same
   samples. So do the trained set of the checkpoint before and the log's records from there on. Either is believed only
   if it has as many as meta.json says.
+- A line of the train log with an impossible uid is a damaged one, which is told; the file is read a line at a time.
 - A checkpoint whose writer died while it took another's place has its name again before anybody looks for it.
 - What can not be made again is refused with what to do: to pass over it silently would forget who was trained.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
 from busrl.errors import FileCorrupt
 from busrl.ledger.files import finish_replacements, write_whole
-from busrl.ledger.trained import REMEDY, TrainedSet
+from busrl.ledger.trained import REMEDY, UID_LIMIT, TrainedSet
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
 
 NAME = "trained.bin"
 LISTING = "files.json"
 TAIL = 1 << 16  # bytes of the train log whose lines are looked at
+MOST_LINE_BYTES = 1 << 28  # what is longer is no line
 
 
 RESTORED = "restored"  # the cause of a line that stands for steps whose own lines are gone
 
 
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Uid = Annotated[int, msgspec.Meta(ge=0, lt=UID_LIMIT)]
+
+
 class _Line(msgspec.Struct):
     """What is needed of a line of the train log; a sample is [uid, attempt, crc]."""
 
-    step: int
-    samples: list[tuple[int, int, int]]
+    step: _Natural
+    samples: list[tuple[_Uid, int, int]]
     version: int = 0
     cause: str = RESTORED
 
@@ -70,9 +77,10 @@ def mend_trained_set(paths: RunPaths) -> str | None:
     if folder is None or fault is None:
         return None
     step, samples = _meta(folder, fault)
-    found, source = _trained_until(paths.train_log, step), paths.train_log.name
+    standing, source = _Standing(paths.train_log), paths.train_log.name
+    found = _uids_of(standing.lines(step))
     if len(found) != samples:
-        why = f"{paths.train_log} names {len(found)} samples up to its step, not {samples}"
+        why = f"{paths.train_log} names {len(found)} samples up to its step, not {samples}{standing.told}"
         found, source = _trained_before(paths, folder, step), "the checkpoint before and the log"
         if len(found) != samples:
             raise _beyond_repair(folder, fault, f"{why}; {source} hold {len(found)}")
@@ -100,24 +108,53 @@ def _meta(folder: Path, fault: str) -> tuple[int, int]:
         raise _beyond_repair(folder, fault, f"its meta.json can not be read either ({problem!r})") from None
 
 
-def _trained_until(path: Path, step: int) -> TrainedSet:
-    """The uids of the lines that stand, up to a step. A line takes the place of all earlier ones with its step or a
-    later one; half a line at the end, or one that is none, is left out and so shows in the number."""
-    return TrainedSet(uid for line in _standing(path) if line.step <= step for uid, _, _ in line.samples)
+def _uids_of(lines: Iterable[_Line]) -> TrainedSet:
+    found = TrainedSet()
+    for line in lines:
+        found.add(uid for uid, _, _ in line.samples)
+    return found
 
 
-def _standing(path: Path) -> list[_Line]:
-    standing: list[_Line] = []
-    decoder = msgspec.json.Decoder(_Line)
-    for text in (path.read_bytes() if path.is_file() else b"").split(b"\n"):
-        try:
-            line = decoder.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
-        while standing and standing[-1].step >= line.step:
-            standing.pop()
-        standing.append(line)
-    return standing
+class _Standing:
+    """The lines of a train log that stand, by their places: the file may be long. A line takes the place of all earlier
+    ones with its step or a later one; half a line at the end, or one that is none, is left out and told."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.steps = path, list[int]()
+        self._places: list[tuple[int, int]] = []  # offset and bytes of each
+        self._damaged, self._first = 0, ""
+        if path.is_file():
+            with open(path, "rb") as file:
+                self._find(file)
+
+    def _find(self, file: BinaryIO) -> None:
+        number, at = 1, 0
+        while text := file.readline(MOST_LINE_BYTES):
+            try:
+                step = msgspec.json.decode(text, type=_Line).step
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+                self._damaged += bool(text.strip())
+                self._first = self._first or f"line {number}: {problem}"
+            else:
+                while self.steps and self.steps[-1] >= step:
+                    del self.steps[-1], self._places[-1]
+                self.steps.append(step)
+                self._places.append((at, len(text)))
+            number, at = number + text.endswith(b"\n"), at + len(text)
+
+    @property
+    def told(self) -> str:
+        """Lines that are none, in words; "" if there is none."""
+        return f" ({self._damaged} of its lines can not be read, {self._first})" if self._damaged else ""
+
+    def lines(self, until: int) -> Iterator[_Line]:
+        """Those up to a step, one after the other."""
+        if self.steps:
+            with open(self.path, "rb") as file:
+                for step, (at, size) in zip(self.steps, self._places):
+                    if step <= until:
+                        file.seek(at)
+                        yield msgspec.json.decode(file.read(size), type=_Line)
 
 
 def train_log_is_whole(path: Path, least: int) -> bool:
@@ -143,25 +180,51 @@ def mend_train_log(
     """Write a line again for every step up to `step`: as it stands, or from its record. Samples of `trained` whose line
     is gone stand together in one, with the crc of their prompts; spaces make it `least` bytes long, so that nobody
     takes it for a shortened one. The damaged file is kept; what was done."""
-    lines = {line.step: line for line in _standing(path) if line.step <= step}
+    standing, own = _Standing(path), dict[int, _Line]()  # its own are those of the records
     for record in records:
         if record.step <= step:
             samples = [(one.uid, one.attempt, one.prompt_crc) for one in record.samples]
-            lines[record.step] = _Line(record.step, samples, record.version, record.cause)
-    told = TrainedSet(uid for line in lines.values() for uid, _, _ in line.samples)
+            own[record.step] = _Line(record.step, samples, record.version, record.cause)
+    told = _uids_of(_merged(standing, own, step))
     gone = [uid for uids in trained.blocks() for uid in uids.tolist() if uid not in told]
     if gone:
-        free = next((one for one in range(step, 0, -1) if one not in lines), step)
-        line = lines.setdefault(free, _Line(free, []))
+        known = {*standing.steps, *own}
+        free = next((one for one in range(step, 0, -1) if one not in known), step)
+        line = next((one for one in _merged(standing, own, step) if one.step == free), _Line(free, []))
         line.samples += [(uid, 0, crc_of(uid)) for uid in gone]
+        own[free] = line
     kept = next(one for k in itertools.count(1) if not (one := path.with_name(f"{path.name}.damaged-{k}")).exists())
     _keep(path, kept)
-    data = b"\n".join(msgspec.json.encode(lines[one]) for one in sorted(lines))
-    write_whole(path, data + b" " * (least - 1 - len(data)) + b"\n" if data else b"")
+    standing.path = kept
+    write_whole(path, _written(_merged(standing, own, step), least))
     return (
-        f"{path} was damaged or removed; it was written again from checkpoint and log, the steps of {len(gone)} "
-        f"samples are not told apart any more{f', and what was there is kept as {kept.name}' if kept.exists() else ''}"
+        f"{path} was damaged or removed{standing.told}; it was written again from checkpoint and log, the steps of "
+        f"{len(gone)} samples are not told apart any more"
+        f"{f', and what was there is kept as {kept.name}' if kept.exists() else ''}"
     )
+
+
+def _merged(standing: _Standing, own: Mapping[int, _Line], until: int) -> Iterator[_Line]:
+    """The lines by step; one of `own` takes the place of the one that stands."""
+    return heapq.merge(
+        (line for line in standing.lines(until) if line.step not in own),
+        (own[step] for step in sorted(own)),
+        key=lambda line: line.step,
+    )
+
+
+def _written(lines: Iterable[_Line], least: int) -> Iterator[bytes]:
+    """The bytes of the lines, with spaces in the last one that make them `least` bytes; none for no line."""
+    total, end = 0, b""
+    for line in lines:
+        text = end + msgspec.json.encode(line)
+        total, end = total + len(text), b"\n"
+        yield text
+    while end and total < least - 1:
+        spaces = b" " * min(TAIL, least - 1 - total)
+        total += len(spaces)
+        yield spaces
+    yield end
 
 
 def _keep(path: Path, kept: Path) -> None:

@@ -73,7 +73,7 @@ if "foreign" in does:
     while not stop.wait(0.02):
         bus.send(m.Hello(role="rollout", pid=os.getpid()))
     sys.exit(0)
-from busrl.ring import Ring
+from busrl.ring import Ring, State
 ring = Ring.attach(RunPaths.of(root).ring_name)
 ring.register(name.partition("/")[0], name)
 if "never_ready" not in does:
@@ -81,8 +81,14 @@ if "never_ready" not in does:
 me.write_text(f"{os.getpid()} {lives}")
 if "dies_when_ready" in does and lives <= 4:
     os.kill(os.getpid(), signal.SIGKILL)
+if "dies_after_others_moved" in does:
+    def moved():
+        return sum(ring.stats().transitions.values())
+    before = moved()
+    while moved() == before:
+        time.sleep(0.005)
+    os._exit(1)
 if "holds" in does and lives == 1:
-    from busrl.ring import State
     while not ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1):
         time.sleep(0.01)
     (root / "seen" / "holding").touch()
@@ -100,6 +106,9 @@ while not stop.wait(0.02):
         break
     if "exits_zero" in does and (root / "leave").exists():
         break
+    if "moves" in does:
+        for slot, word in ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1):
+            ring.release(slot, word, State.QUEUED)
     if not ("hangs" in does and lives == 1) and "long_activity" not in does:
         ring.progress()
 """

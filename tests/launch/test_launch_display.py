@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -211,3 +212,26 @@ def test_a_rate_starts_afresh_when_its_counter_does():
 def test_durations_and_numbers_are_short():
     assert [duration(one) for one in (5, 187, 3725)] == ["5s", "3m 07s", "1h 02m"]
     assert [short(one) for one in (7, 3100, 123456, 2.5e6)] == ["7", "3.1k", "123k", "2.5M"]
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["somebody reads at last", "nobody does"])
+def test_lines_that_nobody_read_are_counted_at_the_end(tmp_path, monkeypatch, reads):
+    """Those that did not fit for whoever reads again; all of them in the log where nobody does."""
+    monkeypatch.setattr("busrl.launch.display.MOST_WAITING", 40_000)
+    monkeypatch.setattr("busrl.launch.display.UNREAD_S", 60.0 if reads else 0.2)
+    reader, writer = os.pipe()
+    os.write(writer, b"." * (fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096) - 1) + b"\n")
+    with os.fdopen(writer, "w") as stream:
+        display = open_display(stream, Clock())
+    display.log = tmp_path / "launch.log"
+    for number in range(1000):
+        display.say(f"{number:099}")
+    with os.fdopen(reader, "rb") as source, ThreadPoolExecutor(1) as thread:
+        whole = thread.submit(source.read) if reads else None
+        display.close()
+        if whole is not None:
+            read = whole.result(60).splitlines()
+            assert read[-1] == b"(600 lines are not shown, as nobody read: they are in logs/launch.log)"
+            assert len(read) == 1 + 400 + 1 and not display.log.exists()
+    if not reads:
+        assert display.log.read_text().startswith("1000 lines up to the end were not shown, as nobody read")

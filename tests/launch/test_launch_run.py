@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 
 import pytest
@@ -145,6 +146,8 @@ def test_output_that_nobody_reads_stops_neither_the_watch_nor_the_end(scripted):
     scripted.ready("rollout/0", 4)
     launch.send_signal(signal.SIGTERM)
     assert launch.wait(60) == 143 and scripted.summary()["outcome"] == "stopped"
+    unread = re.search(r"^(\d+) lines up to the end were not shown, as nobody read", scripted.log(), re.MULTILINE)
+    assert unread and int(unread[1]) > 10, "all that was said, and the summary"
     os.close(reader)
     os.close(writer)
 
@@ -159,9 +162,14 @@ def test_an_interrupt_whose_reader_is_gone_too_ends_the_run_in_order(scripted):
     assert launch.wait(60) == 130 and scripted.summary()["outcome"] == "stopped" and scripted.leftovers() == []
 
 
-@pytest.mark.parametrize("name", ["rollout/0", "validator"])
+@pytest.mark.parametrize("name", ["rollout/0", "validator", "scheduler", "keeper", "bus"])
 def test_a_process_that_dies_after_ready_and_never_works_ends_the_run_by_name(scripted, name):
-    scripted.start({name: "dies_when_ready", "learner": "learner"}, crash_attempts=3)
+    """Also while others work: but for a worker that shows only in what the run does, that is none of its own."""
+    others = {"rollout/0": "dies_when_ready"} if name == "rollout/0" else {name: "dies_after_others_moved"}
+    scripted.start({**others, "rollout/9": "moves" if name != "rollout/0" else "well", "learner": "learner"},
+                   crash_attempts=3)  # fmt: skip
+    scripted.ready("rollout/9")
+    scripted.dispatch_one(0)
     assert scripted.wait() == 1
     assert f"{name} died 3 times in a row and did none of its work in between" in scripted.output
     assert scripted.summary()["outcome"] == "failed" and scripted.leftovers() == []

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.launch.shutdown import ORDER, Ask, Force, Shutdown
-from busrl.launch.supervisor import LONGEST_PAUSE_S, Child, FairClock, Patience, Phase, Sight
+from busrl.launch.supervisor import LONGEST_PAUSE_S, SERVED_S, Child, FairClock, Patience, Phase, Sight
 
 PATIENCE = Patience(ready_s=60.0, progress_s=30.0, restart_attempts=5)
 
@@ -210,8 +210,23 @@ def test_one_that_does_its_work_between_its_deaths_is_started_again_at_once_for_
         child.started(4711, 0.0)
         child.became_ready()
         child.looked(Sight(True, 7, samples=int(own)), 0.2)
-        assert not child.ended("exit code 1", 0.0, run_at=0 if own else life // 5).gives_up
+        assert not child.ended("exit code 1", 0.0, did=0 if own else life // 5).gives_up
         assert child.is_due(0.0)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_whose_work_is_to_be_there_has_worked_once_it_was_there_for_a_while(served: bool):
+    """The keeper looks and the bus passes on whether or not anybody needs it."""
+    child, lives = Child("keeper", ENDING), 0
+    while child.phase is not Phase.GONE and lives < 100:
+        child.started(4711, 0.0)
+        child.looked(None, 10.0)  # to start takes its time, and is no work
+        child.became_ready()
+        for look in range(20):
+            child.looked(Sight(True, look), (SERVED_S + 0.1 if served else SERVED_S / 2) / 20)
+        child.ended("exit code 1", 0.0, did=None)
+        lives += 1
+    assert lives == (100 if served else 8)
 
 
 def test_kills_from_outside_before_ready_weigh_less_than_ends_of_its_own():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -132,3 +133,41 @@ def test_who_dies_before_a_mended_train_log_is_in_place_leaves_the_damaged_one_w
     told = mend_train_log(paths.train_log, 4, TrainedSet(), (), lambda uid: 0, 0)
     assert "train.jsonl.damaged-2" in told and paths.train_log.with_name("train.jsonl.damaged-2").read_bytes() == before
     assert [json.loads(line)["step"] for line in paths.train_log.read_bytes().splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("uid", ["-1", str(1 << 70), '"7"', str(1 << 35), "1.5"])
+def test_a_line_with_an_impossible_uid_is_a_damaged_line(paths: RunPaths, uid: str) -> None:
+    """Its samples are known from elsewhere, or the refusal names the line."""
+    lines = paths.train_log.read_text().split("\n")
+    lines[1] = '{"step": 2, "version": 2, "cause": "count", "samples": [[' + uid + ", 0, 0]]}"
+    paths.train_log.write_text("\n".join(lines[:-1]) + "\n")
+    path = newest(paths) / "trained.bin"
+    path.write_bytes(b"")
+    with pytest.raises(FileCorrupt, match=r"names 24 samples up to its step, not 32 \(1 of its lines .* line 2: "):
+        mend_trained_set(paths)
+    trained = TrainedSet(uid for step in range(1, 5) for uid in STEPS[step])
+    told = mend_train_log(paths.train_log, 4, trained, (), lambda uid: 0, 0)
+    assert "line 2: " in told and "the steps of 8 samples are not told apart" in told
+    mended = [json.loads(line) for line in paths.train_log.read_text().splitlines()]
+    assert [(line["step"], line["cause"]) for line in mended] == [(step, mend.RESTORED if step == 2 else "count")
+                                                                  for step in (1, 2, 3, 4)]  # fmt: skip
+    assert sorted(uid for line in mended for uid, _, _ in line["samples"]) == sorted(trained)
+    paths.train_log.write_text('{"step": 1, "samples": [[' + uid + ", 0, 0]]}\n")
+    assert not train_log_is_whole(paths.train_log, 0)
+
+
+def test_a_long_train_log_is_mended_a_line_at_a_time(tmp_path: Path) -> None:
+    """Three thousand steps of 64 samples, 5 MB: neither the file nor its lines are held."""
+    path, entry = tmp_path / "train.jsonl", ", ".join(f"[{uid}, 0, 4000000000]" for uid in range(64))
+    with open(path, "w") as file:
+        for step in range(3000):
+            file.write(f'{{"step": {step}, "version": 1, "cause": "c", "samples": [{entry}]}}\n')
+    size = path.stat().st_size
+    tracemalloc.start()
+    try:
+        told = mend_train_log(path, 3000, TrainedSet(range(64)), (), lambda uid: 0, size + 100)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size > 4e6 and peak < 1.5e6, "what is held is a place of each line"
+    assert "the steps of 0 samples" in told and path.stat().st_size == size + 100
