@@ -26,7 +26,7 @@ def close_run(run: OpenRun) -> int:
     if run.displaced:
         run.release()
         return 0
-    if run.moved():
+    if run.moved() or run.read_only():
         return _abandon(run)
     # Mapped anew: a table that somebody cut short must not be read as long as it was.
     run.fates = Fates(str(run.paths.fates), create=True)
@@ -48,8 +48,8 @@ def close_run(run: OpenRun) -> int:
 
 
 def _abandon(run: OpenRun) -> int:
-    """The run directory is not where it was: nothing is written in its place. Without a ring and an open.bin the next
-    start, wherever it is, generates again what was open."""
+    """The run directory is not where it was, or can not be written: nothing is written in its place. Without a ring and
+    an open.bin the next start, wherever it is, generates again what was open."""
     unlink_segments(run.paths.ring_name)
     remove_runtime_dir(run.paths)
     held = sum(count for state, count in run.ring.stats().occupancy.items() if state != "FREE")

@@ -30,16 +30,25 @@ BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class PutBack:
-    """How many samples became T, how many go back, and how many validation samples go back."""
+    """How many samples became T, how many go back, how many validation samples go back, and how many of the table's T
+    are in no checkpoint and no log."""
 
     trained: int = 0
     again: int = 0
     validation: int = 0
+    unlogged: int = 0
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"{self.again} training and {self.validation} validation samples that were in no slot are generated again; "
             f"{self.trained} were trained already"
+        )
+        return text + (
+            f"; fates.bin calls {self.unlogged} others trained that neither checkpoint nor log holds: it is that of "
+            "another run, or the end of the log is lost. They are not trained again, and `busrl audit` names them. If "
+            "fates.bin is not this run's, stop, and restore or remove it"
+            if self.unlogged
+            else ""
         )
 
 
@@ -56,10 +65,12 @@ def put_back(paths: RunPaths) -> PutBack:
         log.close()
         _store(paths.fates, trained, Fate.TRAINED)
         _store(paths.fates, again, Fate.NONE)
+        unlogged = _unlogged(paths.fates, history)
     else:
         trained = again = dispatched
+        unlogged = 0
     _store(paths.validate_fates, validation, Fate.NONE)
-    return PutBack(int(trained.size), int(again.size), int(validation.size))
+    return PutBack(int(trained.size), int(again.size), int(validation.size), unlogged)
 
 
 def trained_uids(paths: RunPaths) -> TrainedSet:
@@ -92,6 +103,18 @@ def _dispatched(path: Path, never: Fate) -> npt.NDArray[np.int64]:
                     raise _damaged(path, at + int(np.argmin(known[codes])))
                 found.append(np.flatnonzero(codes == Fate.DISPATCHED) + at)
     return np.concatenate(found)
+
+
+def _unlogged(path: Path, history: TrainedSet) -> int:
+    """How many samples the table calls trained that the history does not hold."""
+    count = 0
+    with open(path, "rb", buffering=0) as file:
+        for start, end in _written(file.fileno()):
+            for at in range(start, end, BLOCK):
+                codes = np.frombuffer(os.pread(file.fileno(), min(BLOCK, end - at), at), np.uint8)
+                uids = (np.flatnonzero(codes == Fate.TRAINED) + at).astype(np.uint64)
+                count += int((~history.contains_all(uids)).sum())
+    return count
 
 
 def _damaged(path: Path, index: int) -> UserError:

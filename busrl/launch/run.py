@@ -70,6 +70,7 @@ class Launch:
         self.children = [Child(name, patience) for name in self._processes]
         self._by_address = {address(child.name): child for child in self.children}
         self._running: dict[str, Running] = {}
+        self._unlogged: dict[str, str] = {}  # children whose words are lost, and why
         # Who has to end in order, after the last step, for the goal to be reached.
         self._goal = {"learner", "validator"} & self._processes.keys()
         self._done: set[str] = set()
@@ -118,7 +119,8 @@ class Launch:
             self._fates.close()
             self._bus.close()
             self._selector.close()
-            self._log.close()
+            with contextlib.suppress(OSError):  # its last lines may have no place, as in `_note`
+                self._log.close()
 
     # while it runs
 
@@ -167,7 +169,9 @@ class Launch:
             return self._died(child, f"it could not be started: {error}")
         running.on_end = self._guardian.let_go
         self._guardian.hold(running.pid)
+        self._unlogged.pop(child.name, None)
         if running.unlogged:
+            self._unlogged[child.name] = running.unlogged
             self._say(f"{child.name} (pid {running.pid}) has no log: {running.unlogged}")
         self._running[child.name] = running
         self._selector.register(running, selectors.EVENT_READ)
@@ -193,7 +197,10 @@ class Launch:
         """Of a run that made its last step the newest line of metrics.jsonl is that step's."""
         step, goal = self._run.ring.header("step"), self.topology.run.max_steps
         if step < goal and Story.of(self._paths).idle:
-            return f"the task is solved after {step} of {goal} steps: nothing is left to learn (limits.idle_groups)"
+            return (
+                f"after {step} of {goal} steps all answers get the best reward seen: nothing is left to learn, or the "
+                "policy has collapsed (limits.idle_groups; see errors.jsonl)"
+            )
         return "the learner has reached the goal"
 
     def _ended(self) -> Iterator[tuple[Child, str]]:
@@ -244,19 +251,25 @@ class Launch:
         if child.was_ready and how == f"exit code {NO_SPACE}" and not self._processes[child.name].spec.command:
             self._waits_for_space(child, how)
             return None
+        if read_only := self._run.read_only():
+            child.ended(how, self._clock())
+            return Outcome("failed", f"{child.name} ended ({how}): {read_only}", 1)
         hopeless = self._is_hopeless(child, how)
         death = child.ended(how, self._clock(), hopeless, self._did(child))
         self._say(death.text)
         self._chronicle.died(child, death.text, gives_up=death.gives_up)
         log = self._paths.log(child.name)
-        words = last_words(log)
+        words = "" if child.name in self._unlogged else last_words(log)
         if words:
             self._say(f"  {log} ends: {words}")
         if not death.gives_up:
             return None
-        self._say(f"last lines of {log}:")
-        for line in last_lines(log):
-            self._say(f"  | {line}")
+        if words:
+            self._say(f"last lines of {log}:")
+            for line in last_lines(log):
+                self._say(f"  | {line}")
+        elif child.name in self._unlogged:
+            words = f"it had no log: {self._unlogged[child.name]}"
         what = "can not do what was asked" if hopeless else death.why.removeprefix("it ")
         return Outcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
 

@@ -16,6 +16,7 @@ bus. Recovery is the ordinary path: a first start is a start that finds nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pwd
@@ -103,6 +104,18 @@ class OpenRun:
             f"{self.paths.ring_file} was removed or replaced by somebody else; start the run again: what was trained "
             "is trained, what was in its slots is generated again"
         )
+
+    def read_only(self) -> str:
+        """Why nothing can be written in the run directory any more, and what to do; "" while it can."""
+        try:
+            os.close(os.open(self.paths.log("launch"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            if error.errno == errno.EROFS:
+                return (
+                    f"{self.paths.root} can not be written any more: {error.strerror}; look at the disk (`dmesg`) and "
+                    "its mount, then start the run again: what was trained is trained, nothing is lost"
+                )
+        return ""
 
     def restore(self) -> list[str]:
         """Write again what somebody removed or changed of the files that every process of the run reads; what was done.

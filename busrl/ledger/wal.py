@@ -48,6 +48,7 @@ def _head(layout: int) -> bytes:
 
 HEAD, OLD_HEAD = _head(LAYOUT), _head(OLD_LAYOUT)
 HEADS = (HEAD, OLD_HEAD)  # of one size
+REMEDY = "Restore it, or remove it: what no checkpoint holds of its steps is lost then, and `busrl audit` names what"
 
 
 class SampleRecord(msgspec.Struct, kw_only=True):
@@ -387,7 +388,10 @@ class Wal:
             self._cut_bytes += len(data)
             return
         if data[: len(HEAD)] not in HEADS:
-            text = f"{path}: does not begin with {MAGIC!r}, layout {OLD_LAYOUT} or {LAYOUT}; it is no log of this busrl"
+            text = (
+                f"{path}: does not begin with {MAGIC!r}, layout {OLD_LAYOUT} or {LAYOUT}; it is no log of this busrl. "
+                f"{REMEDY}"
+            )
             if newest:
                 raise FileCorrupt(text)
             self._doubts.append(text)
@@ -423,7 +427,7 @@ class Wal:
     def _doubt(self, segment: _Segment, later: int) -> None:
         self._doubts.append(
             f"{segment.path}: the record at byte {segment.size} is damaged, and records follow it"
-            f"{f' at byte {later}' if later else ''}; they were trained, so the log must be repaired, not cut"
+            f"{f' at byte {later}' if later else ''}; they were trained, so it is not cut. {REMEDY}"
         )
 
     def _cut(self, segment: _Segment, data: bytes) -> None:

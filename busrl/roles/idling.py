@@ -8,8 +8,9 @@ cause, and of groups.jsonl, for what an earlier life saw. Knows nothing of the r
   the limit is what RARE of them would have taken on average.
 - What ended before this process looked for the first time is not counted: a start after a correction begins at 0. How
   rare groups that can be trained are, and the rewards there were, is known from the steps before it too.
-- A streak of nothing but flat groups at the best reward that was ever seen, where others were lower, is no mistake: the
-  task is solved, and the run ends as one that has reached its goal.
+- A streak of nothing but flat groups at the best reward that was ever seen, where others were lower, ends the run as
+  one that has reached its goal. Whether a better reward exists nobody here knows, so the words say what was seen, and
+  that a collapse to one kind of answer looks the same.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ MOST_TEXT = 200
 MOST_LINES_BYTES = 1 << 20  # of groups.jsonl, at a start
 MOSTLY = 0.9  # of a streak: the rest may be accidents
 SOLVED = (
-    "the best that this run has seen: nothing is left to learn from these prompts, they are too easy by now; train on "
-    "harder ones"
+    "the best that this run has seen: nothing is left to learn from these prompts. If a better reward exists, the "
+    "policy has collapsed to one kind of answer: see samples.jsonl; else the task is solved: train on harder prompts"
 )
 ALWAYS = (
     "no answer ever had another reward: either the prompts are too easy for this model, or the reward gives this to "
@@ -65,13 +66,31 @@ class Flat:
     low: float = np.inf
     high: float = -np.inf
     answers: int = 0
+    top: int = 0  # answers with the highest reward, and the lowest
+    bottom: int = 0
     cut: int = 0
     last: dict[str, object] | None = None
 
     def text(self) -> str:
-        worth = f"every reward was {self.low:g}" if self.low == self.high else "all rewards of each group were equal"
+        worth = f"every reward was {self.low:g}"
+        if self.low < self.high:
+            worth = (
+                "all rewards of each group were equal: every prompt always gets the same reward, "
+                f"{self.top / self.answers:.0%} of the answers the highest ({self.high:g}), "
+                f"{self.bottom / self.answers:.0%} the lowest ({self.low:g})"
+            )
         cut = f", {self.cut / self.answers:.0%} of the answers were cut at generation.max_new_tokens"
         return f"{worth}{cut if self.cut else ''}"
+
+
+    def add(self, rewards: npt.NDArray[np.float64]) -> None:
+        """The rewards of a group, which are all the same."""
+        low, high = float(rewards.min()), float(rewards.max())
+        self.bottom = self.bottom if low >= self.low else 0
+        self.top = self.top if high <= self.high else 0
+        self.low, self.high, self.answers = min(self.low, low), max(self.high, high), self.answers + len(rewards)
+        self.bottom += int(np.count_nonzero(rewards == self.low))
+        self.top += int(np.count_nonzero(rewards == self.high))
 
 
 class Idling:
@@ -131,9 +150,8 @@ class Idling:
         """A group's survivors are about to be dropped; of a flat one `sample` gives an answer, for people."""
         self.saw(lines["reward"].tolist())
         if fate == "f" and len(lines):
-            rewards, own = lines["reward"], self.flat
-            own.low, own.high = min(own.low, float(rewards.min())), max(own.high, float(rewards.max()))
-            own.answers += len(lines)
+            own = self.flat
+            own.add(lines["reward"])
             own.cut += int(np.count_nonzero(lines["finish"] == LENGTH))
             own.last = sample()
 
@@ -178,7 +196,7 @@ class Idling:
         since = f"since step {step}" if step else "since the start"
         head = f"{share} groups that ended {since} had the fate {cause} ({name_of(cause)})"
         if self.solved:
-            head = f"the task is solved: {share} groups that ended {since} were flat with a reward of {self.flat.low:g}"
+            head = f"{share} groups that ended {since} were flat with a reward of {self.flat.low:g}"
             parts = [f"{head}, {SOLVED}", self._answer()]
         elif cause == "f":
             parts = [head, *self._flat(), self._answer()]

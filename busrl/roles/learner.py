@@ -451,7 +451,7 @@ class Learner(Actor):
         if not self.until_written("the last checkpoint", self._write_checkpoint):
             return
         self.ring.set_header("run_state", FINISHED)
-        self.stop("the task is solved" if self._solved else "all steps are done")
+        self.stop("nothing is left to learn" if self._solved else "all steps are done")
 
     def _return_claims(self) -> None:
         for group in self.claimed.values():

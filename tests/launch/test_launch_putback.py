@@ -62,3 +62,11 @@ def test_what_is_in_the_newest_checkpoint_or_the_log_is_trained_and_the_rest_goe
 def test_a_first_start_finds_nothing_to_put_back(paths):
     assert put_back(paths) == PutBack()
     assert not paths.draws.exists()
+
+
+def test_a_table_of_fates_that_is_another_run_s_is_named_with_what_to_do(paths):
+    fates_of(paths.fates, {1: "D", 4: "T", 5: "T", 2_000_000: "T"})
+    checkpoint(paths, 2, [4])
+    found = put_back(paths)
+    assert found == PutBack(trained=0, again=1, validation=0, unlogged=2)
+    assert "fates.bin calls 2 others trained that neither" in str(found) and "restore or remove it" in str(found)

@@ -279,3 +279,15 @@ def test_who_removes_a_ring_and_who_has_it_see_each_other(world):
     late.release()
     with pytest.raises(FileNotFoundError):
         RingGuard(path)
+
+
+def test_a_limit_on_address_space_that_has_no_room_for_a_table_of_fates_is_named(folder):
+    program = f"""
+import resource
+from busrl.ring import Fates
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+Fates({str(folder / "fates")!r}, create=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "4096 MiB of address space (not of memory)" in done.stderr, done.stderr
+    assert "the limit is 3072 MiB" in done.stderr and "ulimit -v unlimited" in done.stderr

@@ -19,7 +19,7 @@ from busrl.errors import ENDS_RUN, NothingToTrain, process_code
 from busrl.inference.base import LENGTH
 from busrl.ledger.errorlog import record_error
 from busrl.paths import RunPaths
-from busrl.roles.idling import Idling, cause_of
+from busrl.roles.idling import Flat, Idling, cause_of
 from busrl.roles.skew import MOST_GROUPS, Skew
 from busrl.roles.stepmetrics import StepMetrics
 from busrl.topology import Topology, load
@@ -159,7 +159,8 @@ def test_groups_that_are_all_at_the_best_reward_of_the_run_are_a_solved_task(tmp
         idle.set_aside(lines(1.0, 1.0), "f", sample)
         idle.look(view(ended=["ff"]), [])
     text = idle.text(60)
-    assert idle.solved and text.startswith("the task is solved: all 19 groups that ended since step 60 were flat"), text
+    assert idle.solved and text.startswith("all 19 groups that ended since step 60 were flat with a reward of 1"), text
+    assert "if a better reward exists, the policy has collapsed" in text.lower(), "a collapse looks the same"
     assert "with a reward of 1, the best that this run has seen: nothing is left to learn" in text
     assert "reward.extract" not in text and "harder" in text
     idle.look(view(ended=["XX"]), [])
@@ -186,6 +187,27 @@ def test_flat_groups_of_different_rewards_are_no_solved_task(tmp_path: Path) -> 
         idle.set_aside(lines(reward, reward), "f", sample)
         idle.look(view(ended=["ff"]), [])
     assert not idle.solved
+
+
+def test_of_prompts_that_are_always_or_never_right_the_shares_are_told(tmp_path: Path) -> None:
+    """Nine of ten are solved, and one is beyond the model: no failure of the reward, and not the goal either."""
+    idle = idling(tmp_path)
+    idle.saw([0.0, 1.0])
+    for group in range(20):
+        idle.set_aside(lines(*[float(group % 10 != 3)] * 2), "f", sample)
+        idle.look(view(ended=["ff"]), [])
+    text = idle.text(9)
+    assert not idle.solved and "every prompt always gets the same reward" in text
+    assert "90% of the answers the highest (1), 10% the lowest (0)" in text and "too easy or too hard" in text
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=30))
+def test_the_shares_at_the_highest_and_the_lowest_reward_are_of_all_answers(rewards: list[float]) -> None:
+    flat = Flat()
+    for reward in rewards:
+        flat.add(np.full(2, reward))
+    assert (flat.answers, flat.top) == (2 * len(rewards), 2 * rewards.count(max(rewards)))
+    assert flat.bottom == 2 * rewards.count(min(rewards))
 
 
 def test_a_process_started_again_knows_how_rare_usable_groups_were_and_the_rewards_there_were(tmp_path: Path) -> None:

@@ -28,6 +28,14 @@ def why_no_mounts() -> str:
     return f"no private mounts here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
+def why_no_ext4() -> str:
+    """Why no disk of a file can be had here, whose errors make it read-only; empty if one can."""
+    missing = [name for name in ("mkfs.ext4", "e2fsck") if shutil.which(name) is None]
+    if missing or not list(Path("/dev").glob("loop[0-9]*")) or not Path("/sys/fs/ext4").exists():
+        return f"needs loop devices and ext4 with its tools ({', '.join(missing) or 'they are there'})"
+    return ""
+
+
 def mount(where: Path, size: str) -> None:
     where.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)], check=True)
@@ -101,6 +109,33 @@ def disk_fills_up(folder: Path) -> None:
     assert run.output.read_text().count("training pauses") == 1, run.output.read_text()
 
 
+def disk_becomes_read_only(folder: Path) -> None:
+    """As the kernel makes it after an error: the run ends at once and says so; on the mended disk it is finished."""
+    image, disk = folder / "image", folder / "disk"
+    disk.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(128 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop,errors=remount-ro", str(image), str(disk)], check=True)
+    device = next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if f" {disk} " in line)
+    run = Run(disk / "run", steps=STEPS)
+    run.output = folder / "run.out"
+    with running(run):
+        run.until_step(FILLED_AT)
+        Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error").write_text("1")
+        assert run.wait() == 1, run.tail()
+        text = run.output.read_text()
+        assert "can not be written any more: Read-only file system; look at the disk" in text, text
+        assert "Traceback" not in text and "starting it again" not in text and run.leftovers() == [], text
+        subprocess.run(["umount", str(disk)], check=True)
+        assert subprocess.run(["e2fsck", "-fp", str(image)], stdout=subprocess.DEVNULL).returncode in (0, 1)
+        subprocess.run(["mount", "-o", "loop", str(image), str(disk)], check=True)
+        run.start()
+        code = run.wait()
+    check_end(run, code)
+    subprocess.run(["umount", str(disk)], check=True)
+
+
 def storm(folder: Path) -> None:
     """Both fill up and are freed again while processes are killed and files vanish."""
     from test_storms import storm_short_of_space
@@ -111,5 +146,5 @@ def storm(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    cases = (small_shm, disk_fills_up, disk_fills_up_and_one_dies, storm)
+    cases = (small_shm, disk_fills_up, disk_fills_up_and_one_dies, disk_becomes_read_only, storm)
     {case.__name__: case for case in cases}[sys.argv[1]](Path(sys.argv[2]))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from checks import check_end
-from harness import Run, running
+from harness import ROOT, Run, running
 
 from busrl.ledger.mend import newest_checkpoint
 from busrl.ledger.trained import TrainedSet
@@ -132,3 +134,110 @@ def test_a_topology_that_vanishes_under_a_run_is_written_again_and_the_run_has_i
         code = run.wait()
     check_end(run, code)
     assert run.text().count("topology.json was removed or changed by somebody else; it is written again") == 2
+
+
+SMALL = [
+    "process.rollout.count=1", "learner.trigger.n_min=4", "learner.checkpoint_every=5", "scheduler.policy=sjf",
+    "generation.max_new_tokens=128", "mock.token_s=0.0002", "mock.per_sequence_s=0.00001", "log.samples=2",
+]  # fmt: skip
+DONE, GOAL = 11, 13
+FOR_PEOPLE = re.compile(r"[a-z]+\.jsonl|supervisor.json|predictor.npz|topology.toml|pace/.*|logs/.*")
+AT_ONCE = 3  # starts wait for each other's processes more than they compute
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 0x15]) + data[middle + 1 :] if data else b"\1"
+
+
+def emptied(data: bytes) -> bytes:
+    return b""
+
+
+def replaced(data: bytes) -> bytes:
+    return bytes(range(200)) + b"\n}{ no JSON"
+
+
+DAMAGES = (cut, emptied, replaced, flipped)
+
+
+def small(directory: Path, steps: int) -> Run:
+    return Run(directory, *SMALL, config=ROOT / "configs" / "scripted.toml", steps=steps)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, quickstart: None) -> Path:
+    """The directory of a run that was killed with all its processes after a step that is in no checkpoint."""
+    run = small(tmp_path_factory.mktemp("killed") / "run", 1000)
+    with running(run):
+        run.until_step(DONE)
+        run.kill_launch()
+    return run.directory
+
+
+def damages_of(directory: Path) -> list[tuple[str, list[str], Callable[[bytes], bytes]]]:
+    """Each file in turn. Those for people at once: no start depends on them. Of a checkpoint, whose files are checked
+    by their digests, each file with one damage."""
+    names = [str(path.relative_to(directory)) for path in sorted(directory.rglob("*")) if path.is_file()]
+    names = [name for name in names if not name.endswith(".lock")]
+    people = [name for name in names if FOR_PEOPLE.fullmatch(name) and name != "train.jsonl"]
+    found = [("all files for people", people, damage) for damage in DAMAGES]
+    for at, name in enumerate(one for one in names if one not in people):
+        chosen = [DAMAGES[at % len(DAMAGES)]] if name.startswith("checkpoints/") else DAMAGES
+        found += [(name, [name], damage) for damage in chosen]
+    return found
+
+
+def newest_log(directory: Path) -> str:
+    """The steps in it are in no checkpoint, so damage to it can cost their training; damage at its end looks like that
+    of a writer that was killed."""
+    return f"wal/{max(path.name for path in (directory / 'wal').iterdir())}"
+
+
+def check_told(run: Run, kinds: set[str]) -> None:
+    """The goal was reached, the audit found these kinds of errors alone, and no sample is lost or doubled."""
+    report = run.audit()
+    assert {one.kind for one in report.errors} == kinds and report.counts.step == GOAL, run.tail()
+    assert report.counts.lost == 0 and report.counts.trained_twice == 0 and run.leftovers() == [], report
+
+
+def start_with(killed: Path, copy: Path, names: list[str], damage: Callable[[bytes], bytes]) -> str:
+    """What went wrong with a start beside damaged files; "" if it reached the goal or refused with a way out."""
+    shutil.copytree(killed, copy)
+    for name in names:
+        (copy / name).write_bytes(damage((copy / name).read_bytes()))
+    run = small(copy, GOAL)
+    with running(run):
+        try:
+            code, text = run.wait(), run.text()
+            if code and "the audit found errors" not in text:
+                [name] = names
+                assert "Traceback" not in text and name in text.strip().splitlines()[-1], f"exit code {code}\n{text}"
+                if "remove it" in text:
+                    (copy / name).unlink()
+                else:
+                    assert "Restore it" in text, text
+                    shutil.copy(killed / name, copy / name)
+                run.start()
+                code = run.wait()
+            if names == [newest_log(killed)] and code == 1:
+                check_told(run, {"trained_unlogged"})
+            elif names == ["train.jsonl"] and code == 0:  # steps before the older checkpoint stand nowhere else
+                check_told(run, set())
+            else:
+                check_end(run, code)
+        except AssertionError as problem:
+            return str(problem)
+    return ""
+
+
+@pytest.mark.timeout(1800)  # some fifty starts
+def test_a_start_beside_any_damaged_file_goes_on_or_names_it_and_nothing_is_lost(killed: Path, tmp_path: Path) -> None:
+    def tried(at: int, what: str, names: list[str], damage: Callable[[bytes], bytes]) -> str:
+        problem = start_with(killed, tmp_path / str(at), names, damage)
+        return problem and f"=== {what}, {damage.__name__}: {problem}"
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        jobs = [threads.submit(tried, at, *one) for at, one in enumerate(damages_of(killed))]
+        problems = [problem for job in jobs if (problem := job.result())]
+    assert not problems, "\n".join(problems)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT
-from small_disk import why_no_mounts
+from small_disk import why_no_ext4, why_no_mounts
 
 HERE = Path(__file__).parent
 
@@ -26,3 +26,11 @@ def test_when_space_is_short(case: str, tmp_path: Path, quickstart: None) -> Non
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(WHY_NOT or why_no_ext4()), reason=WHY_NOT or why_no_ext4())
+def test_a_disk_that_becomes_read_only_ends_the_run_by_name_and_the_next_start_finishes_it(
+    tmp_path: Path, quickstart: None
+) -> None:
+    test_when_space_is_short("disk_becomes_read_only", tmp_path, quickstart)

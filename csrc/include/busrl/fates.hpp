@@ -7,6 +7,7 @@
 #pragma once
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <memory>
 #include <mutex>
@@ -30,7 +31,7 @@ class Fates {
         if (!file_) throw Error(errno == ENOENT ? Fault::no_file : Fault::general, errno_text("cannot open " + path));
         void* where =
             ::mmap(nullptr, this->capacity, read_only ? PROT_READ : PROT_READ | PROT_WRITE, MAP_SHARED, file_.fd(), 0);
-        if (where == MAP_FAILED) throw Error(Fault::general, errno_text("cannot map " + path));
+        if (where == MAP_FAILED) throw Error(Fault::general, unmapped(path, this->capacity));
         byte_ = static_cast<A<uint8_t>*>(where);
         refresh();
     }
@@ -99,6 +100,17 @@ class Fates {
     const bool read_only;
 
   private:
+    // Why the table can not be mapped, from errno; a limit on address space is the common reason.
+    static std::string unmapped(const std::string& path, uint64_t capacity) {
+        const std::string text = errno_text("cannot map " + path);
+        struct rlimit limit {};
+        if (errno != ENOMEM || ::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return text;
+        return text + ": it takes " + std::to_string(capacity >> 20) +
+               " MiB of address space (not of memory), and each process of a run maps two such tables beside its own "
+               "memory; the limit is " +
+               std::to_string(limit.rlim_cur >> 20) + " MiB. Raise it where the run is started: `ulimit -v unlimited`";
+    }
+
     File file_;
     A<uint8_t>* byte_ = nullptr;  // owner: nobody; every change is a CAS, acq_rel [FATE store], that only moves forward
     // Private to this process, shared by its threads: stored with release, loaded with acquire, so that who sees a
