@@ -117,7 +117,7 @@ def test_a_second_one_waits_takes_over_and_is_killed_if_it_then_does_nothing(
 
 @pytest.mark.slow
 def test_a_second_learner_waits_and_goes_on_from_the_log_of_the_first(tmp_path: Path, quickstart: None) -> None:
-    run = Run(tmp_path / "run", steps=60)
+    run = Run(tmp_path / "run", steps=200)  # so many that the second one is there before the first has made them all
     with running(run):
         run.until_step(3)
         with by_hand(run, "learner") as second:
