@@ -112,8 +112,8 @@ MUTANTS = (
     Mutant("an answer of older weights from outside looks fresh", "busrl/roles/keeper.py",
            "        if oldest < version:", "        if oldest > version:", ("tests/gateway/test_gateway_ring.py",)),
     Mutant("the version is read before its step", "busrl/roles/scheduler.py",
-           '"step": self.ring.header("version_step"), "version": self.ring.header("version"),',
-           '"version": self.ring.header("version"), "step": self.ring.header("version_step"),',
+           '"step": self.ring.header(HeaderWord.VERSION_STEP), "version": self.ring.header(HeaderWord.VERSION),',
+           '"version": self.ring.header(HeaderWord.VERSION), "step": self.ring.header(HeaderWord.VERSION_STEP),',
            (f"{ANSWERS}::test_a_sample_that_is_admitted_while_a_version_is_published_never_looks_younger_than_it_is",)),
     # -- rewards
     Mutant("the reward of a step leaves out flat groups", METRICS,
@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant("the learner trains what the judge said of cut answers", LEARNER,
            "return self.worth.apply(super().copy_lines())", "return super().copy_lines()", RUN),
     Mutant("validation is worth less where it is cut", "busrl/roles/learner/loop.py",
-           '& (lines["cls"] == TRAIN)', "", ("tests/roles/test_worth.py",)),
+           '& (lines["cls"] == SampleClass.TRAIN)', "", ("tests/roles/test_worth.py",)),
     # -- advantages and losses
     Mutant("n instead of n - 1 under the root", ADVANTAGES, "values.std(correction=1)", "values.std(correction=0)", PPO),
     Mutant("a larger epsilon beside the standard deviation", ADVANTAGES, "EPS = 1e-6", "EPS = 1e-3", PPO),
@@ -214,7 +214,7 @@ MUTANTS = (
     Mutant("the learner compares with the version before", LEARNER,
            "return self.publisher.version if self.ring.header", "return self.publisher.version - 1 if self.ring.header", RUN),
     Mutant("the learner compares with a version of other weights", LEARNER,
-           'self.publisher.version if self.ring.header("version_step") == self.history.step else None',
+           'self.publisher.version if self.ring.header(HeaderWord.VERSION_STEP) == self.history.step else None',
            "self.publisher.version",
            (f"{ANSWERS}::test_a_version_is_that_of_the_present_weights_only_if_it_was_published_after_the_newest_step",)),
     Mutant("answers that ended with these weights count as begun with them", TRAINER,

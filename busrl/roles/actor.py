@@ -47,6 +47,7 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import Fates, LockTimeout, OfdLock, Ring, RingError
 from busrl.scheduling.groups import GroupScanner, GroupView
+from busrl.states import HeaderWord, RunPhase
 
 # -- What every process of a run needs before it is a role: its title, its log, and its turn where only one may run ---
 
@@ -113,7 +114,6 @@ def wait_for_turn(lock: OfdLock, ring: Ring, stopping: Callable[[], object], pat
 
 HEARTBEAT_S = 1.0
 SPACE_LOOK_S = 0.5
-RUNNING = 0  # header word run_state
 BUS_WAIT_S = 3.0
 
 
@@ -401,7 +401,7 @@ class Actor:
             self.warn("bus", f"{kind} of {message.sender!r} is not heard: it is not the one who sends it", kind=kind)
         elif not isinstance(message, m.Stop):
             self.handle(message)
-        elif self.ring.header("run_state") != RUNNING:
+        elif self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
             self.stop(f"STOP: {message.reason}")
         else:
             self.warn("bus", f"a STOP of {message.sender!r} is not followed: the run goes on", kind="STOP")
