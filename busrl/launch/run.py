@@ -45,14 +45,16 @@ from busrl.bus import Endpoint
 from busrl.config import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY, ProcessName, Topology, machine
 from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
-from busrl.launch.children import Guardian, Running, last_lines, last_words, mark, start
+from busrl.gateway import FairClock
+from busrl.launch.children import Running, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
 from busrl.launch.display import Display, Watch
 from busrl.launch.fates import FateWatch
+from busrl.launch.guardian import Guardian, mark
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.launch.story import Progress, Story, printable
 from busrl.launch.summary import EventLog, Outcome, ResidenceTimes, Usage
-from busrl.launch.supervisor import Ask, Child, FairClock, ForeignProcesses, Patience, Phase, Shutdown
+from busrl.launch.supervisor import Ask, Child, ForeignProcesses, Patience, Phase, Shutdown
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open

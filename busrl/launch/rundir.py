@@ -44,8 +44,8 @@ import busrl
 from busrl.bus.security import prepare as prepare_endpoint
 from busrl.config import TINY, Topology
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunFinished, RunInUse, UserError
-from busrl.launch.children import end_left_behind
 from busrl.launch.fates import PutBack, lost_fates, put_back
+from busrl.launch.guardian import end_left_behind
 from busrl.launch.story import Story, as_map, read_map, tail_rows
 from busrl.launch.supervisor import is_titled
 from busrl.ledger.log import LineFile, write_whole

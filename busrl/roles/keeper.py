@@ -40,7 +40,7 @@ from busrl.config import Topology
 from busrl.config.machine import model_facts
 from busrl.config.rules import RESERVE_PROCESSES
 from busrl.errors import MessageTooLarge
-from busrl.gateway import BAD, Answer, Desk, Gone, Held, Limits, Member, Room, Settings, Tally, VersionSteps
+from busrl.gateway import BAD, Answer, Desk, Gone, Held, Limits, Member, Room, Settings, Tally
 from busrl.gateway.checks import tensor
 from busrl.ledger.log import show_whole
 from busrl.paths import RunPaths
@@ -64,6 +64,7 @@ from busrl.roles.trajectory import (
     write_text,
 )
 from busrl.states import Fate, HeaderWord
+from busrl.weights.base import VersionSteps
 
 # -- The gateway's ledger on the ring: what the keeper does in the name of workers that do not map it -----------------
 
@@ -277,14 +278,14 @@ CODES = {
     Fault.WRONG_VERSION: "version",
     Fault.OVERSIZE: "oversize",
 }
-Tell = Callable[[str, str, str, str, Sequence[int]], None]  # where, text, severity, kind, samples
+Warn = Callable[[str, str, str, str, Sequence[int]], None]  # where, text, severity, kind, samples
 
 
 class Gateway:
-    """`hear` every message of a subscribed kind, `tick` in every pass, `close` at an orderly end."""
+    """`handle` every message of a subscribed kind, `tick` in every pass, `close` at an orderly end."""
 
-    def __init__(self, ring: Ring, bus: Endpoint, paths: RunPaths, topology: Topology, tell: Tell) -> None:
-        self.ring, self.bus, self.paths, self.tell = ring, bus, paths, tell
+    def __init__(self, ring: Ring, bus: Endpoint, paths: RunPaths, topology: Topology, warn: Warn) -> None:
+        self.ring, self.bus, self.paths, self.warn = ring, bus, paths, warn
         self.steps = VersionSteps()
         self.tally = Tally(read_counts(paths.gateway))
         self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
@@ -297,7 +298,7 @@ class Gateway:
         self._look_at_version()
         bus.on_reject = self._unreadable
 
-    def hear(self, message: m.Message) -> None:
+    def handle(self, message: m.Message) -> None:
         """A request, or any worker's sign of life."""
         now = time.monotonic()
         if isinstance(message, g.Remote):
@@ -315,7 +316,7 @@ class Gateway:
         self._look_at_version()
         for lease in self.desk.tick(now):
             text = f"sample {lease.held.uid} was taken back from {lease.name}, which did not extend its lease"
-            self.tell("gateway", text, "warning", f"lease of {lease.name}", [lease.held.uid])
+            self.warn("gateway", text, "warning", f"lease of {lease.name}", [lease.held.uid])
         if self.tally.changed and now >= self._next_save:
             self._next_save = now + SAVE_EVERY_S
             self._save()
@@ -342,11 +343,11 @@ class Gateway:
             for answer in answers:
                 if isinstance(answer, g.GatewayAnswer) and answer.code == "done":
                     text = f"task {message.task} was given up by {message.sender}: {message.drop}: {message.text}"
-                    self.tell("gateway", text, "warning", f"{message.drop} {message.sender}", uids_of(message.task))
+                    self.warn("gateway", text, "warning", f"{message.drop} {message.sender}", uids_of(message.task))
 
     def _look_at_version(self) -> None:
         step, version = self.ring.header(HeaderWord.VERSION_STEP), self.ring.header(HeaderWord.VERSION)
-        self.steps.note(version, step)
+        self.steps.add(version, step)
         self.desk.limits = Limits(self._prompt_tokens, self._vocabulary, version)
 
     def _unreadable(self, rejected: Rejected, target: bytes) -> None:
@@ -364,7 +365,7 @@ class Gateway:
         for answer in answers:
             if isinstance(answer, g.GatewayAnswer) and answer.code in BAD:
                 text = f"{to or 'an unnamed sender'}: {answer.text}"
-                self.tell("gateway", text, "warning", f"{answer.code} {self._told_apart(to)}", ())
+                self.warn("gateway", text, "warning", f"{answer.code} {self._told_apart(to)}", ())
             if not is_address(to):
                 return  # a name that no topic can hold: it was counted, and nobody can hear the answer
             try:
@@ -438,7 +439,7 @@ class Keeper(Actor):
         self.gateway = Gateway(self.ring, self.bus, self.paths, self.topology, self.warn)
 
     def handle(self, message: m.Message) -> None:
-        self.gateway.hear(message)
+        self.gateway.handle(message)
 
     def teardown(self) -> None:
         self.gateway.close()

@@ -18,7 +18,7 @@ slots beyond their numbers as keys, of versions or of files.
   each token with its own log-probability and version.
 - The piece after a cut draws from a stream of random numbers of its own: the same numbers twice would tie tokens of
   one answer to each other.
-- Pieces live in this process alone. If it dies, the whole sample is generated again, as any that was running.
+- WorkDeadline live in this process alone. If it dies, the whole sample is generated again, as any that was running.
 
 A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and versions.
 
@@ -56,7 +56,7 @@ from busrl.ledger.log import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import SlotTooSmall, State
-from busrl.roles.actor import Actor, Doorbell, Pieces
+from busrl.roles.actor import Actor, Doorbell, WorkDeadline
 from busrl.roles.segments import SegmentCuts, take_queued
 from busrl.roles.trajectory import (
     UNREADABLE,
@@ -72,7 +72,7 @@ from busrl.roles.trajectory import (
 )
 from busrl.states import Fate, HeaderWord
 from busrl.weights import Receiver, make_receiver, settings_of, share_weights
-from busrl.weights.base import StepTable
+from busrl.weights.base import VersionSteps
 
 # -- How fast a rollout process decodes: sums over short intervals, from which `busrl simulate --fit` learns its ... --
 
@@ -281,7 +281,7 @@ class Rollout(Actor):
         if self.waves is not None:
             self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # a wave begins without a transition that could wake us
         self.version = 0
-        self.steps = StepTable()  # of the versions that this engine has run
+        self.steps = VersionSteps()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
         own = self.engine.receiver(settings_of(self.topology, self.paths), self.worker_id)
         self.receiver: Receiver = own or make_receiver(self.topology, self.paths, self.worker_id)
@@ -291,7 +291,7 @@ class Rollout(Actor):
             self.restart = Restart(finish)
         self._next_request = self._last_bell = 0.0
         self.joined = False  # since the last decoding step
-        self.pieces = Pieces(self.topology.limits.progress_s, self.topology.limits.work_s)
+        self.deadline = WorkDeadline(self.topology.limits.progress_s, self.topology.limits.work_s)
         self._behind_since = math.inf
         self._update_weights(wait=True)
         self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics)
@@ -320,9 +320,9 @@ class Rollout(Actor):
         self.joined = False
         if not joining:
             return self.engine.step()
-        with self.activity("prefill", self.pieces.begin()):
+        with self.activity("prefill", self.deadline.begin()):
             finished = self.engine.step()
-        self.pieces.ended()
+        self.deadline.ended()
         return finished
 
     def _announce(self) -> None:

@@ -111,7 +111,7 @@ class DispatchFeed:
 
     # -- told by it -----------------------------------------------------------------------------------------------
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers about policy and predictor, for SCHEDULER_STATE and `scheduler.jsonl`."""
         if not self.policy.learns:
             return {}
@@ -129,7 +129,7 @@ class DispatchFeed:
         head = {"time": round(time.time(), 3), "policy": self.policy.name, "predictor": self.predictor.name}
         try:
             with open(self.paths.scheduler_log, "a", encoding="utf-8") as file:
-                file.write(json.dumps(head | self.told() | line) + "\n")
+                file.write(json.dumps(head | self.metrics() | line) + "\n")
         except OSError as problem:
             self._warn(f"{len(line['draw'])} groups are missing from {self.paths.scheduler_log.name}: {problem}")
 
@@ -167,8 +167,8 @@ class Scheduler(Actor):
         self.predictor = PredictorState(self.topology, self.paths, self.stream, self._complain)
         self.predictor.restore()
         guard = self.predictor.guard
-        self.foresight = DispatchFeed(self.topology, self.paths, self.stream, guard, self._complain)
-        self.policy = self.foresight.policy
+        self.feed = DispatchFeed(self.topology, self.paths, self.stream, guard, self._complain)
+        self.policy = self.feed.policy
         self.probes = Probes(derived.W if self.topology.scheduler.probe else 0)
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
         self.arrivals = make_arrivals(self.topology)
@@ -218,7 +218,7 @@ class Scheduler(Actor):
         if view.unrecorded:
             self._without_fates(view.unrecorded)
             return False
-        self.foresight.look(view, self.lines, self.rows.total(view.generating))
+        self.feed.look(view, self.lines, self.rows.total(view.generating))
         try:
             self._dispatch_all(view)
         except DiskFull as problem:
@@ -269,7 +269,7 @@ class Scheduler(Actor):
         self.room = self._room(view, lines)
         if self.room.groups <= 0:
             return 0
-        self.foresight.offer(view, self.room.groups, self.arrived)
+        self.feed.offer(view, self.room.groups, self.arrived)
         sent = 0
         for _ in range(self.room.groups):
             candidate = self.policy.next()
@@ -376,7 +376,7 @@ class Scheduler(Actor):
 
     def _values(self, view: GroupView) -> dict[str, float]:
         """What policy, probes and predictor tell; nothing under fifo."""
-        found = self.foresight.told()
+        found = self.feed.metrics()
         if found:
             found["rows"] = self.rows.total(view.generating)
         if self.probes.on:
@@ -384,7 +384,7 @@ class Scheduler(Actor):
         return found
 
     def teardown(self) -> None:
-        self.foresight.close()
+        self.feed.close()
         self.predictor.close()
 
     # -- trouble ------------------------------------------------------------------------------------------------

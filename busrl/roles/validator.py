@@ -206,7 +206,7 @@ class Validator(Actor):
         )
 
     def _append(self, result: Result) -> bool:
-        written = self.until_written("validation", lambda: self.log.append(msgspec.json.encode(result)))
+        written = self.write_or_wait("validation", lambda: self.log.append(msgspec.json.encode(result)))
         if written:
             self.results[result.uid] = result
         return written
@@ -221,7 +221,7 @@ class Validator(Actor):
         round_number = self.round or 0
         record = self._record(round_number)
         versions, mean, samples = record["versions"], record["val/reward"], record["samples"]
-        if not self.until_written("validation", lambda: self.rows.append(msgspec.json.encode(record))):
+        if not self.write_or_wait("validation", lambda: self.rows.append(msgspec.json.encode(record))):
             return
         version_pin.unpin(self.ring)
         self.ring.activity("")

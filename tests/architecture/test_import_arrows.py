@@ -81,7 +81,7 @@ def imported(text: str, package: str, runtime_only: bool = False) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = absolute(package, node.level, node.module or "")
-            found |= {module} | {f"{module}.{alias.name}" for alias in node.names if module == "busrl"}
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
     return found
 
 
@@ -117,6 +117,18 @@ def test_torch_is_imported_only_where_tensors_are_worked_on(path: Path) -> None:
     if uses:
         allowed = part_of(path) in TORCH_ALLOWED or str(path.relative_to(ROOT)) in TORCH_ROLES
         assert allowed, f"{path.relative_to(ROOT)} imports {sorted(uses)}"
+
+
+SHARED_BY_ROLES = {"actor", "segments", "trajectory", "predictor_state", "version_pin"}
+ROLES = sorted((ROOT / "roles").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", ROLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_role_imports_no_other_roles_module(path: Path) -> None:
+    """A role is one file, the learner a package; `__main__` imports by name the one that is asked for."""
+    own = path.relative_to(ROOT / "roles").parts[0].removesuffix(".py")
+    used = {name.split(".")[2] for name in imports(path) if name.startswith("busrl.roles.")}
+    assert used - {own} <= SHARED_BY_ROLES, f"{path.name} imports {sorted(used - {own} - SHARED_BY_ROLES)}"
 
 
 def test_busrl_imports_no_pickle_anywhere() -> None:

@@ -49,7 +49,7 @@ from busrl.errors import DiskFull, EngineDisagrees, FateRefused, NothingToTrain,
 from busrl.ledger.log import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
-from busrl.roles.actor import Actor, Pieces
+from busrl.roles.actor import Actor, WorkDeadline
 from busrl.roles.learner.control import Control
 from busrl.roles.learner.groups import Claimed, Excerpts, claim_group, claim_groups, end, give_back, parts_of
 from busrl.roles.learner.history import History
@@ -192,7 +192,7 @@ class Learner(Actor):
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
-        self.pieces = Pieces(self.topology.limits.progress_s, self.work_s)
+        self.deadline = WorkDeadline(self.topology.limits.progress_s, self.work_s)
         self.training.moved = self._moved
         self.worth = OverlongShaping(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
         with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
@@ -210,7 +210,7 @@ class Learner(Actor):
 
     def _recover(self) -> None:
         """Load the newest checkpoint, train the log's records after it again, and finish what a predecessor began."""
-        self.pieces.begin()
+        self.deadline.begin()
         with self.activity("recover", self.work_s):
             self.history = History(self.paths, self.topology)
             self.history.load(self.training, self.control.load)
@@ -420,12 +420,12 @@ class Learner(Actor):
         groups, self.pending = self.pending, []
         self.training.old.at(self.publisher.version, self.history.step)
         records = [record for group in groups for record in group.records]
-        with self.activity("accumulate", self.pieces.begin()):
+        with self.activity("accumulate", self.deadline.begin()):
             self.training.accumulate(records, self._present_version())
 
     def _moved(self) -> None:
         """A micro-batch, an update or a part of a checkpoint is done."""
-        self.pieces.ended()
+        self.deadline.ended()
         self.ring.progress()
 
     def _present_version(self) -> int | None:
@@ -435,7 +435,7 @@ class Learner(Actor):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _fire(self, action: Fire, view: GroupView) -> None:
-        with self.activity("step", self.pieces.begin()):
+        with self.activity("step", self.deadline.begin()):
             if not self._history_stands():
                 return
             groups = [self.claimed[draw] for draw in action.draws]
@@ -512,14 +512,14 @@ class Learner(Actor):
         if not fault:
             return True
         self.warn("learner", f"{fault}; a checkpoint is written at once, so nothing is lost", "error", kind="history")
-        return self.until_written("training", self._write_checkpoint)
+        return self.write_or_wait("training", self._write_checkpoint)
 
     def _commit(self, record: Record) -> bool:
         """Append to the log: the commit point. With the disk full, hold the batch and say so until there is room."""
-        self.keep_turn()
+        self.keep_lock()
         waiting = self.ring.header(HeaderWord.UNPUBLISHED_GROUPS)
         self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, waiting + len(record.groups))
-        return self.until_written("training", lambda: self.history.append(record))
+        return self.write_or_wait("training", lambda: self.history.append(record))
 
     def _train(self, samples: Sequence[SampleRecord], groups: int) -> StepStats:
         if self.plan.streaming:
@@ -552,7 +552,7 @@ class Learner(Actor):
             self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
 
     def _write_checkpoint(self) -> None:
-        self.pieces.begin()  # whatever was waited for before
+        self.deadline.begin()  # whatever was waited for before
         with self.activity("checkpoint", self.work_s):
             self.metrics.checkpoint_s = self.history.checkpoint(
                 self.training, self.publisher.version, self.control.meta(), self._save_control
@@ -572,7 +572,7 @@ class Learner(Actor):
         if self.ring.header(HeaderWord.UNPUBLISHED_GROUPS):
             self._publish()
         # What the run was for is worth waiting for.
-        if not self.until_written("the last checkpoint", self._write_checkpoint):
+        if not self.write_or_wait("the last checkpoint", self._write_checkpoint):
             return
         self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
         self.stop("nothing is left to learn" if self._solved else "all steps are done")

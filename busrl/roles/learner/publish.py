@@ -127,7 +127,7 @@ class Publisher:
         step, weights = self._delayed(step, weights)
         version, named = self.next_version(), dict(weights)
         with self.actor.activity("publish", self._work_s):
-            if not self.actor.until_written("publication", lambda: self.sender.publish(version, step, named)):
+            if not self.actor.write_or_wait("publication", lambda: self.sender.publish(version, step, named)):
                 return time.monotonic() - begun
         self.version = version
         # The step first: who reads the new version finds a step that is at least as new. (Who counts an age from them
