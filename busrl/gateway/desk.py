@@ -45,6 +45,7 @@ from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.gateway import Remote
 from busrl.protocol.messages import Message, name_of
+from busrl.states import Fate
 
 # -- Leases on claims of remote workers, on a clock that only counts time in which the keeper could have heard them ---
 
@@ -175,8 +176,8 @@ RECENT = 8192
 FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds nothing is struck off
 TASK_OVERHEAD = 512
 FATES = {
-    "rollout": {"prompt": "X", "too_long": "l", "malformed": "M"},
-    "reward": {"raised": "R", "hung": "H", "malformed": "M"},
+    "rollout": {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED},
+    "reward": {"raised": Fate.REWARD_RAISED, "hung": Fate.REWARD_HUNG, "malformed": Fate.MALFORMED},
 }
 
 

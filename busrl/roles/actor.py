@@ -39,11 +39,11 @@ from busrl.protocol.codec import topic
 from busrl.ring import Fates, OfdLock, Ring
 from busrl.roles.process import acquire_lock, configure_process, reacquire_lock
 from busrl.scheduling.groups import GroupScanner, GroupView
+from busrl.states import HeaderWord, RunPhase
 
 log = logging.getLogger("busrl")
 HEARTBEAT_S = 1.0
 SPACE_LOOK_S = 0.5
-RUNNING = 0  # header word run_state
 BUS_WAIT_S = 3.0
 
 
@@ -319,7 +319,7 @@ class Actor:
             self.warn("bus", text, kind=kind)
         elif not isinstance(message, m.Stop):
             self.handle(message)
-        elif self.ring.header("run_state") != RUNNING:
+        elif self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
             self.stop(f"STOP: {message.reason}")
         else:
             self.warn("bus", f"a STOP of {message.sender!r} is ignored: the run continues", kind="STOP")

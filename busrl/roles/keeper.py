@@ -63,6 +63,7 @@ from busrl.roles.trajectory import (
     write_segment,
     write_text,
 )
+from busrl.states import Fate, HeaderWord
 from busrl.weights.base import VersionSteps
 
 # -- The gateway's ledger on the ring: what the keeper does in the name of workers that do not map it -----------------
@@ -143,7 +144,7 @@ class RemoteBook:
             return self._task(held)
         except (RingError, ValueError) as problem:
             log.warning("sample %d can not be sent to a remote worker: %s", held.uid, problem)
-            self.drop(index, held, "M")
+            self.drop(index, held, Fate.MALFORMED)
             return None
 
     def _task(self, held: Held) -> g.Task:
@@ -155,7 +156,7 @@ class RemoteBook:
             task=held.task, slot_id=held.slot, seq=held.seq, uid=held.uid,
             record=read_task(self.ring, held.slot).decode("utf-8", "replace"), segment=segments,
             attempt=int(line["attempt"]), max_new_tokens=most, temperature=float(line["temperature"]),
-            top_p=float(line["top_p"]), version=self.ring.header("version"),
+            top_p=float(line["top_p"]), version=self.ring.header(HeaderWord.VERSION),
             completion=read_text(self.ring, held.slot, segments) if rewarding else "",
             tensors=self._tensors(held.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
         )
@@ -217,7 +218,7 @@ class RemoteBook:
         if oldest < version:
             version, step = oldest, min(step, self.steps.step_of(oldest))
         if not whole and self.cuts.trains_last_only:  # as if it were admitted now: what is trained is still to come
-            step, version = self.ring.header("version_step"), self.ring.header("version")
+            step, version = self.ring.header(HeaderWord.VERSION_STEP), self.ring.header(HeaderWord.VERSION)
         return {
             "version": version, "step": step, "finish": answer.finish if whole else 0,
             "response_tokens": earlier + len(answer.tokens),
@@ -243,12 +244,12 @@ class RemoteBook:
     def expire(self, index: int, held: Held) -> bool:
         rewarding = state_of(held.word) == State.REWARDING
         if rewarding and int(self.ring.line(held.slot)["attempt"]) + 1 >= MOST_TRIES:
-            self.drop(index, held, "H")
+            self.drop(index, held, Fate.REWARD_HUNG)
             return True
         self._hand(index).expire(held.slot, held.word)
         return False
 
-    def drop(self, index: int, held: Held, fate: str) -> None:
+    def drop(self, index: int, held: Held, fate: Fate) -> None:
         self._hand(index).drop(held.slot, held.word, fate)
         if state_of(held.word) == State.REWARDING:  # whoever waits for its group should look
             self.announce(m.RewardComputed(slot_id=held.slot, seq=held.seq, uid=held.uid))
@@ -345,7 +346,7 @@ class Gateway:
                     self.warn("gateway", text, "warning", f"{message.drop} {message.sender}", uids_of(message.task))
 
     def _look_at_version(self) -> None:
-        step, version = self.ring.header("version_step"), self.ring.header("version")
+        step, version = self.ring.header(HeaderWord.VERSION_STEP), self.ring.header(HeaderWord.VERSION)
         self.steps.add(version, step)
         self.desk.limits = Limits(self._prompt_tokens, self._vocabulary, version)
 
@@ -471,7 +472,7 @@ class Keeper(Actor):
         """A prompt that killed two workers which held nothing else is given up; it is re-rolled as any accident."""
         lines = self.ring.lines()
         for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
-            if self.ring.drop(slot, int(lines["word"][slot]), "P"):
+            if self.ring.drop(slot, int(lines["word"][slot]), Fate.POISON):
                 uid = int(lines["uid"][slot])
                 self.warn("keeper", f"sample {uid} is poison: two workers died on it alone", "error", uids=[uid])
 
