@@ -47,7 +47,19 @@ from busrl.paths import RunPaths
 from busrl.protocol import Fault, Rejected, address, is_address, kind_of
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.ring import UID_NONE, FateRefused, NotOwner, Ring, RingError, RingFull, SlotTooSmall, State, state_of
+from busrl.ring import (
+    UID_NONE,
+    FateRefused,
+    NotOwner,
+    Ring,
+    RingError,
+    RingFull,
+    SlotTooSmall,
+    State,
+    segments_of,
+    seq_of,
+    state_of,
+)
 from busrl.ring.locks import taken_back
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell
@@ -57,8 +69,6 @@ from busrl.roles.trajectory import (
     read_generated,
     read_task,
     read_text,
-    segments_of,
-    seq_of,
     write_parts,
     write_segment,
     write_text,

@@ -38,11 +38,10 @@ from busrl.errors import DiskFull, SamplesUsedUp
 from busrl.paths import RunPaths
 from busrl.protocol import is_address
 from busrl.protocol import messages as m
-from busrl.ring import State
+from busrl.ring import State, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
 from busrl.roles.segments import waves_of
-from busrl.roles.trajectory import seq_of
 from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, kept_back, not_ahead
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupScanner, GroupView, Lines, in_a_row, uid_of
