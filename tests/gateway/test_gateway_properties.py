@@ -208,7 +208,7 @@ class Gateway(RuleBasedStateMachine):
         before = {(held.slot, held.seq) for _, held in self.ledger.held()}
         self.desk = new_desk(self.ledger, self.now)
         self.born = self.now
-        after = {(lease.held.slot, lease.held.seq) for lease in self.desk.leases.over(float("inf"))}
+        after = {(lease.claim.slot, lease.claim.seq) for lease in self.desk.leases.over(float("inf"))}
         assert after == before, "a new keeper knows every claim"
         assert all(lease.until - self.desk.clock.time == LEASE_S for lease in self.desk.leases.over(float("inf")))
 

@@ -115,7 +115,7 @@ def test_what_ended_by_itself_is_told_and_not_started_again() -> None:
 
     restart, other = EngineRestart(finish=False), Ends()
     restart.submitted([request(0), request(1)])
-    (ended,) = restart.empty(other)  # type: ignore[arg-type]
+    (ended,) = restart.take_out(other)  # type: ignore[arg-type]
     restart.resume(other)  # type: ignore[arg-type]
     assert ended.key == 0 and restart.merged(ended) is ended
     assert [one.key for one in other.submitted] == [1]
