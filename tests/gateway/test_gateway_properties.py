@@ -227,7 +227,7 @@ class Gateway(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_leased_to_its_owner(self) -> None:
-        leases = {(one.held.slot, one.held.seq): one.name for one in self.desk.leases.over(float("inf"))}
+        leases = {(one.claim.slot, one.claim.seq): one.name for one in self.desk.leases.over(float("inf"))}
         held = {(one.slot, one.seq): self.ledger.entries[index].name for index, one in self.ledger.held()}
         assert leases == held
 
