@@ -1,7 +1,7 @@
 """A run directory that an older busrl left, its launch killed, is continued by this one.
 
-`left_by_older/before-the-fold.tar.gz`: model, prompts, reward and topology of a run of 12 steps (4 samples a group). The
-busrl of 2026-11-22, its modules not yet folded, made it until a SIGKILL after step 6; its checkpoint is of step 4.
+`left_by_older/before-the-fold.tar.gz`: model, prompts, reward and topology of a run of 12 steps (4 samples a group).
+The busrl of 2026-11-22, its modules not yet folded, made it until a SIGKILL after step 6; the checkpoint is of step 4.
 """
 
 from __future__ import annotations
