@@ -53,6 +53,7 @@ from busrl.config.schema import (
 )
 from busrl.faults import plan
 from busrl.scheduling.limits import derive
+from busrl.states import CRASH_POINTS
 
 # -- Rules between keys: combinations that can not be run, and ones that deserve a warning ----------------------------
 
@@ -392,7 +393,7 @@ def _faults(t: Topology) -> Iterator[Finding]:
     for index, crash in enumerate(t.faults.crash):
         at = f"faults.crash.{index}"
         yield from _named(f"{at}.process", (crash.process,), names, "process of this topology")
-        yield from _named(f"{at}.point", (crash.point,), plan.POINTS, "crash point")
+        yield from _named(f"{at}.point", (crash.point,), CRASH_POINTS, "crash point")
         yield from _passes(f"{at}.point", own.get(crash.process, ""), crash.point)
     for line in plan.describe(t.faults):
         yield Finding(("faults",), f"FAULTS ARE ON: {line}", "remove [faults] for real training", True, "[faults]")

@@ -29,7 +29,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,12 +46,13 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import Fates, LockTimeout, OfdLock, Ring, RingError
 from busrl.scheduling.groups import GroupScanner, GroupView
+from busrl.states import HeaderWord, RunPhase
 
 # -- What every process of a run needs before it is a role: its title, its log, and its turn where only one may run ---
 
 
 TURN_S = 0.5
-BURIAL_S = 10.0  # a dead holder is gone by then
+PREDECESSOR_S = 10.0  # a dead holder is gone by then
 log = logging.getLogger("busrl")
 
 
@@ -69,7 +69,7 @@ def title_of(name: str) -> str:
     return f"busrl:{name}"
 
 
-def hold_again(lock: OfdLock, name: str) -> bool:
+def reacquire_lock(lock: OfdLock, name: str) -> bool:
     """Whether the lock had to be taken again, since somebody removed its file; RunInUse if another process has it."""
     if lock.stands:
         return False
@@ -83,7 +83,7 @@ def hold_again(lock: OfdLock, name: str) -> bool:
     return False
 
 
-def wait_for_turn(lock: OfdLock, ring: Ring, stopping: Callable[[], object], paths: RunPaths, name: str) -> bool:
+def acquire_lock(lock: OfdLock, ring: Ring, stopping: Callable[[], object], paths: RunPaths, name: str) -> bool:
     """Hold the lock of a role of which there is one; False if asked to stop meanwhile.
 
     A predecessor may take a moment to be buried, or live: waiting for it is declared, so nobody is killed for it. One
@@ -100,7 +100,7 @@ def wait_for_turn(lock: OfdLock, ring: Ring, stopping: Callable[[], object], pat
             ring.activity("")
             return True
         ring.progress()
-        if not told and time.monotonic() - begun > BURIAL_S:
+        if not told and time.monotonic() - begun > PREDECESSOR_S:
             told = True
             text = f"another {name} serves this run (pid {holder} holds {lock.path}); this one waits until it has ended"
             log.error(text)
@@ -113,24 +113,15 @@ def wait_for_turn(lock: OfdLock, ring: Ring, stopping: Callable[[], object], pat
 
 HEARTBEAT_S = 1.0
 SPACE_LOOK_S = 0.5
-RUNNING = 0  # header word run_state
 BUS_WAIT_S = 3.0
 
 
-@dataclass(frozen=True)
-class Run:
-    """The run as every process finds it in the run directory."""
-
-    paths: RunPaths
-    topology: Topology
-
-    @classmethod
-    def open(cls, run_dir: str | Path) -> Run:
-        """NoSuchRun where no run was started."""
-        paths = RunPaths.of(run_dir)
-        if not paths.topology.is_file():
-            raise NoSuchRun(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
-        return cls(paths, Topology.from_json(paths.topology.read_text()))
+def open_run(run_dir: str | Path) -> tuple[RunPaths, Topology]:
+    """The paths and the resolved topology of a run. NoSuchRun where no run was started."""
+    paths = RunPaths.of(run_dir)
+    if not paths.topology.is_file():
+        raise NoSuchRun(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
+    return paths, Topology.from_json(paths.topology.read_text())
 
 
 class Doorbell:
@@ -155,7 +146,7 @@ class Doorbell:
         return message
 
 
-class Pieces:
+class WorkDeadline:
     """How long one piece of long work that comes again and again may take: `work_s` for the first of this life, then
     FACTOR times the longest that was seen, at least `progress_s` and LEAST_S, and never more than `work_s`.
 
@@ -194,8 +185,7 @@ class Actor:
     def __init__(self, run_dir: str, name: str) -> None:
         self.name = name
         self.worker_id = name.replace("/", "-")
-        self.run_info = Run.open(run_dir)
-        self.paths, self.topology = self.run_info.paths, self.run_info.topology
+        self.paths, self.topology = open_run(run_dir)
         self.stopping = ""
         self._next_heartbeat = 0.0
         self._throttle = Throttle()
@@ -212,7 +202,7 @@ class Actor:
             signal.signal(number, lambda got, _frame: self.stop(signal.Signals(got).name))
         self._attach()
         try:
-            if not self._have_turn():
+            if not self._acquire_lock():
                 return 0
             self._connect()
             return self._live()
@@ -281,9 +271,9 @@ class Actor:
         """
         kind = kind or re.sub(r"[0-9]+", "#", text)
         if self._throttle.admit(f"{where}/{kind}", (where, text, severity, trace), time.monotonic(), uids):
-            self._tell_warning(where, text, severity, trace, uids)
+            self._publish_warning(where, text, severity, trace, uids)
 
-    def until_written(self, what: str, write: Callable[[], None]) -> bool:
+    def write_or_wait(self, what: str, write: Callable[[], None]) -> bool:
         """Do `write`; a full disk pauses this process, says so, and is waited for. False: it was stopped meanwhile."""
         told = False
         while True:
@@ -303,7 +293,7 @@ class Actor:
                 Actor.idle(self, SPACE_LOOK_S)
                 self._heartbeat()
 
-    def _tell_warning(self, where: str, text: str, severity: str, trace: str, uids: Sequence[int]) -> None:
+    def _publish_warning(self, where: str, text: str, severity: str, trace: str, uids: Sequence[int]) -> None:
         log.warning("%s: %s%s", where, text, f"\n{trace}" if trace else "")
         self.bus.send(m.Error(severity=severity, where=where, text=text, traceback=trace))
         record_error(self.paths, self.name, severity, where, text, trace, uids)
@@ -322,16 +312,16 @@ class Actor:
 
     # -- internals ----------------------------------------------------------------------------------------------
 
-    def _have_turn(self) -> bool:
+    def _acquire_lock(self) -> bool:
         if not self.singleton:
             return True
         self._lock = OfdLock(str(self.paths.lock(self.name.replace("/", "-"))))
-        return wait_for_turn(self._lock, self.ring, lambda: self.stopping, self.paths, self.name)
+        return acquire_lock(self._lock, self.ring, lambda: self.stopping, self.paths, self.name)
 
-    def keep_turn(self) -> None:
+    def keep_lock(self) -> None:
         """The lock of the role counts while its file has the name: make it again if somebody removed it. RunInUse if
         another process holds the one that has the name now."""
-        if self._lock is not None and hold_again(self._lock, self.name):
+        if self._lock is not None and reacquire_lock(self._lock, self.name):
             self.warn(self.role, f"{self._lock.path} was removed by somebody else; it is made and held again")
 
     def _attach(self) -> None:
@@ -365,14 +355,14 @@ class Actor:
         # What is loaded by now stays: to look through all of torch's objects stops a learner for a tenth of a second.
         gc.freeze()
         if not self.stopping:
-            self._say_ready()
+            self._announce_ready()
         while not self.stopping:
             self._pass()
         log.info("stopping: %s", self.stopping)
         self.teardown()
         return 0
 
-    def _say_ready(self) -> None:
+    def _announce_ready(self) -> None:
         self._find_bus()
         self.bus.send(m.Hello(role=self.role, pid=os.getpid(), host=os.uname().nodename, index=self.ring.index))
         self.ring.activity("")
@@ -401,7 +391,7 @@ class Actor:
             self.warn("bus", f"{kind} of {message.sender!r} is not heard: it is not the one who sends it", kind=kind)
         elif not isinstance(message, m.Stop):
             self.handle(message)
-        elif self.ring.header("run_state") != RUNNING:
+        elif self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
             self.stop(f"STOP: {message.reason}")
         else:
             self.warn("bus", f"a STOP of {message.sender!r} is not followed: the run goes on", kind="STOP")
@@ -410,13 +400,13 @@ class Actor:
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
-            self.keep_turn()
+            self.keep_lock()
             self.bus.heartbeat(self.role, "")
-            self._tell_held_back(now)
+            self._publish_repeats(now)
 
-    def _tell_held_back(self, now: float, everything: bool = False) -> None:
+    def _publish_repeats(self, now: float, everything: bool = False) -> None:
         for count, (where, text, severity, trace), uids in self._throttle.due(now, everything):
-            self._tell_warning(where, f"{count} more like this, the latest: {text}", severity, trace, uids)
+            self._publish_warning(where, f"{count} more like this, the latest: {text}", severity, trace, uids)
 
     def _report(self, problem: Exception) -> None:
         text, said = "".join(traceback.format_exception(problem)), cause(problem)
@@ -428,7 +418,7 @@ class Actor:
         if self.trouble is not None:
             log.info("faults on its messages: %s", self.trouble)
         with contextlib.suppress(Exception):
-            self._tell_held_back(time.monotonic(), everything=True)
+            self._publish_repeats(time.monotonic(), everything=True)
             self.bus.send(m.Goodbye(reason=self.stopping or "error"))
             self.bus.close()
         self.ring.close()

@@ -30,7 +30,7 @@ from busrl.errors import QueuesFull
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock, Ring
-from busrl.roles.actor import configure_process, hold_again, wait_for_turn
+from busrl.roles.actor import acquire_lock, configure_process, reacquire_lock
 
 # -- What the broker says of those whom its TCP side turned away: who at once, then once a minute how often -----------
 
@@ -76,7 +76,7 @@ def main(run_dir: str, name: str) -> int:
     ring = Ring.attach(paths.ring_name)
     ring.register("bus", name)
     lock = OfdLock(str(paths.lock("bus")))
-    if not wait_for_turn(lock, ring, stop.is_set, paths, name):
+    if not acquire_lock(lock, ring, stop.is_set, paths, name):
         return 0
     serve(paths, settings, ring, lock, stop)
     ring.close()
@@ -118,7 +118,7 @@ def serve(paths: RunPaths, settings: dict[str, Any], ring: Ring, lock: OfdLock, 
         ring.progress()
         check_queues(ring, resident_mib() - least)
         refusals.tell()
-        hold_again(lock, "bus")
+        reacquire_lock(lock, "bus")
 
     run_broker(
         paths.frontend,
