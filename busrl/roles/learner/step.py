@@ -84,8 +84,9 @@ class StaleTokenMask:
 
     def ages(self, versions: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
         """Finished steps since each of these versions was made."""
-        steps = np.array([*self._steps, self.now], np.int64)
-        return np.maximum(0, self.now - steps[np.searchsorted(np.array(self._versions, np.int64), versions)])
+        which, place = np.unique(versions, return_inverse=True)
+        ages = np.array([max(0, self.now - self.step_of(version)) for version in which.tolist()], np.int64)
+        return ages[place]
 
     def leading(self, record: SampleRecord) -> int:
         """How many tokens at the start of the answer are not to be trained."""
