@@ -17,7 +17,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,6 +27,7 @@ import numpy.typing as npt
 from busrl.config.derive import admission_limits
 from busrl.data import prompt_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
+from busrl.engines.base import PartialAnswer
 from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
 from busrl.ledger.log import LineFile
 from busrl.protocol import messages as m
@@ -53,7 +53,6 @@ log = logging.getLogger("busrl")
 PACE_EVERY_S = 0.25
 MIB_EACH = 2  # of the pace file, after which half as many intervals are written
 MOST_LEFT_OUT = 256  # at least one interval in so many is written, for people who look at the engine's numbers
-PIECE = 1 << 32  # segments are numbered below it, so piece k of segment s draws from random stream s + k * PIECE
 REQUEST_EVERY_S = 1.0
 BELL_EVERY_S = 0.04
 SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: others may wait for these answers
@@ -151,24 +150,6 @@ def one_in(nbytes: int) -> int:
 # -- an engine that restarts with new weights ---------------
 
 
-@dataclass
-class _PartialAnswer:
-    """A request as it was first submitted, and the pieces of its answer so far."""
-
-    request: Request
-    pieces: list[Finished]
-
-    def rest(self) -> Request:
-        """The request for what is left to be generated."""
-        first = self.request
-        return replace(
-            first,
-            segment=first.segment + PIECE * len(self.pieces),
-            prefix_ids=np.concatenate([first.prefix_ids, *(piece.token_ids for piece in self.pieces)]).astype(np.int32),
-            max_new_tokens=first.max_new_tokens - sum(len(piece.token_ids) for piece in self.pieces),
-        )
-
-
 class EngineRestart:
     """The answers of an engine that starts again with new weights (versions are folders there).
 
@@ -184,12 +165,12 @@ class EngineRestart:
     def __init__(self, finish: bool) -> None:
         self.finish = finish
         self.draining = False
-        self._answers: dict[int, _PartialAnswer] = {}
+        self._answers: dict[int, PartialAnswer] = {}
         self._cut: list[int] = []  # keys of what was taken out of the engine, until `resume`
 
     def submitted(self, requests: Iterable[Request]) -> None:
         """Remember what runs; every request comes back by `merged`."""
-        self._answers.update((request.key, _PartialAnswer(request, [])) for request in requests)
+        self._answers.update((request.key, PartialAnswer(request)) for request in requests)
 
     def waits(self, engine: Engine) -> bool:
         """Whether the restart has to wait for running answers; none is to be started meanwhile (`draining`)."""
@@ -202,8 +183,7 @@ class EngineRestart:
         for one in engine.pause("abort"):
             if one.finish == ABORTED:
                 self._cut.append(one.key)
-                if len(one.token_ids):
-                    self._answers[one.key].pieces.append(one)
+                self._answers[one.key].add_piece(one)
             else:
                 ended.append(one)
         return ended
@@ -219,14 +199,8 @@ class EngineRestart:
         partial = self._answers.pop(last.key, None)
         if partial is None or not partial.pieces:
             return last
-        pieces = [*partial.pieces, last]
-        return replace(
-            last,
-            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
-            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-            versions=np.concatenate([piece.versions for piece in pieces]),
-            text=None,  # the engine knows that of the last piece at most
-        )
+        partial.add_piece(last)  # without its text: the engine knows that of the last piece at most
+        return partial.finished(last.finish, refused=last.refused)
 
 
 # -- the role ----------------------------------------------

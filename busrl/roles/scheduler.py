@@ -166,8 +166,6 @@ class Scheduler(Actor):
             self._announced(message)
         elif isinstance(message, m.LearnerStateUpdate) and math.isfinite(message.entropy):
             self.policy.feedback(LearnerState(message.step, message.entropy))
-            # The next step's message replaces a lost one; the bound of max_staleness holds without any.
-            self.admission.tighten(_count(message, "eta"))
             self.trained = _count(message, "groups_total") or self.trained
 
     def _announced(self, message: m.TaskRequest) -> None:
@@ -401,7 +399,7 @@ def make_arrivals(topology: Topology) -> Arrivals | None:
 
 
 def _count(message: m.LearnerStateUpdate, name: str) -> int | None:
-    """A count among the learner's metrics, such as the admission bound of its controller; None if there is none."""
+    """A count among the learner's metrics; None if there is none."""
     found = message.metrics.get(name)
     return int(found) if found is not None and math.isfinite(found) else None
 
