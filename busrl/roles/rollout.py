@@ -70,8 +70,8 @@ from busrl.roles.trajectory import (
     write_segment,
     write_text,
 )
-from busrl.weights import Receiver, make_receiver, settings_of, share_weights
-from busrl.weights.base import StepTable
+from busrl.weights.base import Receiver, StepTable
+from busrl.weights.factory import Settings, make_receiver
 
 # -- How fast a rollout process decodes: sums over short intervals, from which `busrl simulate --fit` learns its ... --
 
@@ -282,9 +282,9 @@ class Rollout(Actor):
         self.version = 0
         self.steps = StepTable()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
-        own = self.engine.receiver(settings_of(self.topology, self.paths), self.worker_id)
-        self.receiver: Receiver = own or make_receiver(self.topology, self.paths, self.worker_id)
-        share_weights(self.receiver, self.engine)
+        weights = Settings.of(self.topology, self.paths)
+        own = self.engine.receiver(weights, self.worker_id)
+        self.receiver: Receiver = own or make_receiver(weights, self.worker_id)
         finish = self.topology.weights.on_restart == "finish"
         if self.receiver.kind == "folder":
             self.restart = Restart(finish)

@@ -14,7 +14,7 @@ import torch
 from members import members, settle
 
 from busrl.errors import UserError, WeightsTimeout
-from busrl.weights import NOTHING, News
+from busrl.weights.base import NOTHING, GroupCallbacks
 from busrl.weights.broadcast.receiver import BroadcastReceiver
 from busrl.weights.broadcast.sender import BroadcastSender
 
@@ -116,7 +116,7 @@ def missing() -> list[str]:
 def sender(cast: Cast, missing: list[str]) -> Iterator[BroadcastSender]:
     made = BroadcastSender(
         cast.file, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET,
-        news=News(lambda change: None, lambda name, text: missing.append(name)),
+        callbacks=GroupCallbacks(lambda change: None, lambda name, text: missing.append(name)),
     )
     yield made
     made.close()
@@ -212,7 +212,7 @@ def test_members_keep_the_newest_version_of_a_killed_learner_and_follow_its_succ
     learner.kill()
     learner.wait()
     here = tensors(0)
-    assert receiver.fetch(here) == (5, 50) and receiver.step_of(5) == 50
+    assert receiver.fetch(here) == (5, 50)
     cast.learner(6)
     assert says(member, 6)
     assert receiver.wait_for(6, PATIENCE_S) == (6, 60)

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from busrl.config.machinery import Openai
     from busrl.data import Prompt
     from busrl.engines.tokens import Tokens
-    from busrl.weights.base import FolderReceiver, Receiver
+    from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
 
@@ -248,7 +248,8 @@ class ServedEngine:
         begun = time.monotonic()
         deadline = begun + self._update_limit_s
         self._restore.wait(min(self._settings.patience_s, self._update_limit_s))  # it reads files that `take` may end
-        version, step, path = cast("FolderReceiver", receiver).take()  # the rules of a topology see to its kind
+        assert receiver.kind != "tensors"  # by the rules of a topology
+        version, step, path = receiver.take()
         paused, self._updating = self._pauses.on, True
         try:
             self._done += self._pause("wait" if self._chat else "keep", deadline - time.monotonic())

@@ -37,11 +37,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from busrl.engines.openai.client import Client
 from busrl.errors import BugError, BusrlError, PeerLost, PeerTimeout, UserError
-from busrl.weights.base import NOTHING, Kind
+from busrl.weights.base import NOTHING
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ class Restore:
 class FixedReceiver:
     """Version 0 it is, and stays."""
 
-    kind: Kind = "tensors"
+    kind: Literal["tensors"] = "tensors"
 
     def newest(self) -> tuple[int, int]:
         return NOTHING
@@ -105,9 +105,6 @@ class FixedReceiver:
 
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
         raise BugError('an endpoint with openai.update = "none" has no new weights')
-
-    def step_of(self, version: int) -> int:
-        return 0
 
     def close(self) -> None:
         """Nothing was opened."""

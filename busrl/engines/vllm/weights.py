@@ -356,18 +356,18 @@ class Updates:
 
     # -- adapters and folders -------------------------------------------------------------------------------------
 
-    def _folder(self, receiver: Any) -> tuple[int, int]:
-        engine, kind = self._engine, receiver.kind
-        if kind not in ("adapter", "folder"):
-            raise UserError(f"vLLM takes no weights of kind {kind!r} from a receiver outside of its workers")
-        restarts = kind == "folder" and (self.adapter is None or self._has_adapter)
+    def _folder(self, receiver: Receiver) -> tuple[int, int]:
+        engine = self._engine
+        if receiver.kind == "tensors":
+            raise UserError("vLLM takes tensors from the receivers in its workers alone")
+        restarts = receiver.kind == "folder" and (self.adapter is None or self._has_adapter)
         if not restarts and self.adapter is not None:
             self._make_room()
         version, step, path = receiver.take()
         if restarts:
-            self._start_again(version, Path(path))
+            self._start_again(version, path)
         else:
-            self._add(version, Path(path))
+            self._add(version, path)
             engine.version = version
         return version, step
 
