@@ -18,9 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -46,8 +44,6 @@ from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
 from busrl.training.trainer import (
-    NoiseMeter,
-    Norms,
     Schedule,
     StepStats,
     Trainer,
@@ -55,6 +51,7 @@ from busrl.training.trainer import (
     combined,
     keep_freed_memory,
 )
+from busrl.weights.base import VersionSteps
 from busrl.weights.tensors import fingerprint
 
 # -- Which leading tokens of a sample are older than max_staleness: they are context in this step, not trained --------
@@ -70,19 +67,16 @@ class StaleTokenMask:
         self.bound = bound
         self.now = 0  # finished steps
         self.masked = 0  # tokens left out since `taken`
-        self._versions: list[int] = []
-        self._steps: list[int] = []
+        self._steps = VersionSteps(KEPT)
 
     def at(self, version: int, step: int) -> None:
         """`version` is the newest one published, `step` steps are finished."""
         self.now = step
-        if not self._versions or version > self._versions[-1]:
-            self._versions, self._steps = [*self._versions, version][-KEPT:], [*self._steps, step][-KEPT:]
+        self._steps.add(version, step)
 
     def step_of(self, version: int) -> int:
-        """The step that made a version. Versions without a record of their own were published in a row at one step."""
-        i = bisect_left(self._versions, version)
-        return self._steps[i] if i < len(self._steps) else self.now
+        """The step that made a version."""
+        return self._steps.step_of_row(version, self.now)
 
     def leading(self, record: SampleRecord) -> int:
         """How many tokens at the start of the answer are not to be trained."""
@@ -101,10 +95,10 @@ class StaleTokenMask:
         return masked
 
     def state(self) -> list[list[int]]:
-        return [list(pair) for pair in zip(self._versions, self._steps, strict=True)]
+        return self._steps.state()
 
     def load(self, state: Sequence[Sequence[int]]) -> None:
-        self._versions, self._steps = [int(v) for v, _ in state], [int(s) for _, s in state]
+        self._steps.load(state)
 
 
 # -- One optimiser step, from sample records to new weights: the learner's only door to torch -------------------------
@@ -129,7 +123,6 @@ class TrainingStep:
         self.gate = EntropyGate(experiments.dmmpt_sigma) if experiments.dmmpt == "gate" else None
         self.gate_moved = False  # by the last step
         self.schedule = _schedule(topology)
-        self.part_groups = experiments.controller.noise_groups if _measures_noise(topology) else 0
         self.s_per_token = topology.mock.learner_s_per_token
         self.groups = 0
         weights = topology.weights
@@ -157,8 +150,6 @@ class TrainingStep:
     def _use(self, trainer: Trainer) -> None:
         self.trainer = trainer
         trainer.moved = lambda: self.moved()
-        self.noise = NoiseMeter(trainer.parameters) if self.part_groups else None
-        self.norms: Norms | None = None  # of the last step, where the noise scale is measured
 
     @staticmethod
     def streamable(config: Learner) -> bool:
@@ -178,25 +169,18 @@ class TrainingStep:
     def accumulate(self, records: Sequence[SampleRecord], version: int | None, prox: Prox | None = None) -> None:
         """Forward and backward of whole groups, added to the step under way.
 
+        Leading tokens that are too old are context, and a sample of which nothing else is left is not trained.
         `version` is that of the present weights; None where no version has them: after the first update of several.
         """
-        advantages = self._advantages(records)
-        for part in _parts(records, self.part_groups):
-            begun, before = time.monotonic(), self.trainer.tokens
-            self._accumulate(records[part], advantages[part], None if prox is None else prox[part], version)
-            self._take_as_long_as_scripted(begun, records[part])
-            if self.noise is not None:
-                self.noise.part(len({record.group for record in records[part]}), self.trainer.tokens - before)
-
-    def _accumulate(
-        self, records: Sequence[SampleRecord], advantages: Sequence[float], prox: Prox | None, version: int | None
-    ) -> None:
-        """With the leading tokens that are too old as context, and without samples of which nothing else is left."""
+        if not records:
+            return
+        begun, advantages = time.monotonic(), self._advantages(records)
         skipped = [self.old.leading(record) for record in records]
         kept = [i for i, record in enumerate(records) if skipped[i] < len(record.versions) // 4]
         samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
         rows = None if prox is None else [prox[i] for i in kept]
         self.trainer.accumulate(samples, [advantages[i] for i in kept], rows, version)
+        self._take_as_long_as_scripted(begun, records)
 
     def _take_as_long_as_scripted(self, begun: float, records: Sequence[SampleRecord]) -> None:
         """With `mock.learner_s_per_token`: the rest of the time that a larger model would take. It is pacing only."""
@@ -210,8 +194,6 @@ class TrainingStep:
         return self._ended([self._update(self.schedule(self.groups, groups))], groups)
 
     def _update(self, rate: float) -> StepStats:
-        if self.noise is not None:
-            self.norms = self.noise.whole()
         self.before_update()
         stats = self.trainer.step(rate)
         self.moved()
@@ -381,22 +363,6 @@ def _schedule(topology: Topology) -> Schedule:
     total = run.max_groups or run.max_steps * config.trigger.n_min
     falls = config.decay_groups or max(1, total - config.warmup_groups)
     return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
-
-
-def _measures_noise(topology: Topology) -> bool:
-    """Only the full rules look at the noise scale; several updates per batch have no one gradient to measure."""
-    learner = topology.learner
-    full = learner.controller.mode != "off" and topology.experiments.controller.rules == "full"
-    return full and learner.updates_per_batch == 1
-
-
-def _parts(records: Sequence[SampleRecord], groups: int) -> list[slice]:
-    """The records in one piece, or in pieces of at most so many whole groups."""
-    if not records:
-        return []
-    first = [i for i, record in enumerate(records) if i == 0 or record.group != records[i - 1].group]
-    edges = [*(first[::groups] if groups else first[:1]), len(records)]
-    return [slice(low, high) for low, high in itertools.pairwise(edges)]
 
 
 def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -> Sample:
