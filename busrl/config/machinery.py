@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 
 REQUIRED = object()  # a key without a default
+FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")  # package.module:name or file.py:name
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Rule:
     open_low: bool = False
     open_high: bool = False
     choices: tuple[str, ...] = ()
+    function: bool = False  # besides the choices, the import path of a function of the user's
     words: tuple[str, ...] = ()  # words allowed where a number is expected ("auto", "inf")
     path: bool = False  # a file or folder: made absolute, relative to the file that names it
     finite: bool = True
@@ -68,7 +70,8 @@ class Rule:
     def text(self) -> str:
         """The rule as a reader of the reference sees it, empty if every value of the type is allowed."""
         if self.choices:
-            return "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
+            named = "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
+            return f"{named}, or a function as package.module:name or file.py:name" if self.function else named
         words = [f'"{word}"' for word in self.words]
         return " or ".join(part for part in (self._bounds(), *words) if part)
 
