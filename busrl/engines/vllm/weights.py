@@ -27,13 +27,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from busrl.config.machine import model_facts
 from busrl.config.rules import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
-from busrl.weights.base import NOTHING, Kind
+from busrl.weights.base import NOTHING
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +129,7 @@ class Page:
 class WorkerReceiver:
     """What the rollout role sees of the receivers in vLLM's workers: one page each."""
 
-    kind: Kind = "tensors"
+    kind: Literal["tensors"] = "tensors"
 
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
