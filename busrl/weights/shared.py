@@ -73,8 +73,9 @@ import numpy.typing as npt
 import torch
 
 from busrl import device as devices
+from busrl import files
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
-from busrl.private import exposed, write_private
+from busrl.private import exposed
 from busrl.weights.base import NOTHING, Hook
 
 if TYPE_CHECKING:
@@ -323,21 +324,12 @@ class Fence:
     @classmethod
     def create(cls, path: Path) -> Fence:
         """A new page of this process's under that name, at rest with version 0; readable by this user only."""
-        draft = path.with_name(f"{path.name}.{os.getpid()}.new")
-        draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
+        with files.replacing(path, durable=False) as descriptor:
             os.posix_fallocate(descriptor, 0, SIZE)
             made = cls(path, descriptor)
             made._words[:2] = FENCE_MAGIC, FENCE_LAYOUT
             made._set_mark(W_OWNER, ProcessIdentity.mine())
-            os.rename(draft, path)
-            return made
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
+        return made
 
     @classmethod
     def attach(cls, path: Path) -> Fence | None:
@@ -465,7 +457,7 @@ def describe_bridge(name: str, named: Named, wanted: Mapping[str, Shape] | None 
 
 
 def write_bridge(path: Path, bridge: Bridge) -> None:
-    write_private(path, bridge.to_json())
+    files.replace(path, bridge.to_json().encode())
 
 
 def read_bridge(path: Path) -> Bridge | None:

@@ -36,6 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from busrl import files
 from busrl.config.rules import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
@@ -123,12 +124,8 @@ class Page:
 
     def _create(self) -> None:
         """A new file under that name, readable by this user only; whoever maps an old one keeps it."""
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.ftruncate(descriptor, SIZE)
-        os.close(descriptor)
-        os.rename(temporary, self.path)
+        with files.replacing(self.path, durable=False) as descriptor:
+            os.ftruncate(descriptor, SIZE)
 
 
 # -- New weights in a running vLLM: tensors through its workers, adapters by its own interface, folders by a restart --

@@ -38,7 +38,7 @@ from busrl.config import Topology
 from busrl.config.rules import ADAPTERS, ONE_COPY
 from busrl.config.schema import Learner
 from busrl.errors import UserError
-from busrl.ledger.log import Record, SampleRecord
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
 from busrl.training import checkpoint
 from busrl.training.batch import Sample, all_sound

@@ -40,8 +40,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from busrl import files
 from busrl.device import device_group, own_stream
-from busrl.private import write_private
 
 # -- The control connections of a broadcast: JSON lines between the learner's door and each engine that came ... ------
 
@@ -152,7 +152,7 @@ class ControlServer:
         self._wires: set[ControlConnection] = set()
         self._turned_away, self._next_told = 0, 0.0
         self.address = f"{HOST}:{self._listener.getsockname()[1]}/{self._secret}"
-        write_private(file, self.address)
+        files.replace(file, self.address.encode())
 
     def poll(self, timeout_s: float) -> list[tuple[ControlConnection, Message | None]]:
         """What has been said since, None for a wire that is gone; returns early when there is something."""
