@@ -21,6 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "protocol": {"errors"},
     "ring": {"errors", "protocol", "_ring"},
     "private": {"errors"},
+    "imports": {"errors"},
     "checksums": set(),
     "keys": {"errors", "files", "private"},
     "bus": {"errors", "protocol", "ring", "private", "keys", "_wire"},
@@ -28,12 +29,12 @@ ARROWS: dict[str, set[str]] = {
     "scheduling": set(),
     "algorithms": set(),
     "data": {"errors"},
-    "rewards": {"errors", "data"},
+    "rewards": {"errors", "data", "imports"},
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
     "config": {"errors", "data", "scheduling", "quickstart", "paths", "keys", "faults", "device"},
     "quickstart": {"errors", "data"},
-    "training": {"errors", "files", "algorithms", "ledger", "device", "checksums"},
+    "training": {"errors", "files", "algorithms", "ledger", "device", "checksums", "imports"},
     "engines": {"errors", "files", "config", "data", "quickstart", "weights", "device"},
     "weights": {"errors", "files", "config", "paths", "ring", "device", "private", "checksums", "_blocks"},
     "roles": {
@@ -121,7 +122,7 @@ def test_torch_is_imported_only_where_tensors_are_worked_on(path: Path) -> None:
         assert allowed, f"{path.relative_to(ROOT)} imports {sorted(uses)}"
 
 
-SHARED_BY_ROLES = {"actor", "segments", "trajectory", "predictor_state", "version_pin"}
+SHARED_BY_ROLES = {"process", "actor", "segments", "trajectory", "predictor_state", "version_pin"}
 ROLES = sorted((ROOT / "roles").rglob("*.py"))
 
 
@@ -150,6 +151,15 @@ def test_a_light_process_loads_no_torch(module: str) -> None:
     code = (
         f"import sys, {module}\n"
         "heavy = {'torch', 'transformers', 'safetensors', 'scipy', 'pandas'} & set(sys.modules)\n"
+        "assert not heavy, sorted(heavy)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_broker_for_which_all_others_wait_loads_neither_numpy_nor_the_topology() -> None:
+    code = (
+        "import sys, busrl.roles.bus, busrl.roles.__main__\n"
+        "heavy = {'numpy', 'asyncio', 'busrl.config', 'busrl.scheduling'} & set(sys.modules)\n"
         "assert not heavy, sorted(heavy)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
