@@ -42,7 +42,8 @@ from typing import Any
 
 import busrl
 from busrl.bus.security import prepare as prepare_endpoint
-from busrl.config import TINY, Topology
+from busrl.config import Topology
+from busrl.config.schema import TINY
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunFinished, RunInUse, UserError
 from busrl.launch.children import end_left_behind
 from busrl.launch.fates import PutBack, lost_fates, put_back

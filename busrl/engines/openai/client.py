@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from busrl.errors import PeerTimeout, UserError
 
 if TYPE_CHECKING:
-    from busrl.config.machinery import Openai
+    from busrl.config.schema import Openai
 
 
 

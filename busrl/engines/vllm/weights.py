@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from busrl.config.rules import FOLDERS, ONE_COPY
+from busrl.config.schema import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
 from busrl.weights.base import NOTHING, StepTable
@@ -443,4 +443,4 @@ def _parameters(folder: str) -> int:
     """Parameters of a model folder, 0 if it does not tell."""
     from busrl.config import machine
 
-    return machine.model_facts(Path(folder), 0).parameters
+    return machine.model_facts(Path(folder)).parameters

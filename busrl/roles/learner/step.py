@@ -36,8 +36,7 @@ from busrl import device
 from busrl.algorithms.advantages import advantages
 from busrl.algorithms.losses import get
 from busrl.config import Topology
-from busrl.config.rules import ADAPTERS, ONE_COPY
-from busrl.config.schema import Learner
+from busrl.config.schema import ADAPTERS, ONE_COPY, Learner
 from busrl.errors import UserError
 from busrl.ledger.log import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
