@@ -31,6 +31,7 @@ from busrl.config.schema import (
 )
 from busrl.faults import plan
 from busrl.scheduling.limits import derive
+from busrl.states import CRASH_POINTS
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
 MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it can not be dispatched
@@ -359,7 +360,7 @@ def _faults(t: Topology) -> Iterator[Finding]:
     for index, crash in enumerate(t.faults.crash):
         at = f"faults.crash.{index}"
         yield from _named(f"{at}.process", (crash.process,), names, "process of this topology")
-        yield from _named(f"{at}.point", (crash.point,), plan.POINTS, "crash point")
+        yield from _named(f"{at}.point", (crash.point,), CRASH_POINTS, "crash point")
         yield from _passes(f"{at}.point", own.get(crash.process, ""), crash.point)
     for line in plan.describe(t.faults):
         yield Finding(("faults",), f"FAULTS ARE ON: {line}", "remove [faults] for real training", True, "[faults]")

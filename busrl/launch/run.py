@@ -46,14 +46,16 @@ from busrl.config import ProcessName, Topology, machine
 from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY
 from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
-from busrl.launch.children import Guardian, Running, last_lines, last_words, mark, start
+from busrl.gateway import FairClock
+from busrl.launch.children import Running, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
 from busrl.launch.display import Display, Watch
 from busrl.launch.fates import FateWatch
+from busrl.launch.guardian import Guardian, mark
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.launch.story import Progress, Story, printable
 from busrl.launch.summary import EventLog, Outcome, ResidenceTimes, Usage
-from busrl.launch.supervisor import Ask, Child, FairClock, ForeignProcesses, Patience, Phase, Shutdown
+from busrl.launch.supervisor import Ask, Child, ForeignProcesses, Patience, Phase, Shutdown
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
@@ -61,6 +63,7 @@ from busrl.protocol import address, topic
 from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, Fates, State
 from busrl.ring.locks import taken_back
+from busrl.states import HeaderWord, RunPhase
 
 # -- Signals to `launch` as something to wait for: the first asks for an orderly stop, a second one kills -------------
 
@@ -191,7 +194,6 @@ STOP_EVERY_S = 0.5
 STOP_LOOK_S = 0.05
 DYING_S = 10.0  # after SIGKILL
 SIGKILLED = describe_end(-signal.SIGKILL)
-RUNNING, FINISHED, STOPPING = 0, 1, 2  # header word run_state
 HEARD = (m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.Error, m.Hello)
 
 
@@ -320,7 +322,8 @@ class Launch:
     def _bury(self) -> Outcome | None:
         """See who has ended. The learner's end may be the run's."""
         for child, how in self._ended():
-            if child.name in self._goal and how == "exit code 0" and self._run.ring.header("run_state") == FINISHED:
+            finishing = self._run.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
+            if child.name in self._goal and how == "exit code 0" and finishing:
                 child.finished()
                 self._done.add(child.name)
                 continue
@@ -333,7 +336,7 @@ class Launch:
 
     def _why_finished(self) -> str:
         """Of a run that made its last step the newest line of metrics.jsonl is that step's."""
-        step, goal = self._run.ring.header("step"), self.topology.run.max_steps
+        step, goal = self._run.ring.header(HeaderWord.STEP), self.topology.run.max_steps
         if step < goal and Story.of(self._paths).idle:
             return (
                 f"after {step} of {goal} steps all answers get the best reward seen: nothing is left to learn, or the "
@@ -417,7 +420,7 @@ class Launch:
         process, ring = self._processes[child.name], self._run.ring
         match process.role:
             case "learner":
-                return ring.header("step")
+                return ring.header(HeaderWord.STEP)
             case "scheduler":
                 return ring.stats().dispatched
             case "validator":
@@ -488,7 +491,7 @@ class Launch:
         if self._guardian.renew():
             self._note("somebody ended the guardian, which ends what outlives launch; there is another one now")
         pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
-        step, stats = self._run.ring.header("step"), self._run.ring.stats()
+        step, stats = self._run.ring.header(HeaderWord.STEP), self._run.ring.stats()
         self.usage.look(pids, self._watch.entries, step, now)
         self.stays.look(stats.occupancy, stats.transitions, step, now)
         self._picture(now)
@@ -505,8 +508,8 @@ class Launch:
         ring = self._run.ring
         self.progress.rows = self._watch.rows(self.children, now)
         self.progress.ring(
-            step=ring.header("step"),
-            version=ring.header("version"),
+            step=ring.header(HeaderWord.STEP),
+            version=ring.header(HeaderWord.VERSION),
             tokens=self._watch.tokens(),
             slots=self._watch.slots(),
             now=now,
@@ -517,7 +520,7 @@ class Launch:
     def _stop_all(self, outcome: Outcome) -> None:
         """STOP on the bus, then SIGTERM stage by stage; a second signal ends the patience."""
         if outcome.kind != "finished":
-            self._run.ring.set_header("run_state", STOPPING)
+            self._run.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
         for child in self.children:
             child.stop()
         stop_s = self._run.topology.limits.stop_s

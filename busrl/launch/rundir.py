@@ -45,8 +45,8 @@ from busrl.bus.security import prepare as prepare_endpoint
 from busrl.config import Topology
 from busrl.config.schema import TINY
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunFinished, RunInUse, UserError
-from busrl.launch.children import end_left_behind
 from busrl.launch.fates import PutBack, lost_fates, put_back
+from busrl.launch.guardian import end_left_behind
 from busrl.launch.story import Story, as_map, read_map, tail_rows
 from busrl.launch.supervisor import is_titled
 from busrl.ledger.log import LineFile, write_whole
@@ -54,6 +54,7 @@ from busrl.ledger.openbin import remove_open
 from busrl.ledger.trained import mend_trained_set
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Ring, RingError, RingGuard
+from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 
 # -- What earlier starts left in a run directory, beside what is asked for now: the same run or not, and what ... -----
 
@@ -264,7 +265,6 @@ def _strangers(paths: RunPaths) -> list[str]:
 # -- The run directory: locked, made or found again, with its ring created or adopted ---------------------------------
 
 
-PAUSE_STARTING = 1  # header word generation_pause
 LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
 
 
@@ -507,7 +507,7 @@ def _opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) ->
         notes.append(f"adopted the ring that an earlier launch left: {describe(ring)}")
     remove_open(paths.open_bin)
     ring.bind_fates(fates, validate_fates)
-    ring.set_header("run_state", 0)
+    ring.set_header(HeaderWord.RUN_STATE, RunPhase.RUNNING)
     directory = os.open(paths.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     return OpenRun(paths, topology, lock, uuid, ring, fates, validate_fates, adopted, written, directory, guard, notes)
 
@@ -547,7 +547,7 @@ def create(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring:
         uuid=uuid,
     )
     # Nothing is admitted before the learner has said which version is the newest: it clears this bit.
-    ring.set_header("generation_pause", PAUSE_STARTING)
+    ring.set_header(HeaderWord.GENERATION_PAUSE, PAUSE_STARTING)
     return ring
 
 

@@ -44,12 +44,12 @@ import numpy as np
 
 from busrl.errors import NoSuchRun, RingNotFound, first_line
 from busrl.gateway.desk import BAD
-from busrl.ledger.fates import Fate, name_of
 from busrl.ledger.log import TAIL_BYTES, of_step, tail
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.messages import SEVERITIES
 from busrl.ring import OfdLock, Process, Ring, RingError
+from busrl.states import Fate, HeaderWord, RunPhase, fate_name
 
 # -- Text that others wrote, made safe to print: no character in it can move a cursor or change a terminal ------------
 
@@ -168,12 +168,12 @@ def fates(path: Path) -> dict[str, int]:
         while block := file.read(BLOCK):
             counts += np.bincount(np.frombuffer(block, np.uint8), minlength=256)
     order = sorted(range(1, 256), key=lambda code: (code != Fate.TRAINED, code == Fate.DISPATCHED, -counts[code]))
-    return {WORDS.get(code, name_of(code)): int(counts[code]) for code in order if counts[code]}  # type: ignore[call-overload]
+    return {WORDS.get(code, fate_name(code)): int(counts[code]) for code in order if counts[code]}  # type: ignore[call-overload]
 
 
 def in_words(fate: str) -> str:
     """A fate as the audit names it, for somebody who does not know the word."""
-    return next((text for code, text in WORDS.items() if name_of(code) == fate), fate)
+    return next((text for code, text in WORDS.items() if fate_name(code) == fate), fate)
 
 
 def sample_line(sample: dict[str, Any]) -> str:
@@ -431,8 +431,7 @@ def lines(found: list[dict[str, Any]], path: Path) -> Iterator[str]:
 
 
 SCHEMA = 1
-RUN_STATES = {0: "running", 1: "finishing", 2: "stopping"}
-LIVING = (*RUN_STATES.values(), "left")  # states with a ring
+LIVING = (*(one.name.lower() for one in RunPhase), "left")  # states with a ring
 IDLE = ("groups", "limit", "causes")  # of groups in a row that gave no step, under `idle_` in metrics.jsonl
 MODEL = ("entropy", "cut_share", "k3", "ess")  # means over the newest steps, under their names of metrics.jsonl
 
@@ -512,14 +511,14 @@ def _from_ring(paths: RunPaths, ring: Ring, told: dict[str, Any], story: Story) 
     stats = ring.stats()
     processes = [one for one in ring.processes() if not ring.is_dead(one.index)]
     here = any(not one.remote for one in processes)
-    step = ring.header("step")
+    step = ring.header(HeaderWord.STEP)
     pace = _pace(story, _quiet_s(paths) if here else 0.0)
     goal, per_min = number(told["max_steps"]), pace["steps_per_min"]
     left = (goal - step) * 60 / per_min if here and goal is not None and per_min else None
     return {
-        "state": RUN_STATES.get(ring.header("run_state"), "running") if here else "left",
+        "state": RunPhase(ring.header(HeaderWord.RUN_STATE)).name.lower() if here else "left",
         "step": step,
-        "version": ring.header("version"),
+        "version": ring.header(HeaderWord.VERSION),
         **pace,
         "left_s": round(max(0.0, left), 1) if left is not None else None,
         "slots": {name.lower(): count for name, count in stats.occupancy.items() if count},

@@ -40,6 +40,7 @@ from typing import Any
 
 from busrl.errors import first_line
 from busrl.gateway import Tally
+from busrl.launch.guardian import stat_of
 from busrl.launch.story import Progress, duration, in_words, short
 from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport
@@ -128,9 +129,8 @@ class Usage:
 def cpu_of(pid: int, children: bool = True) -> float:
     """CPU seconds of a process, and with `children` those it has waited for and the living ones; 0 if it is gone."""
     total = 0.0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total = sum(int(field) for field in fields[11 : 15 if children else 13]) / TICKS
+    with contextlib.suppress(OSError):
+        total = sum(int(field) for field in stat_of(pid)[11 : 15 if children else 13]) / TICKS
         living = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if children else []
         for child in living:
             total += cpu_of(int(child))

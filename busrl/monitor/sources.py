@@ -56,8 +56,9 @@ from busrl.monitor.state import (
 )
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import BY_NAME, Message, Rejected, codec
-from busrl.ring import HEADER_WORDS, Fates, OfdLock, Process, Ring
+from busrl.ring import Fates, OfdLock, Process, Ring
 from busrl.scheduling import GroupScanner
+from busrl.states import HeaderWord, SampleClass, State
 
 # -- Which run is meant: a run directory, an endpoint, or the only run of this user that lives ------------------------
 
@@ -177,7 +178,7 @@ class Look:
         return RingRecord(
             slots=ring.n_slots,
             occupancy={name.lower(): count for name, count in stats.occupancy.items()},
-            words={word: ring.header(word) for word in HEADER_WORDS},
+            words={word.value: ring.header(word) for word in HeaderWord},
             dispatched=stats.dispatched,
             finished=stats.finished,
             dropped=stats.dropped,
@@ -232,7 +233,7 @@ class Look:
                 self._fates = Fates(str(self._paths.fates), read_only=True)
         if self._fates is None:
             return None
-        trains = lines[(lines["state"] > 1) & (lines["cls"] == 0)]
+        trains = lines[(lines["state"] > State.RESERVED) & (lines["cls"] == SampleClass.TRAIN)]
         if len(trains) and int(trains["uid"].max()) >= self._fates.capacity:
             return None  # no uid of this run: the lines are damaged, and the scanner would believe them
         if self._scanner is None:

@@ -46,6 +46,7 @@ import msgspec
 
 from busrl.launch.story import Rate
 from busrl.protocol import messages as m
+from busrl.states import HeaderWord, RunPhase
 
 # -- What a monitor is told, as plain records: facts of a run, one look at its ring, numbers of a step, an error ------
 
@@ -360,7 +361,6 @@ def address_of(process: str) -> str:
 # -- The picture of a run: what its ring, its files and its bus said, folded into one state that can be shown ---------
 
 
-RUN_STATES: Final = {0: "running", 1: "finishing", 2: "stopping"}
 OVER: Final = ("ended", "left", "damaged")  # nothing is known to move
 MAX_PRESENT: Final = 256
 MAX_ROUNDS: Final = 64
@@ -503,21 +503,21 @@ class RunState:
             return "ended" if self.ended else "unknown"
         if not self.ring.living:
             return "left"
-        return RUN_STATES.get(self.ring.words.get("run_state", 0), "running")
+        return RunPhase(self.ring.words.get(HeaderWord.RUN_STATE, 0)).name.lower()
 
     @property
     def at_step(self) -> int:
         """The newest step that anybody knows of."""
         newest = self.steps.newest
         known = newest.step if newest else 0
-        return max(known, self.ring.words.get("step", 0)) if self.ring else known
+        return max(known, self.ring.words.get(HeaderWord.STEP, 0)) if self.ring else known
 
     @property
     def version(self) -> int:
         """The newest published version."""
         newest = self.steps.newest
         known = newest.version if newest else 0
-        return max(known, self.ring.words.get("version", 0)) if self.ring else known
+        return max(known, self.ring.words.get(HeaderWord.VERSION, 0)) if self.ring else known
 
     def since_step_s(self, now: float) -> float | None:
         """Seconds since a step ended; None if none did while we watched."""

@@ -18,7 +18,7 @@ slots beyond their numbers as keys, of versions or of files.
   each token with its own log-probability and version.
 - The piece after a cut draws from a stream of random numbers of its own: the same numbers twice would tie tokens of
   one answer to each other.
-- Pieces live in this process alone. If it dies, the whole sample is generated again, as any that was running.
+- WorkDeadline live in this process alone. If it dies, the whole sample is generated again, as any that was running.
 
 A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and versions.
 
@@ -56,7 +56,7 @@ from busrl.ledger.log import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import SlotTooSmall, State
-from busrl.roles.actor import Actor, Doorbell, Pieces
+from busrl.roles.actor import Actor, Doorbell, WorkDeadline
 from busrl.roles.segments import SegmentCuts, take_queued
 from busrl.roles.trajectory import (
     UNREADABLE,
@@ -70,8 +70,9 @@ from busrl.roles.trajectory import (
     write_segment,
     write_text,
 )
+from busrl.states import Fate, HeaderWord
 from busrl.weights import Receiver, make_receiver, settings_of, share_weights
-from busrl.weights.base import StepTable
+from busrl.weights.base import VersionSteps
 
 # -- How fast a rollout process decodes: sums over short intervals, from which `busrl simulate --fit` learns its ... --
 
@@ -280,7 +281,7 @@ class Rollout(Actor):
         if self.waves is not None:
             self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # a wave begins without a transition that could wake us
         self.version = 0
-        self.steps = StepTable()  # of the versions that this engine has run
+        self.steps = VersionSteps()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
         own = self.engine.receiver(settings_of(self.topology, self.paths), self.worker_id)
         self.receiver: Receiver = own or make_receiver(self.topology, self.paths, self.worker_id)
@@ -290,7 +291,7 @@ class Rollout(Actor):
             self.restart = Restart(finish)
         self._next_request = self._last_bell = 0.0
         self.joined = False  # since the last decoding step
-        self.pieces = Pieces(self.topology.limits.progress_s, self.topology.limits.work_s)
+        self.deadline = WorkDeadline(self.topology.limits.progress_s, self.topology.limits.work_s)
         self._behind_since = math.inf
         self._update_weights(wait=True)
         self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics)
@@ -319,9 +320,9 @@ class Rollout(Actor):
         self.joined = False
         if not joining:
             return self.engine.step()
-        with self.activity("prefill", self.pieces.begin()):
+        with self.activity("prefill", self.deadline.begin()):
             finished = self.engine.step()
-        self.pieces.ended()
+        self.deadline.ended()
         return finished
 
     def _announce(self) -> None:
@@ -361,8 +362,8 @@ class Rollout(Actor):
         """Take the newest version if there is one. At the start `wait` for it: old weights would age every sample."""
         newest, _ = self.receiver.newest()
         # Version 0 is the model folder that the engine has loaded; nothing was published then.
-        if wait and self.ring.header("version") > max(newest, 0):
-            self._wait_for_weights(self.ring.header("version"))
+        if wait and self.ring.header(HeaderWord.VERSION) > max(newest, 0):
+            self._wait_for_weights(self.ring.header(HeaderWord.VERSION))
             newest, _ = self.receiver.newest()
         if newest <= max(self.version, self.refused) or (self.restart is not None and self.restart.waits(self.engine)):
             return
@@ -474,7 +475,7 @@ class Rollout(Actor):
     def _left_behind(self) -> bool:
         """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
         bound = 0 if self.limits.waves else self.limits.max_staleness
-        behind = self.ring.header("version_step") - self.steps.step_of(self.version)
+        behind = self.ring.header(HeaderWord.VERSION_STEP) - self.steps.step_of(self.version)
         if bound is None or self.topology.experiments.forced_age != 0 or behind < max(1, bound):
             self._behind_since = math.inf
             return False
@@ -497,7 +498,7 @@ class Rollout(Actor):
             prompt = self._prompt_ids(slot, word, task, segments)
             prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_TOKENS
         except UNREADABLE as problem:
-            self._drop(slot, word, "M", f"an earlier segment can not be read: {problem}")
+            self._drop(slot, word, Fate.MALFORMED, f"an earlier segment can not be read: {problem}")
             return None
         if prompt is None:
             return None
@@ -525,11 +526,12 @@ class Rollout(Actor):
         try:
             ids = np.asarray(self.engine.encode(prompt_of(msgspec.json.decode(task), self.topology.data)), np.int32)
         except Exception as problem:
-            self._drop(slot, word, "X", f"the prompt cannot be rendered: {problem}")
+            self._drop(slot, word, Fate.UNRENDERED, f"the prompt cannot be rendered: {problem}")
             return None
         limit = self.topology.max_prompt_tokens
         if not 0 < len(ids) <= limit:
-            self._drop(slot, word, "l", f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}")
+            why = f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
+            self._drop(slot, word, Fate.LONG, why)
             return None
         self.ring.put(slot, word, "prompt_ids", ids)
         return ids
@@ -541,13 +543,14 @@ class Rollout(Actor):
         slot, task = sequence.key, self.held.pop(sequence.key)
         word = task.word
         if sequence.refused:
-            self._drop(slot, word, "X", sequence.refused)
+            self._drop(slot, word, Fate.UNRENDERED, sequence.refused)
             return True
         if sequence.finish == ABORTED:  # not its fault: whoever claims it next begins this segment again
             self.ring.release(slot, word, State.QUEUED)
             return False
         if not len(sequence.token_ids):
-            self._drop(slot, word, "l", f"its prompt leaves no room in the engine's {self.engine.max_length} tokens")
+            why = f"its prompt leaves no room in the engine's {self.engine.max_length} tokens"
+            self._drop(slot, word, Fate.LONG, why)
             return True
         segment, whole = segments_of(word), not self._goes_on(task, sequence)
         part = Generated(sequence.token_ids, sequence.logprobs, sequence.versions)
@@ -557,7 +560,7 @@ class Rollout(Actor):
                 write_text(self.ring, slot, word, segment, self._text(slot, segment, sequence))
             self._note(slot, task, sequence, whole)
         except (SlotTooSmall, *UNREADABLE) as problem:
-            self._drop(slot, word, "M", str(problem))
+            self._drop(slot, word, Fate.MALFORMED, str(problem))
             return True
         done = self.ring.commit_segment(slot, word, whole)
         bell, status = (self.bell, "generated") if whole else (self.segment_bell, "segment")
@@ -586,7 +589,7 @@ class Rollout(Actor):
         if oldest < version:
             version, step = oldest, min(step, self.steps.step_of(oldest))
         if not whole and self.segments.trains_last_only:  # as if admitted now: what is trained is still to come
-            step, version = self.ring.header("version_step"), self.ring.header("version")
+            step, version = self.ring.header(HeaderWord.VERSION_STEP), self.ring.header(HeaderWord.VERSION)
         length = task.earlier + len(sequence.token_ids)
         if whole:
             self.segments.finished(length)
@@ -596,10 +599,10 @@ class Rollout(Actor):
             prompt_tokens=task.prompt_tokens,
         )
 
-    def _drop(self, slot: int, word: int, fate: str, why: str) -> None:
+    def _drop(self, slot: int, word: int, fate: Fate, why: str) -> None:
         uid = int(self.ring.line(slot)["uid"])
         self.held.pop(slot, None)
-        self.warn("rollout", f"sample {uid} is dropped: {why}", kind=f"dropped {fate}", uids=[uid])
+        self.warn("rollout", f"sample {uid} is dropped: {why}", kind=f"dropped {fate.letter}", uids=[uid])
         self.ring.drop(slot, word, fate)
 
     def teardown(self) -> None:

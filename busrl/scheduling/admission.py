@@ -72,8 +72,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.scheduling.groups import CLS_TRAIN, NOT_STARTED, QUEUED, REWARDED, UNKNOWN, Bools, GroupView, Ints
+from busrl.scheduling.groups import NOT_STARTED, QUEUED, RESERVED, REWARDED, UNKNOWN, Bools, GroupView, Ints
 from busrl.scheduling.limits import Limits
+from busrl.states import SampleClass
 
 # -- An open stream: which prompts are there by now. Prompts of a stream arrive over time instead of lying ready ------
 
@@ -255,7 +256,6 @@ def ages(oldest_step: Ints, step: int) -> Ints:
 
 
 Lines = npt.NDArray[Any]
-RESERVED = 1
 
 
 class Waves:
@@ -268,7 +268,7 @@ class Waves:
         """QUEUED slots that may have a segment in this wave; those of other classes always."""
         allowed = next_admission // self.n_min - lines["admission"].astype(np.int64) // self.n_min
         found: Bools = (lines["state"] == QUEUED) & (
-            (lines["cls"] != CLS_TRAIN) | (lines["segs"].astype(np.int64) < allowed)
+            (lines["cls"] != SampleClass.TRAIN) | (lines["segs"].astype(np.int64) < allowed)
         )
         return found
 
@@ -277,7 +277,7 @@ class Waves:
         if next_admission % self.n_min:
             return False
         state = lines["state"]
-        train = (lines["cls"] == CLS_TRAIN) | (state == RESERVED)  # one that is being filled may show its last tenant
+        train = (lines["cls"] == SampleClass.TRAIN) | (state == RESERVED)  # being filled: may show its last tenant
         busy = (state >= RESERVED) & (state < REWARDED) & (state != QUEUED)
         busy |= (state == QUEUED) & (lines["admission"] >= next_admission)  # dispatched, its group not yet counted
         return not bool((train & (busy | self.claimable(lines, next_admission))).any())

@@ -45,6 +45,7 @@ import numpy as np
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.groups import UNKNOWN, Bools, GroupView, Ints
 from busrl.scheduling.limits import Limits
+from busrl.states import RULES, Fate
 
 # -- The anchored window: which ready groups may be trained now, so that answers that finish early are not favoured ---
 
@@ -169,9 +170,6 @@ class Trigger:
 
 
 # -- The learner's decisions in one place: what to set aside, what to claim, whether to fire, or what it waits for ----
-
-
-RULES = "foiel"  # fates that set a group aside by rule
 
 
 @dataclass(frozen=True)
@@ -322,10 +320,10 @@ class LearnerPlan:
 
 def _fate(view: GroupView, i: int) -> str:
     """Why group i is set aside: the reason that a killed learner already gave to some of it, else what it is."""
-    begun = chr(int(view.closed_by[i]))
+    begun = int(view.closed_by[i])
     if begun in RULES:
-        return begun
-    return "i" if not view.usable[i] else "f" if view.flat[i] else "o"
+        return chr(begun)
+    return (Fate.INCOMPLETE if not view.usable[i] else Fate.FLAT if view.flat[i] else Fate.OLD).letter
 
 
 class _Seen:

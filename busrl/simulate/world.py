@@ -35,11 +35,12 @@ from busrl.simulate.actors import Actors, Delays, Judges, Learner, Look, Noise, 
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts, Figures, figures
 from busrl.simulate.scheduler import Control, Learned, Scheduler
+from busrl.states import Fate
 
 # -- When a simulated run can not get on: nothing is under way any more, or nothing of what is made can be trained ----
 
 
-FATES = {"f": "flat", "o": "too old", "i": "incomplete"}
+FATES = {Fate.FLAT.letter: "flat", Fate.OLD.letter: "too old", Fate.INCOMPLETE.letter: "incomplete"}
 LEAST, STEPS = 2000, 50  # groups in a row, and in steps of n_min: with 99 % flat ones it happens once in 10^8 groups
 
 

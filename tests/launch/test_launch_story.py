@@ -11,9 +11,9 @@ import pytest
 from busrl.launch import status
 from busrl.launch.display import plain_line
 from busrl.launch.story import STORY_TAIL_BYTES, Progress, Story, fates, number, sample_line
-from busrl.ledger.fates import Fate
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
+from busrl.states import Fate
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:

@@ -115,6 +115,6 @@ def test_the_bus_gives_up_what_it_queued_for_those_who_do_not_read_and_names_the
     other = SimpleNamespace(remote=False, role="learner", label="learner", progress_ns=19_900_000_000)
     ring: Any = SimpleNamespace(processes=lambda: [entry, other])
     bus_role.check_queues(ring, bus_role.MOST_QUEUED_MIB)
-    with pytest.raises(QueuesFull, match=r"900 MiB.*keeper has not looked for 12 s\)"):
+    with pytest.raises(QueuesFull, match=r"900 MiB.*keeper has not moved for 12 s\)"):
         bus_role.check_queues(ring, 900.0)
     assert 1 < bus_role.resident_mib() < 100_000

@@ -25,6 +25,7 @@ from busrl.roles.learner.groups import Claimed, claim_group
 from busrl.roles.rollout import Pace, Rollout
 from busrl.roles.segments import SegmentCuts
 from busrl.roles.trajectory import read_generated, read_text
+from busrl.weights.base import VersionSteps
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 12
@@ -40,7 +41,7 @@ class Worker(Rollout):
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.segments = SegmentCuts.of(topology)
         self.waves = self.segments.waves
-        self.version, self.step_of = 0, {0: 0}
+        self.version, self.steps = 0, VersionSteps()
         self.pace = Pace(Path(tempfile.mkdtemp()), "rollout-0", lambda: None)
         self._last_bell = 1e18  # bells are rung by hand
         self.warned: list[str] = []
@@ -51,7 +52,8 @@ class Worker(Rollout):
 
     def weights(self, version: int, step: int) -> None:
         published: Any = SimpleNamespace(fetch=lambda params: (version, step))
-        self.version, self.step_of[version] = self.engine.update_weights(published)[0], step
+        self.version = self.engine.update_weights(published)[0]
+        self.steps.add(version, step)
 
     def run(self, steps: int = 1000) -> None:
         """So many decoding steps, or until nothing is left."""

@@ -548,7 +548,7 @@ def test_a_damaged_train_log_is_written_again_from_checkpoint_and_log(
         assert crc in (0, stream.item(uid // 16).crc)
     if not (living and damage is garbage_at_the_end):
         [told] = history.told
-        assert "train.jsonl was damaged or removed; it was written again" in told
+        assert "train.jsonl was damaged or removed" in told and "it was written again from checkpoint and log" in told
     history.close()
     successor = History(paths, topology)
     successor.load(TrainingStep(topology), lambda meta, folder: None)

@@ -12,7 +12,7 @@ from chat_run import check_samples, expected_ids, make_all
 from checks import check_end
 from harness import Run, read_lines, running
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engines"))
 from endpoint_process import Endpoint
 
 Folder = Callable[..., Path]

@@ -11,7 +11,7 @@ import pytest
 from checks import check_end
 from harness import Run, read_lines, running
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engines"))
 from endpoint_process import Endpoint
 
 REWARD = '''

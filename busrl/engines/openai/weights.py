@@ -106,9 +106,6 @@ class FixedReceiver:
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
         raise BugError('an endpoint with openai.update = "none" has no new weights')
 
-    def step_of(self, version: int) -> int:
-        return 0
-
     def close(self) -> None:
         """Nothing was opened."""
 

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from busrl.config.schema import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
-from busrl.weights.base import NOTHING, StepTable
+from busrl.weights.base import NOTHING
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,6 @@ class WorkerReceiver:
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
         self._told = ""
-        self.steps = StepTable()
 
     @property
     def kind(self) -> Literal["tensors"]:
@@ -180,9 +179,6 @@ class WorkerReceiver:
 
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
         raise UserError(f"{self.name}: the model is in vLLM's workers; update_weights loads what they received")
-
-    def step_of(self, version: int) -> int:
-        return self.steps.step_of(version)
 
     def close(self) -> None:
         for page in self._pages:
@@ -270,7 +266,6 @@ class Updates:
         self._engine.hold_still()
         version, step = self._swap(agreed, comparing)
         self._engine.version, self._dirty = version, ""
-        own.steps.add(version, step)
         if version != agreed:  # one copy: the learner went on to a later one before we had paused
             self._note(version)
         if not was_paused:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -54,6 +53,7 @@ from busrl.training.trainer import (
     combined,
     keep_freed_memory,
 )
+from busrl.weights.base import VersionSteps
 from busrl.weights.tensors import fingerprint
 
 # -- Which leading tokens of a sample are older than max_staleness: they are context in this step, not trained --------
@@ -69,19 +69,16 @@ class StaleTokenMask:
         self.bound = bound
         self.now = 0  # finished steps
         self.masked = 0  # tokens left out since `taken`
-        self._versions: list[int] = []
-        self._steps: list[int] = []
+        self._steps = VersionSteps(KEPT)
 
     def at(self, version: int, step: int) -> None:
         """`version` is the newest one published, `step` steps are finished."""
         self.now = step
-        if not self._versions or version > self._versions[-1]:
-            self._versions, self._steps = [*self._versions, version][-KEPT:], [*self._steps, step][-KEPT:]
+        self._steps.add(version, step)
 
     def step_of(self, version: int) -> int:
-        """The step that made a version. Versions without a record of their own were published in a row at one step."""
-        i = bisect_left(self._versions, version)
-        return self._steps[i] if i < len(self._steps) else self.now
+        """The step that made a version."""
+        return self._steps.step_of_row(version, self.now)
 
     def leading(self, record: SampleRecord) -> int:
         """How many tokens at the start of the answer are not to be trained."""
@@ -100,10 +97,10 @@ class StaleTokenMask:
         return masked
 
     def state(self) -> list[list[int]]:
-        return [list(pair) for pair in zip(self._versions, self._steps, strict=True)]
+        return self._steps.state()
 
     def load(self, state: Sequence[Sequence[int]]) -> None:
-        self._versions, self._steps = [int(v) for v, _ in state], [int(s) for _, s in state]
+        self._steps.load(state)
 
 
 # -- One optimiser step, from sample records to new weights: the learner's only door to torch -------------------------

@@ -1,0 +1,211 @@
+"""Ends what outlives its owner: programs that a child of `launch` started, after the child's death or launch's own.
+
+Talks to the kernel and to /proc. Knows nothing of the ring, the bus or what the processes do. Run as a program it is
+the guardian: it waits until the launch that started it is gone, however that ended, and ends what is left of it.
+
+- It imports the standard library only and nothing of busrl: it runs as `python -I -S`, for as long as the run.
+- Everything that a child starts bears a mark in its environment: the run, its launch, the child, and which life of it.
+  A process in a session of its own bears it too. A child's process group ends with it as well, since a process that
+  gave itself another title shows no environment.
+- The guardian holds no lock of the run: the next start does not wait for it, and first ends what bears a dead mark.
+- A signal is sent through a pidfd, after the mark was read again: never to another process with the same number. A
+  group gets it through the pidfd of its leader, even of one that is gone. Where the kernel cannot do that yet (before
+  Linux 6.9), a number that belongs to another process by now is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+MARK = "BUSRL_STARTED_BY"
+ROUNDS_S = 5.0  # what does not end after so long is stuck in the kernel
+PAUSE_S = 0.01
+TO_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP
+DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def mark(run: str, launch: int) -> str:
+    """What the marks of all children of one launch of a run begin with; `run` is its key."""
+    return f"{run}.{launch}.{born(launch)}/"
+
+
+def stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on (field 3 of proc(5)); empty if the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def born(pid: int) -> int:
+    """When a process began, in the kernel's ticks: with it a pid is unique. 0 if it is not there."""
+    fields = stat_of(pid)
+    return int(fields[19]) if fields else 0
+
+
+def end_marked(prefix: str, limit_s: float = ROUNDS_S) -> list[int]:
+    """SIGKILL to every process whose mark begins so, until there is none; their pids."""
+    return _end(lambda text: text.startswith(prefix), limit_s)
+
+
+def end_left_behind(run: str, limit_s: float = ROUNDS_S) -> list[int]:
+    """The same for processes of all launches of a run that are gone; of one that lives nothing is touched."""
+
+    def left(text: str) -> bool:
+        key, pid, began = [*text.partition("/")[0].split("."), "", ""][:3]
+        return key == run and pid.isdigit() and str(born(int(pid))) != began
+
+    return _end(left, limit_s)
+
+
+def _end(wanted: Callable[[str], bool], limit_s: float) -> list[int]:
+    ended: dict[int, None] = {}
+    deadline = time.monotonic() + limit_s
+    while found := [pid for pid in _pids() if wanted(mark_of(pid)) and _kill(pid, wanted)]:
+        ended.update(dict.fromkeys(found))
+        if time.monotonic() > deadline:
+            break
+        time.sleep(PAUSE_S)
+    return list(ended)
+
+
+def _kill(pid: int, wanted: Callable[[str], bool]) -> bool:
+    """Whether there was such a process."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if not wanted(mark_of(pid)):
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _pids() -> Iterable[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def mark_of(pid: int) -> str:
+    """The mark in a process's environment; "" if it has none, or if it is not ours to look at."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            text = b"\0" + file.read()
+    except OSError:
+        return ""
+    return text.partition(f"\0{MARK}=".encode())[2].partition(b"\0")[0].decode(errors="replace")
+
+
+def end_group(descriptor: int, leader: int, began: int) -> None:
+    """SIGKILL to what is left of the group of a process, known by its pidfd, its pid and when it began."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL, None, TO_GROUP)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            if born(leader) in (0, began):
+                os.killpg(leader, signal.SIGKILL)
+
+
+def _hold(held: dict[tuple[int, int], int], leader: int, began: int) -> None:
+    """Keep the pidfd of a leader, if that is still the process that began then."""
+    try:
+        descriptor = os.pidfd_open(leader)
+    except OSError:
+        return
+    if born(leader) == began:
+        held[leader, began] = descriptor
+    else:
+        os.close(descriptor)
+
+
+class Guardian:
+    """The guardian as its launch sees it. `hold` and `let_go` name the leaders of the groups that end with launch."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._held: dict[int, int] = {}  # and when each began
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def hold(self, leader: int) -> None:
+        """This child's group ends with launch. Nobody has waited for the child yet, so the number is its own."""
+        self._held[leader] = born(leader)
+        self._tell(f"+{leader} {self._held[leader]}\n")
+
+    def let_go(self, leader: int) -> None:
+        """This child has ended, and its group with it."""
+        began = self._held.pop(leader, 0)
+        self._tell(f"-{leader} {began}\n")
+
+    def renew(self) -> bool:
+        """Start another one if somebody has ended it; whether that was so."""
+        if self._process.poll() is None:
+            return False
+        self._shut()
+        self._process = self._start()
+        for leader, began in self._held.items():
+            self._tell(f"+{leader} {began}\n")
+        return True
+
+    def close(self) -> None:
+        """Let it do its work now, and wait for its end."""
+        self._shut()
+        try:
+            self._process.wait(2 * ROUNDS_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), self._prefix],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, bufsize=0,
+            start_new_session=True, cwd="/", env={MARK: f"{self._prefix}guardian"},
+        )
+
+    def _shut(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it was ended: the next `renew` tells another one
+            self._process.stdin.write(line.encode())
+
+
+def guard(prefix: str) -> None:
+    """Wait for the end of launch, which closes our standard input by dying; then end what it held and marked."""
+    for number in DEAF:
+        signal.signal(number, signal.SIG_IGN)
+    held: dict[tuple[int, int], int] = {}  # pidfds
+    for line in sys.stdin:
+        leader, began = map(int, line[1:].split())
+        if line[0] == "+":
+            _hold(held, leader, began)
+        elif (leader, began) in held:
+            os.close(held.pop((leader, began)))
+    for (leader, began), descriptor in held.items():
+        end_group(descriptor, leader, began)
+    end_marked(prefix)
+
+
+if __name__ == "__main__":
+    guard(sys.argv[1])
