@@ -14,10 +14,14 @@ from typing import Any
 
 # -- keys of older versions -----
 
-_CONTROLLER = (
-    "rules ema probe_every probe_samples reference_steps high low hysteresis clip_factor clip_floor ess_low k3_high "
-    "masked_high grad_factor safety_cooldown sigma gate_on gate_off collapse streak kappa grow_at shrink_at grow "
-    "shrink noise_groups eta_min idle_train idle_rollout ess_safe k3_safe"
+_KEPT = (
+    "ema", "probe_every", "probe_samples", "reference_steps", "high", "low", "hysteresis", "clip_factor", "clip_floor",
+    "ess_low",
+)
+_RULES = (  # of a second set of the controller's rules
+    "rules", "k3_high", "masked_high", "grad_factor", "safety_cooldown", "sigma", "gate_on", "gate_off", "collapse",
+    "streak", "kappa", "grow_at", "shrink_at", "grow", "shrink", "noise_groups", "eta_min", "idle_train",
+    "idle_rollout", "ess_safe", "k3_safe",
 )
 MOVED_MS = {  # milliseconds became seconds
     "learner.trigger.t_max": "learner.trigger.t_max_s",
@@ -33,10 +37,15 @@ MOVED = {
     "learner.dmmpt": "experiments.dmmpt",
     "learner.dmmpt_tau": "experiments.dmmpt_tau",
     "learner.dmmpt_sigma": "experiments.dmmpt_sigma",
-    **{f"learner.controller.{name}": f"experiments.controller.{name}" for name in _CONTROLLER.split()},
+    **{f"learner.controller.{name}": f"experiments.controller.{name}" for name in _KEPT},
     **MOVED_MS,
 }
-GONE = {"learner.aggregation": "the sum of the loss is always divided by the number of tokens: remove it"}
+_ONE_RULE_SET = "the controller has one set of rules, which follow the entropy (docs/control.md): remove it"
+GONE = {
+    "learner.aggregation": "the sum of the loss is always divided by the number of tokens: remove it",
+    **{f"{table}.controller.{name}": _ONE_RULE_SET for table in ("experiments", "learner") for name in _RULES},
+    "derived.eta_min": "it belonged to rules of the controller that are gone: remove it",
+}
 
 
 def elsewhere(key: str) -> str:

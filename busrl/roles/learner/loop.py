@@ -412,7 +412,7 @@ class Learner(Actor):
             self.ring.header(HeaderWord.UNPUBLISHED_GROUPS),
             self.history.step,
             n_min=self.plan.trigger.n_min,
-            admitted=self.plan.window.B,
+            admitted=self.plan.limits.B,
             publish_every=self.topology.publish_every,
         )
 
@@ -465,7 +465,7 @@ class Learner(Actor):
             row = self.metrics.step(record, stats, samples, self.publisher.version, published, more)
             for text in () if self.topology.scripted else self.alarms.step(row):
                 self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
-            self.control.step(record, stats, row, self._warn_of_control)
+            self.control.step(record, stats, row)
             self._tell(stats)
             self._maybe_checkpoint(len(groups))
         self.plan.trigger.step_ended(time.monotonic())
@@ -486,9 +486,6 @@ class Learner(Actor):
         told = stats.diagnostics
         if text := self.agreement.warning(self.history.step, version, told.mismatch, told.mismatch_begun):
             self.warn("learner", text, kind="mismatch")
-
-    def _warn_of_control(self, text: str) -> None:
-        self.warn("learner", text, kind="controller")
 
     def _record(self, action: Fire, groups: Sequence[Claimed]) -> Record:
         return Record(

@@ -18,7 +18,6 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,8 +43,6 @@ from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
 from busrl.training.trainer import (
-    NoiseMeter,
-    Norms,
     Schedule,
     StepStats,
     Trainer,
@@ -125,7 +122,6 @@ class TrainingStep:
         self.gate = EntropyGate(experiments.dmmpt_sigma) if experiments.dmmpt == "gate" else None
         self.gate_moved = False  # by the last step
         self.schedule = _schedule(topology)
-        self.part_groups = experiments.controller.noise_groups if _measures_noise(topology) else 0
         self.s_per_token = topology.mock.learner_s_per_token
         self.groups = 0
         weights = topology.weights
@@ -153,8 +149,6 @@ class TrainingStep:
     def _use(self, trainer: Trainer) -> None:
         self.trainer = trainer
         trainer.moved = lambda: self.moved()
-        self.noise = NoiseMeter(trainer.parameters) if self.part_groups else None
-        self.norms: Norms | None = None  # of the last step, where the noise scale is measured
 
     @staticmethod
     def streamable(config: Learner) -> bool:
@@ -174,25 +168,18 @@ class TrainingStep:
     def accumulate(self, records: Sequence[SampleRecord], version: int | None, prox: Prox | None = None) -> None:
         """Forward and backward of whole groups, added to the step under way.
 
+        Leading tokens that are too old are context, and a sample of which nothing else is left is not trained.
         `version` is that of the present weights; None where no version has them: after the first update of several.
         """
-        advantages = self._advantages(records)
-        for part in _parts(records, self.part_groups):
-            begun, before = time.monotonic(), self.trainer.tokens
-            self._accumulate(records[part], advantages[part], None if prox is None else prox[part], version)
-            self._take_as_long_as_scripted(begun, records[part])
-            if self.noise is not None:
-                self.noise.part(len({record.group for record in records[part]}), self.trainer.tokens - before)
-
-    def _accumulate(
-        self, records: Sequence[SampleRecord], advantages: Sequence[float], prox: Prox | None, version: int | None
-    ) -> None:
-        """With the leading tokens that are too old as context, and without samples of which nothing else is left."""
+        if not records:
+            return
+        begun, advantages = time.monotonic(), self._advantages(records)
         skipped = [self.old.leading(record) for record in records]
         kept = [i for i, record in enumerate(records) if skipped[i] < len(record.versions) // 4]
         samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
         rows = None if prox is None else [prox[i] for i in kept]
         self.trainer.accumulate(samples, [advantages[i] for i in kept], rows, version)
+        self._take_as_long_as_scripted(begun, records)
 
     def _take_as_long_as_scripted(self, begun: float, records: Sequence[SampleRecord]) -> None:
         """With `mock.learner_s_per_token`: the rest of the time that a larger model would take. It is pacing only."""
@@ -206,8 +193,6 @@ class TrainingStep:
         return self._ended([self._update(self.schedule(self.groups, groups))], groups)
 
     def _update(self, rate: float) -> StepStats:
-        if self.noise is not None:
-            self.norms = self.noise.whole()
         self.before_update()
         stats = self.trainer.step(rate)
         self.moved()
@@ -377,22 +362,6 @@ def _schedule(topology: Topology) -> Schedule:
     total = run.max_groups or run.max_steps * config.trigger.n_min
     falls = config.decay_groups or max(1, total - config.warmup_groups)
     return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
-
-
-def _measures_noise(topology: Topology) -> bool:
-    """Only the full rules look at the noise scale; several updates per batch have no one gradient to measure."""
-    learner = topology.learner
-    full = learner.controller.mode != "off" and topology.experiments.controller.rules == "full"
-    return full and learner.updates_per_batch == 1
-
-
-def _parts(records: Sequence[SampleRecord], groups: int) -> list[slice]:
-    """The records in one piece, or in pieces of at most so many whole groups."""
-    if not records:
-        return []
-    first = [i for i, record in enumerate(records) if i == 0 or record.group != records[i - 1].group]
-    edges = [*(first[::groups] if groups else first[:1]), len(records)]
-    return [slice(low, high) for low, high in itertools.pairwise(edges)]
 
 
 def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -> Sample:
