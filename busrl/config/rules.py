@@ -29,6 +29,7 @@ from busrl.config.schema import (
     Process,
     Topology,
 )
+from busrl.config.values import FUNCTION
 from busrl.faults import plan
 from busrl.states import CRASH_POINTS
 
@@ -71,6 +72,10 @@ def _loss(t: Topology) -> Iterator[Finding]:
         rule = "with one update per batch the proximal policy is the current one: the clip cannot act on stale samples"
         remedy = 'use loss = "ppo_clip", mode = "sync", or updates_per_batch > 1'
         yield Finding(keys, rule, remedy, warning=bool(t.experiments.forced_age))
+    for path in learner.metrics:
+        if not FUNCTION.fullmatch(path):
+            rule = f"{path!r} names no function"
+            yield Finding(("learner.metrics",), rule, 'for example metrics = ["metrics.py:measure"]')
     if t.generation.top_p < 1:
         rule = "the learner does not know which tokens top_p cut, so it cannot train on what was sampled"
         yield Finding(("generation.top_p",), rule, "set it to 1.0")
@@ -228,7 +233,6 @@ def _pois(t: Topology) -> Iterator[Finding]:
 
 PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
 FILLED_AT_START = ("{run_dir}", "{name}")
-FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")
 
 
 def _reward(t: Topology) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from busrl.errors import UserError
 
 T = TypeVar("T")
 REQUIRED = object()  # the default of a key that has none
+FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")  # package.module:name or file.py:name
 
 
 # -- declaring a key -----
@@ -39,6 +41,7 @@ class Rule:
     open_low: bool = False
     open_high: bool = False
     choices: tuple[str, ...] = ()
+    function: bool = False  # besides the choices, the import path of a user's function
     words: tuple[str, ...] = ()  # words allowed where a number is expected ("auto", "inf")
     path: bool = False  # a file or folder: made absolute, relative to the file that names it
     finite: bool = True
@@ -47,7 +50,8 @@ class Rule:
     def text(self) -> str:
         """The rule as a reader of the reference sees it, empty if every value of the type is allowed."""
         if self.choices:
-            return "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
+            named = "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
+            return f"{named}, or a function as package.module:name or file.py:name" if self.function else named
         words = [f'"{word}"' for word in self.words]
         return " or ".join(part for part in (self._bounds(), *words) if part)
 
@@ -183,7 +187,8 @@ def _typed(kind: type, value: Any, noun: str) -> Any:
 
 def _text(rule: Rule, value: Any) -> str:
     text: str = _typed(str, value, rule.text() or "a string")
-    if rule.choices and text not in rule.choices:
+    by_path = rule.function and FUNCTION.fullmatch(text)
+    if rule.choices and text not in rule.choices and not by_path:
         near = difflib.get_close_matches(text, rule.choices, n=1)
         raise Wrong(f"expected {rule.text()}", f'did you mean "{near[0]}"?' if near else "")
     if "\0" in text or (rule.required and not text):

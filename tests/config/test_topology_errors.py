@@ -36,7 +36,8 @@ CASES = [
     ("[learner]\nbetas = [0.9]", "learner.betas = [0.9]: expected a list of two numbers", 2),
     ("[learner]\n\nlrr = 1", "lrr: unknown key in [learner]; did you mean lr?", 3),
     ("[learner]\nmax_staleness = 1", "max_staleness: unknown key in [learner]; it belongs to [weights]", 2),
-    ('[learner]\nloss = "ppoclip"', 'expected one of "ppo_clip", "decoupled"; did you mean "ppo_clip"?', 2),
+    ('[learner]\nloss = "ppoclip"', 'expected one of "ppo_clip", "decoupled", or a function as package.module:name or '
+     'file.py:name; did you mean "ppo_clip"?', 2),
     ('[scheduler]\npolicy = "x"', 'scheduler.policy = "x": expected one of "fifo", "sjf", "ljf", "adaptive"', 2),
     ("[scheduler]\ntail_share = 0.95", "scheduler.tail_share = 0.95: expected a number >= 0 and <= 0.9", 2),
     ("[lerner]\nlr = 1", "lerner: unknown section; did you mean learner?", 1),

@@ -60,6 +60,7 @@ from busrl.roles.segments import waves_of
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
+from busrl.training.custom import Metrics
 
 if TYPE_CHECKING:
     from busrl.training.trainer import StepStats
@@ -197,7 +198,9 @@ class Learner(Actor):
         self.worth = OverlongShaping(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
         with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
             self.ring.finish_drops()  # so that the fates tell what a predecessor set aside
-        self.metrics, self.excerpts = StepMetrics(self.paths, self._has_fate), Excerpts(self.topology)
+        self.own_metrics = Metrics(self.config.metrics)
+        self.metrics = StepMetrics(self.paths, self._has_fate, self.own_metrics)
+        self.excerpts = Excerpts(self.topology)
         self.idling, self._solved = Idling(self.topology, self.paths), False
         self.agreement, self.alarms = LogprobCheck(self.topology), Alarms()
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
@@ -463,6 +466,8 @@ class Learner(Actor):
                 **self._lengths(groups, view), **self.control.numbers(),
             }
             row = self.metrics.step(record, stats, samples, self.publisher.version, published, more)
+            for text in self.own_metrics.failures:
+                self.warn("learner", f"step {self.history.step}: {text}", kind=text[:60])
             for text in () if self.topology.scripted else self.alarms.step(row):
                 self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
             self.control.step(record, stats, row)

@@ -69,6 +69,7 @@ from busrl.scheduling.groups import GroupView
 from busrl.states import ACCIDENTS, Fate, fate_name
 
 if TYPE_CHECKING:
+    from busrl.training.custom import Metrics
     from busrl.training.trainer import StepStats
 
 
@@ -543,7 +544,10 @@ class StepMetrics:
     written first, and it may have died in between.
     """
 
-    def __init__(self, paths: RunPaths, begun: Callable[[int, str], bool] = lambda draw, fate: True) -> None:
+    def __init__(
+        self, paths: RunPaths, begun: Callable[[int, str], bool] = lambda draw, fate: True, own: Metrics | None = None
+    ) -> None:
+        self.own = own  # the user's metrics
         self._told = last_step(paths.metrics)
         self._metrics = LineFile(paths.metrics)
         self._samples = LineFile(paths.samples)
@@ -672,6 +676,8 @@ class StepMetrics:
             "checkpoint_s": round(self.checkpoint_s, 4),
             **more,
         }
+        if self.own is not None and (found := self.own.measure(record.samples, row)):
+            row["metrics"] = found
         self._write(row, [{"step": record.step, **sample} for sample in samples])
         self._write_groups(_line_of(record))
         self._row, self._last, self.checkpoint_s = row, now, 0.0
@@ -731,6 +737,7 @@ class StepMetrics:
         row = self._row
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
         numbers.update({f"reward_parts/{name}": value for name, value in row.get("reward_parts", {}).items()})
+        numbers.update({f"metrics/{name}": value for name, value in row.get("metrics", {}).items()})
         numbers.update(more)
         return {
             "entropy": row["entropy"],

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from busrl import device
 from busrl.algorithms.advantages import advantages
-from busrl.algorithms.losses import get
+from busrl.algorithms.losses import WITHOUT_PROXIMAL
 from busrl.config import Topology
 from busrl.config.schema import ADAPTERS, ONE_COPY, Learner
 from busrl.errors import UserError
@@ -41,6 +41,7 @@ from busrl.scheduling.controller import EntropyGate
 from busrl.training import checkpoint
 from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
+from busrl.training.custom import load_estimator
 from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
 from busrl.training.trainer import (
     Schedule,
@@ -76,6 +77,12 @@ class StaleTokenMask:
     def step_of(self, version: int) -> int:
         """The step that made a version."""
         return self._steps.step_of_row(version, self.now)
+
+    def ages(self, versions: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+        """Finished steps since each of these versions was made."""
+        which, place = np.unique(versions, return_inverse=True)
+        ages = np.array([max(0, self.now - self.step_of(version)) for version in which.tolist()], np.int64)
+        return ages[place]
 
     def leading(self, record: SampleRecord) -> int:
         """How many tokens at the start of the answer are not to be trained."""
@@ -135,6 +142,7 @@ class TrainingStep:
         self.adapter: Adapter | None = None
         self.lora = lora_of(topology)
         self.gives_adapters = weights.transport in ADAPTERS
+        self.estimator = load_estimator(self.config.advantage)
         self._use(self._trainer(self.source))
         self.vocabulary = vocabulary(self.trainer.model)
 
@@ -149,11 +157,12 @@ class TrainingStep:
     def _use(self, trainer: Trainer) -> None:
         self.trainer = trainer
         trainer.moved = lambda: self.moved()
+        trainer.ages_of = self.old.ages
 
     @staticmethod
     def streamable(config: Learner) -> bool:
         """Whether micro-batches may run before the whole step is known."""
-        return get(config.loss).streamable and config.updates_per_batch == 1
+        return config.updates_per_batch == 1
 
     def fault(self, records: Sequence[SampleRecord]) -> tuple[int, str] | None:
         """The position of a sample that must not be trained, and why; None if all are sound."""
@@ -237,18 +246,21 @@ class TrainingStep:
             self.accumulate(records, version)
             return self.finish(groups)
         rate = self.schedule(self.groups, groups)
-        prox = self.trainer.score(self._samples(records)) if self.trainer.loss.uses_prox else None
+        proximal = None if self.config.loss in WITHOUT_PROXIMAL else self.trainer.score(self._samples(records))
         made = []
         for number, part in enumerate(_split(records, updates)):
             share = [records[i] for i in part]
-            self.accumulate(share, None if number else version, None if prox is None else [prox[i] for i in part])
+            before = None if proximal is None else [proximal[i] for i in part]
+            self.accumulate(share, None if number else version, before)
             made.append(self._update(rate))
         return self._ended(made, groups)
 
     def _advantages(self, records: Sequence[SampleRecord]) -> list[float]:
         found: list[float] = []
         for _, members in groupby(records, key=lambda record: record.group):
-            found += advantages(self.config.advantage, [record.reward for record in members])
+            own = list(members)
+            lengths = [len(record.token_ids) // 4 for record in own]
+            found += advantages(self.estimator, [record.reward for record in own], lengths)
         return found
 
     def score(self, records: Sequence[SampleRecord]) -> Prox:
