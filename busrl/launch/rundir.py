@@ -43,8 +43,9 @@ from typing import Any
 import busrl
 from busrl import files
 from busrl.bus.security import prepare as prepare_endpoint
-from busrl.config import TINY, Topology
+from busrl.config import Topology
 from busrl.config.names import modern
+from busrl.config.schema import TINY
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunFinished, RunInUse, UserError
 from busrl.files import LineFile
 from busrl.launch.fates import PutBack, lost_fates, put_back

@@ -292,7 +292,7 @@ class Gateway:
         book = RemoteBook(ring, self.steps, self._announce, SegmentCuts.of(topology))
         self.desk = Desk(book, settings_of(topology), self.tally, time.monotonic())
         self._prompt_tokens = topology.max_prompt_tokens
-        self._vocabulary = model_facts(Path(topology.model.path), 0).vocabulary
+        self._vocabulary = model_facts(Path(topology.model.path)).vocabulary
         self._next_save = 0.0
         self._named: set[str] = set()
         self._look_at_version()

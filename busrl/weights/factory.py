@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from busrl import device as devices
 from busrl.config.machine import held_versions, kept_versions
-from busrl.config.rules import ADAPTERS, FOLDERS
-from busrl.config.schema import RESTARTS
+from busrl.config.schema import ADAPTERS, FOLDERS, RESTARTS
 from busrl.errors import BugError, UserError
 from busrl.weights import bridge_file, store_file
 from busrl.weights.base import News, Receiver, Sender

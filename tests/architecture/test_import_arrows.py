@@ -32,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "rewards": {"errors", "data", "imports"},
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
-    "config": {"errors", "data", "scheduling", "quickstart", "paths", "keys", "faults", "device"},
+    "config": {"errors", "data", "scheduling", "keys", "faults", "device"},
     "quickstart": {"errors", "data"},
     "training": {"errors", "files", "algorithms", "ledger", "device", "checksums", "imports"},
     "engines": {"errors", "files", "config", "data", "quickstart", "weights", "device"},
@@ -163,3 +163,22 @@ def test_the_broker_for_which_all_others_wait_loads_neither_numpy_nor_the_topolo
         "assert not heavy, sorted(heavy)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_topology_is_parsed_without_the_quickstart_and_the_compiled_core(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "t.toml").write_text('[learner]\nlr = 1e-4\n[data]\ntrain = "train.jsonl"\n[model]\npath = "none"\n')
+    code = """
+import sys
+from busrl.config import load
+from busrl.errors import TopologyError
+try:
+    load(sys.argv[1])
+except TopologyError as error:
+    (problem,) = error.problems
+    assert problem.rule == "no such folder", problem
+else:
+    raise AssertionError("a model folder that is not there was accepted")
+assert not [name for name in sys.modules if name.startswith(("busrl.quickstart", "busrl.ring", "busrl._"))]
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "t.toml")], check=True, timeout=60)

@@ -37,7 +37,7 @@ def quickstart_one_copy(context: Context) -> None:
 def vllm(context: Context) -> None:
     """The same with vLLM in place of the torch engine."""
     _need_packages()
-    from busrl.config.machinery import vllm_installed, vllm_objection  # an import would find the folder tools/vllm
+    from busrl.config.engine_rules import vllm_installed, vllm_objection  # an import would find the folder tools/vllm
 
     why, remedy = vllm_objection(*vllm_installed())
     if why:

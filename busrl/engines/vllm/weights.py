@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from busrl import files
 from busrl.config.machine import model_facts
-from busrl.config.rules import FOLDERS, ONE_COPY
+from busrl.config.schema import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
 from busrl.weights.base import NOTHING, Kind
@@ -311,7 +311,7 @@ class Updates:
     def _wants_check(self) -> bool:
         if self._checked:
             return False
-        parameters = model_facts(Path(self._engine.start.model), 0).parameters  # 0 if the folder does not say
+        parameters = model_facts(Path(self._engine.start.model)).parameters  # 0 if the folder does not say
         return 0 < parameters <= self._engine.own.check_parameters
 
     def _compare(self, version: int) -> None:

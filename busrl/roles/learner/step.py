@@ -34,8 +34,7 @@ from busrl import device
 from busrl.algorithms.advantages import advantages
 from busrl.algorithms.losses import WITHOUT_PROXIMAL
 from busrl.config import Topology
-from busrl.config.rules import ADAPTERS, ONE_COPY
-from busrl.config.schema import Learner
+from busrl.config.schema import ADAPTERS, ONE_COPY, Learner
 from busrl.errors import UserError
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
