@@ -52,7 +52,7 @@ from busrl.data import prompt_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
 from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
-from busrl.ledger.log import LineFile
+from busrl.files import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import SlotTooSmall, State

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from busrl import device as devices
 from busrl.config.machine import held_versions, kept_versions
-from busrl.config.rules import ADAPTERS, FOLDERS, ONE_COPY
-from busrl.config.schema import RESTARTS
+from busrl.config.schema import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS
 from busrl.errors import BugError, UserError
 from busrl.weights.base import GroupCallbacks, Receiver, Sender
 from busrl.weights.folders import FolderReceiver, FolderSender, Write

@@ -32,8 +32,9 @@ import numpy.typing as npt
 import torch
 
 from busrl import device as devices
+from busrl import files
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
-from busrl.private import exposed, write_private
+from busrl.private import exposed
 from busrl.weights.base import NOTHING, Hook
 
 # -- which process ---------------------------------------------------------------------------------------------
@@ -274,21 +275,12 @@ class Fence:
     @classmethod
     def create(cls, path: Path) -> Fence:
         """A new page of this process under that name, at rest with version 0; readable by this user only."""
-        draft = path.with_name(f"{path.name}.{os.getpid()}.new")
-        draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
+        with files.replacing(path, durable=False) as descriptor:
             os.posix_fallocate(descriptor, 0, SIZE)
             made = cls(path, descriptor)
             made._words[:2] = FENCE_MAGIC, FENCE_LAYOUT
             made._set_identity(W_OWNER, ProcessIdentity.mine())
-            os.rename(draft, path)
-            return made
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
+        return made
 
     @classmethod
     def attach(cls, path: Path) -> Fence | None:
@@ -510,7 +502,7 @@ class OneCopyReceiver:
         self._device = self._kept[0].device
         described = describe_bridge(self.name, named, wanted)
         self._fence = Fence.create(self.fence_file)
-        write_private(self.bridge_file, described.to_json())
+        files.replace(self.bridge_file, described.to_json().encode())
 
     def newest(self) -> tuple[int, int]:
         """The version at rest, or the one that the learner asks to pause for: `fetch` waits until it is complete."""

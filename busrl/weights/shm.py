@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from busrl import files
 from busrl.errors import SharedMemoryFull, UserError, WeightsTimeout
 from busrl.weights.base import NOTHING, CopyingSender, PollingReceiver
 from busrl.weights.sparse import FrameError, Shadow, apply, foot_of, split, unpack
@@ -195,23 +196,14 @@ def create_segment(path: Path, manifest: Manifest, log_bytes: int = 0) -> Segmen
     second = first + _round_up(manifest.nbytes)
     logs = second + _round_up(manifest.nbytes)
     size = logs + 2 * _round_up(log_bytes)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
+    with files.replacing(path, durable=False) as descriptor:
         _allocate(descriptor, path, size)
         words = np.zeros(HEADER // 8, np.uint64)
         words[: W_PID + 1] = (MAGIC, LAYOUT, size, HEADER, len(text), manifest.nbytes, first, second, os.getpid())
         words[W_LOG_BYTES : W_LOGS + 2] = (log_bytes, logs, logs + _round_up(log_bytes))
         os.pwrite(descriptor, words.tobytes(), 0)
         os.pwrite(descriptor, text, HEADER)
-        os.rename(temporary, path)
         return Segment(path, descriptor, writable=True)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
 
 
 def _allocate(descriptor: int, path: Path, size: int) -> None:

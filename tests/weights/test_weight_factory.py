@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from busrl.config import Weights
+from busrl.config.schema import Weights
 from busrl.errors import UserError
 from busrl.weights.broadcast.receiver import BroadcastReceiver
 from busrl.weights.broadcast.sender import BroadcastSender

@@ -30,7 +30,7 @@ import report
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from busrl.config.machinery import Vllm
+from busrl.config.schema import Vllm
 from busrl.engines.base import Request
 from busrl.engines.vllm.engine import VllmEngine
 from busrl.engines.vllm.process import Start

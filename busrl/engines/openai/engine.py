@@ -49,7 +49,7 @@ from busrl.errors import PeerTimeout, UserError
 
 if TYPE_CHECKING:
     from busrl.config import Topology
-    from busrl.config.machinery import Openai
+    from busrl.config.schema import Openai
     from busrl.data import Prompt
     from busrl.engines.tokens import Tokens
     from busrl.weights.base import Receiver

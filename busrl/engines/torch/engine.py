@@ -50,7 +50,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from busrl.config.rules import ONE_COPY
+from busrl.config.schema import ONE_COPY
 from busrl.device import choose as choose_device
 from busrl.engines.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, Pauses, Request, Statistics, Streams
 from busrl.engines.tokens import Tokens, eos_ids_of

@@ -29,8 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from busrl import files
 from busrl.config.machine import model_facts
-from busrl.config.rules import FOLDERS, ONE_COPY
+from busrl.config.schema import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
 from busrl.weights.base import NOTHING
@@ -118,12 +119,8 @@ class Page:
 
     def _create(self) -> None:
         """A new file under that name, readable by this user only; whoever maps an old one keeps it."""
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.ftruncate(descriptor, SIZE)
-        os.close(descriptor)
-        os.rename(temporary, self.path)
+        with files.replacing(self.path, durable=False) as descriptor:
+            os.ftruncate(descriptor, SIZE)
 
 
 class WorkerReceiver:
@@ -314,7 +311,7 @@ class Updates:
     def _wants_check(self) -> bool:
         if self._checked:
             return False
-        parameters = model_facts(Path(self._engine.start.model), 0).parameters  # 0 if the folder does not say
+        parameters = model_facts(Path(self._engine.start.model)).parameters  # 0 if the folder does not say
         return 0 < parameters <= self._engine.own.check_parameters
 
     def _compare(self, version: int) -> None:

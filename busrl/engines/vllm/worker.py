@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from busrl.config.rules import ONE_COPY
+from busrl.config.schema import ONE_COPY
 from busrl.engines.vllm import cpu_patches
 from busrl.engines.vllm.weights import Line, Page
 from busrl.errors import BusrlError, UserError

@@ -34,8 +34,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from busrl import files
 from busrl.device import device_group, own_stream
-from busrl.private import write_private
 
 log = logging.getLogger("busrl")
 dist: Any = torch.distributed  # its stub exports neither the stores nor the options of the backends
@@ -149,7 +149,7 @@ class ControlServer:
         self._connections: set[ControlConnection] = set()
         self._rejected, self._next_warning = 0, 0.0
         self.address = f"{HOST}:{self._listener.getsockname()[1]}/{self._secret}"
-        write_private(file, self.address)
+        files.replace(file, self.address.encode())
 
     def poll(self, timeout_s: float) -> list[tuple[ControlConnection, Message | None]]:
         """Messages that have arrived, None for a connection that is gone; returns early when there is something."""
