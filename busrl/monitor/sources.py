@@ -41,7 +41,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy as np
 
-from busrl.bus.tap import Heard, Tap
+from busrl.bus.tap import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
 from busrl.launch.story import read_map, restarts_of, sample_line
 from busrl.monitor.state import (
@@ -515,7 +515,7 @@ class Watcher:
         self.picture.restarts = self._files.restarts()
         self._first = False
 
-    def _fold(self, heard: Heard, wall: float, now: float) -> float | None:
+    def _fold(self, heard: TapMessage, wall: float, now: float) -> float | None:
         """One message into the picture; how late it is in seconds, where that says how far behind we are."""
         name, picture = heard.name, self.picture
         if name in (LOOK, REPLAY):
