@@ -80,9 +80,6 @@ def find(named: str | None) -> Target:
     if "://" in named:
         return Target(endpoint=require_ipc(named))
     paths = RunPaths.of(named)
-    run = read_map(paths.run_json)
-    if run.get("replay"):  # a directory that leads actors to a replay
-        return Target(endpoint=require_ipc(str(run.get("backend"))))
     if not paths.run_json.is_file():
         raise NoSuchRun(f"{paths.root}: no run.json there; name the directory that `busrl launch` printed")
     return Target(paths=paths)
