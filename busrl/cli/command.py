@@ -334,7 +334,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-    from busrl.launch.display import status as show
+    from busrl.monitor.status import status as show
 
     print(show(options.run_dir, as_json=options.json))
     return 0

@@ -23,11 +23,11 @@ import numpy as np
 from busrl.config import recorded
 from busrl.data import JsonlStream
 from busrl.errors import BusrlError, NoSuchRun, RingNotFound, UserError
-from busrl.launch.story import printable
 from busrl.ledger import fates as codes
 from busrl.ledger.log import Record, SampleRecord, frames, read_draws
 from busrl.ledger.openbin import read_open
 from busrl.ledger.trained import TrainedSet
+from busrl.monitor.text import printable
 from busrl.paths import RunPaths
 from busrl.ring import UID_NONE, UID_VALIDATE, Fates, NoSuchTensor, Ring, RingError, State
 

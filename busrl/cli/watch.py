@@ -13,7 +13,6 @@ Chooses an endpoint where none is named, and says how to listen there. Knows not
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -25,12 +24,12 @@ from pathlib import Path
 from types import FrameType
 
 from busrl.errors import NoSuchRun, UserError
-from busrl.launch.story import duration
 from busrl.monitor import screen
 from busrl.monitor.recording import Bounds, Recorder, Recording, summary
 from busrl.monitor.replay import Replayer, own_endpoint
 from busrl.monitor.screen import give_way
 from busrl.monitor.sources import Target, Watcher, find
+from busrl.monitor.text import duration
 
 # -- `busrl monitor`: the live screen, plain lines where there is no terminal, or one snapshot. Changes nothing -------
 
@@ -57,7 +56,7 @@ def monitor(named: str | None, once: bool, as_json: bool, plain: bool, seconds: 
 def _once(watcher: Watcher, target: Target, as_json: bool, seconds: float | None) -> int:
     patience = seconds if seconds is not None else LISTEN_S if target.paths else REPLAY_S
     screen.settle(watcher, patience)
-    if target.paths is None and not watcher.picture.traffic.count and not watcher.picture.replay:
+    if target.paths is None and not watcher.run.traffic.count and not watcher.run.replay:
         raise NoSuchRun(
             f"{target.endpoint}: nothing was heard there within {patience:g} s; name the tap of a run (`tap` in its "
             "run.json), or the endpoint that `busrl replay` printed"
@@ -69,11 +68,6 @@ def _once(watcher: Watcher, target: Target, as_json: bool, seconds: float | None
 def _until_quit(watcher: Watcher, plain: bool) -> None:
     terminal = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if plain or not terminal:
-        screen.run_plain(watcher, sys.stdout)
-    elif importlib.util.find_spec("rich") is None:
-        print(
-            "busrl: the live view needs `rich`: pip install 'busrl[monitor]'; plain lines until then", file=sys.stderr
-        )
         screen.run_plain(watcher, sys.stdout)
     else:
         screen.run_live(watcher, sys.stdin)

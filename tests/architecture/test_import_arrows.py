@@ -40,9 +40,10 @@ ARROWS: dict[str, set[str]] = {
     },
     "launch": {
         "errors", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "gateway", "device",
+        "monitor",
     },
     "simulate": {"errors", "paths", "config", "scheduling", "data", "ledger", "roles"},
-    "monitor": {"errors", "paths", "protocol", "ring", "bus", "scheduling", "launch"},
+    "monitor": {"errors", "paths", "protocol", "ring", "bus", "scheduling", "ledger", "gateway"},
     "evaluate": {"errors", "data", "engines", "rewards", "config"},
     "cli": {
         "errors", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor", "data",

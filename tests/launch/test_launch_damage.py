@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from busrl.errors import UserError
-from busrl.launch import status
 from busrl.launch.fates import put_back
 from busrl.launch.rundir import unlink_segments
 from busrl.ledger.errors import record_error
+from busrl.monitor.status import status
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates
 
