@@ -32,7 +32,7 @@ from busrl.ledger.audit import AuditReport
 from busrl.ledger.errors import Throttle, record_error
 from busrl.ledger.log import show_whole, write_whole
 from busrl.monitor.files import in_words
-from busrl.monitor.state import ProcessRow, RunState
+from busrl.monitor.state import ProcessRow, RecentErrors, RunState
 from busrl.monitor.text import alike, duration, short
 from busrl.paths import RunPaths
 from busrl.protocol import address
@@ -50,7 +50,7 @@ class Progress:
 
     def __init__(self, run: RunState, children: Sequence[Child], now: float, faults: Sequence[str] = ()) -> None:
         self.run, self.children, self.started, self.faults = run, children, now, list(faults)
-        run.launched, run.faults = True, bool(faults)
+        run.launched, run.faults, run.errors = True, bool(faults), RecentErrors()
         self.before = self._newest = run.at_step  # steps that were done before this start
         self.groups = self.samples = self.tokens = 0
 

@@ -575,8 +575,9 @@ class RunState:
         tokens = self._generated.per_s() if len(self._generated.points) > 1 else None
         if pace is None:
             return Speed(tokens_per_s=tokens)
-        trained = pace.tokens if self.ring is None and not self.replay else None
-        return Speed(pace.samples, trained if tokens is None else tokens, 60 * pace.steps)
+        if tokens is None and not self.replay:
+            tokens = pace.tokens  # trained ones, until those that are generated have been watched
+        return Speed(pace.samples, tokens, 60 * pace.steps)
 
     def left_s(self, now: float) -> float | None:
         """Estimated seconds to the goal; None while there is nothing to estimate from."""

@@ -256,9 +256,9 @@ def doing(row: ProcessRow) -> str:
         return f"{row.state}: {safe(row.activity)}" if row.activity not in ("", row.state) else row.state
     if row.activity:
         return safe(row.activity)
-    if row.state != "ready":
+    if row.state != "ready" or row.busy is None:
         return row.state
-    return "working" if row.busy is not None and row.busy > 0.02 else "idle"
+    return "working" if row.busy > 0.02 else "idle"
 
 
 def age(seconds: float) -> str:
@@ -316,12 +316,12 @@ def facts(run: RunState, now: float) -> list[str]:
 
 def line(run: RunState, now: float) -> str:
     """The state in one line, for a log that grows."""
-    newest, known = run.steps.newest, run.speed(now)
+    steps, known = run.steps, run.speed(now)
     parts = ["FAULTS ARE ON"] if run.faults else []
     parts += [progress(run, now)] if run.launched else [run.state, progress(run, now)]
-    if newest is not None:
-        parts.append(f"reward {newest.reward:.3f} · length {newest.length:.1f}")
-    if (flat := run.steps.flat_share(run.idle)) is not None and flat >= 0.005:
+    if (reward := steps.recent(lambda one: one.reward)) is not None:
+        parts.append(f"reward {reward:.3f} · length {steps.recent(lambda one: one.length) or 0.0:.1f}")
+    if (flat := steps.flat_share(run.idle)) is not None and flat >= 0.005:
         parts.append(f"{flat:.0%} flat")
     if known != Speed() or not run.launched:
         parts.append(speed(known))
