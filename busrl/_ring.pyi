@@ -1,11 +1,12 @@
 """Types of the C++ module; the behaviour is documented in `busrl.ring` and `csrc/include/busrl`."""
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from busrl.states import State as State
 
 CRASH_POINTS: tuple[str, ...]
 HEADER_WORDS: tuple[str, ...]
@@ -14,17 +15,6 @@ MAX_TENSORS: int
 NO_SEGMENT: int
 UID_NONE: int
 UID_VALIDATE: int
-
-class State(IntEnum):
-    FREE = 0
-    RESERVED = 1
-    QUEUED = 2
-    GENERATING = 3
-    GENERATED = 4
-    REWARDING = 5
-    REWARDED = 6
-    TRAINING = 7
-    DROPPED = 8
 
 class Process:
     @property

@@ -62,6 +62,11 @@ class RewardNotLoaded(UserError):
     """A reward function that can not be imported or called; the message holds the import path and the cause."""
 
 
+class FunctionRefused(UserError):
+    """A loss, an advantage estimator or a metric of the user's that cannot be imported, raises, or breaks its contract;
+    the message holds the key, the import path, and the cause."""
+
+
 class SamplesUsedUp(UserError):
     """The run has dispatched as many samples as a fate table can hold; the message says how many that is."""
 

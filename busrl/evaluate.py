@@ -21,11 +21,12 @@ import numpy.typing as npt
 
 from busrl.config import Topology
 from busrl.data import JsonlStream, prompt_of
-from busrl.data.prompts import VALIDATE_BIT, lines_of, mean_over_prompts, standard_error
 from busrl.data.prompts import Item as Line
+from busrl.data.prompts import lines_of, mean_over_prompts, standard_error
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.errors import UserError
 from busrl.rewards import Item, Outcome, RewardPool
+from busrl.states import VALIDATE_BIT
 
 READY_S = 120.0
 NO_TOKENS = np.empty(0, np.int32)

@@ -1,9 +1,8 @@
 """Advantages of the samples of one group from their rewards, and the question whether a group teaches anything.
 
-Talks to nobody; the learner calls it once per group. Knows nothing of tokens: a sample has one advantage for all of
-them.
+The learner calls it once per group. Knows nothing of tokens: a sample has one advantage for all of them.
 
-- An advantage depends on the rewards of its own group alone, so groups can be trained as they become ready.
+- An advantage depends on its own group alone, so groups can be trained as they become ready.
 - A flat group (all rewards equal, or every advantage 0) is found here and never reaches a denominator.
 """
 
@@ -16,14 +15,18 @@ from torch import Tensor
 
 EPS = 1e-6  # added to the standard deviation: a published convention, not only a guard against division by 0
 
+# Rewards of the G samples of one group, at least 2 of them different, and how many tokens each sample has -> G
+# advantages. Called once per group.
+AdvantageEstimator = Callable[[Sequence[float], Sequence[int]], Tensor | Sequence[float]]
 
-def group_std(rewards: Sequence[float]) -> Tensor:
+
+def group_std(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tensor:
     """(R - mean) / (std + 1e-6), with n - 1 under the root; in float64, one value per sample."""
     centred = group_mean(rewards)
     return centred / (_spread(torch.tensor(list(rewards), dtype=torch.float64)) + EPS)
 
 
-def group_mean(rewards: Sequence[float]) -> Tensor:
+def group_mean(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tensor:
     """R - mean, in float64: leaves the scale of the rewards in the gradient."""
     if len(rewards) < 2:
         raise ValueError(f"a group of {len(rewards)} has no advantage: rewards are compared with each other; needs 2")
@@ -35,7 +38,14 @@ def _spread(values: Tensor) -> Tensor:
     return values.std(correction=1)
 
 
-ADVANTAGES: dict[str, Callable[[Sequence[float]], Tensor]] = {"group_std": group_std, "group_mean": group_mean}
+ADVANTAGES: dict[str, AdvantageEstimator] = {"group_std": group_std, "group_mean": group_mean}
+
+
+def get(name: str) -> AdvantageEstimator:
+    """The estimator of that name, or an error that lists the names there are."""
+    if name not in ADVANTAGES:
+        raise ValueError(f"advantage {name!r} is not known; choose one of {', '.join(sorted(ADVANTAGES))}")
+    return ADVANTAGES[name]
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
@@ -43,11 +53,9 @@ def is_flat(rewards: Sequence[float]) -> bool:
     return len(rewards) < 2 or all(reward == rewards[0] for reward in rewards)
 
 
-def advantages(kind: str, rewards: Sequence[float]) -> list[float]:
-    """The advantages of one group by the name of their rule; all exactly 0.0 for a flat group."""
-    if kind not in ADVANTAGES:
-        raise ValueError(f"advantage {kind!r} is not known; choose one of {', '.join(sorted(ADVANTAGES))}")
+def advantages(estimator: AdvantageEstimator, rewards: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+    """The advantages of one group; all exactly 0.0 for a flat group, which the estimator never sees."""
     if is_flat(rewards):
         return [0.0] * len(rewards)
-    values: list[float] = ADVANTAGES[kind](rewards).tolist()
-    return values
+    found = estimator(rewards, lengths)
+    return [float(value) for value in (found.tolist() if isinstance(found, Tensor) else found)]

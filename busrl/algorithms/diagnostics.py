@@ -1,5 +1,4 @@
-"""What a step says about itself: how far the weights are from those that sampled, what was clipped, how random it
-still is.
+"""The diagnostics of a step: how far the weights are from those that sampled, what was clipped, the entropy.
 
 The trainer adds one row of sums per micro-batch and reads it once per step. Knows nothing of models or samples.
 
@@ -25,8 +24,8 @@ FIELDS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "clip_low", "
 class Diagnostics:
     """Means over the trained tokens of a step; the ratio is to the recorded log-probabilities, never truncated."""
 
-    log_ratio_mean: float  # log(theta / mu)
-    k3: float  # mean of r - 1 - log r, which estimates KL(mu || theta)
+    log_ratio_mean: float  # log(trainer / behaviour)
+    k3: float  # mean of r - 1 - log r, which estimates KL(behaviour || trainer)
     ess: float  # (sum r)^2 / (N sum r^2), in [1/N, 1]
     clip_low: float  # share with A < 0 and r < 1 - clip_low
     clip_high: float  # share with A > 0 and r > 1 + clip_high
@@ -38,7 +37,7 @@ class Diagnostics:
 
 
 def sums(
-    tokens: losses.Tokens,
+    inputs: losses.LossInputs,
     weighted_loss: Tensor,
     entropy: Tensor,
     current: Tensor | None,
@@ -47,18 +46,18 @@ def sums(
 ) -> Tensor:
     """One row in the order of FIELDS. `current` marks tokens sampled with the very weights that are being trained,
     `begun` those of them whose answers had no token of other weights before (None: all of them)."""
-    difference = losses.log_ratio(tokens.logp.detach(), tokens.behaviour, tokens.mask)
+    difference = losses.log_ratio(inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)
     ratio = difference.exp()
     low, high = losses.clip_bounds(settings)
-    falling, rising = tokens.advantage < 0, tokens.advantage > 0
+    falling, rising = inputs.advantages < 0, inputs.advantages > 0
     same = torch.zeros_like(difference) if current is None else current.to(difference)
     rows = [torch.ones_like(difference), difference, ratio - 1 - difference, ratio, ratio * ratio]
     rows += [falling & (ratio < low), rising & (ratio > high), falling & (ratio > settings.dual_clip)]
     whole = same if begun is None else same * begun.to(difference)
     rows += [entropy, weighted_loss.detach(), same, same * difference.abs(), whole, whole * difference.abs()]
     every = torch.stack([row.to(difference.dtype) for row in rows])
-    # Not a product with the mask: what stands at a masked position may be NaN.
-    kept = every if tokens.mask is None else every.where(tokens.mask.bool(), 0)
+    # Not a product with the mask: a masked position may hold NaN.
+    kept = every if inputs.mask is None else every.where(inputs.mask.bool(), 0)
     return kept.flatten(1).sum(1, dtype=torch.float64)
 
 

@@ -1,19 +1,19 @@
 """Losses per token: log-probabilities, advantages and settings in, a tensor of the same shape out, to be minimised.
 
-Called by the trainer for every micro-batch. A loss never averages: sums and denominators are in `aggregation`. Knows
-nothing of models, samples or padding. Works on any shape; `mask` (1 = trained) may be left out when every position is
-trained.
+Called by the trainer for every micro-batch, through `per_token`. A loss never averages: sums and denominators are in
+`aggregation`. Knows nothing of models, samples or padding.
 
 - Behaviour and proximal log-probabilities, advantages and correction weights are constants: no gradient flows into
   them.
-- Whatever stands at a masked position (0, NaN, 1e9) changes neither the value nor the gradient of the others.
-- A log-ratio is clamped to [-20, 20] before it is exponentiated: a wild token can not make the sum infinite.
+- What stands at a masked position (0, NaN, 1e9) changes neither the value nor the gradient of the others: `per_token`
+  hides it from every loss.
+- A log-ratio is clamped to [-20, 20] before it is exponentiated: a wild token cannot make the sum infinite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The numbers a loss may use; the names are those of the topology's [learner] keys."""
+    """The numbers that a loss may use; the names are those of the topology's [learner] keys."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -32,57 +32,63 @@ class LossSettings:
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """What a loss sees of the trained tokens; all tensors have one shape, index t is about the same token in each."""
+class LossInputs:
+    """What a loss gets: one entry per generated token of a micro-batch, sample after sample.
 
-    logp: Tensor  # under the weights of this step, with gradient
-    behaviour: Tensor  # recorded when the token was sampled
-    prox: Tensor  # under the weights at the start of this step; equal to logp.detach() with one update per batch
-    advantage: Tensor
-    mask: Tensor | None = None
+    All tensors have one shape, [tokens] in training, and one device; index t is about the same token in each. Floats
+    are float32 (float64 with a float64 model). A token of a prompt is never among them.
+    """
 
-
-@dataclass(frozen=True)
-class Loss:
-    """A named per-token loss. `streamable`: needs no statistic of the whole batch, so it may run group by group."""
-
-    name: str
-    streamable: bool
-    uses_prox: bool
-    per_token: Callable[[Tokens, LossSettings], Tensor]
+    trainer_logprobs: Tensor  # log-probabilities under the weights of this step, with gradient
+    behaviour_logprobs: Tensor  # recorded when the token was sampled
+    proximal_logprobs: Tensor  # under the weights before the step's first update; without gradient
+    advantages: Tensor  # of the token's sample
+    mask: Tensor | None = None  # bool, true where trained; None: everywhere
+    samples: Tensor | None = None  # int64, the row of the token's sample in this micro-batch, from 0
+    policy_versions: Tensor | None = None  # int64, the version of the weights that sampled the token
+    ages: Tensor | None = None  # int64, finished steps since that version was made; 0 = the weights of this step
 
 
-def ppo_clip(tokens: Tokens, settings: LossSettings) -> Tensor:
+LossFunction = Callable[[LossInputs, LossSettings], Tensor]
+
+
+def ppo_clip(inputs: LossInputs, settings: LossSettings) -> Tensor:
     """Clipped surrogate on the ratio to the recorded log-probabilities, with the dual clip; no second correction."""
-    ratio = log_ratio(tokens.logp, tokens.behaviour, tokens.mask).exp()
-    return masked(dual_clipped(surrogate(ratio, tokens.advantage, settings), tokens.advantage, settings), tokens.mask)
+    ratio = log_ratio(inputs.trainer_logprobs, inputs.behaviour_logprobs).exp()
+    return dual_clipped(surrogate(ratio, inputs.advantages, settings), inputs.advantages, settings)
 
 
-def decoupled(tokens: Tokens, settings: LossSettings) -> Tensor:
-    """Clipped surrogate on the ratio to the proximal policy, times the capped weight prox / behaviour (a constant)."""
-    ratio = log_ratio(tokens.logp, tokens.prox.detach(), tokens.mask).exp()
-    clipped = dual_clipped(surrogate(ratio, tokens.advantage, settings), tokens.advantage, settings)
-    return masked(clipped * importance_weight(tokens, settings), tokens.mask)
+def decoupled(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """Clipped surrogate on the ratio to the proximal policy, times the capped weight proximal / behaviour."""
+    ratio = log_ratio(inputs.trainer_logprobs, inputs.proximal_logprobs.detach()).exp()
+    clipped = dual_clipped(surrogate(ratio, inputs.advantages, settings), inputs.advantages, settings)
+    return clipped * importance_weight(inputs, settings)
 
 
-LOSSES: dict[str, Loss] = {
-    "ppo_clip": Loss("ppo_clip", streamable=True, uses_prox=False, per_token=ppo_clip),
-    "decoupled": Loss("decoupled", streamable=True, uses_prox=True, per_token=decoupled),
-}
+LOSSES: dict[str, LossFunction] = {"ppo_clip": ppo_clip, "decoupled": decoupled}
+WITHOUT_PROXIMAL = frozenset({"ppo_clip"})  # losses for which nothing is scored before the first of several updates
 
 
-def get(name: str) -> Loss:
+def get(name: str) -> LossFunction:
     """The loss of that name, or an error that lists the names there are."""
     if name not in LOSSES:
         raise ValueError(f"loss {name!r} is not known; choose one of {', '.join(sorted(LOSSES))}")
     return LOSSES[name]
 
 
-def log_ratio(logp: Tensor, reference: Tensor, mask: Tensor | None = None) -> Tensor:
-    """log(pi / reference), clamped; 0 and without gradient where masked."""
-    if mask is not None:
-        logp, reference = logp.where(mask.bool(), 0), reference.where(mask.bool(), 0)
-    return (logp - reference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+def per_token(loss: LossFunction, inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """What `loss` gives, 0 where masked. The loss sees zeros there: a NaN behind a mask would reach the gradient."""
+    if inputs.mask is None:
+        return loss(inputs, settings)
+    trained = inputs.mask.bool()
+    names = ("trainer_logprobs", "behaviour_logprobs", "proximal_logprobs", "advantages")
+    hidden = replace(inputs, **{name: getattr(inputs, name).where(trained, 0) for name in names})
+    return loss(hidden, settings).where(trained, 0)
+
+
+def log_ratio(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """log(pi / reference), clamped."""
+    return (logprobs - reference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def clip_bounds(settings: LossSettings) -> tuple[float, float]:
@@ -90,22 +96,18 @@ def clip_bounds(settings: LossSettings) -> tuple[float, float]:
     return 1.0 - settings.clip_low, 1.0 + settings.clip_high
 
 
-def surrogate(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
+def surrogate(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:
     """-min(r A, clip(r) A): the worse of both, so leaving the interval is never rewarded."""
     low, high = clip_bounds(settings)
-    return torch.maximum(-ratio * advantage, -ratio.clamp(low, high) * advantage)
+    return torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
 
 
-def dual_clipped(loss: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
+def dual_clipped(loss: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:
     """Bounds the loss of tokens with a negative advantage by -c A, where an exploding ratio has no other bound."""
-    return torch.where(advantage < 0, torch.minimum(loss, -settings.dual_clip * advantage), loss)
+    return torch.where(advantages < 0, torch.minimum(loss, -settings.dual_clip * advantages), loss)
 
 
-def importance_weight(tokens: Tokens, settings: LossSettings) -> Tensor:
-    """min(prox / behaviour, cap), a constant."""
-    return log_ratio(tokens.prox.detach(), tokens.behaviour, tokens.mask).exp().clamp(max=settings.tis_cap)
-
-
-def masked(values: Tensor, mask: Tensor | None) -> Tensor:
-    """0 where masked, whatever stood there."""
-    return values if mask is None else torch.where(mask.bool(), values, 0)
+def importance_weight(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """min(proximal / behaviour, cap), a constant."""
+    ratio = log_ratio(inputs.proximal_logprobs.detach(), inputs.behaviour_logprobs).exp()
+    return ratio.clamp(max=settings.tis_cap)

@@ -14,16 +14,16 @@ from torch import Tensor
 
 
 def mastered(
-    logp: Tensor, entropy: Tensor, advantage: Tensor, rows: Tensor, lengths: Tensor, tau: float, sigma: float,
+    logprobs: Tensor, entropy: Tensor, advantages: Tensor, rows: Tensor, lengths: Tensor, tau: float, sigma: float,
     mask: Tensor | None = None,
 ) -> Tensor:
     """True for each token with probability >= tau, of a sample with advantage > 0 and mean entropy < sigma nats.
 
-    `logp` and `entropy` are under the current policy, `rows` names each token's sample, `lengths` counts the trained
-    tokens (those of `mask`) of each sample.
+    `logprobs` and `entropy` are under the current policy, `rows` names each token's sample, `lengths` counts the
+    trained tokens (those of `mask`) of each sample.
     """
     counted = entropy.detach() if mask is None else entropy.detach().where(mask.bool(), 0)
     total = torch.zeros(len(lengths), dtype=counted.dtype, device=counted.device).index_add_(0, rows, counted)
     low = (total / lengths.clamp(min=1) < sigma)[rows]
-    found: Tensor = low & (advantage > 0) & (logp.detach().exp() >= tau)
+    found: Tensor = low & (advantages > 0) & (logprobs.detach().exp() >= tau)
     return found if mask is None else found & mask.bool()

@@ -22,7 +22,8 @@ from busrl.launch.rundir import unlink_segments
 from busrl.monitor.sources import newest_run
 from busrl.monitor.text import printable
 from busrl.paths import SHM, RunPaths
-from busrl.ring import UID_NONE, UID_VALIDATE, WORKING, Ring, RingError, RingGuard, State
+from busrl.ring import UID_NONE, WORKING, Ring, RingError, RingGuard, State
+from busrl.states import VALIDATE_BIT
 
 SUFFIX = ".ring"
 
@@ -152,7 +153,7 @@ def render_slots(ring: Ring) -> list[str]:
         age, uid = (now - int(oldest["changed_ns"])) / 1e9, int(oldest["uid"])
         # In DROPPED the owner's place holds the reason.
         name = owners.get(owner, f"process {owner}") if owner and State(state) in WORKING else "-"
-        shown = f"v{uid & ~UID_VALIDATE}" if uid & UID_VALIDATE else str(uid)
+        shown = f"v{uid & ~VALIDATE_BIT}" if uid & VALIDATE_BIT else str(uid)
         table.append(f"  {State(state).name:<12}{name:<14}{len(here):>6}{age:>8.1f} s  {shown}")
     return table
 

@@ -23,13 +23,13 @@ import numpy as np
 from busrl.config import recorded
 from busrl.data import JsonlStream
 from busrl.errors import BusrlError, NoSuchRun, RingNotFound, UserError
-from busrl.ledger import fates as codes
 from busrl.ledger.log import Record, SampleRecord, frames, read_draws
 from busrl.ledger.openbin import read_open
 from busrl.ledger.trained import TrainedSet
 from busrl.monitor.text import printable
 from busrl.paths import RunPaths
-from busrl.ring import UID_NONE, UID_VALIDATE, Fates, NoSuchTensor, Ring, RingError, State
+from busrl.ring import UID_NONE, Fates, NoSuchTensor, Ring, RingError, State
+from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name
 
 SHOWN = 200  # characters of a text
 _records = msgspec.msgpack.Decoder(Record)
@@ -48,7 +48,7 @@ def number(text: str) -> int:
     digits = text[1:] if text.startswith("v") else text
     if not digits.isascii() or not digits.isdigit() or int(digits) >= UID_NONE:
         raise UserError(f"--uid {text}: a uid is a whole number below 2**64 - 1 (v7 is a validation sample)")
-    return int(digits) | (UID_VALIDATE if text.startswith("v") else 0)
+    return int(digits) | (VALIDATE_BIT if text.startswith("v") else 0)
 
 
 class Sample:
@@ -57,21 +57,21 @@ class Sample:
     def __init__(self, paths: RunPaths, uid: int) -> None:
         self.paths, self.uid = paths, uid
         self.topology = recorded(paths.topology)
-        self.validates = bool(uid & UID_VALIDATE)
-        self.row = uid & ~UID_VALIDATE
+        self.validates = bool(uid & VALIDATE_BIT)
+        self.row = uid & ~VALIDATE_BIT
         self.fate = self._fate(paths.validate_fates if self.validates else paths.fates)
 
     def text(self) -> str:
         slots = list(self._ring())
         found = [*slots, *self._files()]
-        if not found and self.fate == codes.Fate.NONE:
+        if not found and self.fate == Fate.NONE:
             raise UserError(
                 f"--uid {self._name()}: {self.paths.root} knows no such sample, {self._who()}: it was never "
                 f"dispatched; {self._highest()}"
             )
         lines = [f"sample {self._name()} of {self.paths.root}", f"  who       {self._who()}", *self._prompt()]
-        lines.append(f"  fate      {codes.name_of(self.fate)}{self._kind()}")
-        if self.fate == codes.Fate.DISPATCHED and not slots:
+        lines.append(f"  fate      {fate_name(self.fate)}{self._kind()}")
+        if self.fate == Fate.DISPATCHED and not slots:
             lines.append("  slot      none: with the run stopped the next start generates it again")
         return "\n".join([*lines, *found, *self._relatives()])
 
@@ -107,17 +107,17 @@ class Sample:
 
     def _fate(self, path: Path) -> int:
         if not path.exists():
-            return int(codes.Fate.NONE)
+            return int(Fate.NONE)
         table = Fates(str(path), read_only=True)
         try:
-            return table.get(self.row) if self.row < len(table) else int(codes.Fate.NONE)
+            return table.get(self.row) if self.row < len(table) else int(Fate.NONE)
         finally:
             table.close()
 
     def _kind(self) -> str:
-        if codes.is_accident(self.fate):
+        if self.fate in ACCIDENTS:
             return " (an accident)"
-        return " (set aside by rule)" if codes.is_rule(self.fate) else ""
+        return " (set aside by rule)" if self.fate in RULES else ""
 
     def _highest(self) -> str:
         path = self.paths.validate_fates if self.validates else self.paths.fates
@@ -131,12 +131,12 @@ class Sample:
             return
         size, again = self.topology.groups.size, self._place()[1]
         other = self.uid - size if again else self.uid + size
-        fate = Sample(self.paths, other).fate if other >= 0 else codes.Fate.NONE
+        fate = Sample(self.paths, other).fate if other >= 0 else Fate.NONE
         if again:
-            yield f"  parent    uid {other}, which ended as {codes.name_of(fate)}; this is its re-roll"
+            yield f"  parent    uid {other}, which ended as {fate_name(fate)}; this is its re-roll"
         elif fate:
-            yield f"  re-roll   uid {other}: {codes.name_of(fate)}"
-        elif codes.is_accident(self.fate):
+            yield f"  re-roll   uid {other}: {fate_name(fate)}"
+        elif self.fate in ACCIDENTS:
             yield f"  re-roll   uid {other} is not dispatched yet"
 
     # -- where it is --------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from busrl import keys, quickstart
 from busrl.config import machine, machinery, reader
-from busrl.config.rules import FUNCTION
+from busrl.config.machinery import FUNCTION
 from busrl.config.schema import FOREIGN_ROLES, TINY, Topology
-from busrl.config.trial import UNKNOWN, Limit, Trial, limit_of, try_first
+from busrl.config.trial import UNKNOWN, Limit, Trial, limit_of, try_first, try_functions
 from busrl.errors import BadKeys, DataError, Problem
 from busrl.scheduling.lengths.rules import Fault, Keywords, check
 
@@ -124,6 +124,10 @@ def look(topology: Topology, skip: set[str]) -> tuple[Looked, list[KeyProblem]]:
     token_bytes, context = (DEFAULT_TOKEN_BYTES, 0) if "model.path" in skip else model(topology, found)
     asked = topology.reward.kind == "python" and FUNCTION.fullmatch(topology.reward.function)
     tried = reward(topology, found) if asked and not skip & REWARD_KEYS else Trial()
+    if not skip & {"learner.loss", "learner.advantage", "learner.metrics", "process"}:
+        for key, fault in try_functions(topology):
+            remedy = "correct it: no step could be made with it (docs/extending.md)"
+            found.append(KeyProblem(key, Problem("", "", f"cannot be used: {fault}", remedy)))
     if topology.bus.endpoint != "ipc" and not skip & {"bus.endpoint", "bus.keys"}:
         bus_keys(topology.bus.keys, found)
     if topology.openai.tools and topology.openai.endpoint == "chat" and "openai.tools" not in skip:

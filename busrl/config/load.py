@@ -35,7 +35,7 @@ from busrl.errors import Problem, TopologyError, UserError
 
 
 UNRESOLVED = Derived(
-    B=0, W=0, n_lo=0, n_hi=0, eta_min=0, n_floor=0, g_min=0, horizon=0, slots=0, train_slots=0, val_reserve=0,
+    B=0, W=0, n_lo=0, n_hi=0, n_floor=0, g_min=0, horizon=0, slots=0, train_slots=0, val_reserve=0,
     slot_bytes=0, task_bytes=0, train_prompts=0, validation_prompts=0, ring_bytes=0, val_samples=0,
 )
 
@@ -131,7 +131,7 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     """The typed settings, with what is empty by default filled in from other keys."""
     sections: dict[str, Any] = reader.sections()
     draft = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
-    function = _function_path(draft.reward.function, source)
+    function = _function_path(draft.reward.function, source, ("reward", "function"))
     kind = "python" if function and not _written(source, "reward", "kind") else draft.reward.kind
     reward = dataclasses.replace(draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function)
     here = os.path.abspath(source.folder)
@@ -139,7 +139,14 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
         dataclasses.replace(entry, command=tuple(part.replace("{here}", here) for part in entry.command))
         for entry in (*draft.process, *_implied(draft))
     )
-    made = dataclasses.replace(draft, reward=reward, process=tuple(entries), generation=_generation(draft, source))
+    learner = dataclasses.replace(
+        draft.learner, loss=_function_path(draft.learner.loss, source, ("learner", "loss")),
+        advantage=_function_path(draft.learner.advantage, source, ("learner", "advantage")),
+        metrics=tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics),
+    )
+    made = dataclasses.replace(
+        draft, learner=learner, reward=reward, process=tuple(entries), generation=_generation(draft, source)
+    )
     model = dataclasses.replace(made.model, dtype=_dtype(made), path=files.model_folder(made.model.path))
     return dataclasses.replace(made, model=model)
 
@@ -172,12 +179,12 @@ def _written(source: Source, *key: str) -> bool:
     return key in source.lines or key in source.overridden
 
 
-def _function_path(function: str, source: Source) -> str:
+def _function_path(function: str, source: Source, key: tuple[str, ...]) -> str:
     """file.py:name with the file made absolute, as other paths are; package.module:name as it stands."""
     file, colon, name = function.rpartition(":")
     if not colon or not file.endswith(".py"):
         return function
-    typed_here = source.raw_text(("reward", "function")) is not None
+    typed_here = source.raw_text(key) is not None
     return os.path.normpath((Path.cwd() if typed_here else source.folder) / Path(file).expanduser()) + f":{name}"
 
 

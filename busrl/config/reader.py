@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.config import schema
-from busrl.config.machinery import Rule, rule_of
+from busrl.config.machinery import FUNCTION, Rule, rule_of
 from busrl.config.names import counterpart, elsewhere
 from busrl.errors import Problem, TopologyError
 
@@ -516,7 +516,8 @@ def _typed(kind: type, value: Any, noun: str) -> Any:
 
 def _checked_text(rule: Rule, value: Any) -> str:
     text: str = _typed(str, value, rule.text() or "a string")
-    if rule.choices and text not in rule.choices:
+    by_path = rule.function and FUNCTION.fullmatch(text)
+    if rule.choices and text not in rule.choices and not by_path:
         near = difflib.get_close_matches(text, rule.choices, n=1)
         raise _Wrong(f"expected {rule.text()}", f'did you mean "{near[0]}"?' if near else "")
     if "\0" in text or (rule.required and not text):

@@ -181,8 +181,11 @@ class Learner:
 
     lr: float = key(REQUIRED, "learning rate for steps of n_min groups; scaled by sqrt(groups / n_min)",
                     low=0, open_low=True, high=10)
-    loss: str = key("ppo_clip", "objective per token", choices=("ppo_clip", "decoupled"))
-    advantage: str = key("group_std", "(R - mean) / std of the group, or R - mean", choices=("group_std", "group_mean"))
+    loss: str = key("ppo_clip", "objective per token", choices=("ppo_clip", "decoupled"), function=True)
+    advantage: str = key("group_std", "(R - mean) / std of the group, or R - mean", choices=("group_std", "group_mean"),
+                         function=True)
+    metrics: tuple[str, ...] = key((), "functions that add numbers of your own to each line of metrics.jsonl, as "
+                                   "package.module:name or file.py:name (docs/extending.md)")
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, high=1, open_high=True)
     weight_decay: float = key(0.0, "AdamW weight decay", low=0, high=10)
     eps: float = key(1e-8, "AdamW epsilon", low=0, open_low=True, high=1)
@@ -344,7 +347,6 @@ class Derived:
     W: int  # admission indices that the learner looks at
     n_lo: int  # smallest count threshold
     n_hi: int  # largest count threshold
-    eta_min: int  # smallest admission bound that a controller may choose, in steps
     n_floor: int  # fewest groups that a step by time may have
     g_min: int  # survivors that a group needs to be trained
     horizon: int  # drawn groups among which the policy may reorder

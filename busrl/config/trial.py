@@ -35,6 +35,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from busrl import quickstart
 from busrl.config import machine
+from busrl.config.machinery import FUNCTION
 from busrl.config.schema import TINY, Topology, has_model
 from busrl.data.chat import LightTokenizer
 from busrl.data.prompts import open_file, prompt_lines, prompt_of
@@ -505,3 +506,34 @@ def _last_words(child: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
     printed.seek(0)
     rows = printed.read().decode(errors="replace").strip().splitlines()
     return f"exit code {code}" + (f", {rows[-1]}" if rows else "")
+
+
+# -- a loss, an advantage estimator and metrics by import path ----------------
+
+
+def try_functions(t: Topology) -> list[tuple[str, str]]:
+    """(key, what is wrong) of each function that [learner] names by import path, tried in a process of its own."""
+    own = t.learner
+    named = [("learner.loss", own.loss), ("learner.advantage", own.advantage)]
+    named += [("learner.metrics", path) for path in own.metrics]
+    asked = [(key, path) for key, path in named if FUNCTION.fullmatch(path)]
+    if not asked:
+        return []
+    entry = next((one for one in t.process if one.role == "learner"), None)
+    environment = {**os.environ, **(entry.env if entry else {})}
+    with tempfile.TemporaryFile() as printed:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "busrl.training.custom", *(text for pair in asked for text in pair)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, env=environment, start_new_session=True,
+        )
+        try:
+            faults = json.loads(child.communicate(timeout=LOAD_S)[0])
+        except subprocess.TimeoutExpired:
+            faults = [f"importing and trying it took longer than {LOAD_S:g} s"] * len(asked)
+        except json.JSONDecodeError:
+            faults = [f"the process that tried it died: {_last_words(child, printed)}"] * len(asked)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
+    return [(key, fault.removeprefix(f"{key} = {path!r}: ")) for (key, path), fault in zip(asked, faults) if fault]

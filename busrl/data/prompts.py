@@ -353,7 +353,6 @@ def line_bounds(fd: int) -> npt.NDArray[np.int64]:
 # -- Which prompts a measurement asks, and what it makes of their rewards: the same for a round of validation ... -----
 
 
-VALIDATE_BIT = 1 << 62
 SUBSET_SEED = 0  # runs that differ in run.seed are compared on the same prompts
 
 

@@ -1,6 +1,6 @@
 """What a topology's [faults] says, as this package sees it, the names that may stand there, and all of it in words.
 
-Talks to nothing; `topology.schema` has the dataclasses that fit these shapes. Knows nothing of sockets or processes.
+Talks to nothing; `config.schema` has the dataclasses that fit these shapes. Knows nothing of sockets or processes.
 
 Which crash point a process gets in which of its lives.
 
@@ -16,13 +16,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 from busrl.protocol.codec import BY_NAME
-from busrl.ring import CRASH_POINTS
+from busrl.states import CRASH_POINTS
 
 # -- What a topology's [faults] says, as this package sees it, the names that may stand there, and all of it in ... ---
 
 
 MESSAGES: Final = tuple(sorted(BY_NAME))
-POINTS: Final = CRASH_POINTS
 _HOLDERS: Final = ("rollout", "reward", "learner", "validator", "keeper")  # the keeper in the name of remote workers
 _MOVERS: Final = ("scheduler", *_HOLDERS)
 # Which of busrl's own programs pass a point; docs/faults.md has the same table.

@@ -6,7 +6,7 @@ the protocol and NumPy; knows nothing of sockets, rings or files.
 
 from busrl.gateway.book import Answer, Book, Gone, Held, Member, Room, task_id
 from busrl.gateway.checks import Broken, Limits
-from busrl.gateway.desk import BAD, Desk, Settings, Tally, VersionSteps
+from busrl.gateway.desk import BAD, Desk, FairClock, Settings, Tally
 
 __all__ = [
     "BAD",
@@ -14,6 +14,7 @@ __all__ = [
     "Book",
     "Broken",
     "Desk",
+    "FairClock",
     "Gone",
     "Held",
     "Limits",
@@ -21,6 +22,5 @@ __all__ = [
     "Room",
     "Settings",
     "Tally",
-    "VersionSteps",
     "task_id",
 ]

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.protocol import gateway as g
+from busrl.states import Fate
 
 
 class Gone(Exception):
@@ -106,7 +107,7 @@ class Book(Protocol):
     def expire(self, index: int, held: Held) -> bool:
         """Back to rest, one attempt the poorer; True if that was one too many and the sample was dropped."""
 
-    def drop(self, index: int, held: Held, fate: str) -> None:
+    def drop(self, index: int, held: Held, fate: Fate) -> None:
         """End the sample for an accident or by rule."""
 
     def committed(self, slot: int, seq: int, uid: int) -> bool:

@@ -2,18 +2,13 @@
 
 Pure. Knows nothing of messages or rings.
 
-- A step of the clock is at most `MOST_STEP_S`: a keeper that was stopped, or a machine that was suspended, ends no
+- A step of the clock is at most two `TICK_S`: a keeper that was stopped, or a machine that was suspended, ends no
   lease by waking up.
 - A keeper that comes back grants every lease afresh (`Leases.grant` for all that the ledger shows as held).
 
 Counts of what remote workers did and of what they were refused, by name, for `busrl status`.
 
 Pure; the keeper writes it to a file. Knows nothing of slots. Names come from outside, so their number is bounded.
-
-Which learner step made which weight version, as far as the keeper has seen it. Pure.
-
-A remote answer may hold tokens of older weights than those of its dispatch; the learner counts its age from the step
-of the oldest. For a version that was never seen the newest older one counts: an answer may look too old, never too new.
 
 The gateway's decisions: one request in, the ledger moved through a `Book`, the answers out.
 
@@ -39,7 +34,6 @@ Invariants (ledger, section 3), held by `tests/gateway` under loss, doubling, re
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,24 +45,28 @@ from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.gateway import Remote
 from busrl.protocol.messages import Message, name_of
+from busrl.states import Fate
 
 # -- Leases on claims of remote workers, on a clock that only counts time in which the keeper could have heard them ---
 
 
-MOST_STEP_S = 1.0
+TICK_S = 0.5
 
 
 class FairClock:
-    """Seconds since it was made, without the time for which its reader was late."""
+    """Time that may be held against others: between two looks at most two ticks count, since for the rest of the time
+    the one who looks was late himself. `time`: their sum."""
 
-    def __init__(self, now: float) -> None:
-        self._seen = now
+    def __init__(self, tick_s: float, now: float) -> None:
+        self._longest_s = 2 * tick_s
+        self._last = now
         self.time = 0.0
 
-    def advance(self, now: float) -> float:
-        self.time += min(max(0.0, now - self._seen), MOST_STEP_S)
-        self._seen = now
-        return self.time
+    def passed(self, now: float) -> float:
+        """The seconds since the last call that count."""
+        passed, self._last = min(max(0.0, now - self._last), self._longest_s), now
+        self.time += passed
+        return passed
 
 
 @dataclass
@@ -169,27 +167,6 @@ class Tally:
                     self.latest[str(name)] = counts["latest"]
 
 
-# -- Which learner step made which weight version, as far as the keeper has seen it. Pure -----------------------------
-
-
-class VersionSteps:
-    """`note` what the ring's header says; `step_of` a version."""
-
-    def __init__(self, keep: int = 4096) -> None:
-        self._steps: dict[int, int] = {0: 0}
-        self._keep = keep
-
-    def note(self, version: int, step: int) -> None:
-        """The header showed this pair. The two words are not read together: the smallest step seen is the right one."""
-        self._steps[version] = min(step, self._steps.get(version, step))
-        if len(self._steps) > self._keep:
-            del self._steps[sorted(self._steps)[1]]  # 0 stays
-
-    def step_of(self, version: int) -> int:
-        known = sorted(self._steps)
-        return self._steps[known[bisect_right(known, version) - 1]]
-
-
 # -- The gateway's decisions: one request in, the ledger moved through a `Book`, the answers out ----------------------
 
 
@@ -199,8 +176,8 @@ RECENT = 8192
 FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds nothing is struck off
 TASK_OVERHEAD = 512
 FATES = {
-    "rollout": {"prompt": "X", "too_long": "l", "malformed": "M"},
-    "reward": {"raised": "R", "hung": "H", "malformed": "M"},
+    "rollout": {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED},
+    "reward": {"raised": Fate.REWARD_RAISED, "hung": Fate.REWARD_HUNG, "malformed": Fate.MALFORMED},
 }
 
 
@@ -233,7 +210,7 @@ class Desk:
     def __init__(self, book: Book, settings: Settings, tally: Tally, now: float) -> None:
         self.book, self.settings, self.tally = book, settings, tally
         self.limits = checks.Limits(settings.welcome.max_prompt_tokens, 0)
-        self.clock = FairClock(now)
+        self.clock = FairClock(TICK_S, now)
         self.leases = Leases(settings.lease_s)
         self.known: dict[str, _Known] = {}
         self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> who did it
@@ -252,7 +229,7 @@ class Desk:
 
     def handle(self, message: Remote, now: float) -> list[Message]:
         """Do what a request asks; the answers go to its sender."""
-        self.clock.advance(now)
+        self.clock.passed(now)
         if isinstance(message, g.RemoteJoin):
             return [self._join(message)]
         known = self.known.get(message.sender)
@@ -281,7 +258,7 @@ class Desk:
 
     def heartbeat(self, name: str, now: float) -> None:
         """A sign of life: it keeps the worker's entry, not its leases."""
-        self.clock.advance(now)
+        self.clock.passed(now)
         if name in self.known:
             self._heard(self.known[name])
 
@@ -292,13 +269,13 @@ class Desk:
 
     def tick(self, now: float) -> list[Lease]:
         """End what is over. Returns the claims that were taken back, for people."""
-        time = self.clock.advance(now)
-        over = self.leases.over(time)
+        self.clock.passed(now)
+        over = self.leases.over(self.clock.time)
         for lease in over:
             self._expire(lease)
         silent = FORGOTTEN_LEASES * self.settings.lease_s
         for known in list(self.known.values()):
-            if time - known.heard > silent and not self.leases.of(known.member.name):
+            if self.clock.time - known.heard > silent and not self.leases.of(known.member.name):
                 self._remove(known, self.book.give_back)
         return over
 

@@ -32,11 +32,11 @@ import numpy.typing as npt
 
 from busrl.config.rules import MOST_SAMPLES
 from busrl.errors import UserError
-from busrl.ledger.fates import NAMES, Fate
 from busrl.ledger.log import DrawsLog, Wal
 from busrl.ledger.trained import TrainedSet, newest_checkpoint
 from busrl.paths import RunPaths
 from busrl.ring import Ring, State
+from busrl.states import FATE_NAMES, VALIDATE_BIT, Fate
 
 # -- A start without a ring: samples that were dispatched, and are in no slot any more, go back to be generated ... ---
 
@@ -107,7 +107,7 @@ def _dispatched(path: Path, never: Fate) -> npt.NDArray[np.int64]:
     bytes are true, so the start is refused and nothing changed.
     """
     known = np.zeros(256, np.bool_)
-    known[[code for code in NAMES if code != never]] = True
+    known[[code for code in FATE_NAMES if code != never]] = True
     found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     if not path.exists():
         return found[0]
@@ -166,7 +166,7 @@ def _store(path: Path, indices: npt.NDArray[np.int64], fate: Fate) -> None:
 # -- Sees that the fate tables still say what they said: nobody but busrl may shorten, replace, remove or blank them --
 
 
-VALIDATE = np.uint64(1 << 62)  # this bit of a uid says which table it is in
+VALIDATE = np.uint64(VALIDATE_BIT)  # this bit of a uid says which table it is in
 CAPACITY = np.uint64(MOST_SAMPLES)
 LOOK_EVERY_S = 1.0
 REMEDY = (
@@ -185,7 +185,7 @@ class Table:
         self._file = _identity(os.fstat(self._fd))
         self.grown = os.fstat(self._fd).st_size
         self._known = np.zeros(256, np.bool_)
-        self._known[[code for code in NAMES if code not in (Fate.NONE, never)]] = True
+        self._known[[code for code in FATE_NAMES if code not in (Fate.NONE, never)]] = True
 
     def fault(self) -> str | None:
         """What was done to the file as such; None if nothing."""

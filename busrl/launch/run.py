@@ -45,6 +45,7 @@ from busrl.bus import Endpoint
 from busrl.config import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY, ProcessName, Topology, machine
 from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
+from busrl.gateway import FairClock
 from busrl.launch.children import Running, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
 from busrl.launch.display import Display
@@ -52,7 +53,7 @@ from busrl.launch.fates import FateWatch
 from busrl.launch.guardian import Guardian, mark
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.launch.summary import EventLog, Outcome, Progress, ResidenceTimes, Usage
-from busrl.launch.supervisor import Ask, Child, FairClock, ForeignProcesses, Patience, Phase, Shutdown, Sight
+from busrl.launch.supervisor import Ask, Child, ForeignProcesses, Patience, Phase, Shutdown, Sight
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
@@ -63,6 +64,7 @@ from busrl.protocol import address, topic
 from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
+from busrl.states import HeaderWord, RunPhase
 
 # -- Signals to `launch` as something to wait for: the first asks for an orderly stop, a second one kills -------------
 
@@ -193,7 +195,6 @@ STOP_EVERY_S = 0.5
 STOP_LOOK_S = 0.05
 DYING_S = 10.0  # after SIGKILL
 SIGKILLED = describe_end(-signal.SIGKILL)
-RUNNING, FINISHED, STOPPING = 0, 1, 2  # header word run_state
 HEARD = (m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.Error, m.Hello)
 
 
@@ -323,7 +324,8 @@ class Launch:
     def _bury(self) -> Outcome | None:
         """See who has ended. The learner's end may be the run's."""
         for child, how in self._ended():
-            if child.name in self._goal and how == "exit code 0" and self._run.ring.header("run_state") == FINISHED:
+            finishing = self._run.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
+            if child.name in self._goal and how == "exit code 0" and finishing:
                 child.finished()
                 self._done.add(child.name)
                 continue
@@ -336,7 +338,7 @@ class Launch:
 
     def _why_finished(self) -> str:
         """Of a run that made its last step the newest line of metrics.jsonl is that step's."""
-        step, goal = self._run.ring.header("step"), self.topology.run.max_steps
+        step, goal = self._run.ring.header(HeaderWord.STEP), self.topology.run.max_steps
         if step < goal and run_of_files(RunFiles(self._paths)).idle:
             return (
                 f"after {step} of {goal} steps all answers get the best reward seen: nothing is left to learn, or the "
@@ -420,7 +422,7 @@ class Launch:
         process, ring = self._processes[child.name], self._run.ring
         match process.role:
             case "learner":
-                return ring.header("step")
+                return ring.header(HeaderWord.STEP)
             case "scheduler":
                 return ring.stats().dispatched
             case "validator":
@@ -491,7 +493,7 @@ class Launch:
         if self._guardian.renew():
             self._note("somebody ended the guardian, which ends what outlives launch; there is another one now")
         pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
-        step, stats = self._run.ring.header("step"), self._run.ring.stats()
+        step, stats = self._run.ring.header(HeaderWord.STEP), self._run.ring.stats()
         self.usage.look(pids, self._entries, step, now)
         self.stays.look(stats.occupancy, stats.transitions, step, now)
         self.progress.run.look(ring_record(self._run.ring), now)
@@ -517,7 +519,7 @@ class Launch:
     def _stop_all(self, outcome: Outcome) -> None:
         """STOP on the bus, then SIGTERM stage by stage; a second signal ends the patience."""
         if outcome.kind != "finished":
-            self._run.ring.set_header("run_state", STOPPING)
+            self._run.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
         for child in self.children:
             child.stop()
         stop_s = self._run.topology.limits.stop_s

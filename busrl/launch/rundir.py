@@ -43,6 +43,7 @@ from typing import Any
 import busrl
 from busrl.bus.security import prepare as prepare_endpoint
 from busrl.config import TINY, Topology
+from busrl.config.names import modern
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunFinished, RunInUse, UserError
 from busrl.launch.fates import PutBack, lost_fates, put_back
 from busrl.launch.guardian import end_left_behind, stat_of
@@ -54,6 +55,7 @@ from busrl.monitor.files import RunFiles, as_map, read_map
 from busrl.monitor.state import RunState
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Ring, RingError, RingGuard
+from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 
 # -- What earlier starts left in a run directory, beside what is asked for now: the same run or not, and what ... -----
 
@@ -111,7 +113,7 @@ def compare(paths: RunPaths, topology: Topology, before: dict[str, Any], resume:
     starts = list(json_lines(paths.starts))
     # Of each file the newest digest: one that could not be read at some start is the same file all the same.
     known = {name: found for row in starts for name, found in as_map(row.get("files")).items()}
-    start.changes = _changes(before, json.loads(topology.to_json()))
+    start.changes = _changes(modern(before), json.loads(topology.to_json()))
     _check_identity(paths, topology, before, start, known)
     run = RunState()  # run.json need not be there
     RunFiles(paths).tell(run)
@@ -265,7 +267,6 @@ def _strangers(paths: RunPaths) -> list[str]:
 # -- The run directory: locked, made or found again, with its ring created or adopted ---------------------------------
 
 
-PAUSE_STARTING = 1  # header word generation_pause
 LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
 
 
@@ -508,7 +509,7 @@ def _opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) ->
         notes.append(f"adopted the ring that an earlier launch left: {describe(ring)}")
     remove_open(paths.open_bin)
     ring.bind_fates(fates, validate_fates)
-    ring.set_header("run_state", 0)
+    ring.set_header(HeaderWord.RUN_STATE, RunPhase.RUNNING)
     directory = os.open(paths.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     return OpenRun(paths, topology, lock, uuid, ring, fates, validate_fates, adopted, written, directory, guard, notes)
 
@@ -548,7 +549,7 @@ def create(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring:
         uuid=uuid,
     )
     # Nothing is admitted before the learner has said which version is the newest: it clears this bit.
-    ring.set_header("generation_pause", PAUSE_STARTING)
+    ring.set_header(HeaderWord.GENERATION_PAUSE, PAUSE_STARTING)
     return ring
 
 

@@ -328,19 +328,6 @@ def _of_kills(by_others: bool) -> str:
     )
 
 
-class FairClock:
-    """Time that passed between looks, without what the looker itself was late by."""
-
-    def __init__(self, tick_s: float, now: float) -> None:
-        self._longest_s = 2 * tick_s
-        self._last = now
-
-    def passed(self, now: float) -> float:
-        """Seconds since the last call that may be held against a child."""
-        passed, self._last = now - self._last, now
-        return min(max(passed, 0.0), self._longest_s)
-
-
 # -- Processes that hold the place of one of ours: a keeper, broker, scheduler or learner that this launch did ... ----
 
 

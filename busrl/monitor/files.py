@@ -22,11 +22,11 @@ import msgspec
 import numpy as np
 
 from busrl.errors import NoSuchRun
-from busrl.ledger.fates import Fate, name_of
 from busrl.ledger.log import of_step
 from busrl.monitor.state import ErrorRecord, Facts, MetricsLine, RoundRecord, RunState
 from busrl.monitor.text import safe
 from busrl.paths import RunPaths
+from busrl.states import Fate, fate_name
 
 TAIL_BYTES: Final = 4 << 20
 SAMPLE_BYTES: Final = 1 << 18
@@ -253,12 +253,12 @@ def fates(path: Path) -> dict[str, int]:
         while block := file.read(CHUNK):
             counts += np.bincount(np.frombuffer(block, np.uint8), minlength=256)
     order = sorted(range(1, 256), key=lambda code: (code != Fate.TRAINED, code == Fate.DISPATCHED, -counts[code]))
-    return {WORDS.get(code, name_of(code)): int(counts[code]) for code in order if counts[code]}  # type: ignore[call-overload]
+    return {WORDS.get(code, fate_name(code)): int(counts[code]) for code in order if counts[code]}  # type: ignore[call-overload]
 
 
 def in_words(fate: str) -> str:
     """A fate as the audit names it, for somebody who does not know the word."""
-    return next((text for code, text in WORDS.items() if name_of(code) == fate), fate)
+    return next((text for code, text in WORDS.items() if fate_name(code) == fate), fate)
 
 
 def sample_line(sample: dict[str, Any]) -> str:

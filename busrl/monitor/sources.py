@@ -31,8 +31,9 @@ from busrl.monitor.files import RunFiles, whole
 from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import BY_NAME, Message, Rejected, codec
-from busrl.ring import HEADER_WORDS, Fates, OfdLock, Process, Ring
+from busrl.ring import Fates, OfdLock, Process, Ring
 from busrl.scheduling import GroupScanner
+from busrl.states import HeaderWord, SampleClass, State
 
 # -- which run is meant -----------------------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class Look:
                 self._fates = Fates(str(self._paths.fates), read_only=True)
         if self._fates is None:
             return None
-        trains = lines[(lines["state"] > 1) & (lines["cls"] == 0)]
+        trains = lines[(lines["state"] > State.RESERVED) & (lines["cls"] == SampleClass.TRAIN)]
         if len(trains) and int(trains["uid"].max()) >= self._fates.capacity:
             return None  # no uid of this run: the lines are damaged, and the scanner would believe them
         if self._scanner is None:
@@ -213,7 +214,7 @@ def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
     return RingRecord(
         slots=ring.n_slots,
         occupancy={name.lower(): count for name, count in stats.occupancy.items()},
-        words={word: ring.header(word) for word in HEADER_WORDS},
+        words={word.value: ring.header(word) for word in HeaderWord},
         dispatched=stats.dispatched,
         finished=stats.finished,
         dropped=stats.dropped,

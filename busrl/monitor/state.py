@@ -22,6 +22,7 @@ from typing import Final
 import msgspec
 
 from busrl.protocol import messages as m
+from busrl.states import HeaderWord, RunPhase
 
 # -- records ----------------------------------------------------------------------------------------------------------
 
@@ -387,7 +388,6 @@ def address_of(process: str) -> str:
 # -- the state of a run -----------------------------------------------------------------------------------------------
 
 
-RUN_STATES: Final = {0: "running", 1: "finishing", 2: "stopping"}
 OVER: Final = ("ended", "left", "damaged")  # nothing is known to move
 MAX_PRESENT: Final = 256
 MAX_ROUNDS: Final = 4096
@@ -485,7 +485,7 @@ class RunState:
             return
         if self.pace > 0:
             self._generated.add(seen.tokens, now * self.pace)
-            self._steps_done.add(seen.words.get("step", 0), now * self.pace)
+            self._steps_done.add(seen.words.get(HeaderWord.STEP, 0), now * self.pace)
         for process in seen.processes:
             self._load(process, now)
 
@@ -547,20 +547,20 @@ class RunState:
             return "ended" if self.ended else "unknown"
         if not self.ring.living and not self.launched:
             return "left"
-        return RUN_STATES.get(self.ring.words.get("run_state", 0), "running")
+        return RunPhase(self.ring.words.get(HeaderWord.RUN_STATE, 0)).name.lower()
 
     @property
     def at_step(self) -> int:
         """The newest step that anybody knows of."""
-        return max(self._newest("step"), self.ended_step)
+        return max(self._newest(HeaderWord.STEP), self.ended_step)
 
     @property
     def version(self) -> int:
         """The newest published version."""
-        return max(self._newest("version"), self.ended_version)
+        return max(self._newest(HeaderWord.VERSION), self.ended_version)
 
-    def _newest(self, word: str) -> int:
-        known: int = getattr(self.steps.newest, word, 0)
+    def _newest(self, word: HeaderWord) -> int:
+        known: int = getattr(self.steps.newest, word.value, 0)
         return max(known, self.ring.words.get(word, 0)) if self.ring else known
 
     def since_step_s(self, now: float) -> float | None:

@@ -25,13 +25,14 @@ from busrl.ledger.log import tail
 from busrl.monitor import text
 from busrl.monitor.files import as_map, fates, number, read_map
 from busrl.monitor.sources import Reader, holder_of, newest_run
-from busrl.monitor.state import RUN_STATES, ProcessRow, RunState
+from busrl.monitor.state import ProcessRow, RunState
 from busrl.monitor.text import alike, duration, printable, short
 from busrl.paths import RunPaths
 from busrl.protocol.messages import SEVERITIES
+from busrl.states import RunPhase
 
 SCHEMA = 1
-LIVING = (*RUN_STATES.values(), "left")  # states with a ring
+LIVING = (*(one.name.lower() for one in RunPhase), "left")  # states with a ring
 MOST_KINDS = 5
 TEXT = 240
 

@@ -20,19 +20,15 @@ What a reward function is, how one is found by name, and what its result must be
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import math
-import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from busrl.errors import RewardNotLoaded, cause
+from busrl import imports
+from busrl.errors import RewardNotLoaded
 
 # -- Exact match: 1 if the answer found in a completion equals the record's answer, else 0 ----------------------------
 
@@ -106,25 +102,8 @@ def build(settings: RewardSettings, base_dir: str | Path = ".") -> RewardFunctio
 
 
 def load(target: str, base_dir: str | Path = ".") -> RewardFunction:
-    """Import `package.module:function` or `path/to/file.py:function`."""
-    where, separator, name = target.rpartition(":")
-    if not separator or not where or not name:
-        raise RewardNotLoaded(
-            f"reward.function = {target!r}: must be package.module:function or file.py:function; write both parts"
-        )
-    base = str(Path(base_dir).resolve())
-    if base not in sys.path:
-        sys.path.insert(0, base)  # so that a module beside the topology, and what it imports, are found
-    module = _import_file(target, Path(base, where)) if where.endswith(".py") else _import_module(target, where)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-            raise RewardNotLoaded(f"reward.function = {target!r}: {where} has no {name!r}; it has {', '.join(names)}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise RewardNotLoaded(f"reward.function = {target!r}: {name} is a {type(found).__name__}, not a function")
-    return cast(RewardFunction, found)
+    """Import `package.module:function` or `path/to/file.py:function`; RewardNotLoaded with the cause."""
+    return imports.load("reward.function", target, RewardNotLoaded, base_dir)
 
 
 def settle(result: Any, weights: Mapping[str, float] | None = None) -> tuple[float, dict[str, float]]:
@@ -148,28 +127,3 @@ def _number(value: Any, what: str) -> float:
     if not math.isfinite(number):
         raise MalformedReward(f"{what} is {number}: must be finite")
     return number
-
-
-def _import_module(target: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except BaseException as problem:
-        raise RewardNotLoaded(_cause(target, problem)) from problem
-
-
-def _import_file(target: str, path: Path) -> ModuleType:
-    name = f"busrl_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise RewardNotLoaded(f"reward.function = {target!r}: there is no file {os.fspath(path)}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as problem:
-        raise RewardNotLoaded(_cause(target, problem)) from problem
-    return module
-
-
-def _cause(target: str, problem: BaseException) -> str:
-    return f"reward.function = {target!r}: importing it raised {cause(problem)}"

@@ -9,19 +9,15 @@ Talks to shared memory and the run directory. Knows nothing of messages, models,
 """
 
 from busrl._ring import (
-    CRASH_POINTS,
-    HEADER_WORDS,
     LAYOUT,
     MAX_TENSORS,
     NO_SEGMENT,
     UID_NONE,
-    UID_VALIDATE,
     Fates,
     Process,
     Reaped,
     Ring,
     RingStats,
-    State,
 )
 from busrl.errors import (
     BadTensor,
@@ -43,8 +39,7 @@ from busrl.errors import (
     SlotTooSmall,
 )
 from busrl.ring.locks import OfdLock, RingGuard
-
-WORKING = (State.RESERVED, State.GENERATING, State.REWARDING, State.TRAINING)
+from busrl.states import WORKING, State
 
 
 def segments_of(word: int) -> int:
@@ -67,13 +62,10 @@ def owner_of(word: int) -> int:
 
 
 __all__ = [
-    "CRASH_POINTS",
-    "HEADER_WORDS",
     "LAYOUT",
     "MAX_TENSORS",
     "NO_SEGMENT",
     "UID_NONE",
-    "UID_VALIDATE",
     "WORKING",
     "BadTensor",
     "DiskFull",

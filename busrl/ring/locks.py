@@ -23,8 +23,9 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from busrl._ring import UID_NONE, Reaped, Ring
 from busrl._ring import OfdLock as CoreLock
-from busrl.ring import UID_NONE, Reaped, Ring, State
+from busrl.states import State
 
 # -- Locks by file: who serves a role of a run, and which ring nobody may remove --------------------------------------
 

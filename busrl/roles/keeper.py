@@ -40,7 +40,7 @@ from busrl.config import Topology
 from busrl.config.machine import model_facts
 from busrl.config.rules import RESERVE_PROCESSES
 from busrl.errors import MessageTooLarge
-from busrl.gateway import BAD, Answer, Desk, Gone, Held, Limits, Member, Room, Settings, Tally, VersionSteps
+from busrl.gateway import BAD, Answer, Desk, Gone, Held, Limits, Member, Room, Settings, Tally
 from busrl.gateway.checks import tensor
 from busrl.ledger.log import show_whole
 from busrl.paths import RunPaths
@@ -63,6 +63,8 @@ from busrl.roles.trajectory import (
     write_segment,
     write_text,
 )
+from busrl.states import Fate, HeaderWord
+from busrl.weights.base import VersionSteps
 
 # -- The gateway's ledger on the ring: what the keeper does in the name of workers that do not map it -----------------
 
@@ -142,7 +144,7 @@ class RemoteBook:
             return self._task(held)
         except (RingError, ValueError) as problem:
             log.warning("sample %d can not be sent to a remote worker: %s", held.uid, problem)
-            self.drop(index, held, "M")
+            self.drop(index, held, Fate.MALFORMED)
             return None
 
     def _task(self, held: Held) -> g.Task:
@@ -154,7 +156,7 @@ class RemoteBook:
             task=held.task, slot_id=held.slot, seq=held.seq, uid=held.uid,
             record=read_task(self.ring, held.slot).decode("utf-8", "replace"), segment=segments,
             attempt=int(line["attempt"]), max_new_tokens=most, temperature=float(line["temperature"]),
-            top_p=float(line["top_p"]), version=self.ring.header("version"),
+            top_p=float(line["top_p"]), version=self.ring.header(HeaderWord.VERSION),
             completion=read_text(self.ring, held.slot, segments) if rewarding else "",
             tensors=self._tensors(held.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
         )
@@ -216,7 +218,7 @@ class RemoteBook:
         if oldest < version:
             version, step = oldest, min(step, self.steps.step_of(oldest))
         if not whole and self.cuts.trains_last_only:  # as if it were admitted now: what is trained is still to come
-            step, version = self.ring.header("version_step"), self.ring.header("version")
+            step, version = self.ring.header(HeaderWord.VERSION_STEP), self.ring.header(HeaderWord.VERSION)
         return {
             "version": version, "step": step, "finish": answer.finish if whole else 0,
             "response_tokens": earlier + len(answer.tokens),
@@ -242,12 +244,12 @@ class RemoteBook:
     def expire(self, index: int, held: Held) -> bool:
         rewarding = state_of(held.word) == State.REWARDING
         if rewarding and int(self.ring.line(held.slot)["attempt"]) + 1 >= MOST_TRIES:
-            self.drop(index, held, "H")
+            self.drop(index, held, Fate.REWARD_HUNG)
             return True
         self._hand(index).expire(held.slot, held.word)
         return False
 
-    def drop(self, index: int, held: Held, fate: str) -> None:
+    def drop(self, index: int, held: Held, fate: Fate) -> None:
         self._hand(index).drop(held.slot, held.word, fate)
         if state_of(held.word) == State.REWARDING:  # whoever waits for its group should look
             self.announce(m.RewardComputed(slot_id=held.slot, seq=held.seq, uid=held.uid))
@@ -276,14 +278,14 @@ CODES = {
     Fault.WRONG_VERSION: "version",
     Fault.OVERSIZE: "oversize",
 }
-Tell = Callable[[str, str, str, str, Sequence[int]], None]  # where, text, severity, kind, samples
+Warn = Callable[[str, str, str, str, Sequence[int]], None]  # where, text, severity, kind, samples
 
 
 class Gateway:
-    """`hear` every message of a subscribed kind, `tick` in every pass, `close` at an orderly end."""
+    """`handle` every message of a subscribed kind, `tick` in every pass, `close` at an orderly end."""
 
-    def __init__(self, ring: Ring, bus: Endpoint, paths: RunPaths, topology: Topology, tell: Tell) -> None:
-        self.ring, self.bus, self.paths, self.tell = ring, bus, paths, tell
+    def __init__(self, ring: Ring, bus: Endpoint, paths: RunPaths, topology: Topology, warn: Warn) -> None:
+        self.ring, self.bus, self.paths, self.warn = ring, bus, paths, warn
         self.steps = VersionSteps()
         self.tally = Tally(read_counts(paths.gateway))
         self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
@@ -296,7 +298,7 @@ class Gateway:
         self._look_at_version()
         bus.on_reject = self._unreadable
 
-    def hear(self, message: m.Message) -> None:
+    def handle(self, message: m.Message) -> None:
         """A request, or any worker's sign of life."""
         now = time.monotonic()
         if isinstance(message, g.Remote):
@@ -314,7 +316,7 @@ class Gateway:
         self._look_at_version()
         for lease in self.desk.tick(now):
             text = f"sample {lease.held.uid} was taken back from {lease.name}, which did not extend its lease"
-            self.tell("gateway", text, "warning", f"lease of {lease.name}", [lease.held.uid])
+            self.warn("gateway", text, "warning", f"lease of {lease.name}", [lease.held.uid])
         if self.tally.changed and now >= self._next_save:
             self._next_save = now + SAVE_EVERY_S
             self._save()
@@ -341,11 +343,11 @@ class Gateway:
             for answer in answers:
                 if isinstance(answer, g.GatewayAnswer) and answer.code == "done":
                     text = f"task {message.task} was given up by {message.sender}: {message.drop}: {message.text}"
-                    self.tell("gateway", text, "warning", f"{message.drop} {message.sender}", uids_of(message.task))
+                    self.warn("gateway", text, "warning", f"{message.drop} {message.sender}", uids_of(message.task))
 
     def _look_at_version(self) -> None:
-        step, version = self.ring.header("version_step"), self.ring.header("version")
-        self.steps.note(version, step)
+        step, version = self.ring.header(HeaderWord.VERSION_STEP), self.ring.header(HeaderWord.VERSION)
+        self.steps.add(version, step)
         self.desk.limits = Limits(self._prompt_tokens, self._vocabulary, version)
 
     def _unreadable(self, rejected: Rejected, target: bytes) -> None:
@@ -363,7 +365,7 @@ class Gateway:
         for answer in answers:
             if isinstance(answer, g.GatewayAnswer) and answer.code in BAD:
                 text = f"{to or 'an unnamed sender'}: {answer.text}"
-                self.tell("gateway", text, "warning", f"{answer.code} {self._told_apart(to)}", ())
+                self.warn("gateway", text, "warning", f"{answer.code} {self._told_apart(to)}", ())
             if not is_address(to):
                 return  # a name that no topic can hold: it was counted, and nobody can hear the answer
             try:
@@ -437,7 +439,7 @@ class Keeper(Actor):
         self.gateway = Gateway(self.ring, self.bus, self.paths, self.topology, self.warn)
 
     def handle(self, message: m.Message) -> None:
-        self.gateway.hear(message)
+        self.gateway.handle(message)
 
     def teardown(self) -> None:
         self.gateway.close()
@@ -470,7 +472,7 @@ class Keeper(Actor):
         """A prompt that killed two workers which held nothing else is given up; it is re-rolled as any accident."""
         lines = self.ring.lines()
         for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
-            if self.ring.drop(slot, int(lines["word"][slot]), "P"):
+            if self.ring.drop(slot, int(lines["word"][slot]), Fate.POISON):
                 uid = int(lines["uid"][slot])
                 self.warn("keeper", f"sample {uid} is poison: two workers died on it alone", "error", uids=[uid])
 

@@ -30,13 +30,14 @@ from busrl.roles.trajectory import (
     text_of,
     write_parts,
 )
+from busrl.states import Fate
 
 BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.05  # a little longer than the pause between two doorbells of a busy rollout
 JUDGE_WAIT_S = 0.02
 LOAD_LOOK_S = 0.5
 WINDOW_S, BUSY = 10.0, 0.9  # a reward that worked all of this time, while samples waited, is slow
-FATE_OF = {"raised": "R", "hung": "H", "malformed": "M"}
+FATE_OF = {"raised": Fate.REWARD_RAISED, "hung": Fate.REWARD_HUNG, "malformed": Fate.MALFORMED}
 
 
 class Load:

@@ -18,7 +18,7 @@ slots beyond their numbers as keys, of versions or of files.
   each token with its own log-probability and version.
 - The piece after a cut draws from a stream of random numbers of its own: the same numbers twice would tie tokens of
   one answer to each other.
-- Pieces live in this process alone. If it dies, the whole sample is generated again, as any that was running.
+- WorkDeadline live in this process alone. If it dies, the whole sample is generated again, as any that was running.
 
 A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and versions.
 
@@ -40,7 +40,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -51,12 +50,13 @@ import numpy.typing as npt
 from busrl.config.derive import admission_limits
 from busrl.data import prompt_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
+from busrl.engines.base import PartialAnswer
 from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
 from busrl.ledger.log import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import SlotTooSmall, State
-from busrl.roles.actor import Actor, Doorbell, Pieces
+from busrl.roles.actor import Actor, Doorbell, WorkDeadline
 from busrl.roles.segments import SegmentCuts, take_queued
 from busrl.roles.trajectory import (
     UNREADABLE,
@@ -70,8 +70,9 @@ from busrl.roles.trajectory import (
     write_segment,
     write_text,
 )
+from busrl.states import Fate, HeaderWord
 from busrl.weights import Receiver, make_receiver, settings_of, share_weights
-from busrl.weights.base import StepTable
+from busrl.weights.base import VersionSteps
 
 # -- How fast a rollout process decodes: sums over short intervals, from which `busrl simulate --fit` learns its ... --
 
@@ -159,44 +160,19 @@ def one_in(nbytes: int) -> int:
 # -- What an engine runs while it has to start again with new weights: finished before, or cut and continued ... ------
 
 
-PIECE = 1 << 32  # segments are numbered below it, so piece k of segment s draws from stream s + k * PIECE
-
-
-@dataclass
-class _Running:
-    """A request as it was submitted first, and the pieces of its answer so far."""
-
-    request: Request
-    pieces: list[Finished]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(piece.token_ids) for piece in self.pieces)
-
-    def rest(self) -> Request:
-        """What is left to be generated."""
-        first = self.request
-        return replace(
-            first,
-            segment=first.segment + PIECE * len(self.pieces),
-            prefix_ids=np.concatenate([first.prefix_ids, *(piece.token_ids for piece in self.pieces)]).astype(np.int32),
-            max_new_tokens=first.max_new_tokens - self.tokens,
-        )
-
-
 class Restart:
     """`finish`: let answers end before the engine restarts, and start none meanwhile; else they are cut."""
 
     def __init__(self, finish: bool) -> None:
         self.finish = finish
         self.draining = False
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, PartialAnswer] = {}
         self._cut: list[int] = []  # keys of what was taken out of the engine, until it goes on
 
     def submitted(self, requests: Iterable[Request]) -> None:
         """Remember what runs; every request comes back by `whole`."""
         for request in requests:
-            self._running[request.key] = _Running(request, [])
+            self._running[request.key] = PartialAnswer(request)
 
     def waits(self, engine: Engine) -> bool:
         """Whether the restart has to wait for running answers; none is to be started meanwhile (`draining`)."""
@@ -209,8 +185,7 @@ class Restart:
         for one in engine.pause("abort"):
             if one.finish == ABORTED:
                 self._cut.append(one.key)
-                if len(one.token_ids):
-                    self._running[one.key].pieces.append(one)
+                self._running[one.key].add_piece(one)
             else:
                 ended.append(one)
         return ended
@@ -226,14 +201,8 @@ class Restart:
         running = self._running.pop(last.key, None)
         if running is None or not running.pieces:
             return last
-        pieces = [*running.pieces, last]
-        return replace(
-            last,
-            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
-            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-            versions=np.concatenate([piece.versions for piece in pieces]),
-            text=None,  # the engine knows that of the last piece at most
-        )
+        running.add_piece(last)  # without its text: the engine knows that of the last piece at most
+        return running.finished(last.finish, refused=last.refused)
 
 
 # -- A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and versions --------------
@@ -280,7 +249,7 @@ class Rollout(Actor):
         if self.waves is not None:
             self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # a wave begins without a transition that could wake us
         self.version = 0
-        self.steps = StepTable()  # of the versions that this engine has run
+        self.steps = VersionSteps()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
         own = self.engine.receiver(settings_of(self.topology, self.paths), self.worker_id)
         self.receiver: Receiver = own or make_receiver(self.topology, self.paths, self.worker_id)
@@ -290,7 +259,7 @@ class Rollout(Actor):
             self.restart = Restart(finish)
         self._next_request = self._last_bell = 0.0
         self.joined = False  # since the last decoding step
-        self.pieces = Pieces(self.topology.limits.progress_s, self.topology.limits.work_s)
+        self.deadline = WorkDeadline(self.topology.limits.progress_s, self.topology.limits.work_s)
         self._behind_since = math.inf
         self._update_weights(wait=True)
         self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics)
@@ -319,9 +288,9 @@ class Rollout(Actor):
         self.joined = False
         if not joining:
             return self.engine.step()
-        with self.activity("prefill", self.pieces.begin()):
+        with self.activity("prefill", self.deadline.begin()):
             finished = self.engine.step()
-        self.pieces.ended()
+        self.deadline.ended()
         return finished
 
     def _announce(self) -> None:
@@ -361,8 +330,8 @@ class Rollout(Actor):
         """Take the newest version if there is one. At the start `wait` for it: old weights would age every sample."""
         newest, _ = self.receiver.newest()
         # Version 0 is the model folder that the engine has loaded; nothing was published then.
-        if wait and self.ring.header("version") > max(newest, 0):
-            self._wait_for_weights(self.ring.header("version"))
+        if wait and self.ring.header(HeaderWord.VERSION) > max(newest, 0):
+            self._wait_for_weights(self.ring.header(HeaderWord.VERSION))
             newest, _ = self.receiver.newest()
         if newest <= max(self.version, self.refused) or (self.restart is not None and self.restart.waits(self.engine)):
             return
@@ -474,7 +443,7 @@ class Rollout(Actor):
     def _left_behind(self) -> bool:
         """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
         bound = 0 if self.limits.waves else self.limits.max_staleness
-        behind = self.ring.header("version_step") - self.steps.step_of(self.version)
+        behind = self.ring.header(HeaderWord.VERSION_STEP) - self.steps.step_of(self.version)
         if bound is None or self.topology.experiments.forced_age != 0 or behind < max(1, bound):
             self._behind_since = math.inf
             return False
@@ -497,7 +466,7 @@ class Rollout(Actor):
             prompt = self._prompt_ids(slot, word, task, segments)
             prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_TOKENS
         except UNREADABLE as problem:
-            self._drop(slot, word, "M", f"an earlier segment can not be read: {problem}")
+            self._drop(slot, word, Fate.MALFORMED, f"an earlier segment can not be read: {problem}")
             return None
         if prompt is None:
             return None
@@ -525,11 +494,12 @@ class Rollout(Actor):
         try:
             ids = np.asarray(self.engine.encode(prompt_of(msgspec.json.decode(task), self.topology.data)), np.int32)
         except Exception as problem:
-            self._drop(slot, word, "X", f"the prompt cannot be rendered: {problem}")
+            self._drop(slot, word, Fate.UNRENDERED, f"the prompt cannot be rendered: {problem}")
             return None
         limit = self.topology.max_prompt_tokens
         if not 0 < len(ids) <= limit:
-            self._drop(slot, word, "l", f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}")
+            why = f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
+            self._drop(slot, word, Fate.LONG, why)
             return None
         self.ring.put(slot, word, "prompt_ids", ids)
         return ids
@@ -541,13 +511,14 @@ class Rollout(Actor):
         slot, task = sequence.key, self.held.pop(sequence.key)
         word = task.word
         if sequence.refused:
-            self._drop(slot, word, "X", sequence.refused)
+            self._drop(slot, word, Fate.UNRENDERED, sequence.refused)
             return True
         if sequence.finish == ABORTED:  # not its fault: whoever claims it next begins this segment again
             self.ring.release(slot, word, State.QUEUED)
             return False
         if not len(sequence.token_ids):
-            self._drop(slot, word, "l", f"its prompt leaves no room in the engine's {self.engine.max_length} tokens")
+            why = f"its prompt leaves no room in the engine's {self.engine.max_length} tokens"
+            self._drop(slot, word, Fate.LONG, why)
             return True
         segment, whole = segments_of(word), not self._goes_on(task, sequence)
         part = Generated(sequence.token_ids, sequence.logprobs, sequence.versions)
@@ -557,7 +528,7 @@ class Rollout(Actor):
                 write_text(self.ring, slot, word, segment, self._text(slot, segment, sequence))
             self._note(slot, task, sequence, whole)
         except (SlotTooSmall, *UNREADABLE) as problem:
-            self._drop(slot, word, "M", str(problem))
+            self._drop(slot, word, Fate.MALFORMED, str(problem))
             return True
         done = self.ring.commit_segment(slot, word, whole)
         bell, status = (self.bell, "generated") if whole else (self.segment_bell, "segment")
@@ -586,7 +557,7 @@ class Rollout(Actor):
         if oldest < version:
             version, step = oldest, min(step, self.steps.step_of(oldest))
         if not whole and self.segments.trains_last_only:  # as if admitted now: what is trained is still to come
-            step, version = self.ring.header("version_step"), self.ring.header("version")
+            step, version = self.ring.header(HeaderWord.VERSION_STEP), self.ring.header(HeaderWord.VERSION)
         length = task.earlier + len(sequence.token_ids)
         if whole:
             self.segments.finished(length)
@@ -596,10 +567,10 @@ class Rollout(Actor):
             prompt_tokens=task.prompt_tokens,
         )
 
-    def _drop(self, slot: int, word: int, fate: str, why: str) -> None:
+    def _drop(self, slot: int, word: int, fate: Fate, why: str) -> None:
         uid = int(self.ring.line(slot)["uid"])
         self.held.pop(slot, None)
-        self.warn("rollout", f"sample {uid} is dropped: {why}", kind=f"dropped {fate}", uids=[uid])
+        self.warn("rollout", f"sample {uid} is dropped: {why}", kind=f"dropped {fate.letter}", uids=[uid])
         self.ring.drop(slot, word, fate)
 
     def teardown(self) -> None:

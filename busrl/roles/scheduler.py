@@ -39,7 +39,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import is_address
 from busrl.protocol import messages as m
 from busrl.ring import State
-from busrl.roles.actor import RUNNING, Actor, Doorbell
+from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
 from busrl.roles.segments import waves_of
 from busrl.roles.trajectory import seq_of
@@ -48,6 +48,7 @@ from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupScanner, GroupView, Lines, in_a_row, uid_of
 from busrl.scheduling.lengths import Candidate, Guard
 from busrl.scheduling.pool import FinishedAnswers, LearnerState, Record
+from busrl.states import HeaderWord, RunPhase, SampleClass
 
 # -- What the scheduler's policy is told, and what it tells: the side of it that meets prompts and files --------------
 
@@ -110,7 +111,7 @@ class DispatchFeed:
 
     # -- told by it -----------------------------------------------------------------------------------------------
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers about policy and predictor, for SCHEDULER_STATE and `scheduler.jsonl`."""
         if not self.policy.learns:
             return {}
@@ -128,7 +129,7 @@ class DispatchFeed:
         head = {"time": round(time.time(), 3), "policy": self.policy.name, "predictor": self.predictor.name}
         try:
             with open(self.paths.scheduler_log, "a", encoding="utf-8") as file:
-                file.write(json.dumps(head | self.told() | line) + "\n")
+                file.write(json.dumps(head | self.metrics() | line) + "\n")
         except OSError as problem:
             self._warn(f"{len(line['draw'])} groups are missing from {self.paths.scheduler_log.name}: {problem}")
 
@@ -141,7 +142,6 @@ class DispatchFeed:
 
 
 log = logging.getLogger("busrl")
-CLS_TRAIN, CLS_VALIDATE = 0, 1
 STATE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 PREDECESSOR_LOOK_S = 0.02
@@ -167,8 +167,8 @@ class Scheduler(Actor):
         self.predictor = PredictorState(self.topology, self.paths, self.stream, self._complain)
         self.predictor.restore()
         guard = self.predictor.guard
-        self.foresight = DispatchFeed(self.topology, self.paths, self.stream, guard, self._complain)
-        self.policy = self.foresight.policy
+        self.feed = DispatchFeed(self.topology, self.paths, self.stream, guard, self._complain)
+        self.policy = self.feed.policy
         self.probes = Probes(derived.W if self.topology.scheduler.probe else 0)
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
         self.arrivals = make_arrivals(self.topology)
@@ -189,8 +189,6 @@ class Scheduler(Actor):
             self._announced(message)
         elif isinstance(message, m.LearnerStateUpdate) and math.isfinite(message.entropy):
             self.policy.feedback(LearnerState(message.step, message.entropy))
-            # A lost message is made up for by the next step's; the sums for max_staleness hold without any.
-            self.admission.tighten(_told(message, "eta"))
             self.trained = _told(message, "groups_total") or self.trained
 
     def _announced(self, message: m.TaskRequest) -> None:
@@ -207,7 +205,7 @@ class Scheduler(Actor):
 
     def step(self) -> bool:
         """Dispatch all that may be dispatched now; nothing is left to do then until a message or the next tick."""
-        if self.ring.header("run_state") != RUNNING or self.ring.header("generation_pause"):
+        if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING or self.ring.header(HeaderWord.GENERATION_PAUSE):
             return False
         now = time.monotonic()
         signs = self._signs(now)
@@ -218,7 +216,7 @@ class Scheduler(Actor):
         if view.unrecorded:
             self._without_fates(view.unrecorded)
             return False
-        self.foresight.look(view, self.lines, self.rows.total(view.generating))
+        self.feed.look(view, self.lines, self.rows.total(view.generating))
         try:
             self._dispatch_all(view)
         except DiskFull as problem:
@@ -234,18 +232,18 @@ class Scheduler(Actor):
         Read before the scan: what happens during it shows at the next pass. They save looks; LOOK_EVERY_S bounds what
         a sign that is missed may cost.
         """
-        words = ("step", "version", "unpublished_groups")
+        words = (HeaderWord.STEP, HeaderWord.VERSION, HeaderWord.UNPUBLISHED_GROUPS)
         ends: tuple[State, ...] = (State.QUEUED, State.REWARDED) if self.waves is not None else ()
         ends += (State.GENERATED,) if self.probes.on else ()
         ends += (State.GENERATING,) if self.topology.scheduler.ahead else ()
-        admitted = self.ring.header("next_admission")
+        admitted = self.ring.header(HeaderWord.NEXT_ADMISSION)
         self.arrived = NO_END if self.arrivals is None else self.arrivals.count(now, admitted)  # draws below are there
         return (*map(self.ring.transitions, (State.FREE, *ends)), self.arrived, *map(self.ring.header, words))
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
     def _dispatch_all(self, view: GroupView) -> None:
-        held = self.probes.held(view, self.ring.header("next_admission"))
+        held = self.probes.held(view, self.ring.header(HeaderWord.NEXT_ADMISSION))
         sent = self._finish_open(view, ~held)
         sent += self._open_new(view, self.lines)
         if held.any():
@@ -269,7 +267,7 @@ class Scheduler(Actor):
         self.room = self._room(view, lines)
         if self.room.groups <= 0:
             return 0
-        self.foresight.offer(view, self.room.groups, self.arrived)
+        self.feed.offer(view, self.room.groups, self.arrived)
         sent = 0
         for _ in range(self.room.groups):
             candidate = self.policy.next()
@@ -279,28 +277,28 @@ class Scheduler(Actor):
         return sent
 
     def _room(self, view: GroupView, lines: np.ndarray) -> Room:
-        validating = int(np.count_nonzero((lines["cls"] == CLS_VALIDATE) & (lines["state"] != State.FREE)))
+        validating = int(np.count_nonzero((lines["cls"] == SampleClass.VALIDATE) & (lines["state"] != State.FREE)))
         # The unpublished groups are read after the fates that `scan` read: a group is never missing from both.
         room = self.admission.room(
             view,
-            unpublished=self.ring.header("unpublished_groups"),
-            next_admission=self.ring.header("next_admission"),
-            step=self.ring.header("step"),
+            unpublished=self.ring.header(HeaderWord.UNPUBLISHED_GROUPS),
+            next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION),
+            step=self.ring.header(HeaderWord.STEP),
             free=view.free_slots,
             reserve=kept_back(self.topology.derived.val_reserve, validating),
-            wave_over=self.waves is not None and self.waves.over(lines, self.ring.header("next_admission")),
+            wave_over=self.waves is not None and self.waves.over(lines, self.ring.header(HeaderWord.NEXT_ADMISSION)),
         )
         return not_ahead(room, self.topology.scheduler.ahead, view.queued, self.group_size)
 
     def _open_group(self, candidate: Candidate) -> int:
         """Dispatch all members, or the probe; one that finds no slot is dispatched by the next scan, before any new
         group."""
-        draw, index, probe = candidate.draw, self.ring.header("next_admission"), self.probes.on
+        draw, index, probe = candidate.draw, self.ring.header(HeaderWord.NEXT_ADMISSION), self.probes.on
         members = 1 if probe else self.group_size
         sent = self._put(uid_of(draw, 0, 0, self.group_size), 0, members, self._fields(draw, index, probe))
         if sent:
             # After its members: who sees the index counted finds the whole group in the ring.
-            self.ring.set_header("next_admission", index + 1)
+            self.ring.set_header(HeaderWord.NEXT_ADMISSION, index + 1)
         return sent
 
     def _newest_index(self) -> int:
@@ -308,18 +306,18 @@ class Scheduler(Actor):
 
         It shares the newest one: a new index would shift the rounds of `sync`, which are cut by counting.
         """
-        return max(0, self.ring.header("next_admission") - 1)
+        return max(0, self.ring.header(HeaderWord.NEXT_ADMISSION) - 1)
 
     def _fields(self, draw: int, index: int, probe: bool = False) -> dict[str, Any]:
         """What the members of a group have in common."""
         generation, item = self.topology.generation, self.stream.item(draw)
         return {
-            "group": draw, "admission": index, "group_size": self.group_size, "cls": CLS_TRAIN, "task": item.line,
-            "prompt_crc": item.crc, "priority": self.policy.priority(draw, index, probe),
+            "group": draw, "admission": index, "group_size": self.group_size, "cls": SampleClass.TRAIN,
+            "task": item.line, "prompt_crc": item.crc, "priority": self.policy.priority(draw, index, probe),
             "max_new_tokens": generation.max_new_tokens, "temperature": generation.temperature,
             "top_p": generation.top_p,
             # The step first: a publication in between makes the sample look too old, never too new.
-            "step": self.ring.header("version_step"), "version": self.ring.header("version"),
+            "step": self.ring.header(HeaderWord.VERSION_STEP), "version": self.ring.header(HeaderWord.VERSION),
         }
 
     def _put(self, uid: int, member: int, members: int, fields: dict[str, Any]) -> int:
@@ -357,14 +355,14 @@ class Scheduler(Actor):
         if now >= self._next_state:
             self._next_state = now + STATE_EVERY_S
             self._publish_state(view)
-        step = self.ring.header("step")
+        step = self.ring.header(HeaderWord.STEP)
         self.predictor.keep(now, step + 1 if checkpoint_may_follow(self.topology, step, self.trained) else None)
 
     def _publish_state(self, view: GroupView) -> None:
         waiting = self.room.reason + (f" (group {self.room.group})" if self.room.group is not None else "")
         self.bus.send(
             m.SchedulerState(
-                admitted=self.ring.header("next_admission"),
+                admitted=self.ring.header(HeaderWord.NEXT_ADMISSION),
                 open_groups=len(view),
                 free=view.free_slots,
                 credit=max(0, self.room.groups),
@@ -376,7 +374,7 @@ class Scheduler(Actor):
 
     def _values(self, view: GroupView) -> dict[str, float]:
         """What policy, probes and predictor tell; nothing under fifo."""
-        found = self.foresight.told()
+        found = self.feed.metrics()
         if found:
             found["rows"] = self.rows.total(view.generating)
         if self.probes.on:
@@ -384,7 +382,7 @@ class Scheduler(Actor):
         return found
 
     def teardown(self) -> None:
-        self.foresight.close()
+        self.feed.close()
         self.predictor.close()
 
     # -- trouble ------------------------------------------------------------------------------------------------
@@ -410,10 +408,10 @@ class Scheduler(Actor):
     def _repair_next_admission(self) -> None:
         """A predecessor may have died between a group's slots and the counter."""
         lines = self.ring.lines()
-        live = lines[(lines["state"] != State.FREE) & (lines["cls"] == CLS_TRAIN)]
+        live = lines[(lines["state"] != State.FREE) & (lines["cls"] == SampleClass.TRAIN)]
         if len(live):
             highest = int(live["admission"].max()) + 1
-            self.ring.set_header("next_admission", max(self.ring.header("next_admission"), highest))
+            self.ring.set_header(HeaderWord.NEXT_ADMISSION, max(self.ring.header(HeaderWord.NEXT_ADMISSION), highest))
 
     def _complain(self, text: str) -> None:
         self.warn("scheduler", text)
@@ -438,7 +436,7 @@ def make_arrivals(topology: Topology) -> Arrivals | None:
 
 
 def _told(message: m.LearnerStateUpdate, name: str) -> int | None:
-    """A count among the learner's numbers, such as the admission bound of its controller; None if there is none."""
+    """A count among the learner's numbers; None if there is none."""
     found = message.metrics.get(name)
     return int(found) if found is not None and math.isfinite(found) else None
 

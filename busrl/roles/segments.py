@@ -20,6 +20,7 @@ from busrl.ring import Ring, State
 from busrl.scheduling.admission import Waves
 from busrl.scheduling.limits import Limits
 from busrl.scheduling.segments import Cut, SegmentPlan
+from busrl.states import HeaderWord, SampleClass
 
 # -- Claims of a worker: the ring's own best, or in rounds of segments those that this wave allows --------------------
 
@@ -33,7 +34,7 @@ def take_queued(ring: Ring, waves: Waves | None, limit: int, most_attempts: int)
     """Claim up to `limit` QUEUED slots for generation: (slot, word) of each."""
     if waves is None:
         return list(ring.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=most_attempts))
-    next_admission = ring.header("next_admission")  # before the lines: a slot looks less far than it is
+    next_admission = ring.header(HeaderWord.NEXT_ADMISSION)  # before the lines: a slot looks less far than it is
     lines = ring.lines()
     taken = []
     for slot in waves.best(lines, next_admission, limit, most_attempts):
@@ -47,7 +48,6 @@ def take_queued(ring: Ring, waves: Waves | None, limit: int, most_attempts: int)
 
 
 log = logging.getLogger("busrl")
-TRAIN = 0
 BETA = 0.9  # smoothing of the two times
 
 
@@ -66,7 +66,7 @@ class SegmentCuts:
 
     def next(self, cls: int, segment: int, left: int) -> Cut:
         """The segment number `segment` of a sample of that class, which may still have `left` tokens."""
-        return self.plan.next(segment, left) if cls == TRAIN else Cut(left, True)
+        return self.plan.next(segment, left) if cls == SampleClass.TRAIN else Cut(left, True)
 
     def finished(self, tokens: int) -> None:
         """A whole answer ended."""

@@ -25,17 +25,16 @@ import numpy as np
 from busrl.config.rules import batch_varies
 from busrl.config.rules import due as due_by
 from busrl.data import JsonlStream
-from busrl.data.prompts import VALIDATE_BIT, lines_of, mean_over_prompts
+from busrl.data.prompts import lines_of, mean_over_prompts
 from busrl.ledger.log import LineFile, json_lines
 from busrl.protocol import messages as m
 from busrl.ring import BadTensor, State
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.trajectory import UNREADABLE, read_generated, read_parts, segments_of
+from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass
 
 log = logging.getLogger("busrl")
-CLS_VALIDATE = 1
-FINISHED = 1
 PRIORITY = 1 << 20
 RESULT_BYTES = 4096  # of a line of validation.log: far more than any has
 
@@ -117,8 +116,8 @@ class Validator(Actor):
     # -- a round ------------------------------------------------------------------------------------------------
 
     def _maybe_start(self) -> bool:
-        finished = self.ring.header("run_state") == FINISHED
-        step = self.ring.header("step")
+        finished = self.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
+        step = self.ring.header(HeaderWord.STEP)
         due = self.rounds.due(step, finished, self._newest(step))
         if due is None:
             if finished:
@@ -126,11 +125,11 @@ class Validator(Actor):
             return False
         self.round, self.started, self.groups_done = due, time.monotonic(), max(self.groups, self.groups_done)
         self.results = _read_log(self.log_path, due, self.samples * RESULT_BYTES)
-        self.pending = [uid for uid in self._uids() if self.validate_fates.get(uid & ~VALIDATE_BIT) == 0]
+        self.pending = [uid for uid in self._uids() if self.validate_fates.get(uid & ~VALIDATE_BIT) == Fate.NONE]
         if self.topology.validation.mode == "hold" and not finished:
             version_pin.pin(self.ring)
         self.ring.activity(f"validate round {due}", self.topology.limits.ready_s)
-        version = self.ring.header("version")
+        version = self.ring.header(HeaderWord.VERSION)
         self.bus.send(m.ValidationStarted(round=due, version=version, samples=self.samples))
         log.info("round %d begins at version %d", due, version)
         return True
@@ -151,7 +150,7 @@ class Validator(Actor):
         if not self.pending:
             return 0
         lines = self.ring.lines()
-        used = int(np.count_nonzero((lines["cls"] == CLS_VALIDATE) & (lines["state"] != State.FREE)))
+        used = int(np.count_nonzero((lines["cls"] == SampleClass.VALIDATE) & (lines["state"] != State.FREE)))
         room = max(0, min(self.topology.derived.val_reserve - used, len(self.pending)))
         sent = 0
         for uid in self.pending[:room]:
@@ -164,17 +163,17 @@ class Validator(Actor):
     def _dispatch_one(self, uid: int) -> bool:
         item = self.stream.at(int(self.asked[(uid & ~VALIDATE_BIT) % self.samples]))
         generation = self.topology.generation
-        version, step = self.ring.header("version"), self.ring.header("step")
+        version, step = self.ring.header(HeaderWord.VERSION), self.ring.header(HeaderWord.STEP)
         self.validate_fates.reserve((uid & ~VALIDATE_BIT) + 1)
         done = self.ring.dispatch(
-            uid=uid, group=uid, admission=0, member=0, group_size=1, cls=CLS_VALIDATE, task=item.line,
+            uid=uid, group=uid, admission=0, member=0, group_size=1, cls=SampleClass.VALIDATE, task=item.line,
             prompt_crc=item.crc, priority=PRIORITY, max_new_tokens=generation.max_new_tokens,
             temperature=self.topology.validation.temperature, top_p=1.0, version=version, step=step,
         )
         return bool(done)
 
     def _collect(self) -> int:
-        taken = self.ring.take(State.REWARDED, State.TRAINING, cls=CLS_VALIDATE, limit=256)
+        taken = self.ring.take(State.REWARDED, State.TRAINING, cls=SampleClass.VALIDATE, limit=256)
         for slot, word in taken:
             line = self.ring.line(slot)
             try:
@@ -182,11 +181,11 @@ class Validator(Actor):
             except UNREADABLE as problem:
                 uid = int(line["uid"])
                 self.warn("validator", f"sample {uid} is dropped: {problem}", kind="unreadable", uids=[uid])
-                self.ring.drop(slot, word, "M")
+                self.ring.drop(slot, word, Fate.MALFORMED)
                 continue
             known = result.uid in self.results or result.round != self.round
             if known or self._append(result):
-                self.ring.finish(slot, word, "V")
+                self.ring.finish(slot, word, Fate.VALIDATED)
             else:
                 self.ring.release(slot, word, State.REWARDED)  # not written: a successor writes it
         return len(taken)
@@ -207,7 +206,7 @@ class Validator(Actor):
         )
 
     def _append(self, result: Result) -> bool:
-        written = self.until_written("validation", lambda: self.log.append(msgspec.json.encode(result)))
+        written = self.write_or_wait("validation", lambda: self.log.append(msgspec.json.encode(result)))
         if written:
             self.results[result.uid] = result
         return written
@@ -215,14 +214,14 @@ class Validator(Actor):
     def _all_ended(self) -> bool:
         """Every sample has a final fate: the round ends although some were dropped."""
         return not self.pending and all(
-            self.validate_fates.get(uid & ~VALIDATE_BIT) not in (0, ord("D")) for uid in self._uids()
+            self.validate_fates.get(uid & ~VALIDATE_BIT) not in (Fate.NONE, Fate.DISPATCHED) for uid in self._uids()
         )
 
     def _finish(self) -> None:
         round_number = self.round or 0
         record = self._record(round_number)
         versions, mean, samples = record["versions"], record["val/reward"], record["samples"]
-        if not self.until_written("validation", lambda: self.rows.append(msgspec.json.encode(record))):
+        if not self.write_or_wait("validation", lambda: self.rows.append(msgspec.json.encode(record))):
             return
         version_pin.unpin(self.ring)
         self.ring.activity("")

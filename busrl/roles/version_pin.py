@@ -9,8 +9,8 @@ Used by validator (takes and lets go), learner (waits) and keeper (clears what a
 from __future__ import annotations
 
 from busrl.ring import Ring
+from busrl.states import HeaderWord
 
-WORD = "hold"
 INDEX_BITS = 16
 
 
@@ -22,25 +22,25 @@ def token(ring: Ring) -> int:
 
 def pin(ring: Ring) -> bool:
     """Take the hold if nobody living has it."""
-    seen = ring.header(WORD)
-    return (not seen or is_stale(ring, seen)) and ring.cas_header(WORD, seen, token(ring))
+    seen = ring.header(HeaderWord.HOLD)
+    return (not seen or is_stale(ring, seen)) and ring.cas_header(HeaderWord.HOLD, seen, token(ring))
 
 
 def unpin(ring: Ring) -> None:
     """Give up the hold if it is ours."""
-    ring.cas_header(WORD, token(ring), 0)
+    ring.cas_header(HeaderWord.HOLD, token(ring), 0)
 
 
 def pinned_by(ring: Ring) -> int:
     """The word of a living holder, 0 if there is none."""
-    seen = ring.header(WORD)
+    seen = ring.header(HeaderWord.HOLD)
     return 0 if not seen or is_stale(ring, seen) else seen
 
 
 def clear_stale(ring: Ring) -> bool:
     """Clear the hold of a dead process; True if there was one."""
-    seen = ring.header(WORD)
-    return bool(seen) and is_stale(ring, seen) and ring.cas_header(WORD, seen, 0)
+    seen = ring.header(HeaderWord.HOLD)
+    return bool(seen) and is_stale(ring, seen) and ring.cas_header(HeaderWord.HOLD, seen, 0)
 
 
 def is_stale(ring: Ring, seen: int) -> bool:

@@ -54,8 +54,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from busrl.scheduling.groups import CLS_TRAIN, FREE, GENERATED, TRAINING, VALIDATE_BIT, Ints, Lines, slot_priority
+from busrl.scheduling.groups import FREE, GENERATED, TRAINING, Ints, Lines, slot_priority
 from busrl.scheduling.lengths import Candidate
+from busrl.states import VALIDATE_BIT, SampleClass
 
 # -- The groups that wait to be opened, in the order of a key, within a horizon of draws ------------------------------
 
@@ -469,6 +470,6 @@ class FinishedAnswers:
         ended = ((state >= GENERATED) & (state <= TRAINING)) | (state == FREE)
         fresh = np.flatnonzero(ended & (uids != self._given) & (uids < VALIDATE_BIT))
         # Field by field, and only of what is new: most slots are not.
-        fresh = fresh[(lines["finish"][fresh] > 0) & (lines["cls"][fresh] == CLS_TRAIN)]
+        fresh = fresh[(lines["finish"][fresh] > 0) & (lines["cls"][fresh] == SampleClass.TRAIN)]
         self._given[fresh] = uids[fresh]
         return Answers(uids[fresh].astype(np.int64), lines["response_tokens"][fresh].astype(np.int64))

@@ -45,6 +45,7 @@ import numpy as np
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.groups import UNKNOWN, Bools, GroupView, Ints
 from busrl.scheduling.limits import Limits
+from busrl.states import RULES, Fate
 
 # -- The anchored window: which ready groups may be trained now, so that answers that finish early are not favoured ---
 
@@ -171,9 +172,6 @@ class Trigger:
 # -- The learner's decisions in one place: what to set aside, what to claim, whether to fire, or what it waits for ----
 
 
-RULES = "foiel"  # fates that set a group aside by rule
-
-
 @dataclass(frozen=True)
 class SetAside:
     """Drop the survivors of a resolved group with this fate: f flat, o too old, i incomplete."""
@@ -216,15 +214,10 @@ Action = SetAside | Claim | Fire | Wait
 
 
 class LearnerPlan:
-    """Pure: state is the trigger's clock, and a bound that was tightened. Call `decide` whenever something changed."""
+    """Pure: its state is the trigger's clock. Call `decide` whenever something changed."""
 
     def __init__(self, limits: Limits, trigger: Trigger, staleness: Staleness, *, streaming: bool) -> None:
         self.limits, self.trigger, self.staleness, self.streaming = limits, trigger, staleness, streaming
-        self.window = limits  # B and W in force, which a controller may have tightened
-
-    def tighten(self, eta: int | None) -> None:
-        """Look ahead as for a bound of `eta` steps (None: as for max_staleness), from the next look on."""
-        self.window = self.limits if eta is None else self.limits.at(eta)
 
     def decide(
         self,
@@ -287,7 +280,7 @@ class LearnerPlan:
     def _choose(self, seen: _Seen, claimed: int, counted: int, step: int) -> tuple[list[int], int | None]:
         """Groups to add to the step, and the one that the step would leave too old, if any (both as draws)."""
         limit = self.limits.B if self.limits.sync else max(0 if claimed else 1, self.trigger.n_min - counted)
-        window = seen.look(self.window.W, limit)
+        window = seen.look(self.limits.W, limit)
         late = self.staleness.would_outlive(seen.oldest_step, step)
         urgent = window.inside[late[window.inside]]
         chosen = list(dict.fromkeys([*window.chosen.tolist(), *urgent.tolist()]))
@@ -311,7 +304,7 @@ class LearnerPlan:
     def _wait(self, seen: _Seen, groups: int, blocker: int | None) -> Wait:
         if blocker is not None and groups >= self.trigger.n_min:
             return seen.wait("staleness", blocker, groups)
-        window = seen.look(self.window.W, self.window.B)
+        window = seen.look(self.limits.W, self.limits.B)
         if window.anchor is None:
             return Wait("round" if self.limits.sync and groups else "groups" if groups else "admission", ready=groups)
         anchor = int(seen.draws[window.anchor])
@@ -322,10 +315,10 @@ class LearnerPlan:
 
 def _fate(view: GroupView, i: int) -> str:
     """Why group i is set aside: the reason that a killed learner already gave to some of it, else what it is."""
-    begun = chr(int(view.closed_by[i]))
+    begun = int(view.closed_by[i])
     if begun in RULES:
-        return begun
-    return "i" if not view.usable[i] else "f" if view.flat[i] else "o"
+        return chr(begun)
+    return (Fate.INCOMPLETE if not view.usable[i] else Fate.FLAT if view.flat[i] else Fate.OLD).letter
 
 
 class _Seen:

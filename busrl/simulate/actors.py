@@ -48,10 +48,21 @@ import numpy.typing as npt
 
 from busrl.config import Topology
 from busrl.scheduling.admission import age
-from busrl.scheduling.groups import DISPATCHED, FREE, GENERATING, QUEUED, REWARDED, TRAINING, GroupView, uid_of
+from busrl.scheduling.groups import (
+    DISPATCHED,
+    FREE,
+    GENERATED,
+    GENERATING,
+    QUEUED,
+    REWARDED,
+    TRAINING,
+    GroupView,
+    uid_of,
+)
 from busrl.scheduling.segments import SegmentPlan
 from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, publication_is_due
 from busrl.simulate.figures import Counts, StepRow
+from busrl.states import Fate
 
 # -- Service times of a simulated run: how long a decoding step, a reward, an optimiser step and a publication take ---
 
@@ -110,7 +121,6 @@ class Times:
 # -- A ring of slots in memory: the lines and fates that the group scanner reads, and the steps of the state machine --
 
 
-GENERATED = 4
 LINE = np.dtype(
     [
         ("uid", "u8"), ("admission", "u8"), ("reward", "f8"), ("step", "u4"), ("cls", "u4"), ("state", "u1"),
@@ -391,10 +401,6 @@ class Actors:
     def publish(self, now: float) -> None:
         self.published.append(now)
 
-    def busy_s(self, now: float) -> float:
-        """Seconds that all of them were busy up to `now`, publications that nobody looked at yet included."""
-        return sum(a.busy_s + (now - a.at if a.active else 0.0) for a in self.all)
-
     def settle(self, now: float) -> None:
         """Count everything up to `now`, for the figures; the run is over."""
         for actor in self.all:
@@ -556,7 +562,7 @@ class Learner:
         self.counts.consumed.extend(lengths)
         self.ended.update(action.draws)
         self.unpublished += len(ages)
-        self.ring.end(slots, "T")
+        self.ring.end(slots, Fate.TRAINED.letter)
         self.claimed.clear()
         found.cost_s += self._micro_batch() + self.times.learner_step_s * self.pace
         self.pace = self.noise.next()
@@ -571,7 +577,7 @@ class Learner:
         if self.plan.streaming and self._pending_samples and not few:
             found.cost_s += self._micro_batch()
         elif publication_is_due(
-            self.unpublished, self.step, n_min=self.plan.trigger.n_min, admitted=self.plan.window.B,
+            self.unpublished, self.step, n_min=self.plan.trigger.n_min, admitted=self.plan.limits.B,
             publish_every=self.topology.publish_every,
         ):
             found.publishes = True

@@ -30,6 +30,7 @@ from busrl.simulate.figures import Figures
 from busrl.simulate.fit import Seen
 from busrl.simulate.settings import Setting
 from busrl.simulate.world import FATES
+from busrl.states import Fate
 
 # -- A sweep as a picture: small charts in one SVG, readable in any browser, made without a plotting library ----------
 
@@ -254,8 +255,8 @@ def _body(topology: Topology, setting: Setting, found: Figures) -> list[str]:
 
 
 def _told(found: Figures) -> list[str]:
-    """Policy, predictor and controller, where there are any."""
-    parts = {"policy": [], "predictor": [], "control": []}  # type: dict[str, list[str]]
+    """Policy and predictor, where they report anything."""
+    parts: dict[str, list[str]] = {"policy": [], "predictor": []}
     for name, value in found.told.items():
         head, _, rest = name.partition("_")
         head, rest = (head, rest) if head in parts and rest else ("policy", name)
@@ -266,7 +267,8 @@ def _told(found: Figures) -> list[str]:
 def advice(topology: Topology, limits: Limits, setting: Setting, found: Figures, cores: int) -> list[str]:
     """What limits the run, and which keys move it."""
     said = _bottleneck(topology, limits, setting, found, cores)
-    flat, ended = found.set_aside.get("f", 0), sum(found.set_aside.values()) + sum(row.groups for row in found.rows)
+    flat = found.set_aside.get(Fate.FLAT.letter, 0)
+    ended = sum(found.set_aside.values()) + sum(row.groups for row in found.rows)
     if flat > FLAT * ended:
         said.append(
             f"Most groups are flat ({flat / ended:.0%}): all their rewards are equal, so they cost generation and "

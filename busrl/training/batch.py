@@ -162,7 +162,7 @@ class Flat:
     """The generated tokens of a micro-batch, one entry per token; `lengths` and `uids` have one per sample."""
 
     targets: Tensor
-    behaviour: Tensor
+    behaviour_logprobs: Tensor
     versions: NDArray[np.uint32]
     rows: Tensor  # the sample of each token
     lengths: Tensor  # trained tokens of each sample
@@ -177,7 +177,7 @@ class Flat:
     def to(self, device: torch.device) -> Flat:
         temperature = None if self.temperature is None else self.temperature.to(device)
         mask = None if self.mask is None else self.mask.to(device)
-        moved = {name: getattr(self, name).to(device) for name in ("targets", "behaviour", "rows", "lengths")}
+        moved = {name: getattr(self, name).to(device) for name in ("targets", "behaviour_logprobs", "rows", "lengths")}
         return replace(self, temperature=temperature, mask=mask, **moved)
 
 
@@ -189,7 +189,7 @@ def flatten(samples: Sequence[Sample], padded: Padded, dtype: torch.dtype) -> Fl
     rows = padded.rows if mask is None else padded.rows[mask]
     return Flat(
         targets=padded.ids[padded.rows, padded.columns + 1],
-        behaviour=torch.from_numpy(behaviour).to(dtype),
+        behaviour_logprobs=torch.from_numpy(behaviour).to(dtype),
         versions=versions,
         rows=padded.rows,
         lengths=torch.bincount(rows, minlength=len(samples)),

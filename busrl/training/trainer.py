@@ -23,15 +23,6 @@ Called once by a process that trains on the CPU. Talks to glibc; does nothing el
 - A step allocates the same few megabytes again and again. Handed back each time, every page has to be mapped and zeroed
   anew: thousands of page faults and about a tenth of the time of a small model's step.
 
-Measures squared gradient norms of parts of a step and of the whole of it, for the gradient noise scale.
-
-Used by the training step around `Trainer.accumulate`. Talks to the parameters' gradients; what the norms mean is in
-`busrl.scheduling.controller`. Knows nothing of samples or losses.
-
-- The gradient of a step is the sum over its parts, as without the meter, up to the order of summation.
-- A part's gradient is divided by its own tokens and the whole by all tokens: both are means over tokens.
-- Costs three passes over the parameters per part and as much memory as one gradient; it is made only when asked for.
-
 The optimiser step: streams samples through forward and backward as groups become ready, then divides, clips and
 updates.
 
@@ -68,6 +59,7 @@ from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossSettings
 from busrl.training import batch
 from busrl.training.batch import Flat, Padded, Sample
+from busrl.training.custom import load_loss
 from busrl.training.fused import Forward, choose_forward
 from busrl.training.model import named_weights
 
@@ -245,65 +237,11 @@ def keep_freed_memory(slack: int = 1 << 26) -> bool:
     return all(taken)
 
 
-# -- Measures squared gradient norms of parts of a step and of the whole of it, for the gradient noise scale ----------
-
-
-@dataclass(frozen=True)
-class Norms:
-    """`small`: harmonic mean of the parts' sizes, `big`: their sum, both in groups."""
-
-    small_squared: float
-    small: float
-    big_squared: float
-    big: int
-
-
-class NoiseMeter:
-    """`part` after the backward pass of some whole groups, `whole` before the step."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the step under way."""
-        self._total: list[Tensor | None] = [None] * len(self._parameters)
-        self._parts: list[tuple[Tensor, int, int]] = []  # squared norm of the sum, tokens, groups
-
-    def part(self, groups: int, tokens: int) -> None:
-        """What stands in `.grad` belongs to these groups; it is put aside."""
-        found = [p.grad for p in self._parameters if p.grad is not None]
-        if not found:
-            return
-        squared = torch.stack(torch._foreach_norm(found)).square().sum()
-        self._parts.append((squared, tokens, groups))
-        for i, parameter in enumerate(self._parameters):
-            gradient, total = parameter.grad, self._total[i]
-            if gradient is not None:
-                self._total[i] = gradient if total is None else total.add_(gradient)
-                parameter.grad = None
-
-    def whole(self) -> Norms | None:
-        """Put the sum back into `.grad`. The norms, or None with fewer than two parts that have tokens."""
-        for parameter, total in zip(self._parameters, self._total, strict=True):
-            if total is not None:
-                parameter.grad = total
-        parts = [(float(squared) / tokens**2, groups) for squared, tokens, groups in self._parts if tokens]
-        tokens = sum(tokens for _, tokens, _ in self._parts)
-        found = [total for total in self._total if total is not None]
-        self.clear()
-        if len(parts) < 2:
-            return None
-        squared = float(torch.stack(torch._foreach_norm(found)).square().sum()) / tokens**2
-        small = len(parts) / sum(1 / groups for _, groups in parts)
-        mean = sum(square for square, _ in parts) / len(parts)
-        return Norms(mean, small, squared, sum(groups for _, groups in parts))
-
-
 # -- The optimiser step: streams samples through forward and backward as groups become ready, then divides, ... -------
 
 
 Floats = NDArray[np.float32]
+Versions = NDArray[np.uint32]
 
 
 class Trainer:
@@ -318,7 +256,7 @@ class Trainer:
     ) -> None:
         """`named` gives the weights to publish; others than the model's own where it has an adapter."""
         self.model, self.settings, self._named = model, settings, named
-        self.loss = losses.get(settings.loss)
+        self.loss = load_loss(settings.loss)
         self.forward = forward or choose_forward(model, lean=settings.compute_dtype == "float32")
         self._loss_settings = settings.for_loss()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -327,6 +265,7 @@ class Trainer:
         self._dtype = torch.promote_types(self._parameters[0].dtype, torch.float32)
         self.optimizer = _adamw(self._parameters, settings)
         self.moved: Callable[[], None] = _nothing  # called after each micro-batch, a scored one too
+        self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
         self._published: dict[str, Tensor] = {}
         self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
         self._clear()
@@ -341,45 +280,64 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------- streaming
 
-    def accumulate(self, samples: Sequence[Sample], advantages: Sequence[float],
-                   prox: Sequence[Floats] | None = None, version: int | None = None) -> None:
+    def accumulate(
+        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None = None,
+        version: int | None = None,
+    ) -> None:
         """Forward and backward of these samples, added to the step under way.
 
-        `prox` are the log-probabilities of `score` at the start of the step (left out: those of this forward);
-        `version` is the version of the weights being trained, for the mismatch between engine and trainer.
+        `proximal` are the log-probabilities of `score` at the start of the step (left out: those of this forward);
+        `version` is the policy version of the weights being trained, for the mismatch between engine and trainer.
         """
-        if len(samples) != len(advantages) or (prox is not None and len(prox) != len(samples)):
-            raise ValueError(f"{len(samples)} samples need as many advantages and prox rows, got {len(advantages)}"
-                             + (f" and {len(prox)}" if prox is not None else ""))
+        if len(samples) != len(advantages) or (proximal is not None and len(proximal) != len(samples)):
+            raise ValueError(
+                f"{len(samples)} samples need as many advantages and proximal rows, got {len(advantages)}"
+                + (f" and {len(proximal)}" if proximal is not None else "")
+            )
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            self._micro_batch([samples[i] for i in part], [advantages[i] for i in part],
-                              None if prox is None else [prox[i] for i in part], version)
+            self._micro_batch(
+                [samples[i] for i in part], [advantages[i] for i in part],
+                None if proximal is None else [proximal[i] for i in part], version,
+            )
 
-    def _micro_batch(self, samples: Sequence[Sample], advantages: Sequence[float], prox: Sequence[Floats] | None,
-                     version: int | None) -> None:
+    def _micro_batch(
+        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None,
+        version: int | None,
+    ) -> None:
         started = self._watch.mark()
         padded, flat = self._tensors(samples)
-        logp, entropy = self._logp(samples, padded, flat)
-        tokens = losses.Tokens(
-            logp=logp, behaviour=flat.behaviour, prox=logp.detach() if prox is None else self._flat_prox(prox, logp),
-            advantage=flat.per_token(advantages, self._dtype), mask=flat.mask)
-        weights = token_weights(self.settings.aggregation, flat, self._dtype)
+        logprobs, entropy = self._logprobs(samples, padded, flat)
+        inputs = self._loss_inputs(flat, logprobs, advantages, proximal)
+        weights = aggregation.sequence_weights(self.settings.aggregation, flat.lengths, self._dtype)[flat.rows]
         if self.skip_mastered:
-            weights = weights.masked_fill(self._find_mastered(tokens, flat, entropy), 0)
-        # Under pois the ratio is 1 everywhere; what is counted below stays the true one.
-        trained = replace(tokens, behaviour=logp.detach()) if self.settings.ratio_one else tokens
-        weighted = self.loss.per_token(trained, self._loss_settings) * weights
+            weights = weights.masked_fill(self._find_mastered(inputs, flat, entropy), 0)
+        # Under pois the ratio is 1 everywhere; the diagnostics below are of the true one.
+        trained = replace(inputs, behaviour_logprobs=logprobs.detach()) if self.settings.ratio_one else inputs
+        weighted = losses.per_token(self.loss, trained, self._loss_settings) * weights
         total = weighted.sum()
         forwarded = self._watch.mark()
         total.backward()  # type: ignore[no-untyped-call]
         self._marks.append((started, forwarded, self._watch.mark()))
-        self._count(samples, padded, flat, tokens, weighted.detach(), entropy, version)
+        self._count(samples, padded, flat, inputs, weighted.detach(), entropy, version)
         self.moved()
 
-    def _find_mastered(self, tokens: losses.Tokens, flat: Flat, entropy: Tensor) -> Tensor:
-        settings = self.settings
-        found = masking.mastered(tokens.logp, entropy, tokens.advantage, flat.rows, flat.lengths, settings.dmmpt_tau,
-                               settings.dmmpt_sigma, flat.mask)
+    def _loss_inputs(
+        self, flat: Flat, logprobs: Tensor, advantages: Sequence[float], proximal: Sequence[Floats] | None
+    ) -> losses.LossInputs:
+        """What the loss gets of a micro-batch."""
+        before = logprobs.detach() if proximal is None else torch.from_numpy(np.concatenate(proximal)).to(logprobs)
+        return losses.LossInputs(
+            trainer_logprobs=logprobs, behaviour_logprobs=flat.behaviour_logprobs, proximal_logprobs=before,
+            advantages=flat.per_token(advantages, self._dtype), mask=flat.mask, samples=flat.rows,
+            policy_versions=torch.from_numpy(flat.versions.astype(np.int64)).to(self._device),
+            ages=torch.from_numpy(self.ages_of(flat.versions)).to(self._device),
+        )
+
+    def _find_mastered(self, inputs: losses.LossInputs, flat: Flat, entropy: Tensor) -> Tensor:
+        found = masking.mastered(
+            inputs.trainer_logprobs, entropy, inputs.advantages, flat.rows, flat.lengths, self.settings.dmmpt_tau,
+            self.settings.dmmpt_sigma, flat.mask,
+        )
         self._mastered += found.sum()
         return found
 
@@ -387,7 +345,7 @@ class Trainer:
         padded = batch.pad(samples)
         return padded.to(self._device), batch.flatten(samples, padded, self._dtype).to(self._device)
 
-    def _logp(self, samples: Sequence[Sample], padded: Padded, flat: Flat) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, samples: Sequence[Sample], padded: Padded, flat: Flat) -> tuple[Tensor, Tensor]:
         with self._autocast():
             logits = self.forward.logits(samples, padded)
         return selected(at_temperature(logits.to(self._dtype), flat.temperature), flat.targets)
@@ -397,13 +355,12 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=getattr(torch, self.settings.compute_dtype))
 
-    def _flat_prox(self, prox: Sequence[Floats], logp: Tensor) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(prox))).to(logp)
-
-    def _count(self, samples: Sequence[Sample], padded: Padded, flat: Flat, tokens: losses.Tokens, weighted: Tensor,
-               entropy: Tensor, version: int | None) -> None:
+    def _count(
+        self, samples: Sequence[Sample], padded: Padded, flat: Flat, inputs: losses.LossInputs, weighted: Tensor,
+        entropy: Tensor, version: int | None,
+    ) -> None:
         current, begun = self._of_these_weights(samples, flat, version)
-        self._sums += diagnostics.sums(tokens, weighted, entropy, current, self._loss_settings, begun)
+        self._sums += diagnostics.sums(inputs, weighted, entropy, current, self._loss_settings, begun)
         per_sample = torch.zeros(len(samples), dtype=weighted.dtype, device=self._device)
         self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, weighted)))
         context = sum(sample.context for sample in samples)
@@ -431,9 +388,9 @@ class Trainer:
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             chosen = [samples[i] for i in part]
             padded, flat = self._tensors(chosen)
-            logp, _ = self._logp(chosen, padded, flat)
+            logprobs, _ = self._logprobs(chosen, padded, flat)
             ends = np.cumsum([len(sample.token_ids) for sample in chosen])[:-1]
-            for index, row in zip(part, np.split(logp.float().cpu().numpy(), ends), strict=True):
+            for index, row in zip(part, np.split(logprobs.float().cpu().numpy(), ends), strict=True):
                 found[index] = row
             self.moved()
         return found
@@ -445,7 +402,7 @@ class Trainer:
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             chosen = [samples[i] for i in part]
             padded, flat = self._tensors(chosen)
-            _, entropy = self._logp(chosen, padded, flat)
+            _, entropy = self._logprobs(chosen, padded, flat)
             total, tokens = total + entropy.sum(dtype=torch.float64), tokens + len(flat.targets)
             self.moved()
         return float(total) / max(tokens, 1)
@@ -556,7 +513,11 @@ class Trainer:
 
 
 def _nothing() -> None:
-    """Nobody wants to know how far it is."""
+    pass
+
+
+def _no_age(versions: Versions) -> NDArray[np.int64]:
+    return np.zeros(len(versions), np.int64)
 
 
 MASTER = "master"
@@ -573,11 +534,6 @@ def _adamw(parameters: Sequence[Tensor], settings: TrainerSettings) -> torch.opt
               {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
     used = [group for group in groups if group["params"]]
     return torch.optim.AdamW(used, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
-
-
-def token_weights(kind: str, flat: Flat, dtype: torch.dtype) -> Tensor:
-    """The aggregation's weight of every trained token; depends on its own sequence alone."""
-    return aggregation.sequence_weights(kind, flat.lengths, dtype)[flat.rows]
 
 
 def normalised_norm(parameters: Sequence[Tensor], count: int) -> float:

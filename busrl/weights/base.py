@@ -9,7 +9,8 @@ is only a reason to look at `newest`), of models or of optimisers, and imports n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -105,10 +106,6 @@ class Receiver(Protocol):
         """Write the newest complete version into `params`, in place; returns which it was."""
         ...
 
-    def step_of(self, version: int) -> int:
-        """The learner's step of a version that this receiver has fetched; 0 if it is not known."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -120,18 +117,41 @@ class FolderReceiver(Receiver, Protocol):
         ...
 
 
-class StepTable:
-    """Remembers the learner's step of the last versions that were fetched; of one that it forgot the step is 0, so that
-    what it made looks too old, never too new."""
+class VersionSteps:
+    """Which learner step made which policy version, of the last `kept` versions that were added.
+
+    Versions are added in the order of their numbers. One that is not the newest changes nothing; one that is added
+    again keeps the smallest step.
+    """
 
     def __init__(self, kept: int = 4096) -> None:
-        self._steps: dict[int, int] = {}
+        self._versions: list[int] = []
+        self._steps: list[int] = []
         self._kept = kept
 
     def add(self, version: int, step: int) -> None:
-        self._steps[version] = step
-        if len(self._steps) > self._kept:
-            del self._steps[next(iter(self._steps))]
+        if not self._versions or version > self._versions[-1]:
+            self._versions.append(version)
+            self._steps.append(step)
+            del self._versions[: -self._kept], self._steps[: -self._kept]
+        elif version == self._versions[-1]:
+            self._steps[-1] = min(self._steps[-1], step)
 
     def step_of(self, version: int) -> int:
-        return self._steps.get(version, 0)
+        """The step of the newest version that is not above `version`, 0 if none is known: what an unknown version made
+        looks too old, never too new."""
+        i = bisect_right(self._versions, version)
+        return self._steps[i - 1] if i else 0
+
+    def step_of_row(self, version: int, newest_step: int) -> int:
+        """The same where versions without an entry were published in a row at one step, that of the next entry;
+        `newest_step` for those above all entries."""
+        i = bisect_left(self._versions, version)
+        return self._steps[i] if i < len(self._steps) else newest_step
+
+    def state(self) -> list[list[int]]:
+        """[version, step] of each entry, for a checkpoint."""
+        return [list(pair) for pair in zip(self._versions, self._steps, strict=True)]
+
+    def load(self, state: Sequence[Sequence[int]]) -> None:
+        self._versions, self._steps = [int(v) for v, _ in state], [int(s) for _, s in state]

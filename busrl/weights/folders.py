@@ -59,7 +59,7 @@ from busrl.errors import (
     WeightsRefused,
     WeightsTimeout,
 )
-from busrl.weights.base import NOTHING, Copies, Hook, Kind, StepTable
+from busrl.weights.base import NOTHING, Copies, Hook, Kind
 from busrl.weights.tensors import fingerprint
 
 if TYPE_CHECKING:
@@ -289,7 +289,6 @@ class FolderReceiver:
         self._prefix = f"{name.replace('/', '-')}."
         self._held, self._base, self._timeout_s = held, base, timeout_s
         self._fingerprint = ""
-        self._steps = StepTable()
         self._last = Found(*NOTHING, Path())
 
     def newest(self) -> tuple[int, int]:
@@ -325,9 +324,6 @@ class FolderReceiver:
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
         raise BugError(f"a version of {self.root} is a folder: it is taken, not fetched")
 
-    def step_of(self, version: int) -> int:
-        return self._steps.step_of(version)
-
     def close(self) -> None:
         shutil.rmtree(self._mine, ignore_errors=True)
 
@@ -348,7 +344,6 @@ class FolderReceiver:
             raise
         self._at("taken")
         self._last = taken
-        self._steps.add(taken.version, taken.step)
         for old in versions(self._mine)[: -self._held]:
             remove(old.path)
         return taken

@@ -75,7 +75,7 @@ import torch
 from busrl import device as devices
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
 from busrl.private import exposed, write_private
-from busrl.weights.base import NOTHING, Hook, StepTable
+from busrl.weights.base import NOTHING, Hook
 
 if TYPE_CHECKING:
     import torch
@@ -547,7 +547,6 @@ class OneCopyReceiver:
         self.bridge_file, self.fence_file = Path(bridge_file), Path(fence_file)
         self.name = name
         self._timeout_s = timeout_s
-        self._steps = StepTable()
         self._fence: Fence | None = None
         self._kept: list[torch.Tensor] = []
         self._device: torch.device | None = None
@@ -591,11 +590,7 @@ class OneCopyReceiver:
             if time.monotonic() > deadline:
                 raise WeightsTimeout(f"{self.name}: paused for {self._timeout_s:g} s: {self._told(state)}")
             pause.wait(LOOK_EVERY_S)
-        self._steps.add(state.version, state.step)
         return state.version, state.step
-
-    def step_of(self, version: int) -> int:
-        return self._steps.step_of(version)
 
     def close(self) -> None:
         """Take the weights away, once the learner has let go of them: it may be writing its last checkpoint."""

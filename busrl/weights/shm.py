@@ -63,7 +63,7 @@ import numpy.typing as npt
 import torch
 
 from busrl.errors import SharedMemoryFull, UserError, WeightsTimeout
-from busrl.weights.base import NOTHING, Copies, Hook, Kind, StepTable
+from busrl.weights.base import NOTHING, Copies, Hook, Kind
 from busrl.weights.sparse import Refused, Shadow, apply, foot_of, split, unpack
 from busrl.weights.tensors import BoundTensors, Manifest, is_plain
 
@@ -263,7 +263,6 @@ class VersionReceiver:
         self.path = Path(path)
         self._timeout_s = timeout_s
         self._segment: Segment | None = None
-        self._steps = StepTable()
 
     def newest(self) -> tuple[int, int]:
         segment = self._current()
@@ -288,13 +287,9 @@ class VersionReceiver:
             segment = self._current()
             stamp = None if segment is None else self._take(segment, params)
             if stamp is not None:
-                self._steps.add(*stamp)
                 return stamp
             if segment is None or segment.newest() is None or time.monotonic() > deadline:
                 raise WeightsTimeout(f"{self._where()}: no complete version within {self._timeout_s:g} s{self._why()}")
-
-    def step_of(self, version: int) -> int:
-        return self._steps.step_of(version)
 
     def close(self) -> None:
         if self._segment is not None:

@@ -34,8 +34,8 @@ def run(case: dict[str, Any], planted: float | None = None) -> tuple[Tensor, Ten
     advantage = (
         array(case.get("advantage", VECTORS["advantage"]))[:, None].expand_as(mask).masked_fill(hole, planted or 0.0)
     )
-    tokens = losses.Tokens(logp, behaviour, prox, advantage, mask)
-    per_token = losses.get(case["loss_name"]).per_token(tokens, losses.LossSettings(**case["settings"]))
+    tokens = losses.LossInputs(logp, behaviour, prox, advantage, mask)
+    per_token = losses.per_token(losses.get(case["loss_name"]), tokens, losses.LossSettings(**case["settings"]))
     if "dmmpt" in case:
         per_token = per_token.masked_fill(found_mastered(tokens, read["token_entropy"], **case["dmmpt"]), 0)
     lengths = mask.sum(1).long()
@@ -46,11 +46,11 @@ def run(case: dict[str, Any], planted: float | None = None) -> tuple[Tensor, Ten
     return loss.detach(), per_token.detach(), gradient
 
 
-def found_mastered(tokens: losses.Tokens, entropy: Tensor, tau: float, sigma: float) -> Tensor:
+def found_mastered(tokens: losses.LossInputs, entropy: Tensor, tau: float, sigma: float) -> Tensor:
     """DMMPT on the rectangle of the vectors."""
     assert tokens.mask is not None
     rows = torch.arange(len(entropy))[:, None].expand_as(entropy)
-    flat = [values.flatten() for values in (tokens.logp, entropy, tokens.advantage, rows)]
+    flat = [values.flatten() for values in (tokens.trainer_logprobs, entropy, tokens.advantages, rows)]
     lengths = tokens.mask.sum(1).long()
     return masking.mastered(*flat, lengths, tau, sigma, tokens.mask.flatten()).view_as(entropy)
 
@@ -77,12 +77,12 @@ def test_a_known_wrong_loss_is_not_reproduced() -> None:
 def test_advantages_are_those_of_the_vectors(kind: str, vectors: dict[str, Any]) -> None:
     for group in sorted(set(vectors["group_ids"])):
         member = [i for i, g in enumerate(vectors["group_ids"]) if g == group]
-        found = advantages.advantages(kind, [vectors["rewards"][i] for i in member])
+        found = advantages.advantages(advantages.get(kind), [vectors["rewards"][i] for i in member])
         assert found == pytest.approx([vectors[kind][i] for i in member], abs=1e-12)
 
 
 def test_an_advantage_with_n_under_the_root_is_not_the_one_of_the_vectors() -> None:
-    assert advantages.advantages("group_std", [1.0, 0.0]) == pytest.approx(
+    assert advantages.advantages(advantages.group_std, [1.0, 0.0]) == pytest.approx(
         [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)]
     )
 
@@ -90,7 +90,7 @@ def test_an_advantage_with_n_under_the_root_is_not_the_one_of_the_vectors() -> N
 @pytest.mark.parametrize("rewards", [[0.1] * 8, [1.0, 1.0], [0.0, 0.0, 0.0], [0.5]])
 def test_a_group_of_equal_rewards_is_flat_and_all_its_advantages_are_exactly_zero(rewards: list[float]) -> None:
     assert advantages.is_flat(rewards)
-    assert advantages.advantages("group_std", rewards) == [0.0] * len(rewards)
+    assert advantages.advantages(advantages.group_std, rewards) == [0.0] * len(rewards)
 
 
 def test_a_group_with_two_different_rewards_is_not_flat_however_close_they_are() -> None:
@@ -116,7 +116,7 @@ def told(planted: float = 0.0, settings: losses.LossSettings | None = None) -> d
     mask = array(inputs["mask"])
     read = {name: array(inputs[name]).masked_fill(mask == 0, planted) for name in ("logp", "logp_old", "logp_rollout")}
     advantage = array(VECTORS["advantage"])[:, None].expand_as(mask)
-    tokens = losses.Tokens(read["logp"], read["logp_old"], read["logp"], advantage, mask)
+    tokens = losses.LossInputs(read["logp"], read["logp_old"], read["logp"], advantage, mask)
     zero = torch.zeros_like(mask)
     return diagnostics.finish(diagnostics.sums(tokens, zero, zero, None, settings or losses.LossSettings()))
 
@@ -132,14 +132,14 @@ def test_effective_sample_size_is_that_of_the_vectors() -> None:
     inputs = VECTORS["inputs"]
     mask = array(inputs["mask"])
     old, rollout, zero = array(inputs["logp_old"]), array(inputs["logp_rollout"]), torch.zeros_like(mask)
-    tokens = losses.Tokens(old, rollout, old, torch.ones_like(mask), mask)
+    tokens = losses.LossInputs(old, rollout, old, torch.ones_like(mask), mask)
     found = diagnostics.finish(diagnostics.sums(tokens, zero, zero, None, losses.LossSettings()))
     assert found.ess == pytest.approx(VECTORS["ess"]["fraction"], abs=1e-12)
 
 
 def test_without_any_drift_the_ratio_diagnostics_say_exactly_nothing_happened() -> None:
     logp = torch.tensor([-0.5, -1.25, -3.0])
-    tokens = losses.Tokens(logp, logp, logp, torch.tensor([1.0, -1.0, 1.0]))
+    tokens = losses.LossInputs(logp, logp, logp, torch.tensor([1.0, -1.0, 1.0]))
     found = diagnostics.finish(
         diagnostics.sums(tokens, logp, torch.ones(3), torch.tensor([True, False, True]), losses.LossSettings())
     )
@@ -150,23 +150,22 @@ def test_without_any_drift_the_ratio_diagnostics_say_exactly_nothing_happened() 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
     for call in (
         lambda: losses.get("ppo"),
-        lambda: advantages.advantages("std", [0.0, 1.0]),
+        lambda: advantages.get("std"),
         lambda: aggregation.denominator("mean", 1, 1),
     ):
         with pytest.raises(ValueError, match="is not known; choose one of"):
             call()
 
 
-def test_both_losses_can_be_streamed_and_only_the_decoupled_one_wants_a_proximal_policy() -> None:
-    assert {name: (loss.streamable, loss.uses_prox) for name, loss in losses.LOSSES.items()} == {
-        "ppo_clip": (True, False), "decoupled": (True, True)}
+def test_only_the_decoupled_loss_wants_a_proximal_policy() -> None:
+    assert losses.LOSSES.keys() - losses.WITHOUT_PROXIMAL == {"decoupled"}
 
 
 def test_the_printed_sign_of_the_entropy_would_leave_out_tokens_of_every_better_answer() -> None:
     """UloRL's eq. 10 lacks the minus sign: with it the third case would leave out three tokens."""
     inputs = VECTORS["inputs"]
     advantage = array(VECTORS["advantage"])[:, None].expand(4, 5)
-    tokens = losses.Tokens(array(inputs["logp"]), array(inputs["logp"]), array(inputs["logp"]), advantage,
+    tokens = losses.LossInputs(array(inputs["logp"]), array(inputs["logp"]), array(inputs["logp"]), advantage,
                            array(inputs["mask"]))
     entropy = array(inputs["token_entropy"])
     assert int(found_mastered(tokens, -entropy, 0.7, 0.45).sum()) >= 3
@@ -175,6 +174,6 @@ def test_the_printed_sign_of_the_entropy_would_leave_out_tokens_of_every_better_
 
 def test_where_no_token_is_of_these_weights_there_is_no_mismatch_to_tell() -> None:
     logp = torch.tensor([-0.5, -1.25])
-    tokens = losses.Tokens(logp, logp - 1, logp, torch.tensor([1.0, -1.0]))
+    tokens = losses.LossInputs(logp, logp - 1, logp, torch.tensor([1.0, -1.0]))
     for current in (None, torch.tensor([False, False])):
         assert diagnostics.finish(diagnostics.sums(tokens, logp, logp, current, losses.LossSettings())).mismatch is None

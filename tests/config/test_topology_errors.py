@@ -36,7 +36,8 @@ CASES = [
     ("[learner]\nbetas = [0.9]", "learner.betas = [0.9]: expected a list of two numbers", 2),
     ("[learner]\n\nlrr = 1", "lrr: unknown key in [learner]; did you mean lr?", 3),
     ("[learner]\nmax_staleness = 1", "max_staleness: unknown key in [learner]; it belongs to [weights]", 2),
-    ('[learner]\nloss = "ppoclip"', 'expected one of "ppo_clip", "decoupled"; did you mean "ppo_clip"?', 2),
+    ('[learner]\nloss = "ppoclip"', 'expected one of "ppo_clip", "decoupled", or a function as package.module:name or '
+     'file.py:name; did you mean "ppo_clip"?', 2),
     ('[scheduler]\npolicy = "x"', 'scheduler.policy = "x": expected one of "fifo", "sjf", "ljf", "adaptive"', 2),
     ("[scheduler]\ntail_share = 0.95", "scheduler.tail_share = 0.95: expected a number >= 0 and <= 0.9", 2),
     ("[lerner]\nlr = 1", "lerner: unknown section; did you mean learner?", 1),
@@ -208,6 +209,10 @@ def test_a_topology_json_of_an_older_busrl_is_read_as_what_it_meant(loaded: Load
     ms = {"high_t_max": 250.0, "low_t_max": 1000.0}
     old["learner"]["controller"] |= {name: value for name, value in rules.items() if not name.endswith("_s")} | ms
     old["segments"] |= {name: old["reward"].pop(name) for name in ("truncated", "truncated_penalty")}
+    assert Topology.from_json(json.dumps(old)) == new
+    old["learner"]["controller"] |= {"rules": "full", "kappa": 1.0, "noise_groups": 8}
+    old["experiments"] = {"controller": {"rules": "full", "eta_min": 2}}
+    old["derived"]["eta_min"] = 3
     assert Topology.from_json(json.dumps(old)) == new
 
 

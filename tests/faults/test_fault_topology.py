@@ -12,7 +12,7 @@ from busrl.config.explain import process_configs, report
 from busrl.errors import TopologyError
 from busrl.faults import CrashWatch, crash_environment
 from busrl.faults.plan import PASSED_BY
-from busrl.ring import CRASH_POINTS
+from busrl.states import CRASH_POINTS
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

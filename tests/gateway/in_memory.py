@@ -9,6 +9,7 @@ import numpy as np
 from busrl.gateway import Answer, Desk, Held, Member, Room, Settings, Tally
 from busrl.gateway.checks import tensor
 from busrl.protocol import gateway as g
+from busrl.states import Fate
 
 LEASE_S = 10.0
 MOST_TRIES = 3
@@ -115,10 +116,10 @@ class Ledger:
         self.expired.append((held.slot, held.seq))
         return False
 
-    def drop(self, index: int, held: Held, fate: str) -> None:
+    def drop(self, index: int, held: Held, fate: Fate) -> None:
         self._check(index, held)
         slot = self.slots[held.slot]
-        slot.owner, slot.ended = 0, fate
+        slot.owner, slot.ended = 0, fate.letter
 
     def committed(self, slot: int, seq: int, uid: int) -> bool:
         return slot < len(self.slots) and self.slots[slot].uid == uid and self.slots[slot].last_commit == seq

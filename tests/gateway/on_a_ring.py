@@ -10,13 +10,14 @@ from pathlib import Path
 
 from in_memory import answer_to, settings
 
-from busrl.gateway import Desk, Limits, Tally, VersionSteps
+from busrl.gateway import Desk, Limits, Tally
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.keeper import RemoteBook
 from busrl.roles.segments import SegmentCuts
 from busrl.scheduling.segments import SegmentPlan
+from busrl.weights.base import VersionSteps
 
 LEASE_S = 10.0
 CUTS = SegmentCuts(SegmentPlan(3, 3, 8))

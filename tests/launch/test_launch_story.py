@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from busrl.launch.summary import Progress
-from busrl.ledger.fates import Fate
 from busrl.monitor.files import TAIL_BYTES, RunFiles, fates, number, run_of_files, sample_line
 from busrl.monitor.state import RunState, StepRate
 from busrl.monitor.status import status
 from busrl.monitor.text import line
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
+from busrl.states import Fate
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:

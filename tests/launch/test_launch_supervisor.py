@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl.gateway import FairClock
 from busrl.launch.supervisor import (
     LONGEST_PAUSE_S,
     ORDER,
     SERVED_S,
     Ask,
     Child,
-    FairClock,
     Force,
     Patience,
     Phase,

@@ -183,7 +183,7 @@ def test_a_long_run_of_many_groups_is_clean(make_run) -> None:
 def test_the_audit_imports_none_of_the_code_that_it_judges() -> None:
     code = "import sys, busrl.ledger.audit; print(*[name for name in sys.modules if name.startswith('busrl')])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-    allowed = {"busrl", "busrl.errors", "busrl.ledger", "busrl.ledger.fates"}
+    allowed = {"busrl", "busrl.errors", "busrl.ledger", "busrl.states"}
     strangers = {name for name in out.split() if not name.startswith("busrl.ledger.audit")} - allowed
     assert strangers == set()
 

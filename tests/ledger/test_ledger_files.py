@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from busrl.errors import DiskFull, FileCorrupt, LedgerError, UserError
-from busrl.ledger import fates
-from busrl.ledger.fates import Fate
+from busrl.ledger.audit import histogram
 from busrl.ledger.log import (
     DrawsLog,
     LineFile,
@@ -28,6 +27,7 @@ from busrl.ledger.log import (
 )
 from busrl.ledger.openbin import OpenSlot, read_open, remove_open, write_open
 from busrl.ledger.trained import UID_LIMIT, TrainedSet
+from busrl.states import ACCIDENTS, FATE_NAMES, RULES, Fate, fate_name
 
 
 @contextmanager
@@ -42,17 +42,16 @@ def largest_file(nbytes: int) -> Iterator[None]:
 
 
 def test_every_fate_has_a_name_and_is_one_of_open_trained_rule_or_accident() -> None:
-    assert set(fates.NAMES) == set(Fate)
+    assert set(FATE_NAMES) == set(Fate)
     for fate in Fate:
-        kinds = [fates.is_rule(fate), fates.is_accident(fate), fate in (Fate.TRAINED, Fate.VALIDATED)]
+        kinds = [fate in RULES, fate in ACCIDENTS, fate in (Fate.TRAINED, Fate.VALIDATED)]
         assert sum(kinds) == (0 if fate in (Fate.NONE, Fate.DISPATCHED) else 1)
-        assert fates.code_of(fate.char) == fate
-    assert fates.is_rule("f") and fates.is_accident("P") and not fates.is_accident("")
+        assert fate_name(fate.letter) == fate_name(fate) == FATE_NAMES[fate]
 
 
 def test_a_histogram_names_unknown_codes_and_leaves_out_none() -> None:
     codes = np.frombuffer(b"\0\0DTTf\x05", np.uint8)
-    assert fates.histogram(codes) == {"dispatched": 1, "trained": 2, "flat group": 1, "unknown code 5": 1}
+    assert histogram(codes) == {"dispatched": 1, "trained": 2, "flat group": 1, "unknown code 5": 1}
 
 
 def test_a_trained_set_refuses_uids_that_are_no_training_uids() -> None:

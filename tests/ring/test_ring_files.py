@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from busrl.errors import MachineError
 from busrl.ring import (
-    UID_VALIDATE,
     DiskFull,
     FateRefused,
     Fates,
@@ -30,6 +29,7 @@ from busrl.ring import (
     ShmTooSmall,
     State,
 )
+from busrl.states import VALIDATE_BIT
 
 
 def small(path, **changes) -> Ring:
@@ -180,7 +180,7 @@ def test_fates_are_shared_grow_in_steps_and_hold_plain_bytes(folder):
     assert view[70_000] == ord("D") and not view.flags.writeable
     two.close()
     assert np.count_nonzero(view) == 1
-    assert one.get(UID_VALIDATE | 70_000) == ord("D")
+    assert one.get(VALIDATE_BIT | 70_000) == ord("D")
     with pytest.raises(FateRefused, match="capacity"):
         one.store(1 << 40, "D")
     one.sync()
@@ -285,6 +285,8 @@ def test_a_limit_on_address_space_that_has_no_room_for_a_table_of_fates_is_named
     program = f"""
 import resource
 from busrl.ring import Fates
+from busrl.states import VALIDATE_BIT
+from busrl.states import VALIDATE_BIT
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 Fates({str(folder / "fates")!r}, create=True)
 """

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from busrl import _ring
 from busrl.ring import (
-    HEADER_WORDS,
     UID_NONE,
     BadTensor,
     FateRefused,
@@ -27,6 +29,17 @@ from busrl.ring import (
     seq_of,
     state_of,
 )
+from busrl.states import CRASH_POINTS, VALIDATE_BIT, Fate, HeaderWord
+
+FATES_HPP = Path(__file__).resolve().parents[2] / "csrc" / "include" / "busrl" / "fates.hpp"
+
+
+def test_states_header_words_and_codes_are_those_of_the_core():
+    assert {one.name: int(one) for one in _ring.State} == {one.name: one.value for one in State}
+    assert tuple(HeaderWord) == _ring.HEADER_WORDS and CRASH_POINTS == _ring.CRASH_POINTS
+    assert _ring.UID_VALIDATE == VALIDATE_BIT
+    codes = dict(re.findall(r"k([A-Z][a-z]+) = '(.)'", FATES_HPP.read_text()))
+    assert codes == {name.title(): Fate[name].letter for name in ("DISPATCHED", "TRAINED", "VALIDATED")}
 
 
 def test_a_sample_lives_and_every_word_differs_from_all_before(world):
@@ -169,9 +182,9 @@ def test_the_process_table_shows_what_everybody_does(world):
 
 def test_header_words_are_shared_and_compared_and_swapped(world):
     other = Ring.attach(world.path)
-    for k, name in enumerate(HEADER_WORDS):
+    for k, name in enumerate(HeaderWord):
         world.ring.set_header(name, k + 1)
-    assert [other.header(name) for name in HEADER_WORDS] == list(range(1, 9))
+    assert [other.header(name) for name in HeaderWord] == list(range(1, 9))
     assert other.cas_header("hold", 5, 50) and not other.cas_header("hold", 5, 51)
     assert world.ring.header("hold") == 50
     with pytest.raises(RingError, match="no word"):

@@ -10,7 +10,7 @@ import pytest
 from busrl.errors import WeightsTimeout
 from busrl.ring import State
 from busrl.roles import actor
-from busrl.roles.actor import Actor, Pieces
+from busrl.roles.actor import Actor, WorkDeadline
 from busrl.roles.learner import publish
 from busrl.roles.learner.loop import Learner
 from busrl.roles.rollout import Rollout
@@ -56,7 +56,7 @@ class Engine:
 def rollout(drawing: int, joined: bool) -> Any:
     role: Any = Rollout.__new__(Rollout)
     role.ring, role.joined = Told(), joined
-    role.topology, role.pieces = SimpleNamespace(limits=SimpleNamespace(ready_s=1.0)), Pieces(30.0, 77.0)
+    role.topology, role.deadline = SimpleNamespace(limits=SimpleNamespace(ready_s=1.0)), WorkDeadline(30.0, 77.0)
     role.engine = Engine(role, drawing)
     return role
 
@@ -116,8 +116,8 @@ def test_a_publication_waits_for_a_validation_that_has_results_and_names_one_tha
     ring, told = Held(results=50, lets_go=lets_go), []
     now = [0.0]
     monkeypatch.setattr(publish.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(publish.hold, "holder", lambda ring: ring.header("hold"))
-    monkeypatch.setattr(publish.hold, "name_of", lambda ring, holder: "validator (pid 7)")
+    monkeypatch.setattr(publish.version_pin, "pinned_by", lambda ring: ring.header("hold"))
+    monkeypatch.setattr(publish.version_pin, "name_of", lambda ring, holder: "validator (pid 7)")
     worker: Any = Worker()
     worker.ring, worker.stopping = ring, ""
     worker.warn = lambda where, text: told.append(text)
@@ -132,7 +132,7 @@ def test_a_publication_waits_for_a_validation_that_has_results_and_names_one_tha
 def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each() -> None:
     """It may accumulate for longer than limits.progress_s while a step fills up."""
     learner: Any = Learner.__new__(Learner)
-    learner.ring, learner.pieces = Told(), Pieces(30.0, 600.0)
+    learner.ring, learner.deadline = Told(), WorkDeadline(30.0, 600.0)
     moved, during = [], []
     learner.ring.progress = lambda: moved.append(1)
     learner.ring.header = lambda name: 3
@@ -156,7 +156,7 @@ def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each() ->
 def test_the_patience_with_a_piece_of_work_follows_the_longest_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(actor.time, "monotonic", lambda: now[0])
-    pieces, allowed = Pieces(progress_s=30.0, work_s=600.0), []
+    pieces, allowed = WorkDeadline(progress_s=30.0, work_s=600.0), []
     for seconds in (0.1, 2.0, 0.1, 40.0, 1.0):
         allowed.append(pieces.begin())
         now[0] += seconds

@@ -101,7 +101,7 @@ def test_lengths_are_told_once_and_written_with_their_predictions(topology: Topo
     for _ in range(2):
         first.look(scanner.scan(lines), lines, 8)
     assert predictor.seen.tolist() == [10, 11]
-    assert first.told()["tau"] == 0.5 and "pairs" not in first.told() and first.told()["wait_bound"] == 14.0
+    assert first.metrics()["tau"] == 0.5 and "pairs" not in first.metrics() and first.metrics()["wait_bound"] == 14.0
     fates[[28, 29]], lines["state"] = ord("T"), 0
     first.look(scanner.scan(lines), lines, 8)
     first.close()

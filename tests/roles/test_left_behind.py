@@ -13,7 +13,7 @@ import pytest
 
 from busrl.roles import rollout
 from busrl.roles.rollout import Rollout
-from busrl.weights.base import StepTable
+from busrl.weights.base import VersionSteps
 
 
 class Worker(Rollout):
@@ -24,7 +24,7 @@ class Worker(Rollout):
         self.ring = SimpleNamespace(header=lambda word: published)  # type: ignore[assignment]
         self.topology = SimpleNamespace(experiments=SimpleNamespace(forced_age=0))  # type: ignore[assignment]
         self.receiver = SimpleNamespace(newest=lambda: (3, 3))  # type: ignore[assignment]
-        self.steps, self._behind_since = StepTable(), math.inf
+        self.steps, self._behind_since = VersionSteps(), math.inf
         self.has(3)
         self.said: list[str] = []
 

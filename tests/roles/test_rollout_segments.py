@@ -25,7 +25,7 @@ from busrl.roles.learner.groups import Claimed, claim_group
 from busrl.roles.rollout import Pace, Rollout
 from busrl.roles.segments import SegmentCuts
 from busrl.roles.trajectory import read_generated, read_text
-from busrl.weights.base import StepTable
+from busrl.weights.base import VersionSteps
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 12
@@ -41,7 +41,7 @@ class Worker(Rollout):
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.segments = SegmentCuts.of(topology)
         self.waves = self.segments.waves
-        self.version, self.steps = 0, StepTable()
+        self.version, self.steps = 0, VersionSteps()
         self.pace = Pace(Path(tempfile.mkdtemp()), "rollout-0", lambda: None)
         self._last_bell = 1e18  # bells are rung by hand
         self.warned: list[str] = []

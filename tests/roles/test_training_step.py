@@ -344,21 +344,6 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
     assert torch.allclose(weights(step), weights(other), atol=1e-7)
 
 
-def test_the_noise_scale_is_measured_only_for_the_full_rules(topology: Topology) -> None:
-    rules = dataclasses.replace(topology.experiments.controller, rules="full", noise_groups=2)
-    controller = dataclasses.replace(topology.learner.controller, mode="advise")
-    config = dataclasses.replace(topology.learner, controller=controller)
-    experiments = dataclasses.replace(topology.experiments, controller=rules)
-    full = dataclasses.replace(topology, learner=config, experiments=experiments)
-    metered, plain = TrainingStep(full), TrainingStep(topology)
-    batch = records(5)
-    metered.train(batch, 4, 0)
-    plain.train(batch, 4, 0)
-    assert plain.noise is None and plain.norms is None
-    assert metered.norms is not None and (metered.norms.small, metered.norms.big) == (2, 4)
-    assert torch.allclose(weights(metered), weights(plain), atol=1e-6)
-
-
 def run_to(topology: Topology, paths: RunPaths, last: int, every: int) -> TrainingStep:
     """Steps up to `last` with a checkpoint every so many; the learner is then gone."""
     living, history = TrainingStep(topology), History(paths, topology)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from busrl.ring import Fates, Ring, State
 from busrl.roles.trajectory import Generated, write_parts, write_segment, write_text
 from busrl.roles.validator import (
-    VALIDATE_BIT,
     Result,
     Rounds,
     Validator,
@@ -24,6 +23,7 @@ from busrl.roles.validator import (
     lines_of,
     mean_over_prompts,
 )
+from busrl.states import VALIDATE_BIT
 
 
 def test_the_first_round_comes_before_training() -> None:

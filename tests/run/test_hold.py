@@ -16,10 +16,10 @@ from busrl.roles import version_pin
 HOLDER = """
 import sys
 from busrl.ring import Ring
-from busrl.roles import hold
+from busrl.roles import version_pin
 ring = Ring.attach(sys.argv[1])
 ring.register("validator", "validator")
-print(ring.index, hold.take(ring), flush=True)
+print(ring.index, version_pin.pin(ring), flush=True)
 sys.stdin.readline()
 """
 

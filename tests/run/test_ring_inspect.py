@@ -27,8 +27,9 @@ from busrl.ledger.log import DrawsLog, Record, SampleRecord, TrainLog, Wal
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.ledger.trained import TrainedSet
 from busrl.paths import RunPaths
-from busrl.ring import UID_VALIDATE, Fates, Ring, State
+from busrl.ring import Fates, Ring, State
 from busrl.ring.locks import taken_back
+from busrl.states import VALIDATE_BIT
 
 G = 8
 
@@ -212,7 +213,7 @@ def test_a_validation_sample_is_named_by_its_round(made: Made) -> None:
     row = 10 * samples + 7
     made.validate_fates.reserve(row + 1)
     made.validate_fates.store(row, "V")
-    line = {"uid": UID_VALIDATE | row, "round": 10, "reward": 1.0, "version": 9, "oldest": 8, "tokens": 4}
+    line = {"uid": VALIDATE_BIT | row, "round": 10, "reward": 1.0, "version": 9, "oldest": 8, "tokens": 4}
     (made.paths.root / "validation.log").write_text(json.dumps(line) + "\n")
     text = made.inspect(f"v{row}")
     assert "validation round 10, sample 7" in text and "fate      validated" in text and "prompts.jsonl:8 " in text

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from worlds import FREE_TIMES, answers, topology
 
 from busrl.errors import UserError
-from busrl.scheduling.groups import ACCIDENTS, DISPATCHED
+from busrl.scheduling.groups import DISPATCHED
 from busrl.simulate import Times
+from busrl.states import ACCIDENTS
 
 Make = Callable[..., Any]
 SOME = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -188,7 +188,7 @@ CHILD = """
     import torch
     from safetensors.torch import save_file
     from busrl.errors import DiskFull
-    from busrl.training import checkpoint, durable
+    from busrl.training import checkpoint
     root, what, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     class Model:  # saves as transformers does, without the seconds that importing it takes
         def save_pretrained(self, folder):
@@ -200,13 +200,13 @@ CHILD = """
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     else:
         calls = [0]
-        good = getattr(durable.os, what)
+        good = getattr(checkpoint.os, what)
         def dying(*arguments):
             calls[0] += 1
             if calls[0] == limit:
                 os.kill(os.getpid(), signal.SIGKILL)
             return good(*arguments)
-        setattr(durable.os, what, dying)
+        setattr(checkpoint.os, what, dying)
     try:
         checkpoint.save(root, 2, model=Model(), optimizer_state={"a": torch.zeros(9000)}, meta={}, keep_last=1,
                         extras=lambda path: (path / "trained.bin").write_bytes(bytes(150000)))
@@ -240,9 +240,9 @@ def test_a_writer_killed_on_the_way_leaves_the_one_before_or_the_new_one_whole(
 REPLACING = """
     import os, signal, sys
     from pathlib import Path
-    from busrl.training import durable
+    from busrl.training import checkpoint
     root, call, at, exchanges = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
-    where = {"rename": os, "rmtree": durable.shutil, "sync": durable, "exchange": durable}[call]
+    where = {"rename": os, "rmtree": checkpoint.shutil, "sync": checkpoint, "exchange": checkpoint}[call]
     good, calls = getattr(where, call), [0]
     def dying(*arguments, **more):
         calls[0] += 1
@@ -250,9 +250,9 @@ REPLACING = """
             os.kill(os.getpid(), signal.SIGKILL)
         return good(*arguments, **more)
     if not exchanges:
-        durable.exchange = lambda one, other: False
+        checkpoint.exchange = lambda one, other: False
     setattr(where, call, dying)
-    with durable.whole_directory(root / "global_step_7") as folder:
+    with checkpoint.whole_directory(root / "global_step_7") as folder:
         (folder / "new").write_text("new")
 """
 

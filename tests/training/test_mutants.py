@@ -54,7 +54,7 @@ def clip_interval(lab: Any, distance: Any, with_logprobs: Any) -> None:
     """Between 1.2 and 1.28 a token is still trained, between 0.72 and 0.8 no longer."""
     logp = torch.log(torch.tensor([1.25, 1.3, 0.75, 0.85], dtype=torch.float64)).requires_grad_()
     sign = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
-    tokens = losses.Tokens(logp, torch.zeros_like(sign), torch.zeros_like(sign), sign)
+    tokens = losses.LossInputs(logp, torch.zeros_like(sign), torch.zeros_like(sign), sign)
     losses.ppo_clip(tokens, losses.LossSettings()).sum().backward()
     assert logp.grad is not None
     assert logp.grad.ne(0).tolist() == [True, False, False, True]
@@ -69,10 +69,10 @@ def importance_weight_is_a_constant(lab: Any, distance: Any, with_logprobs: Any)
 
 
 def group_advantage(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    assert advantages.advantages("group_std", [1.0, 0.0, 0.0, 0.0]) == pytest.approx(
+    assert advantages.advantages(advantages.group_std, [1.0, 0.0, 0.0, 0.0]) == pytest.approx(
         [1.499997, -0.499999, -0.499999, -0.499999]
     )
-    assert advantages.advantages("group_std", [0.1] * 7) == [0.0] * 7
+    assert advantages.advantages(advantages.group_std, [0.1] * 7) == [0.0] * 7
 
 
 def entropy_of_the_sampling_distribution(lab: Any, distance: Any, with_logprobs: Any) -> None:
@@ -118,7 +118,7 @@ CHECKS: list[Callable[[Any, Any, Any], None]] = [
 
 # ------------------------------------------------------------------------------------------------------ the mutants
 
-good_positions, good_weights, good_plan = batch.predicting_positions, trainer.token_weights, fused.plan_of
+good_positions, good_weights, good_plan = batch.predicting_positions, aggregation.sequence_weights, fused.plan_of
 good_spot, good_flatten, good_per_token = fused._spot, batch.flatten, batch.Flat.per_token
 
 
@@ -137,8 +137,8 @@ def prompt_trained(prompts: Any, responses: Any) -> Any:
     return good_positions(np.ones_like(prompts), prompts + responses - 1)
 
 
-def mean_per_micro_batch(kind: str, flat: Any, dtype: Any) -> Any:
-    return good_weights(kind, flat, dtype) / len(flat.targets) * 30
+def mean_per_micro_batch(kind: str, lengths: Any, dtype: Any) -> Any:
+    return good_weights(kind, lengths, dtype) / lengths.sum() * 30
 
 
 def siblings(flat: Any, values: Any, dtype: Any) -> Any:
@@ -147,14 +147,14 @@ def siblings(flat: Any, values: Any, dtype: Any) -> Any:
 
 def behaviour_of_a_neighbour(samples: Any, padded: Any, dtype: Any) -> Any:
     flat = good_flatten(samples, padded, dtype)
-    return replace(flat, behaviour=flat.behaviour.roll(1))
+    return replace(flat, behaviour_logprobs=flat.behaviour_logprobs.roll(1))
 
 
-def no_log_ratio(logp: Any, reference: Any, mask: Any = None) -> Any:
+def no_log_ratio(logp: Any, reference: Any) -> Any:
     return logp - logp.detach()
 
 
-def without_clamp(logp: Any, reference: Any, mask: Any = None) -> Any:
+def without_clamp(logp: Any, reference: Any) -> Any:
     return logp - reference
 
 
@@ -203,7 +203,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
         selected_at_temperature_one,
         entropy_of_the_sampling_distribution,
     ),
-    "a mean per micro-batch": (trainer, "token_weights", mean_per_micro_batch, step_gradient),
+    "a mean per micro-batch": (aggregation, "sequence_weights", mean_per_micro_batch, step_gradient),
     "a sample is trained with a sibling's advantage": (batch.Flat, "per_token", siblings, step_gradient),
     "log-probabilities of the token before": (batch, "flatten", behaviour_of_a_neighbour, step_gradient),
     "the recorded log-probabilities are not used": (losses, "log_ratio", no_log_ratio, step_gradient),
@@ -215,13 +215,13 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
     "the importance weight is not capped": (
         losses,
         "importance_weight",
-        lambda t, s: (t.prox - t.behaviour).exp(),
+        lambda t, s: (t.proximal_logprobs - t.behaviour_logprobs).exp(),
         importance_weight_is_a_constant,
     ),
     "the importance weight has a gradient": (
         losses,
         "importance_weight",
-        lambda t, s: (t.logp - t.behaviour).exp().clamp(max=s.tis_cap),
+        lambda t, s: (t.trainer_logprobs - t.behaviour_logprobs).exp().clamp(max=s.tis_cap),
         importance_weight_is_a_constant,
     ),
     "n instead of n - 1 under the root": (
@@ -277,5 +277,5 @@ def test_a_planted_mistake_is_noticed(
 
 def test_every_diagnostic_field_has_its_row() -> None:
     logp = torch.zeros(4)
-    row = diagnostics.sums(losses.Tokens(logp, logp, logp, logp + 1), logp, logp, None, losses.LossSettings())
+    row = diagnostics.sums(losses.LossInputs(logp, logp, logp, logp + 1), logp, logp, None, losses.LossSettings())
     assert len(row) == len(diagnostics.FIELDS)

@@ -46,12 +46,12 @@ def test_the_decoupled_loss_uses_the_scores_from_the_start_of_the_step(lab: Any,
     trainer = lab.trainer("qwen3", way, loss="decoupled")
     samples = lab.samples(model=trainer.model)
     advantages = lab.advantages(len(samples))
-    prox = trainer.score(samples)
+    proximal = trainer.score(samples)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.mul_(1.05)
-    found, _ = lab.step(trainer, [(samples, advantages)], prox=prox)
-    expected, _ = lab.reference(trainer.model, samples, advantages, loss="decoupled", prox=prox)
+    found, _ = lab.step(trainer, [(samples, advantages)], proximal=proximal)
+    expected, _ = lab.reference(trainer.model, samples, advantages, loss="decoupled", prox=proximal)
     assert apart(found, expected) < 1e-6
     plain, _ = lab.step(trainer, [(samples, advantages)])
     assert apart(plain, lab.reference(trainer.model, samples, advantages, loss="decoupled")[0]) < 1e-6

@@ -116,7 +116,7 @@ def test_a_ratio_without_bounds_leaves_the_gradient_finite(lab: Any, with_logpro
 
 
 def test_fewer_advantages_than_samples_are_refused(lab: Any) -> None:
-    with pytest.raises(ValueError, match="12 samples need as many advantages and prox rows, got 11"):
+    with pytest.raises(ValueError, match="12 samples need as many advantages and proximal rows, got 11"):
         lab.trainer("qwen3").accumulate(lab.samples(), [0.0] * 11)
 
 

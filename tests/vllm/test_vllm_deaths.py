@@ -76,7 +76,7 @@ def test_a_killed_engine_core_is_an_error_of_the_next_step_and_a_silent_one_of_a
         scene.engine.core.close()
         scene.engine.core = scene.engine._start_core()
         scene.engine.begin(scene.engine.running)
-        scene.wait_for_tokens(len(scene.engine.running[0].tokens) + 2)
+        scene.wait_for_tokens(len(scene.engine.running[0].token_ids) + 2)
         os.kill(scene.engine.core.pids()[0], signal.SIGSTOP)
         end = time.monotonic() + 3.0 + LATE_S
         with pytest.raises(EngineLost, match=r"made no token for 3 s with 1 requests; .* is stopped"):

@@ -26,7 +26,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from busrl.ledger import fates
 from busrl.ledger.audit import readers
 from busrl.ledger.audit.readers import (
     Codes,
@@ -58,6 +57,7 @@ from busrl.ledger.audit.snapshot import (
     Snapshot,
     Terms,
 )
+from busrl.states import ACCIDENTS, FATE_NAMES, TERMINAL, Fate
 
 # -- How old every trained group of the log was, worked out again from the versions of its tokens ---------------------
 
@@ -141,7 +141,7 @@ def _has_old_token(step: LoggedStep, group: int, step_of: VersionSteps, bound: i
 
 
 VALIDATE = np.uint64(1 << 62)
-D, T, V = int(fates.Fate.DISPATCHED), int(fates.Fate.TRAINED), int(fates.Fate.VALIDATED)
+D, T, V = int(Fate.DISPATCHED), int(Fate.TRAINED), int(Fate.VALIDATED)
 NO_UIDS: Uids = np.zeros(0, np.uint64)
 
 
@@ -294,13 +294,13 @@ def check_rerolls(snapshot: Snapshot) -> Iterator[Finding]:
     draw, member = np.nonzero(whole[:, 1])
     again = np.asarray((draw * 2 + 1) * size + member, np.uint64)
     parents = codes_at(snapshot.last, again - np.uint64(size))
-    wrong = again[~np.isin(parents, list(fates.ACCIDENTS))]
+    wrong = again[~np.isin(parents, list(ACCIDENTS))]
     if wrong.size:
         yield error("reroll_without_accident", wrong, "a second try whose first try did not end by accident")
 
 
 def check_codes(snapshot: Snapshot) -> Iterator[Finding]:
-    known = {*fates.NAMES}
+    known = {*FATE_NAMES}
     tables = (("fates.bin", snapshot.last, known - {V}), ("fates.validate.bin", snapshot.validate_last, known - {T}))
     for name, codes, allowed in tables:
         wrong = np.flatnonzero(~is_one_of(codes, allowed))
@@ -401,7 +401,7 @@ def check_slots(snapshot: Snapshot) -> Iterator[Finding]:
     uids, state = slots.lines["uid"][mine], slots.state[mine]
     is_validate = (uids & VALIDATE) != 0
     codes = np.where(is_validate, codes_at(snapshot.validate_first, uids ^ VALIDATE), codes_at(snapshot.first, uids))
-    ended = np.isin(codes, list(fates.TERMINAL))
+    ended = np.isin(codes, list(TERMINAL))
     settled = np.isin(codes, [T, V]) & np.isin(state, [REWARDED, TRAINING])  # T is stored before the slot is freed
     dropped = (state == DROPPED) & ((codes == slots.reason[mine]) | (codes == T))
     wrong = ended & ~settled & ~dropped

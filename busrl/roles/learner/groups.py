@@ -42,6 +42,7 @@ from busrl.roles.trajectory import (
     read_text,
     segments_of,
 )
+from busrl.states import Fate
 
 if TYPE_CHECKING:
     from busrl.config import Topology
@@ -108,7 +109,7 @@ def claim_group(ring: Ring, lines: Lines, slots: Sequence[int], fault: Fault) ->
     except Malformed as problem:
         position = problem.position
         give_back(ring, owned[:position] + owned[position + 1 :])
-        ring.drop(*owned[position], "M")
+        ring.drop(*owned[position], Fate.MALFORMED)
         return str(problem)
     return Claimed(records[0].group, records[0].admission, tuple(owned), tuple(records))
 
@@ -187,7 +188,7 @@ def give_back(ring: Ring, owned: list[tuple[int, int]] | tuple[tuple[int, int], 
         ring.release(slot, word, State.REWARDED)
 
 
-def end(ring: Ring, claimed: Claimed, fate: str) -> None:
+def end(ring: Ring, claimed: Claimed, fate: Fate) -> None:
     """Store the fate of every sample of a claimed group and free its slots."""
     for slot, word in claimed.slots:
         ring.finish(slot, word, fate)

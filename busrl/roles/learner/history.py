@@ -27,12 +27,12 @@ import numpy as np
 from busrl.config import Topology
 from busrl.data import JsonlStream
 from busrl.errors import DiskFull, UserError, WriteFailed
-from busrl.ledger.fates import Fate
 from busrl.ledger.log import Record, TrainLog, Wal, last_step
 from busrl.ledger.trained import TrainedSet, mend_train_log, mend_trained_set, newest_checkpoint, train_log_is_whole
 from busrl.paths import RunPaths
 from busrl.ring import Fates
 from busrl.roles import predictor_state
+from busrl.states import Fate
 
 if TYPE_CHECKING:
     from busrl.roles.learner.step import TrainingStep
@@ -141,7 +141,7 @@ class History:
             inside = uids < len(known)
             codes[inside] = known[uids[inside]]
             for uid in uids[codes != Fate.TRAINED].tolist():
-                fates.store(uid, "T")
+                fates.store(uid, Fate.TRAINED)
 
     # -- a step -------------------------------------------------------------------------------------------------
 

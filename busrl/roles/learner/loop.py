@@ -49,7 +49,7 @@ from busrl.errors import DiskFull, EngineDisagrees, FateRefused, NothingToTrain,
 from busrl.ledger.log import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
-from busrl.roles.actor import Actor, Pieces
+from busrl.roles.actor import Actor, WorkDeadline
 from busrl.roles.learner.control import Control
 from busrl.roles.learner.groups import Claimed, Excerpts, claim_group, claim_groups, end, give_back, parts_of
 from busrl.roles.learner.history import History
@@ -59,6 +59,8 @@ from busrl.roles.learner.step import TrainingStep
 from busrl.roles.segments import waves_of
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
+from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
+from busrl.training.custom import Metrics
 
 if TYPE_CHECKING:
     from busrl.training.trainer import StepStats
@@ -153,10 +155,6 @@ def mixed(topology: Topology) -> bool:
 # -- What a training answer is worth that the limit cut: its reward, a fixed number, or its reward less a penalty -----
 
 
-REWARDED, TRAINING = 6, 7
-TRAIN = 0
-
-
 class OverlongShaping:
     """`truncated`: "reward" or the number that takes its place; `penalty` is subtracted."""
 
@@ -169,7 +167,8 @@ class OverlongShaping:
         if self.fixed is None and not self.penalty:
             return lines
         state = lines["state"]
-        cut = ((state == REWARDED) | (state == TRAINING)) & (lines["cls"] == TRAIN) & (lines["finish"] == LENGTH)
+        whole = (state == State.REWARDED) | (state == State.TRAINING)
+        cut = whole & (lines["cls"] == SampleClass.TRAIN) & (lines["finish"] == LENGTH)
         worth = lines["reward"] - self.penalty if self.fixed is None else self.fixed
         lines["reward"] = np.where(cut, worth, lines["reward"])
         return lines
@@ -179,8 +178,6 @@ class OverlongShaping:
 
 
 log = logging.getLogger("busrl")
-RUNNING, FINISHED = 0, 1
-PAUSE_STARTING = 1
 
 
 class Learner(Actor):
@@ -196,12 +193,14 @@ class Learner(Actor):
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
-        self.pieces = Pieces(self.topology.limits.progress_s, self.work_s)
+        self.deadline = WorkDeadline(self.topology.limits.progress_s, self.work_s)
         self.training.moved = self._moved
         self.worth = OverlongShaping(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
         with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
             self.ring.finish_drops()  # so that the fates tell what a predecessor set aside
-        self.metrics, self.excerpts = StepMetrics(self.paths, self._has_fate), Excerpts(self.topology)
+        self.own_metrics = Metrics(self.config.metrics)
+        self.metrics = StepMetrics(self.paths, self._has_fate, self.own_metrics)
+        self.excerpts = Excerpts(self.topology)
         self.idling, self._solved = Idling(self.topology, self.paths), False
         self.agreement, self.alarms = LogprobCheck(self.topology), Alarms()
         self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
@@ -214,7 +213,7 @@ class Learner(Actor):
 
     def _recover(self) -> None:
         """Load the newest checkpoint, train the log's records after it again, and finish what a predecessor began."""
-        self.pieces.begin()
+        self.deadline.begin()
         with self.activity("recover", self.work_s):
             self.history = History(self.paths, self.topology)
             self.history.load(self.training, self.control.load)
@@ -244,9 +243,10 @@ class Learner(Actor):
             elif late:
                 self.publisher.remember(0, self.training.weights())
         self.begun_at = self.history.step
-        self.ring.set_header("unpublished_groups", 0)
-        self.ring.set_header("step", self.history.step)
-        self.ring.set_header("generation_pause", self.ring.header("generation_pause") & ~PAUSE_STARTING)
+        self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 0)
+        self.ring.set_header(HeaderWord.STEP, self.history.step)
+        pause = self.ring.header(HeaderWord.GENERATION_PAUSE)
+        self.ring.set_header(HeaderWord.GENERATION_PAUSE, pause & ~PAUSE_STARTING)
         self.plan.trigger.step_ended(time.monotonic())
 
     def _join(self) -> bool:
@@ -274,7 +274,7 @@ class Learner(Actor):
             list(self.claimed),
             step=self.history.step,
             now=time.monotonic(),
-            next_admission=self.ring.header("next_admission"),
+            next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION),
             aside=self.metrics.groups_aside,
             wave_over=self._wave_over(view),
         )
@@ -301,7 +301,7 @@ class Learner(Actor):
         """In rounds of segments: whether the wave is over, and no member is still to be dispatched."""
         if self.waves is None:
             return None
-        return not view.due.any() and self.waves.over(self.lines, self.ring.header("next_admission"))
+        return not view.due.any() and self.waves.over(self.lines, self.ring.header(HeaderWord.NEXT_ADMISSION))
 
     def copy_lines(self) -> npt.NDArray[Any]:
         """The ring's lines, with the rewards of cut answers as [segments] wants them, whoever judged them."""
@@ -330,10 +330,10 @@ class Learner(Actor):
             return
         lines = self.ring.lines()
         for slot in (lines["state"] == State.REWARDED).nonzero()[0].tolist():
-            if int(lines["uid"][slot]) in self.history.trained and int(lines["cls"][slot]) == 0:
+            if int(lines["uid"][slot]) in self.history.trained and int(lines["cls"][slot]) == SampleClass.TRAIN:
                 word = self.ring.claim(slot, int(lines["word"][slot]), State.TRAINING)
                 if word:
-                    self.ring.finish(slot, word, "T")
+                    self.ring.finish(slot, word, Fate.TRAINED)
         self.history.unfinished = bool((lines["state"] == State.TRAINING).any())
 
     def _set_aside(self, view: GroupView, action: SetAside) -> bool:
@@ -412,10 +412,10 @@ class Learner(Actor):
 
     def _publication_is_due(self) -> bool:
         return publication_is_due(
-            self.ring.header("unpublished_groups"),
+            self.ring.header(HeaderWord.UNPUBLISHED_GROUPS),
             self.history.step,
             n_min=self.plan.trigger.n_min,
-            admitted=self.plan.window.B,
+            admitted=self.plan.limits.B,
             publish_every=self.topology.publish_every,
         )
 
@@ -423,22 +423,22 @@ class Learner(Actor):
         groups, self.pending = self.pending, []
         self.training.old.at(self.publisher.version, self.history.step)
         records = [record for group in groups for record in group.records]
-        with self.activity("accumulate", self.pieces.begin()):
+        with self.activity("accumulate", self.deadline.begin()):
             self.training.accumulate(records, self._present_version())
 
     def _moved(self) -> None:
         """A micro-batch, an update or a part of a checkpoint is done."""
-        self.pieces.ended()
+        self.deadline.ended()
         self.ring.progress()
 
     def _present_version(self) -> int | None:
         """The version that has the weights which are trained; None while they are not published (or published late)."""
-        return self.publisher.version if self.ring.header("version_step") == self.history.step else None
+        return self.publisher.version if self.ring.header(HeaderWord.VERSION_STEP) == self.history.step else None
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _fire(self, action: Fire, view: GroupView) -> None:
-        with self.activity("step", self.pieces.begin()):
+        with self.activity("step", self.deadline.begin()):
             if not self._history_stands():
                 return
             groups = [self.claimed[draw] for draw in action.draws]
@@ -451,7 +451,7 @@ class Learner(Actor):
             samples = self.excerpts.of_step(self.ring, groups)
             for group in groups:
                 self.metrics.reward_parts(parts_of(self.ring, [slot for slot, _ in group.slots]))
-                end(self.ring, group, "T")
+                end(self.ring, group, Fate.TRAINED)
             self.claimed.clear()
             self.training.old.at(record.version, self.history.step)
             stats = self._train(record.samples, len(groups))
@@ -459,16 +459,18 @@ class Learner(Actor):
             self.idling.stepped()
             self._compare(stats, exact)
             self.history.finished(record)
-            self.ring.set_header("step", self.history.step)
+            self.ring.set_header(HeaderWord.STEP, self.history.step)
             published = self._publish() if self.history.step % self.topology.publish_every == 0 else 0.0
             more = {
                 "groups_total": self.history.groups, "queue": max(0, int(view.usable.sum()) - len(groups)),
                 **self._lengths(groups, view), **self.control.numbers(),
             }
             row = self.metrics.step(record, stats, samples, self.publisher.version, published, more)
+            for text in self.own_metrics.failures:
+                self.warn("learner", f"step {self.history.step}: {text}", kind=text[:60])
             for text in () if self.topology.scripted else self.alarms.step(row):
                 self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
-            self.control.step(record, stats, row, self._warn_of_control)
+            self.control.step(record, stats, row)
             self._tell(stats)
             self._maybe_checkpoint(len(groups))
         self.plan.trigger.step_ended(time.monotonic())
@@ -476,7 +478,7 @@ class Learner(Actor):
     def _lengths(self, groups: Sequence[Claimed], view: GroupView) -> dict[str, Any]:
         """How the lengths that were trained compare with those that were drawn; says so when they begin to differ."""
         for group in groups:
-            self.skew.ended(group.group, [len(record.token_ids) // 4 for record in group.records], "T")
+            self.skew.ended(group.group, [len(record.token_ids) // 4 for record in group.records], Fate.TRAINED.letter)
         figures = self.skew.step([*view.draws.tolist(), *view.unopened(1)])
         if warning := self.skew.warning(figures):
             self.warn("learner", warning, kind="length skew")
@@ -489,9 +491,6 @@ class Learner(Actor):
         told = stats.diagnostics
         if text := self.agreement.warning(self.history.step, version, told.mismatch, told.mismatch_begun):
             self.warn("learner", text, kind="mismatch")
-
-    def _warn_of_control(self, text: str) -> None:
-        self.warn("learner", text, kind="controller")
 
     def _record(self, action: Fire, groups: Sequence[Claimed]) -> Record:
         return Record(
@@ -515,14 +514,14 @@ class Learner(Actor):
         if not fault:
             return True
         self.warn("learner", f"{fault}; a checkpoint is written at once, so nothing is lost", "error", kind="history")
-        return self.until_written("training", self._write_checkpoint)
+        return self.write_or_wait("training", self._write_checkpoint)
 
     def _commit(self, record: Record) -> bool:
         """Append to the log: the commit point. With the disk full, hold the batch and say so until there is room."""
-        self.keep_turn()
-        waiting = self.ring.header("unpublished_groups")
-        self.ring.set_header("unpublished_groups", waiting + len(record.groups))
-        return self.until_written("training", lambda: self.history.append(record))
+        self.keep_lock()
+        waiting = self.ring.header(HeaderWord.UNPUBLISHED_GROUPS)
+        self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, waiting + len(record.groups))
+        return self.write_or_wait("training", lambda: self.history.append(record))
 
     def _train(self, samples: Sequence[SampleRecord], groups: int) -> StepStats:
         if self.plan.streaming:
@@ -555,7 +554,7 @@ class Learner(Actor):
             self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
 
     def _write_checkpoint(self) -> None:
-        self.pieces.begin()  # whatever was waited for before
+        self.deadline.begin()  # whatever was waited for before
         with self.activity("checkpoint", self.work_s):
             self.metrics.checkpoint_s = self.history.checkpoint(
                 self.training, self.publisher.version, self.control.meta(), self._save_control
@@ -572,12 +571,12 @@ class Learner(Actor):
         """The goal is reached, or nothing is left to learn: give back what was claimed early, write the last
         checkpoint, say so in the ring."""
         self._return_claims()
-        if self.ring.header("unpublished_groups"):
+        if self.ring.header(HeaderWord.UNPUBLISHED_GROUPS):
             self._publish()
         # What the run was for is worth waiting for.
-        if not self.until_written("the last checkpoint", self._write_checkpoint):
+        if not self.write_or_wait("the last checkpoint", self._write_checkpoint):
             return
-        self.ring.set_header("run_state", FINISHED)
+        self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
         self.stop("nothing is left to learn" if self._solved else "all steps are done")
 
     def _return_claims(self) -> None:
@@ -587,7 +586,7 @@ class Learner(Actor):
         self.pending = []
 
     def teardown(self) -> None:
-        if self.ring.header("run_state") != FINISHED:
+        if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.FINISHING:
             self._return_claims()
             self._checkpoint()
         self.publisher.close()

@@ -63,12 +63,13 @@ import numpy.typing as npt
 from busrl.config import Topology
 from busrl.engines.base import LENGTH
 from busrl.errors import MachineError
-from busrl.ledger.fates import name_of
 from busrl.ledger.log import LineFile, Record, SampleRecord, json_lines, last_step, tail
 from busrl.paths import RunPaths
-from busrl.scheduling.groups import ACCIDENTS, GroupView
+from busrl.scheduling.groups import GroupView
+from busrl.states import ACCIDENTS, Fate, fate_name
 
 if TYPE_CHECKING:
+    from busrl.training.custom import Metrics
     from busrl.training.trainer import StepStats
 
 
@@ -109,7 +110,7 @@ class Skew:
         ready = sorted(draw for draw in self._behind if oldest is None or draw < oldest)
         self._drawn.append(_joined(self._behind.pop(draw) for draw in ready))
         self._dispatched.append(_joined(lengths for lengths, _ in self._now))
-        self._consumed.append(_joined(lengths for lengths, fate in self._now if fate == "T"))
+        self._consumed.append(_joined(lengths for lengths, fate in self._now if fate == Fate.TRAINED.letter))
         groups = [(lengths.sum() / len(lengths), ord(fate)) for lengths, fate in self._now if len(lengths)]
         self._groups.append(np.array(groups, np.float64).reshape(-1, 2))
         self._now.clear()
@@ -129,8 +130,8 @@ class Skew:
         row["length_ratio"] = self._ratio(lengths)
         groups = np.concatenate(self._groups)
         fates = groups[np.argsort(groups[:, 0], kind="stable"), 1]
-        row["untrained_share"] = float((fates != ord("T")).mean()) if len(fates) else 0.0
-        row["old_by_length"] = [int((part == ord("o")).sum()) for part in np.array_split(fates, QUARTILES)]
+        row["untrained_share"] = float((fates != Fate.TRAINED).mean()) if len(fates) else 0.0
+        row["old_by_length"] = [int((part == Fate.OLD).sum()) for part in np.array_split(fates, QUARTILES)]
         return row
 
     @staticmethod
@@ -243,8 +244,11 @@ class Alarms:
 AUTO, LEAST = 4, 32  # x n_min, and at least so many: a few flat groups in a row are chance
 RARE = 32  # a streak in which so many usable groups were to be expected is no chance
 QUARTERS = 4
-TRAINED_BYTE = ord("T")
-WHERE = {"R": "reward", "H": "reward", "X": "rollout", "l": "rollout"}  # who tells of a fate
+BY_RULE = (Fate.FLAT.letter, Fate.OLD.letter, Fate.LONG.letter)  # in the order in which they explain a group
+WHERE = {  # the role that reports a fate
+    Fate.REWARD_RAISED.letter: "reward", Fate.REWARD_HUNG.letter: "reward",
+    Fate.UNRENDERED.letter: "rollout", Fate.LONG.letter: "rollout",
+}
 MOST_TEXT = 200
 MOST_LINES_BYTES = 1 << 20  # of groups.jsonl, at a start
 MOSTLY = 0.9  # of a streak: the rest may be accidents
@@ -257,13 +261,16 @@ ALWAYS = (
     "every answer (reward.extract or the function, data.answer_key); see the answers in samples.jsonl"
 )
 REMEDY = {
-    "f": "look at what the reward compares (reward.extract or the function, data.answer_key) and at the answers in "
-         "samples.jsonl; a task that is too easy or too hard for this model has no signal either",
-    "o": "raise weights.max_staleness, or generate less ahead of training",
-    "l": "raise generation.max_prompt_tokens, or shorten the prompts",
-    "R": "mend the reward function", "H": "mend the reward function, or raise reward.timeout_s",
-    "X": "look at data.template and data.prompt_key", "P": "look at the engine's log",
-    "M": "look at the process that wrote it", "i": "look at errors.jsonl",
+    Fate.FLAT.letter: "look at what the reward compares (reward.extract or the function, data.answer_key) and at the "
+    "answers in samples.jsonl; a task that is too easy or too hard for this model has no signal either",
+    Fate.OLD.letter: "raise weights.max_staleness, or generate less ahead of training",
+    Fate.LONG.letter: "raise generation.max_prompt_tokens, or shorten the prompts",
+    Fate.REWARD_RAISED.letter: "mend the reward function",
+    Fate.REWARD_HUNG.letter: "mend the reward function, or raise reward.timeout_s",
+    Fate.UNRENDERED.letter: "look at data.template and data.prompt_key",
+    Fate.POISON.letter: "look at the engine's log",
+    Fate.MALFORMED.letter: "look at the process that wrote it",
+    Fate.INCOMPLETE.letter: "look at errors.jsonl",
 }
 
 
@@ -328,7 +335,7 @@ class Idling:
                 found = [float(reward) for rewards in row["rewards"] for reward in rewards]
                 seen |= {min(found), max(found)}
                 ended += len(row["fates"])
-                if usable := row["fates"].count("T"):
+                if usable := row["fates"].count(Fate.TRAINED.letter):
                     self._usable, self._ended = self._usable + usable, self._ended + ended - usable
                     self.saw([*seen])
                     ended, seen = 0, set()
@@ -339,7 +346,7 @@ class Idling:
         """Groups that ended since the last view, and such as can be trained now (`asides` are just being dropped)."""
         if self._looked:
             for fates in view.ended_fates:
-                if not (fates == TRAINED_BYTE).any():
+                if not (fates == Fate.TRAINED).any():
                     self.streak += 1
                     self.causes[cause_of(fates)] += 1
         self._looked = True
@@ -357,7 +364,7 @@ class Idling:
     def set_aside(self, lines: npt.NDArray[Any], fate: str, sample: Callable[[], dict[str, object]]) -> None:
         """A group's survivors are about to be dropped; of a flat one `sample` gives an answer, for people."""
         self.saw(lines["reward"].tolist())
-        if fate == "f" and len(lines):
+        if fate == Fate.FLAT.letter and len(lines):
             own = self.flat
             own.add(lines["reward"])
             own.cut += int(np.count_nonzero(lines["finish"] == LENGTH))
@@ -389,24 +396,24 @@ class Idling:
         """Whether all answers of the streak had the best reward of the run, which is not the only one there was."""
         flat = self.flat
         level = flat.answers > 0 and flat.low == flat.high == self._best > self._worst
-        return level and self.causes["f"] >= MOSTLY * self.streak
+        return level and self.causes[Fate.FLAT.letter] >= MOSTLY * self.streak
 
     def _flat(self) -> list[str]:
         """What the flat groups had in common, and what to do about it."""
         flat = self.flat
         always = flat.answers > 0 and self._worst == self._best > 0
-        return [flat.text() if flat.answers else "", ALWAYS if always else REMEDY["f"]]
+        return [flat.text() if flat.answers else "", ALWAYS if always else REMEDY[Fate.FLAT.letter]]
 
     def text(self, step: int) -> str:
         """What ended the groups, in words: the commonest cause with its count, the last error or answer behind it."""
-        cause, count = self.causes.most_common(1)[0] if self.causes else ("i", 0)
+        cause, count = self.causes.most_common(1)[0] if self.causes else (Fate.INCOMPLETE.letter, 0)
         share = f"all {self.streak}" if count == self.streak else f"{count} of {self.streak}"
         since = f"since step {step}" if step else "since the start"
-        head = f"{share} groups that ended {since} had the fate {cause} ({name_of(cause)})"
+        head = f"{share} groups that ended {since} had the fate {cause} ({fate_name(cause)})"
         if self.solved:
             head = f"{share} groups that ended {since} were flat with a reward of {self.flat.low:g}"
             parts = [f"{head}, {SOLVED}", self._answer()]
-        elif cause == "f":
+        elif cause == Fate.FLAT.letter:
             parts = [head, *self._flat(), self._answer()]
         else:
             parts = [head, self._error(cause), REMEDY[cause]]
@@ -427,8 +434,8 @@ def cause_of(fates: npt.NDArray[np.uint8]) -> str:
     """The fate of a group, from those of its members: the rule that ended it, else its commonest accident."""
     counts = Counter(chr(int(fate)) for fate in fates if fate)
     accidents = Counter({fate: count for fate, count in counts.items() if ord(fate) in ACCIDENTS})
-    rule = next((fate for fate in "fol" if counts[fate]), "")
-    return rule or (accidents.most_common(1)[0][0] if accidents else "i")
+    rule = next((fate for fate in BY_RULE if counts[fate]), "")
+    return rule or (accidents.most_common(1)[0][0] if accidents else Fate.INCOMPLETE.letter)
 
 
 def last_error(paths: RunPaths, where: str) -> str:
@@ -454,7 +461,6 @@ def _short(text: object, quoted: bool = True) -> str:
 IDLE = "idle"  # `kind` of a line about groups without a step; a step's line has none
 
 
-TRAINED = "T"
 TAIL_BYTES = 1 << 20  # of groups.jsonl, in which a step's line is looked for at a start
 HALF_DROPPED = 4096  # newest groups set aside by predecessors that are known again; each death leaves one at most
 
@@ -526,7 +532,8 @@ class _Aside:
         lengths.join(self.lengths)
         return {
             "groups_ended": groups, "samples_ended": rewards.count, "reward": rewards.value,
-            "flat_share": self.fates["f"] / groups, "set_aside": dict(self.fates), "length_ended": lengths.value,
+            "flat_share": self.fates[Fate.FLAT.letter] / groups, "set_aside": dict(self.fates),
+            "length_ended": lengths.value,
         }
 
 
@@ -537,7 +544,10 @@ class StepMetrics:
     written first, and it may have died in between.
     """
 
-    def __init__(self, paths: RunPaths, begun: Callable[[int, str], bool] = lambda draw, fate: True) -> None:
+    def __init__(
+        self, paths: RunPaths, begun: Callable[[int, str], bool] = lambda draw, fate: True, own: Metrics | None = None
+    ) -> None:
+        self.own = own  # the user's metrics
         self._told = last_step(paths.metrics)
         self._metrics = LineFile(paths.metrics)
         self._samples = LineFile(paths.samples)
@@ -569,7 +579,7 @@ class StepMetrics:
                 return
 
     def _met(self, line: GroupsLine, begun: Callable[[int, str], bool]) -> None:
-        if TRAINED in line.fates:
+        if Fate.TRAINED.letter in line.fates:
             lost = {step: aside for step, aside in self._earlier.items() if step > self._told}  # no line of the metrics
             self._told_groups, self._earlier, self._known = line.step, lost, {}
         elif len(line.draws) == len(line.fates) == 1 and begun(line.draws[0], line.fates):
@@ -666,6 +676,8 @@ class StepMetrics:
             "checkpoint_s": round(self.checkpoint_s, 4),
             **more,
         }
+        if self.own is not None and (found := self.own.measure(record.samples, row)):
+            row["metrics"] = found
         self._write(row, [{"step": record.step, **sample} for sample in samples])
         self._write_groups(_line_of(record))
         self._row, self._last, self.checkpoint_s = row, now, 0.0
@@ -686,7 +698,7 @@ class StepMetrics:
         if self._aside.rewards.count:
             row |= {
                 "reward": self._aside.rewards.value, "length_ended": self._aside.lengths.value,
-                "flat_share": self._aside.fates["f"] / self.groups_aside, **self._part_means(),
+                "flat_share": self._aside.fates[Fate.FLAT.letter] / self.groups_aside, **self._part_means(),
             }
         with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
@@ -725,6 +737,7 @@ class StepMetrics:
         row = self._row
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
         numbers.update({f"reward_parts/{name}": value for name, value in row.get("reward_parts", {}).items()})
+        numbers.update({f"metrics/{name}": value for name, value in row.get("metrics", {}).items()})
         numbers.update(more)
         return {
             "entropy": row["entropy"],
@@ -752,7 +765,7 @@ def _line_of(record: Record) -> GroupsLine:
     """A step's own line."""
     members = _members(record)
     return GroupsLine(
-        step=record.step, draws=[own[0].group for own in members], fates=TRAINED * len(members),
+        step=record.step, draws=[own[0].group for own in members], fates=Fate.TRAINED.letter * len(members),
         born=[min(sample.step for sample in own) for own in members],
         lengths=[_lengths(own).tolist() for own in members],
         rewards=[[sample.reward for sample in own] for own in members],

@@ -31,6 +31,7 @@ from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
+from busrl.states import HeaderWord
 from busrl.weights import GroupChange, News, make_sender
 from busrl.weights.shared import OneCopySender
 
@@ -115,7 +116,7 @@ class Publisher:
         self.sender = make_sender(actor.topology, actor.paths, news, write)
         self.sender.hook = lambda _: self.ring.progress()
         self._work_s = actor.topology.limits.work_s
-        self.version = max(highest, self.ring.header("version"))
+        self.version = max(highest, self.ring.header(HeaderWord.VERSION))
         self._late: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=forced_age + 1)
 
     def publish(self, step: int, weights: Mapping[str, Tensor]) -> float:
@@ -126,14 +127,14 @@ class Publisher:
         step, weights = self._delayed(step, weights)
         version, named = self.next_version(), dict(weights)
         with self.actor.activity("publish", self._work_s):
-            if not self.actor.until_written("publication", lambda: self.sender.publish(version, step, named)):
+            if not self.actor.write_or_wait("publication", lambda: self.sender.publish(version, step, named)):
                 return time.monotonic() - begun
         self.version = version
         # The step first: who reads the new version finds a step that is at least as new. (Who counts an age from them
         # reads the step first too: in between it takes a version for older than it is, never for newer.)
-        self.ring.set_header("version_step", step)
-        self.ring.set_header("version", self.version)
-        self.ring.set_header("unpublished_groups", 0)
+        self.ring.set_header(HeaderWord.VERSION_STEP, step)
+        self.ring.set_header(HeaderWord.VERSION, self.version)
+        self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 0)
         self.actor.bus.send(
             m.WeightsPublished(version=self.version, step=step, transport=self.actor.topology.weights.transport)
         )
@@ -141,7 +142,7 @@ class Publisher:
 
     def next_version(self) -> int:
         """The version of the next publication: above all that were ever seen."""
-        return max(self.version, self.ring.header("version")) + 1
+        return max(self.version, self.ring.header(HeaderWord.VERSION)) + 1
 
     def fence(self, step: int) -> None:
         """Before the engine's own weights are changed to those of `step`: it is paused until they are published."""

@@ -18,9 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -34,7 +32,7 @@ from torch import Tensor
 
 from busrl import device
 from busrl.algorithms.advantages import advantages
-from busrl.algorithms.losses import get
+from busrl.algorithms.losses import WITHOUT_PROXIMAL
 from busrl.config import Topology
 from busrl.config.rules import ADAPTERS, ONE_COPY
 from busrl.config.schema import Learner
@@ -44,10 +42,9 @@ from busrl.scheduling.controller import EntropyGate
 from busrl.training import checkpoint
 from busrl.training.batch import Sample, all_sound
 from busrl.training.checkpoint import Checkpoint
+from busrl.training.custom import load_estimator
 from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
 from busrl.training.trainer import (
-    NoiseMeter,
-    Norms,
     Schedule,
     StepStats,
     Trainer,
@@ -55,6 +52,7 @@ from busrl.training.trainer import (
     combined,
     keep_freed_memory,
 )
+from busrl.weights.base import VersionSteps
 from busrl.weights.tensors import fingerprint
 
 # -- Which leading tokens of a sample are older than max_staleness: they are context in this step, not trained --------
@@ -70,19 +68,22 @@ class StaleTokenMask:
         self.bound = bound
         self.now = 0  # finished steps
         self.masked = 0  # tokens left out since `taken`
-        self._versions: list[int] = []
-        self._steps: list[int] = []
+        self._steps = VersionSteps(KEPT)
 
     def at(self, version: int, step: int) -> None:
         """`version` is the newest one published, `step` steps are finished."""
         self.now = step
-        if not self._versions or version > self._versions[-1]:
-            self._versions, self._steps = [*self._versions, version][-KEPT:], [*self._steps, step][-KEPT:]
+        self._steps.add(version, step)
 
     def step_of(self, version: int) -> int:
-        """The step that made a version. Versions without a record of their own were published in a row at one step."""
-        i = bisect_left(self._versions, version)
-        return self._steps[i] if i < len(self._steps) else self.now
+        """The step that made a version."""
+        return self._steps.step_of_row(version, self.now)
+
+    def ages(self, versions: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+        """Finished steps since each of these versions was made."""
+        which, place = np.unique(versions, return_inverse=True)
+        ages = np.array([max(0, self.now - self.step_of(version)) for version in which.tolist()], np.int64)
+        return ages[place]
 
     def leading(self, record: SampleRecord) -> int:
         """How many tokens at the start of the answer are not to be trained."""
@@ -101,10 +102,10 @@ class StaleTokenMask:
         return masked
 
     def state(self) -> list[list[int]]:
-        return [list(pair) for pair in zip(self._versions, self._steps, strict=True)]
+        return self._steps.state()
 
     def load(self, state: Sequence[Sequence[int]]) -> None:
-        self._versions, self._steps = [int(v) for v, _ in state], [int(s) for _, s in state]
+        self._steps.load(state)
 
 
 # -- One optimiser step, from sample records to new weights: the learner's only door to torch -------------------------
@@ -129,7 +130,6 @@ class TrainingStep:
         self.gate = EntropyGate(experiments.dmmpt_sigma) if experiments.dmmpt == "gate" else None
         self.gate_moved = False  # by the last step
         self.schedule = _schedule(topology)
-        self.part_groups = experiments.controller.noise_groups if _measures_noise(topology) else 0
         self.s_per_token = topology.mock.learner_s_per_token
         self.groups = 0
         weights = topology.weights
@@ -143,6 +143,7 @@ class TrainingStep:
         self.adapter: Adapter | None = None
         self.lora = lora_of(topology)
         self.gives_adapters = weights.transport in ADAPTERS
+        self.estimator = load_estimator(self.config.advantage)
         self._use(self._trainer(self.source))
         self.vocabulary = vocabulary(self.trainer.model)
 
@@ -157,13 +158,12 @@ class TrainingStep:
     def _use(self, trainer: Trainer) -> None:
         self.trainer = trainer
         trainer.moved = lambda: self.moved()
-        self.noise = NoiseMeter(trainer.parameters) if self.part_groups else None
-        self.norms: Norms | None = None  # of the last step, where the noise scale is measured
+        trainer.ages_of = self.old.ages
 
     @staticmethod
     def streamable(config: Learner) -> bool:
         """Whether micro-batches may run before the whole step is known."""
-        return get(config.loss).streamable and config.updates_per_batch == 1
+        return config.updates_per_batch == 1
 
     def fault(self, records: Sequence[SampleRecord]) -> tuple[int, str] | None:
         """The position of a sample that must not be trained, and why; None if all are sound."""
@@ -178,25 +178,18 @@ class TrainingStep:
     def accumulate(self, records: Sequence[SampleRecord], version: int | None, prox: Prox | None = None) -> None:
         """Forward and backward of whole groups, added to the step under way.
 
+        Leading tokens that are too old are context, and a sample of which nothing else is left is not trained.
         `version` is that of the present weights; None where no version has them: after the first update of several.
         """
-        advantages = self._advantages(records)
-        for part in _parts(records, self.part_groups):
-            begun, before = time.monotonic(), self.trainer.tokens
-            self._accumulate(records[part], advantages[part], None if prox is None else prox[part], version)
-            self._take_as_long_as_scripted(begun, records[part])
-            if self.noise is not None:
-                self.noise.part(len({record.group for record in records[part]}), self.trainer.tokens - before)
-
-    def _accumulate(
-        self, records: Sequence[SampleRecord], advantages: Sequence[float], prox: Prox | None, version: int | None
-    ) -> None:
-        """With the leading tokens that are too old as context, and without samples of which nothing else is left."""
+        if not records:
+            return
+        begun, advantages = time.monotonic(), self._advantages(records)
         skipped = [self.old.leading(record) for record in records]
         kept = [i for i, record in enumerate(records) if skipped[i] < len(record.versions) // 4]
         samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
         rows = None if prox is None else [prox[i] for i in kept]
         self.trainer.accumulate(samples, [advantages[i] for i in kept], rows, version)
+        self._take_as_long_as_scripted(begun, records)
 
     def _take_as_long_as_scripted(self, begun: float, records: Sequence[SampleRecord]) -> None:
         """With `mock.learner_s_per_token`: the rest of the time that a larger model would take. It is pacing only."""
@@ -210,8 +203,6 @@ class TrainingStep:
         return self._ended([self._update(self.schedule(self.groups, groups))], groups)
 
     def _update(self, rate: float) -> StepStats:
-        if self.noise is not None:
-            self.norms = self.noise.whole()
         self.before_update()
         stats = self.trainer.step(rate)
         self.moved()
@@ -256,18 +247,21 @@ class TrainingStep:
             self.accumulate(records, version)
             return self.finish(groups)
         rate = self.schedule(self.groups, groups)
-        prox = self.trainer.score(self._samples(records)) if self.trainer.loss.uses_prox else None
+        proximal = None if self.config.loss in WITHOUT_PROXIMAL else self.trainer.score(self._samples(records))
         made = []
         for number, part in enumerate(_split(records, updates)):
             share = [records[i] for i in part]
-            self.accumulate(share, None if number else version, None if prox is None else [prox[i] for i in part])
+            before = None if proximal is None else [proximal[i] for i in part]
+            self.accumulate(share, None if number else version, before)
             made.append(self._update(rate))
         return self._ended(made, groups)
 
     def _advantages(self, records: Sequence[SampleRecord]) -> list[float]:
         found: list[float] = []
         for _, members in groupby(records, key=lambda record: record.group):
-            found += advantages(self.config.advantage, [record.reward for record in members])
+            own = list(members)
+            lengths = [len(record.token_ids) // 4 for record in own]
+            found += advantages(self.estimator, [record.reward for record in own], lengths)
         return found
 
     def score(self, records: Sequence[SampleRecord]) -> Prox:
@@ -381,22 +375,6 @@ def _schedule(topology: Topology) -> Schedule:
     total = run.max_groups or run.max_steps * config.trigger.n_min
     falls = config.decay_groups or max(1, total - config.warmup_groups)
     return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
-
-
-def _measures_noise(topology: Topology) -> bool:
-    """Only the full rules look at the noise scale; several updates per batch have no one gradient to measure."""
-    learner = topology.learner
-    full = learner.controller.mode != "off" and topology.experiments.controller.rules == "full"
-    return full and learner.updates_per_batch == 1
-
-
-def _parts(records: Sequence[SampleRecord], groups: int) -> list[slice]:
-    """The records in one piece, or in pieces of at most so many whole groups."""
-    if not records:
-        return []
-    first = [i for i, record in enumerate(records) if i == 0 or record.group != records[i - 1].group]
-    edges = [*(first[::groups] if groups else first[:1]), len(records)]
-    return [slice(low, high) for low, high in itertools.pairwise(edges)]
 
 
 def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -> Sample:

@@ -34,7 +34,7 @@ import torch
 
 from busrl.device import finish_stream, own_stream
 from busrl.errors import WeightsTimeout
-from busrl.weights.base import NOTHING, Kind, StepTable
+from busrl.weights.base import NOTHING, Kind
 from busrl.weights.broadcast.group import (
     Bell,
     ControlConnection,
@@ -201,7 +201,6 @@ class BroadcastReceiver:
         self._front = ReceivedVersion()
         self._back = torch.empty(0, dtype=torch.uint8)
         self._arrived = threading.Condition()
-        self._steps = StepTable()
         self._heard: deque[Message] = deque()
         self._bell = Bell()
         self._stopping = False
@@ -232,11 +231,7 @@ class BroadcastReceiver:
                 raise WeightsTimeout(f"{self.name}: no whole version for {self._limits.timeout_s:g} s; {self._where()}")
             self._front.fetch(params)
             finish_stream(self._device)  # what it was read from may be received into after the next version
-            self._steps.add(*self._front.stamp)
             return self._front.stamp
-
-    def step_of(self, version: int) -> int:
-        return self._steps.step_of(version)
 
     def close(self) -> None:
         """Leave; a bucket in progress ends by its own deadline at the latest."""

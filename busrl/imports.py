@@ -1,0 +1,57 @@
+"""The user's functions that a topology names by import path: `package.module:function` or `path/to/file.py:function`.
+
+Used for rewards, losses, advantage estimators and metrics. Talks to the import system only; knows nothing of what a
+function is for.
+
+- A function that cannot be imported is an error that holds the key, the import path, the cause and its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from busrl.errors import UserError, cause
+
+
+def load(key: str, target: str, failure: type[UserError], base_dir: str | Path = ".") -> Callable[..., Any]:
+    """The function that `key` names; `failure` if it cannot be had. Files are relative to `base_dir`."""
+    named = f"{key} = {target!r}"
+    where, separator, name = target.rpartition(":")
+    if not separator or not where or not name:
+        raise failure(f"{named}: must be package.module:function or file.py:function; write both parts")
+    base = str(Path(base_dir).resolve())
+    if base not in sys.path:
+        sys.path.insert(0, base)  # so that a module beside the topology, and what it imports, are found
+    file = Path(base, where) if where.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise failure(f"{named}: there is no file {file}")
+    try:
+        module = importlib.import_module(where) if file is None else _run_file(file)
+    except BaseException as problem:
+        raise failure(f"{named}: importing it raised {cause(problem)}") from problem
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+            raise failure(f"{named}: {where} has no {name!r}; it has {', '.join(names)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise failure(f"{named}: {name} is a {type(found).__name__}, not a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _run_file(path: Path) -> ModuleType:
+    name = f"busrl_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # it ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,139 @@
+"""The states and codes that several parts of busrl share: slots, sample classes, fates, run phases, header words.
+
+Talks to nothing and imports nothing of busrl, so that every part may import it. The C++ core has its own copy of what
+it stores (`csrc/include/busrl`), which a test compares with this one; `busrl.ledger.audit` has a third on purpose.
+
+- Numbers and letters here stand in shared memory and in files of runs: they never change their meaning.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import Final
+
+VALIDATE_BIT: Final = 1 << 62  # of a uid: the sample belongs to a validation round and to `fates.validate.bin`
+PAUSE_STARTING: Final = 1  # bit of the header word `generation_pause`: the learner is not ready yet
+
+
+class State(IntEnum):
+    """State of a slot; a working state (*) has an owner.
+
+    FREE -> RESERVED* -> QUEUED -> GENERATING* -> GENERATED -> REWARDING* -> REWARDED -> TRAINING* -> FREE
+    GENERATING* -> QUEUED: one more committed segment, or back. REWARDING* -> GENERATED, TRAINING* -> REWARDED: back.
+    any state but FREE and RESERVED* -> DROPPED -> FREE. Owner dead: RESERVED* -> QUEUED or FREE,
+    GENERATING* -> QUEUED, REWARDING* -> GENERATED, TRAINING* -> REWARDED.
+    """
+
+    FREE = 0
+    RESERVED = 1
+    QUEUED = 2
+    GENERATING = 3
+    GENERATED = 4
+    REWARDING = 5
+    REWARDED = 6
+    TRAINING = 7
+    DROPPED = 8
+
+
+WORKING: Final = (State.RESERVED, State.GENERATING, State.REWARDING, State.TRAINING)
+
+
+class SampleClass(IntEnum):
+    """What a sample is for; workers take both, the learner takes TRAIN and the validator VALIDATE."""
+
+    TRAIN = 0
+    VALIDATE = 1
+
+
+class Fate(IntEnum):
+    """What became of a sample: one ASCII byte of a fate table.
+
+    NONE -> DISPATCHED -> TRAINED | VALIDATED | a reason by rule (small letter) | an accident (capital letter).
+    A put-back at start is the only way from DISPATCHED to NONE. A reason is stored only over DISPATCHED, TRAINED over
+    anything, so any process may repeat any store late. An accident of try 0 is rolled again once as try 1; a sample set
+    aside by rule never is.
+    """
+
+    NONE = 0
+    DISPATCHED = ord("D")
+    TRAINED = ord("T")
+    VALIDATED = ord("V")
+    FLAT = ord("f")
+    OLD = ord("o")
+    INCOMPLETE = ord("i")
+    ENDED = ord("e")
+    LONG = ord("l")
+    POISON = ord("P")
+    REWARD_RAISED = ord("R")
+    REWARD_HUNG = ord("H")
+    MALFORMED = ord("M")
+    UNRENDERED = ord("X")
+
+    @property
+    def letter(self) -> str:
+        """The code as the ring's calls, records and messages hold it; empty for NONE."""
+        return chr(self.value) if self.value else ""
+
+
+FATE_NAMES: Final[dict[int, str]] = {
+    Fate.NONE: "none",
+    Fate.DISPATCHED: "dispatched",
+    Fate.TRAINED: "trained",
+    Fate.VALIDATED: "validated",
+    Fate.FLAT: "flat group",
+    Fate.OLD: "too old",
+    Fate.INCOMPLETE: "incomplete group",
+    Fate.ENDED: "run ended",
+    Fate.LONG: "prompt too long",
+    Fate.POISON: "poison",
+    Fate.REWARD_RAISED: "reward raised",
+    Fate.REWARD_HUNG: "reward hung",
+    Fate.MALFORMED: "malformed",
+    Fate.UNRENDERED: "prompt not rendered",
+}
+RULES: Final[frozenset[int]] = frozenset({Fate.FLAT, Fate.OLD, Fate.INCOMPLETE, Fate.ENDED, Fate.LONG})
+ACCIDENTS: Final[frozenset[int]] = frozenset(
+    {Fate.POISON, Fate.REWARD_RAISED, Fate.REWARD_HUNG, Fate.MALFORMED, Fate.UNRENDERED}
+)
+TERMINAL: Final[frozenset[int]] = RULES | ACCIDENTS | {Fate.TRAINED, Fate.VALIDATED}
+
+
+def fate_name(fate: int | str) -> str:
+    """The fate in words, given as its byte or its letter; an unknown byte is shown as such and never raises."""
+    code = int(fate) if not isinstance(fate, str) else ord(fate) if fate else 0
+    return FATE_NAMES.get(code, f"unknown code {code}")
+
+
+class RunPhase(IntEnum):
+    """Header word `run_state`: RUNNING -> FINISHING (the goal is reached) | STOPPING (asked to stop)."""
+
+    RUNNING = 0
+    FINISHING = 1
+    STOPPING = 2
+
+    @classmethod
+    def _missing_(cls, value: object) -> RunPhase:
+        """A number of a later busrl is shown as a run that runs."""
+        return cls.RUNNING
+
+
+class HeaderWord(str, Enum):
+    """The words of the run in the ring's header, in their order there."""
+
+    VERSION = "version"
+    VERSION_STEP = "version_step"
+    NEXT_ADMISSION = "next_admission"
+    UNPUBLISHED_GROUPS = "unpublished_groups"
+    HOLD = "hold"
+    STEP = "step"
+    RUN_STATE = "run_state"
+    GENERATION_PAUSE = "generation_pause"
+
+
+CRASH_POINTS: Final = (
+    "register.lock", "register.cas", "dispatch.claimed", "dispatch.reserved", "dispatch.written", "dispatch.uid",
+    "dispatch.fate", "dispatch.queued", "move.cas", "move.hinted", "claim.cas", "take.claimed", "put.copied",
+    "put.stored", "commit.before", "commit.after", "release.before", "release.after", "finish.fate", "finish.free",
+    "drop.cas", "drop.fate", "reap.before", "reap.cas", "reap.entry", "remote.described", "remote.entered",
+    "remote.rested", "expire.before",
+)

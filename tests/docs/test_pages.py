@@ -1,0 +1,100 @@
+"""The pages lead somewhere: links exist, and keys, defaults and files that they name are those of the code."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+
+from busrl.algorithms.advantages import ADVANTAGES
+from busrl.algorithms.losses import LOSSES
+from busrl.config import schema
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
+CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_to_a_file_of_the_repository(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    left, seen = [ROOT / "README.md"], set()
+    while left:
+        page = left.pop()
+        if page in seen:
+            continue
+        seen.add(page)
+        links = re.findall(r"\]\(([^)#\s]+\.md)(?:#[^)]*)?\)", page.read_text())
+        left += [(page.parent / link).resolve() for link in links if not link.startswith("http")]
+    assert not set(PAGES) - seen
+
+
+def default_of(key: str) -> Any:
+    """The declared default of `table.key`."""
+    table, name = key.split(".")
+    [declared] = [field.type for field in fields(schema.Topology) if field.name == table]
+    cls = getattr(schema, str(declared), None)
+    if cls is None:  # a table of another module of the configuration
+        cls = type(next(field.default for field in fields(schema.Topology) if field.name == table))
+    [found] = [field.default for field in fields(cls) if field.name == name]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), re.findall(r"^\| `([a-z_]+\.[a-z_]+)` \| ([-\d.]+) \|", ALGORITHMS, flags=re.M)
+)
+def test_a_default_on_the_algorithms_page_is_that_of_the_code(key: str, said: str) -> None:
+    assert default_of(key) == float(said)
+
+
+def test_the_algorithms_page_has_every_loss_and_every_estimator_and_marks_the_default() -> None:
+    for names, key in ((ADVANTAGES, "learner.advantage"), (LOSSES, "learner.loss")):
+        for name in names:
+            assert re.search(rf"^\| `{name}`( \(default\))? \|", ALGORITHMS, flags=re.M), name
+        assert f"| `{default_of(key)}` (default) |" in ALGORITHMS
+
+
+def test_every_key_on_the_algorithms_page_is_a_key_of_a_topology() -> None:
+    shown = "\n".join(path.read_text() for path in sorted((ROOT / "configs").glob("reference*.toml")))
+    keys: set[str] = set()
+    table = ""
+    for line in shown.splitlines():
+        if head := re.match(r"#?\[+([a-z_.]+)\]", line):
+            table = head.group(1)
+        elif entry := re.match(r"#?([a-z_]+) = ", line):
+            keys.add(f"{table}.{entry.group(1)}")
+    tables = {key.rsplit(".", 1)[0] for key in keys}
+    named = {name for name in re.findall(r"`([a-z_]+\.[a-z_]+)\b", ALGORITHMS) if name.split(".")[0] in tables}
+    assert named and not named - keys
+
+
+def test_every_file_that_the_concepts_page_names_exists() -> None:
+    named = re.findall(r"`(?:busrl/)?([a-z_]+/[a-z_/]*(?:\.py)?)`", CONCEPTS)
+    assert len(named) > 10
+    assert not [name for name in named if not any((ROOT / base / name).exists() for base in ("busrl", "."))]
+
+
+def test_the_topology_of_the_readme_is_read() -> None:
+    [text] = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    tables = tomllib.loads(text)
+    assert {field.name for field in fields(schema.Topology)} >= set(tables)
