@@ -42,7 +42,8 @@ import numpy as np
 
 from busrl import device
 from busrl.bus import Endpoint
-from busrl.config import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY, ProcessName, Topology, machine
+from busrl.config import ProcessName, Topology, machine
+from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY
 from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.gateway import FairClock
@@ -57,7 +58,7 @@ from busrl.launch.supervisor import Ask, Child, ForeignProcesses, Patience, Phas
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
-from busrl.monitor.files import RunFiles, run_of_files
+from busrl.monitor.runfiles import RunFiles, run_of_files
 from busrl.monitor.sources import ring_record
 from busrl.monitor.text import printable
 from busrl.protocol import address, topic

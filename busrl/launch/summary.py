@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from busrl import files
 from busrl.errors import first_line
 from busrl.gateway import Tally
 from busrl.launch.guardian import stat_of
 from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport
 from busrl.ledger.errors import Throttle, record_error
-from busrl.ledger.log import show_whole, write_whole
-from busrl.monitor.files import in_words
+from busrl.monitor.runfiles import in_words
 from busrl.monitor.state import ProcessRow, RecentErrors, RunState
 from busrl.monitor.text import alike, duration, short
 from busrl.paths import RunPaths
@@ -285,7 +285,7 @@ class EventLog:
             told.append(f"{shown(sender, severity, where, text)} ({count} more like this)")
         if self._changed and (everything or now >= self._next_save):
             self._changed, self._next_save = False, now + SAVE_EVERY_S
-            show_whole(self._paths.supervisor, self.plain())
+            files.show(self._paths.supervisor, self.plain())
         return told
 
     def close(self, now: float) -> list[str]:
@@ -394,7 +394,7 @@ def build(
 
 def write(paths: RunPaths, summary: dict[str, Any]) -> None:
     """Write summary.json whole."""
-    write_whole(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False, default=str).encode() + b"\n")
+    files.replace(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False, default=str).encode() + b"\n")
 
 
 def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunPaths) -> list[str]:

@@ -35,7 +35,7 @@ import msgspec
 import busrl
 from busrl.bus.tap import Tap
 from busrl.errors import DiskFull, FileCorrupt, NoSuchRun, UserError
-from busrl.monitor.files import RunFiles
+from busrl.monitor.runfiles import RunFiles
 from busrl.monitor.sources import Look, holder_of
 from busrl.monitor.state import Facts
 from busrl.monitor.status import status

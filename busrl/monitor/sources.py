@@ -27,7 +27,7 @@ import numpy as np
 
 from busrl.bus.tap import Heard, Tap
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
-from busrl.monitor.files import RunFiles, whole
+from busrl.monitor.runfiles import RunFiles, whole
 from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import BY_NAME, Message, Rejected, codec

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from busrl.errors import first_line
+from busrl.files import tail
 from busrl.gateway.desk import BAD
-from busrl.ledger.log import tail
 from busrl.monitor import text
-from busrl.monitor.files import as_map, fates, number, read_map
+from busrl.monitor.runfiles import as_map, fates, number, read_map
 from busrl.monitor.sources import Reader, holder_of, newest_run
 from busrl.monitor.state import ProcessRow, RunState
 from busrl.monitor.text import alike, duration, printable, short

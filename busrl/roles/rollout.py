@@ -52,7 +52,7 @@ from busrl.data import prompt_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
 from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
-from busrl.ledger.log import LineFile
+from busrl.files import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import SlotTooSmall, State
@@ -71,8 +71,8 @@ from busrl.roles.trajectory import (
     write_text,
 )
 from busrl.states import Fate, HeaderWord
-from busrl.weights import Receiver, make_receiver, settings_of, share_weights
-from busrl.weights.base import VersionSteps
+from busrl.weights.base import Receiver, VersionSteps
+from busrl.weights.factory import Settings, make_receiver
 
 # -- How fast a rollout process decodes: sums over short intervals, from which `busrl simulate --fit` learns its ... --
 
@@ -251,9 +251,9 @@ class Rollout(Actor):
         self.version = 0
         self.steps = VersionSteps()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
-        own = self.engine.receiver(settings_of(self.topology, self.paths), self.worker_id)
-        self.receiver: Receiver = own or make_receiver(self.topology, self.paths, self.worker_id)
-        share_weights(self.receiver, self.engine)
+        weights = Settings.of(self.topology, self.paths)
+        own = self.engine.receiver(weights, self.worker_id)
+        self.receiver: Receiver = own or make_receiver(weights, self.worker_id)
         finish = self.topology.weights.on_restart == "finish"
         if self.receiver.kind == "folder":
             self.restart = Restart(finish)

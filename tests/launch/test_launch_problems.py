@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from busrl.errors import first_line
+from busrl.files import TAIL_BYTES
 from busrl.launch.children import last_words
-from busrl.ledger.log import TAIL_BYTES
 from busrl.monitor.status import MOST_KINDS, problem_lines
 
 

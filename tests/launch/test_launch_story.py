@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from busrl.launch.summary import Progress
-from busrl.monitor.files import TAIL_BYTES, RunFiles, fates, number, run_of_files, sample_line
+from busrl.monitor.runfiles import TAIL_BYTES, RunFiles, fates, number, run_of_files, sample_line
 from busrl.monitor.state import RunState, StepRate
 from busrl.monitor.status import status
 from busrl.monitor.text import line

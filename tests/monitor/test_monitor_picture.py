@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.monitor import text as words
-from busrl.monitor.files import Follower, RunFiles
+from busrl.monitor.runfiles import Follower, RunFiles
 from busrl.monitor.snapshot import snapshot
 from busrl.monitor.state import (
     STEPS_KEPT,

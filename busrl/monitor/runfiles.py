@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from busrl.errors import NoSuchRun
-from busrl.ledger.log import of_step
+from busrl.ledger.trainlog import of_step
 from busrl.monitor.state import ErrorRecord, Facts, MetricsLine, RoundRecord, RunState
 from busrl.monitor.text import safe
 from busrl.paths import RunPaths
