@@ -57,7 +57,7 @@ from busrl.monitor.state import (
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import BY_NAME, Message, Rejected, codec
 from busrl.ring import Fates, OfdLock, Process, Ring
-from busrl.scheduling import GroupScanner
+from busrl.scheduling.groups import GroupScanner
 from busrl.states import HeaderWord, SampleClass, State
 
 # -- Which run is meant: a run directory, an endpoint, or the only run of this user that lives ------------------------
