@@ -35,7 +35,7 @@ from busrl.config.schema import TINY, Simulate
 from busrl.data.prompts import JsonlStream, plain_text
 from busrl.data.trace import Task
 from busrl.errors import DataError, NoSuchRun, UserError
-from busrl.ledger.log import of_step
+from busrl.ledger.trainlog import of_step
 from busrl.paths import RunPaths
 from busrl.simulate.actors import PACE_S, STATED, Times, reward_workers
 from busrl.simulate.answers import Recorded, RecordedAnswers, chance

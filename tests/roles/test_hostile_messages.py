@@ -88,8 +88,8 @@ def test_the_page_and_the_roles_agree_on_what_only_one_process_sends():
 def test_refusals_of_ever_new_names_are_few_kinds_of_lines_and_the_first_names_have_their_own():
     gateway: Any = Gateway.__new__(Gateway)
     gateway._named = set()
-    kinds = {gateway._told_apart(f"worker-{number}") for number in range(10_000)}
-    assert len(kinds) == MOST_NAMED + 1 and gateway._told_apart("worker-0") == "worker-0"
+    kinds = {gateway._line_of(f"worker-{number}") for number in range(10_000)}
+    assert len(kinds) == MOST_NAMED + 1 and gateway._line_of("worker-0") == "worker-0"
 
 
 def test_a_full_table_of_fates_ends_the_run_by_name_with_the_remedy():

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from busrl.config.machinery import Vllm
+from busrl.config.schema import Vllm
 from busrl.engines.base import Finished, Request
 from busrl.engines.vllm.engine import VllmEngine
 from busrl.engines.vllm.process import Start

@@ -41,7 +41,7 @@ except ImportError as missing:
     raise UserError('engine = "openai" needs aiohttp, which is not installed: pip install "busrl[openai]"') from missing
 
 if TYPE_CHECKING:
-    from busrl.config.machinery import Openai
+    from busrl.config.schema import Openai
 
 log = logging.getLogger("busrl")
 SHOWN = 200  # characters of an answer in a message

@@ -50,7 +50,7 @@ from busrl.engines.vllm.weights import LoadedAdapter, Updates
 
 if TYPE_CHECKING:
     from busrl.config import Topology
-    from busrl.config.machinery import Vllm
+    from busrl.config.schema import Vllm
     from busrl.data import Prompt
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from busrl.config.engine_rules import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
 from busrl.config.machine import adapter_slots
-from busrl.config.machinery import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
-from busrl.config.rules import ADAPTERS
+from busrl.config.schema import ADAPTERS
 from busrl.errors import EngineLost, UserError
 
 if TYPE_CHECKING:
