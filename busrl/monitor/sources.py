@@ -32,7 +32,7 @@ from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import BY_NAME, Message, Rejected, codec
 from busrl.ring import Fates, OfdLock, Process, Ring
-from busrl.scheduling import GroupScanner
+from busrl.scheduling.groups import GroupScanner
 from busrl.states import HeaderWord, SampleClass, State
 
 # -- which run is meant -----------------------------------------------------------------------------------------------
