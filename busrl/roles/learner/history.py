@@ -3,7 +3,6 @@
 Talks to files through `busrl.ledger` and `busrl.training.checkpoint`, and to the fate table. Knows nothing of slots,
 gradients or the trigger.
 
-Invariants:
 - Surviving history = checkpoint + log records after it; `trained` holds exactly the uids of both.
 - A record is dropped from the log only after two checkpoints that hold its uids are whole on disk (one with
   `keep_last = 1`): if the newest one is damaged, the one before and the log lead to the same step.
@@ -56,7 +55,7 @@ class History:
             log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
         self.train_log = TrainLog(paths.train_log)
         self.trained = TrainedSet()
-        self.told: list[str] = []  # what a person should know of the start
+        self.warnings: list[str] = []  # of the start
         self._train_log_bytes = 0  # that the newest checkpoint knows of
         self._unwritten: list[Record] = []
         self._saved: Path | None = None  # the checkpoint that a restart would begin with
@@ -81,7 +80,7 @@ class History:
             self._train_log_bytes = int(found.meta.get("train_log_bytes", 0))
             if not train_log_is_whole(self.paths.train_log, self._train_log_bytes):
                 self._mend_train_log()
-            training.old.load(found.meta.get("version_steps", []))
+            training.stale.load(found.meta.get("version_steps", []))
             also(found.meta, found.path)
         if self.wal is not None:
             # A record holds the newest version at its time; its own step may have been published as the one after.
@@ -94,10 +93,10 @@ class History:
             newest = max([self.wal.last_step, *(_step_of(path) for path in torn)])
             if missing := sorted({*range(start + 1, newest + 1)} - {*self.wal.steps()}):
                 raise _history_torn(self.paths, torn, self.wal.damage, start, missing)
-            self.told += [f"{text}. A checkpoint has made them superfluous" for text in self.wal.damage]
+            self.warnings += [f"{text}. A checkpoint has made them superfluous" for text in self.wal.damage]
             trained = last_step(self.paths.train_log)
             if trained > max(newest, start):
-                self.told.append(
+                self.warnings.append(
                     f"{self.paths.train_log.name} names steps up to {trained}, but checkpoint and log end at step "
                     f"{max(newest, start)}: the end of the log was lost; training goes on from there, and `busrl "
                     "audit` names the samples of the steps after it as trained_unlogged"
@@ -110,7 +109,7 @@ class History:
                 if self.wal is not None
                 else f'the steps after {start} are lost with it (learner.wal = "off")'
             )
-            self.told.append(
+            self.warnings.append(
                 f"{path.name} is damaged ({fault}) and is kept as {aside.name}; training goes on from step {start}: "
                 f"{gone}"
             )
@@ -120,7 +119,7 @@ class History:
         data, width = self.topology.data, 2 * self.topology.groups.size
         records = self.wal.records() if self.wal is not None else ()
         with JsonlStream(data.train, self.topology.run.seed, data.shuffle, data.prompt_key) as stream:
-            self.told.append(
+            self.warnings.append(
                 mend_train_log(
                     self.paths.train_log, self.step, self.trained, records,
                     lambda uid: stream.item(uid // width).crc, self._train_log_bytes,
@@ -161,11 +160,11 @@ class History:
             self._write_lines()
 
     def fault(self) -> str:
-        """What somebody did to log or checkpoint, so that a restart would not come back here; empty if nothing."""
+        """What another program did to log or checkpoint, so that a restart would not come back here; mostly ""."""
         if self._saved is not None and not (self._saved / "meta.json").is_file():
-            return f"{self._saved} was removed or emptied by somebody else"
+            return f"{self._saved} was removed or emptied by another program"
         fault = self.wal.fault() if self.wal is not None else ""
-        return fault and f"{fault}: somebody else was there"
+        return fault and f"{fault}: another program changed it"
 
     def _write_lines(self) -> None:
         """Lines of the train log that a full disk refused; neither a step nor a checkpoint comes before them."""
@@ -190,7 +189,7 @@ class History:
             "seed": self.topology.run.seed,
             "uids": "trained.bin",
             "train_log_bytes": 0,
-            "version_steps": training.old.state(),
+            "version_steps": training.stale.state(),
             **also,
         }
 
