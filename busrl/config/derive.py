@@ -26,7 +26,7 @@ from busrl.config.rules import Finding, batch_varies, count, due, range_of, thre
 from busrl.config.schema import Derived, Topology
 from busrl.scheduling import limits
 from busrl.scheduling.admission import Staleness
-from busrl.scheduling.control import ControlSettings
+from busrl.scheduling.controller import ControlSettings
 from busrl.scheduling.limits import Limits, derive
 from busrl.scheduling.trigger import LearnerPlan, Trigger
 
@@ -73,7 +73,6 @@ def resolve(topology: Topology, looked: Looked) -> Resolved:
     found.extend(_sums(topology, bounds, slots, looked))
     derived = Derived(
         B=bounds.B, W=bounds.W, n_lo=bounds.n_lo, n_hi=bounds.n_hi,
-        eta_min=max(bounds.least_eta, topology.experiments.controller.eta_min),
         n_floor=bounds.n_floor, g_min=bounds.g_min,
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
         slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,
@@ -246,17 +245,14 @@ def admission_limits(topology: Topology) -> Limits:
 
 
 def control_settings(topology: Topology) -> ControlSettings | None:
-    """The settings of the controller, None if it is off. Without `act` the bound it may advise has the same range."""
+    """The settings of the controller, None if it is off."""
     controller, trigger = topology.learner.controller, topology.learner.trigger
     if controller.mode == "off":
         return None
     low, high = range_of(topology)
-    bound = topology.weights.max_staleness if topology.weights.mode == "batch-async" else None
-    least = topology.derived.eta_min
     return ControlSettings.of(
         controller, topology.experiments.controller, n_min=trigger.n_min, n_lo=low, n_hi=high,
         t_max_ms=1000 * trigger.t_max_s,
-        eta_min=least if bound is None else min(least, bound), eta_max=bound,
     )
 
 

@@ -35,7 +35,7 @@ from busrl.errors import Problem, TopologyError, UserError
 
 
 UNRESOLVED = Derived(
-    B=0, W=0, n_lo=0, n_hi=0, eta_min=0, n_floor=0, g_min=0, horizon=0, slots=0, train_slots=0, val_reserve=0,
+    B=0, W=0, n_lo=0, n_hi=0, n_floor=0, g_min=0, horizon=0, slots=0, train_slots=0, val_reserve=0,
     slot_bytes=0, task_bytes=0, train_prompts=0, validation_prompts=0, ring_bytes=0, val_samples=0,
 )
 

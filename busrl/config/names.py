@@ -46,7 +46,20 @@ MOVED = {
     **_CONTROLLER,
     **MOVED_MS,
 }
-GONE = {"learner.aggregation": "the sum of the loss is always divided by the number of tokens: remove it"}
+_ONE_RULE_SET = "the controller has one set of rules, which follow the entropy (docs/control.md): remove it"
+GONE = {
+    "learner.aggregation": "the sum of the loss is always divided by the number of tokens: remove it",
+    **{
+        f"{table}.controller.{name}": _ONE_RULE_SET
+        for table in ("experiments", "learner")
+        for name in (
+            "rules", "k3_high", "masked_high", "grad_factor", "safety_cooldown", "sigma", "gate_on", "gate_off",
+            "collapse", "streak", "kappa", "grow_at", "shrink_at", "grow", "shrink", "noise_groups", "eta_min",
+            "idle_train", "idle_rollout", "ess_safe", "k3_safe",
+        )
+    },
+    "derived.eta_min": "it belonged to rules of the controller that are gone: remove it",
+}
 
 
 def elsewhere(key: str) -> str:

@@ -347,7 +347,6 @@ class Derived:
     W: int  # admission indices that the learner looks at
     n_lo: int  # smallest count threshold
     n_hi: int  # largest count threshold
-    eta_min: int  # smallest admission bound that a controller may choose, in steps
     n_floor: int  # fewest groups that a step by time may have
     g_min: int  # survivors that a group needs to be trained
     horizon: int  # drawn groups among which the policy may reorder

@@ -43,6 +43,7 @@ from typing import Any
 import busrl
 from busrl.bus.security import prepare as prepare_endpoint
 from busrl.config import TINY, Topology
+from busrl.config.names import modern
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunFinished, RunInUse, UserError
 from busrl.launch.fates import PutBack, lost_fates, put_back
 from busrl.launch.guardian import end_left_behind
@@ -111,7 +112,7 @@ def compare(paths: RunPaths, topology: Topology, before: dict[str, Any], resume:
     starts = tail_rows(paths.starts)
     # Of each file the newest digest: one that could not be read at some start is the same file all the same.
     known = {name: found for row in starts for name, found in as_map(row.get("files")).items()}
-    start.changes = _changes(before, json.loads(topology.to_json()))
+    start.changes = _changes(modern(before), json.loads(topology.to_json()))
     _check_identity(paths, topology, before, start, known)
     story = Story.of(paths)
     start.step = story.step

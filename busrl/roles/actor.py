@@ -1,17 +1,11 @@
-"""What every process of a run needs before it is a role: its title, its log, and its turn where only one may run.
+"""The base of every role: attaching to a run, the loop, doorbells, presence on the bus and an orderly end.
 
-Talks to the role's lock and to the process's own entry in the ring. Imports next to nothing, so that the broker, for
-which everybody waits, is back in a fraction of a second. Knows nothing of the bus or of topologies.
+Talks to the ring (registration, progress, activity) and to the bus (presence, STOP). A role subclasses `Actor` and
+gives `setup`, `step` and, where it subscribes to messages, `handle`. Knows nothing of prompts, tokens or rewards.
 
-What all roles share: attaching to a run, the loop, doorbells, presence and an orderly end.
-
-Talks to the ring (registration, progress, activity) and to the bus (presence, STOP). Knows nothing of prompts, tokens
-or rewards. A role subclasses `Actor` and gives `setup`, `step` and, where it listens, `handle`.
-
-Invariants:
 - The loop looks at the ring at least once per `tick_s` even when no message arrives: messages only shorten the wait.
 - Every pass of the loop moves the progress counter; a longer piece of work is declared with `activity`.
-- A STOP counts only once the ring says that the run is over: whoever can write to the bus can not end it.
+- A STOP counts only once the ring says that the run is over: a process that can write to the bus cannot end the run.
 - `stopping` is only ever set, never cleared; a role ends at the next pass after it.
 """
 
@@ -25,7 +19,6 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -34,83 +27,21 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy.typing as npt
-import setproctitle
 
 from busrl.bus import Endpoint
 from busrl.config import Topology
-from busrl.errors import BusNotReady, DiskFull, NoSuchRun, RunInUse, SharedMemoryFull, cause
+from busrl.errors import BusNotReady, DiskFull, NoSuchRun, SharedMemoryFull, cause
 from busrl.faults import Trouble, trouble_for
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
-from busrl.ring import Fates, LockTimeout, OfdLock, Ring, RingError
+from busrl.ring import Fates, OfdLock, Ring
+from busrl.roles.process import acquire_lock, configure_process, reacquire_lock
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.states import HeaderWord, RunPhase
 
-# -- What every process of a run needs before it is a role: its title, its log, and its turn where only one may run ---
-
-
-TURN_S = 0.5
-PREDECESSOR_S = 10.0  # a dead holder is gone by then
 log = logging.getLogger("busrl")
-
-
-def configure_process(name: str) -> None:
-    """Title for `ps`, and a log format whose lines can be read side by side with those of other processes."""
-    setproctitle.setproctitle(title_of(name))
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {name} %(levelname).1s %(message)s", force=True
-    )
-
-
-def title_of(name: str) -> str:
-    """What `ps` shows for a process of a run."""
-    return f"busrl:{name}"
-
-
-def reacquire_lock(lock: OfdLock, name: str) -> bool:
-    """Whether the lock had to be taken again, since somebody removed its file; RunInUse if another process has it."""
-    if lock.stands:
-        return False
-    with contextlib.suppress(RingError):  # what stands in its place keeps others out as well
-        if not lock.try_acquire():
-            raise RunInUse(
-                f"another {name} (pid {OfdLock(lock.path).holder() or 'unknown'}) has served this run since somebody "
-                f"removed {lock.path}; this one ends"
-            )
-        return True
-    return False
-
-
-def acquire_lock(lock: OfdLock, ring: Ring, stopping: Callable[[], object], paths: RunPaths, name: str) -> bool:
-    """Hold the lock of a role of which there is one; False if asked to stop meanwhile.
-
-    A predecessor may take a moment to be buried, or live: waiting for it is declared, so nobody is killed for it. One
-    that lives on is named in errors.jsonl.
-    """
-    if lock.try_acquire():
-        return True
-    holder, begun, told = lock.holder() or "unknown", time.monotonic(), False
-    log.info("waits for pid %s, which holds %s", holder, lock.path)
-    ring.activity(f"waits for pid {holder}", math.inf)
-    while not stopping():
-        with contextlib.suppress(LockTimeout):
-            lock.acquire(TURN_S)
-            ring.activity("")
-            return True
-        ring.progress()
-        if not told and time.monotonic() - begun > PREDECESSOR_S:
-            told = True
-            text = f"another {name} serves this run (pid {holder} holds {lock.path}); this one waits until it has ended"
-            log.error(text)
-            record_error(paths, name, "error", name, text)
-    return False
-
-
-# -- What all roles share: attaching to a run, the loop, doorbells, presence and an orderly end -----------------------
-
-
 HEARTBEAT_S = 1.0
 SPACE_LOOK_S = 0.5
 BUS_WAIT_S = 3.0
@@ -147,10 +78,10 @@ class Doorbell:
 
 
 class WorkDeadline:
-    """How long one piece of long work that comes again and again may take: `work_s` for the first of this life, then
-    FACTOR times the longest that was seen, at least `progress_s` and LEAST_S, and never more than `work_s`.
+    """How long one piece of recurring long work may take: `work_s` for the first of this process, then FACTOR times
+    the longest that was seen, at least `progress_s` and LEAST_S, and never more than `work_s`.
 
-    So who stands still is found soon, and who has more to do than before is not killed for it again and again.
+    So a process that hangs is found soon, and one with more work than before is not killed for it again and again.
     """
 
     FACTOR, LEAST_S = 50.0, 30.0
@@ -220,7 +151,7 @@ class Actor:
 
     def step(self) -> bool:
         """One pass over the work at hand; True when something was done."""
-        raise NotImplementedError(f"{type(self).__name__} has no step")
+        raise NotImplementedError
 
     def handle(self, message: m.Message) -> None:
         """A message that the role subscribed to. It may be late, doubled or missing: look at the ring."""
@@ -238,9 +169,9 @@ class Actor:
 
     @contextlib.contextmanager
     def activity(self, name: str, deadline_s: float) -> Iterator[None]:
-        """Declare a long piece of work, so that the supervisor knows how long silence is all right (seconds).
+        """Declare a long piece of work: the supervisor accepts silence for `deadline_s` seconds.
 
-        One inside another takes its place while it lasts; then the outer one's time begins anew.
+        An activity inside another replaces it while it lasts; then the time of the outer one starts again.
         """
         self._activities = (*self._activities, (name, deadline_s))
         self.ring.activity(name, deadline_s)
@@ -265,27 +196,27 @@ class Actor:
         uids: Sequence[int] = (),
         trace: str = "",
     ) -> None:
-        """Log, publish and file an event that a person should see; many of one kind become one line with a count.
+        """Log, publish and file an event that a person should see; repeats of one kind become one line with a count.
 
-        `uids` are the samples that it is about: the line is part of their history. `trace`: the traceback behind it.
+        `uids`: the samples concerned, whose history the line becomes part of. `trace`: the traceback.
         """
         kind = kind or re.sub(r"[0-9]+", "#", text)
         if self._throttle.admit(f"{where}/{kind}", (where, text, severity, trace), time.monotonic(), uids):
             self._publish_warning(where, text, severity, trace, uids)
 
     def write_or_wait(self, what: str, write: Callable[[], None]) -> bool:
-        """Do `write`; a full disk pauses this process, says so, and is waited for. False: it was stopped meanwhile."""
-        told = False
+        """Call `write`; while the disk is full, warn, wait and try again. False if stopped meanwhile."""
+        paused = False
         while True:
             try:
                 write()
             except (DiskFull, SharedMemoryFull) as problem:
-                if not told:
+                if not paused:
                     self.warn(self.role, f"{what} pauses: {problem}", "error", kind=f"full disk: {what}")
-                told = True
+                paused = True
             else:
-                if told:
-                    self.warn(self.role, f"{what} goes on: there is space again", kind=f"space: {what}")
+                if paused:
+                    self.warn(self.role, f"{what} continues: there is space again", kind=f"space: {what}")
                 return True
             if self.stopping:
                 return False
@@ -299,8 +230,8 @@ class Actor:
         record_error(self.paths, self.name, severity, where, text, trace, uids)
 
     def scan(self, scanner: GroupScanner, lines: npt.NDArray[Any] | None = None) -> GroupView:
-        """The open groups now, in `lines` or in a fresh copy of the slots' lines. The lines are copied before the fates
-        are read, and the fate table may have grown."""
+        """The open groups now, in `lines`: a copy of the slots' lines, made before the fates are read. Their table may
+        have grown."""
         lines = self.ring.lines() if lines is None else lines
         if len(self.fates) != len(scanner.fates):
             scanner.fates = self.fates.view()
@@ -316,10 +247,9 @@ class Actor:
         return acquire_lock(self._lock, self.ring, lambda: self.stopping, self.paths, self.name)
 
     def keep_lock(self) -> None:
-        """The lock of the role counts while its file has the name: make it again if somebody removed it. RunInUse if
-        another process holds the one that has the name now."""
+        """Make the lock file of the role again if it was removed. RunInUse if another process holds the new one."""
         if self._lock is not None and reacquire_lock(self._lock, self.name):
-            self.warn(self.role, f"{self._lock.path} was removed by somebody else; it is made and held again")
+            self.warn(self.role, f"{self._lock.path} was removed by another program; it is made and held again")
 
     def _attach(self) -> None:
         self.ring = Ring.attach(self.paths.ring_name)
@@ -349,29 +279,26 @@ class Actor:
 
     def _live(self) -> int:
         self.setup()
-        # What is loaded by now stays: to look through all of torch's objects stops a learner for a tenth of a second.
+        # What is loaded by now stays: collecting among all of torch's objects stops a learner for a tenth of a second.
         gc.freeze()
         if not self.stopping:
-            self._announce_ready()
+            self._find_bus()
+            self.bus.send(m.Hello(role=self.role, pid=os.getpid(), host=os.uname().nodename, index=self.ring.index))
+            self.ring.activity("")
+            self.ring.set_ready()
+            log.info("ready")
         while not self.stopping:
             self._pass()
         log.info("stopping: %s", self.stopping)
         self.teardown()
         return 0
 
-    def _announce_ready(self) -> None:
-        self._find_bus()
-        self.bus.send(m.Hello(role=self.role, pid=os.getpid(), host=os.uname().nodename, index=self.ring.index))
-        self.ring.activity("")
-        self.ring.set_ready()
-        log.info("ready")
-
     def _find_bus(self) -> None:
-        """The bus is only the doorbell: a process that hears nothing says so, and works by the ring alone."""
+        """The bus is only the doorbell: a process without it says so, and works by the ring alone."""
         try:
             self.bus.ready(BUS_WAIT_S)
         except BusNotReady as problem:
-            self.warn(self.role, f"goes on without the bus: {problem}", kind="no bus")
+            self.warn(self.role, f"continues without the bus: {problem}", kind="no bus")
 
     def _pass(self) -> None:
         for message in self.bus.drain():
@@ -385,13 +312,14 @@ class Actor:
     def _dispatch(self, message: m.Message) -> None:
         if m.is_from_another(message):
             kind = m.name_of(type(message))
-            self.warn("bus", f"{kind} of {message.sender!r} is not heard: it is not the one who sends it", kind=kind)
+            text = f"{kind} of {message.sender!r} is ignored: only {m.ONLY_FROM[type(message)]} sends it"
+            self.warn("bus", text, kind=kind)
         elif not isinstance(message, m.Stop):
             self.handle(message)
         elif self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
             self.stop(f"STOP: {message.reason}")
         else:
-            self.warn("bus", f"a STOP of {message.sender!r} is not followed: the run goes on", kind="STOP")
+            self.warn("bus", f"a STOP of {message.sender!r} is ignored: the run continues", kind="STOP")
 
     def _heartbeat(self) -> None:
         now = time.monotonic()
@@ -406,10 +334,10 @@ class Actor:
             self._publish_warning(where, f"{count} more like this, the latest: {text}", severity, trace, uids)
 
     def _report(self, problem: Exception) -> None:
-        text, said = "".join(traceback.format_exception(problem)), cause(problem)
-        record_error(self.paths, self.name, "critical", self.role, said, text)
+        trace, text = "".join(traceback.format_exception(problem)), cause(problem)
+        record_error(self.paths, self.name, "critical", self.role, text, trace)
         with contextlib.suppress(Exception):
-            self.bus.send(m.Error(severity="critical", where=self.role, text=said, traceback=text[-4000:]))
+            self.bus.send(m.Error(severity="critical", where=self.role, text=text, traceback=trace[-4000:]))
 
     def _leave(self) -> None:
         if self.trouble is not None:

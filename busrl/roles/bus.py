@@ -1,17 +1,13 @@
-"""What the broker says of those whom its TCP side turned away: who at once, then once a minute how often.
+"""The broker process: everything published reaches everything subscribed, without Python per message.
 
-Talks to a writer of lines; knows nothing of sockets. A flood of strangers must not fill the disk, so an address has one
-line a minute, and no refusal is missing from the counts.
+Runs libzmq's own proxy in a thread. Its progress is a ping that went through the proxy and came back, so a broker whose
+proxy hangs makes no progress and is replaced. Knows nothing of the messages.
 
-The broker process: everything published reaches everything subscribed, without Python per message.
-
-Runs libzmq's own proxy in a thread. Its liveness is a ping of its own that went through the proxy and came back, so a
-broker whose proxy is stuck makes no progress and is replaced. Knows nothing of the messages. Whoever knocks on its TCP
-side without a listed key is named in errors.jsonl.
-
-- What it queues for processes that do not read is bounded in bytes too: beyond `MOST_QUEUED_MIB` it ends by name and is
+- The bytes that it queues for processes that do not read are bounded: beyond `MOST_QUEUED_MIB` it ends by name and is
   started again with empty queues. That loses messages, so it costs time and no sample.
-- It imports no NumPy, no asyncio and no topology: whoever rings a doorbell while it is away is not heard.
+- It imports no NumPy, no asyncio and no topology: messages that are sent while it starts are lost.
+- A connection to its TCP side without a listed key is reported in errors.jsonl: each address once a minute, and no
+  refusal is missing from the counts.
 """
 
 from __future__ import annotations
@@ -30,41 +26,33 @@ from busrl.errors import QueuesFull
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock, Ring
-from busrl.roles.actor import acquire_lock, configure_process, reacquire_lock
+from busrl.roles.process import acquire_lock, configure_process, reacquire_lock
 
-# -- What the broker says of those whom its TCP side turned away: who at once, then once a minute how often -----------
-
-
-EVERY_S = 60.0
+REPORT_EVERY_S = 60.0
+MOST_QUEUED_MIB = 512
+SILENT_NS = 2_000_000_000
 log = logging.getLogger("busrl")
 
 
 class Refusals:
-    """`add` for each; `tell` from time to time for what was held back."""
+    """Reports refused connections: `add` each of them, and `report` from time to time those that were held back."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
-        self._write, self._throttle, self._total = write, Throttle(EVERY_S), 0
+        self._write, self._throttle, self._total = write, Throttle(REPORT_EVERY_S), 0
 
     def add(self, refusal: Refusal) -> None:
         self._total += refusal.count
         text = f"{refusal} ({self._total} refused in all)"
         if self._throttle.admit(refusal.address, (text,), time.monotonic()):
-            self._tell(text)
+            self._report(text)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         for count, (text,), _ in self._throttle.due(time.monotonic()):
-            self._tell(f"{count} more like this, the latest: {text}")
+            self._report(f"{count} more like this, the latest: {text}")
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         log.warning(text)
         self._write(text)
-
-
-# -- The broker process: everything published reaches everything subscribed, without Python per message ---------------
-
-
-MOST_QUEUED_MIB = 512
-SILENT_NS = 2_000_000_000
 
 
 def main(run_dir: str, name: str) -> int:
@@ -90,21 +78,21 @@ def resident_mib() -> float:
 
 
 def check_queues(ring: Ring, queued_mib: float) -> None:
-    """Raise QueuesFull for memory that only messages can have taken; who has not looked lately is named."""
+    """Raise QueuesFull for memory that only messages can have taken; it names the processes that made no progress."""
     if queued_mib <= MOST_QUEUED_MIB:
         return
     now = time.monotonic_ns()
     here = [one for one in ring.processes() if not one.remote and one.role != "bus"]
     silent = [(one.label, (now - one.progress_ns) / 1e9) for one in here if now - one.progress_ns > SILENT_NS]
-    named = ", ".join(f"{label} has not looked for {seconds:.0f} s" for label, seconds in silent) or "all look"
+    named = ", ".join(f"{label} has not moved for {seconds:.0f} s" for label, seconds in silent) or "all of them move"
     raise QueuesFull(
         f"messages for processes that do not read them take {queued_mib:.0f} MiB (at most {MOST_QUEUED_MIB}; {named}): "
-        "the bus starts again without them, which costs time and no sample. Who sends so much, `busrl monitor` shows"
+        "the bus starts again without them, which costs time and no sample. `busrl monitor` shows who sends so much"
     )
 
 
 def serve(paths: RunPaths, settings: dict[str, Any], ring: Ring, lock: OfdLock, stop: threading.Event) -> None:
-    """Be the broker until `stop`; the ring shows that it is ready, and that it gets on."""
+    """Be the broker until `stop`; the ring shows that it is ready and makes progress."""
     allow_many_connections()
     refusals = Refusals(lambda text: record_error(paths, "bus", "warning", "bus", text))
 
@@ -117,7 +105,7 @@ def serve(paths: RunPaths, settings: dict[str, Any], ring: Ring, lock: OfdLock, 
     def progress() -> None:
         ring.progress()
         check_queues(ring, resident_mib() - least)
-        refusals.tell()
+        refusals.report()
         reacquire_lock(lock, "bus")
 
     run_broker(

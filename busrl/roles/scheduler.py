@@ -189,8 +189,6 @@ class Scheduler(Actor):
             self._announced(message)
         elif isinstance(message, m.LearnerStateUpdate) and math.isfinite(message.entropy):
             self.policy.feedback(LearnerState(message.step, message.entropy))
-            # A lost message is made up for by the next step's; the sums for max_staleness hold without any.
-            self.admission.tighten(_told(message, "eta"))
             self.trained = _told(message, "groups_total") or self.trained
 
     def _announced(self, message: m.TaskRequest) -> None:
@@ -438,7 +436,7 @@ def make_arrivals(topology: Topology) -> Arrivals | None:
 
 
 def _told(message: m.LearnerStateUpdate, name: str) -> int | None:
-    """A count among the learner's numbers, such as the admission bound of its controller; None if there is none."""
+    """A count among the learner's numbers; None if there is none."""
     found = message.metrics.get(name)
     return int(found) if found is not None and math.isfinite(found) else None
 

@@ -21,7 +21,7 @@ policies or workers.
 - sync in segments: a round begins when the wave before it is over and what it completed is trained and published.
   Nobody may claim any of it before all of it is admitted (`scheduling.waves`), so nothing holds a part of it back.
 - With max_staleness = 0 nothing is admitted while trained groups wait for their publication: it would be one step old.
-- Nothing here is remembered from one call to the next but a tightened bound, which only ever lowers B.
+- Nothing here is remembered from one call to the next.
 
 Age of a group in learner steps, and what is done with one that is too old.
 
@@ -147,15 +147,6 @@ class Admission:
         if over_age not in ("wait", "drop"):
             raise ValueError(f"over_age = {over_age!r}: must be wait or drop")
         self.limits, self.over_age = limits, over_age
-        self._admitted = limits.B
-
-    def tighten(self, eta: int | None) -> None:
-        """Admit as for a bound of `eta` steps (None: as for max_staleness). What is out of range counts as its end."""
-        limits = self.limits
-        if eta is None or limits.sync or limits.max_staleness is None:
-            self._admitted = limits.B
-        else:
-            self._admitted = limits.at(min(max(eta, limits.least_eta), limits.max_staleness)).B
 
     def room(
         self, view: GroupView, *, unpublished: int, next_admission: int, step: int, free: int, reserve: int = 0,
@@ -185,7 +176,7 @@ class Admission:
 
     def _by_count(self, in_flight: int, next_admission: int, settled: bool) -> tuple[int, str]:
         if not self.limits.sync:
-            return self._admitted - in_flight, "in_flight"
+            return self.limits.B - in_flight, "in_flight"
         position = next_admission % self.limits.n_min
         may_begin = settled and in_flight + self.limits.n_min <= self.limits.B if self.limits.waves else not in_flight
         if position == 0 and not may_begin:

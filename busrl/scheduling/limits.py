@@ -7,14 +7,12 @@ Talks to nothing: arithmetic on four numbers of the topology. Knows nothing of s
 - The bound holds only if a group's credit returns when its step is *published*; returned when taken, one step more is
   reachable.
 - B and W never change during a run, also when a controller moves the threshold n_min between n_lo and n_hi.
-- A controller may tighten the bound to eta < max_staleness: `at(eta)` are smaller B and W by the same sums. Both only
-  grow with eta, so a group is never older than the largest eta that was in force while it was in flight.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 MODES = ("sync", "batch-async", "fully-async")
 WINDOW_SHARE = 0.3
@@ -47,19 +45,6 @@ class Limits:
         if self.sync:
             return max(0, self.waves - 1)
         return None if self.max_staleness is None else oldest_age(self.B, self.W, self.n_lo)
-
-    def at(self, eta: int) -> Limits:
-        """These limits with B and W for a bound of eta steps; never larger than they are now.
-
-        For batch-async alone, and from `least_eta` on: below it no window is left. `max_staleness` stays as it is.
-        """
-        tight = _admitted(self.n_lo, self.n_hi, eta, self.window)
-        return replace(self, B=min(self.B, tight[0]), W=min(self.W, tight[1]))
-
-    @property
-    def least_eta(self) -> int:
-        """The smallest bound with which a step of n_hi groups can still be filled and a window is left."""
-        return max(0, math.ceil(self.n_hi / self.n_lo) - 1)
 
     @property
     def max_publish_every(self) -> int:

@@ -214,15 +214,10 @@ Action = SetAside | Claim | Fire | Wait
 
 
 class LearnerPlan:
-    """Pure: state is the trigger's clock, and a bound that was tightened. Call `decide` whenever something changed."""
+    """Pure: its state is the trigger's clock. Call `decide` whenever something changed."""
 
     def __init__(self, limits: Limits, trigger: Trigger, staleness: Staleness, *, streaming: bool) -> None:
         self.limits, self.trigger, self.staleness, self.streaming = limits, trigger, staleness, streaming
-        self.window = limits  # B and W in force, which a controller may have tightened
-
-    def tighten(self, eta: int | None) -> None:
-        """Look ahead as for a bound of `eta` steps (None: as for max_staleness), from the next look on."""
-        self.window = self.limits if eta is None else self.limits.at(eta)
 
     def decide(
         self,
@@ -285,7 +280,7 @@ class LearnerPlan:
     def _choose(self, seen: _Seen, claimed: int, counted: int, step: int) -> tuple[list[int], int | None]:
         """Groups to add to the step, and the one that the step would leave too old, if any (both as draws)."""
         limit = self.limits.B if self.limits.sync else max(0 if claimed else 1, self.trigger.n_min - counted)
-        window = seen.look(self.window.W, limit)
+        window = seen.look(self.limits.W, limit)
         late = self.staleness.would_outlive(seen.oldest_step, step)
         urgent = window.inside[late[window.inside]]
         chosen = list(dict.fromkeys([*window.chosen.tolist(), *urgent.tolist()]))
@@ -309,7 +304,7 @@ class LearnerPlan:
     def _wait(self, seen: _Seen, groups: int, blocker: int | None) -> Wait:
         if blocker is not None and groups >= self.trigger.n_min:
             return seen.wait("staleness", blocker, groups)
-        window = seen.look(self.window.W, self.window.B)
+        window = seen.look(self.limits.W, self.limits.B)
         if window.anchor is None:
             return Wait("round" if self.limits.sync and groups else "groups" if groups else "admission", ready=groups)
         anchor = int(seen.draws[window.anchor])

@@ -401,10 +401,6 @@ class Actors:
     def publish(self, now: float) -> None:
         self.published.append(now)
 
-    def busy_s(self, now: float) -> float:
-        """Seconds that all of them were busy up to `now`, publications that nobody looked at yet included."""
-        return sum(a.busy_s + (now - a.at if a.active else 0.0) for a in self.all)
-
     def settle(self, now: float) -> None:
         """Count everything up to `now`, for the figures; the run is over."""
         for actor in self.all:
@@ -581,7 +577,7 @@ class Learner:
         if self.plan.streaming and self._pending_samples and not few:
             found.cost_s += self._micro_batch()
         elif publication_is_due(
-            self.unpublished, self.step, n_min=self.plan.trigger.n_min, admitted=self.plan.window.B,
+            self.unpublished, self.step, n_min=self.plan.trigger.n_min, admitted=self.plan.limits.B,
             publish_every=self.topology.publish_every,
         ):
             found.publishes = True

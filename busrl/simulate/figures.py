@@ -91,7 +91,7 @@ class Figures:
     length_drawn_p95: float
     length_consumed_p95: float
     tasks: int  # samples that got a reward
-    told: dict[str, float] = field(default_factory=dict)  # what policy, predictor and controller say of themselves
+    told: dict[str, float] = field(default_factory=dict)  # metrics of policy and predictor
     rows: tuple[StepRow, ...] = ()
 
     @property

@@ -255,8 +255,8 @@ def _body(topology: Topology, setting: Setting, found: Figures) -> list[str]:
 
 
 def _told(found: Figures) -> list[str]:
-    """Policy, predictor and controller, where there are any."""
-    parts = {"policy": [], "predictor": [], "control": []}  # type: dict[str, list[str]]
+    """Policy and predictor, where they report anything."""
+    parts: dict[str, list[str]] = {"policy": [], "predictor": []}
     for name, value in found.told.items():
         head, _, rest = name.partition("_")
         head, rest = (head, rest) if head in parts and rest else ("policy", name)

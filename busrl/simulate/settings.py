@@ -31,7 +31,6 @@ from busrl.simulate import fit
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import Answers, RecordedAnswers, TraceAnswers
 from busrl.simulate.fit import Fitted, Shipped
-from busrl.simulate.scheduler import refuse
 
 # -- Where the answers of a simulated run come from, and what has to be said about them -------------------------------
 
@@ -201,7 +200,11 @@ def make(
     topology: Topology, asked: Asked, fitted: Fitted | None = None, written: Collection[str] = frozenset()
 ) -> Setting:
     """The setting of one simulated run; `UserError` for what can not be. `written`: keys that the topology gives."""
-    refuse(topology)
+    if topology.learner.controller.mode == "act":
+        raise UserError(
+            'learner.controller.mode = "act": the controller follows the entropy of the policy, and a simulation '
+            "trains none; add --set learner.controller.mode=off"
+        )
     seed = topology.run.seed if asked.seed is None else asked.seed
     if seed < 0:
         raise UserError(f"--seed {seed}: must be >= 0; give another")

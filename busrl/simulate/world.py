@@ -34,7 +34,7 @@ from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.simulate.actors import Actors, Delays, Judges, Learner, Look, Noise, SimRing, Times, cuts_of, judges_of
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts, Figures, figures
-from busrl.simulate.scheduler import Control, Learned, Scheduler
+from busrl.simulate.scheduler import Learned, Scheduler
 from busrl.states import Fate
 
 # -- When a simulated run can not get on: nothing is under way any more, or nothing of what is made can be trained ----
@@ -121,7 +121,6 @@ class World:
         plan = make_plan(topology, self.limits, streaming=streaming)
         noise = Noise(times.learner_spread, [seed, 4])
         self.learner = Learner(topology, plan, times, self.ring, self.counts, noise, self.lengths)
-        self.control = Control(topology, plan, self.scheduler.admission, actors)
         self.cuts = cuts_of(topology, segment_length)
         self._trained = 0  # groups
         self._running = 0  # sequences of all actors
@@ -164,10 +163,10 @@ class World:
             raise UserError(self._stuck())
         self.actors.settle(self.now)
         every = self.actors.all
-        told = self.feed.told() | self.control.told()
         steps = sum(actor.steps for actor in every)
         self.counts.reward_busy_s = self._judges.busy_s(self.now)
-        return figures(self.counts, self.now, [a.busy_s for a in every], [a.stalled_s for a in every], steps, told)
+        busy, stalled = [actor.busy_s for actor in every], [actor.stalled_s for actor in every]
+        return figures(self.counts, self.now, busy, stalled, steps, self.feed.told())
 
     def _stuck(self) -> str:
         reason, _ = self._looked_for
@@ -386,8 +385,6 @@ class World:
             self._fired = False
             if self.learner.finish_step(self.now):
                 self._publish()
-            waited_s = sum(self.counts.waited.values())
-            self.control.step(self.counts.rows[-1], waited_s, self.actors.busy_s(self.now))
             if self.learner.step >= self.steps:
                 self._done = True
                 return

@@ -11,8 +11,8 @@ dispatch  policies x predictors: trained samples/s in a closed loop; mean and p9
           seconds of a synchronous round of four answers per row
 segments  answers cut into 1, 2, 4 and 8 segments at most, and where the length follows the answers; batch-async, and
           synchronous rounds made of segments
-trigger   fixed thresholds, bounds on age, a time limit, and the controller's full rules moving the bound (n_min stays:
-          the gradient noise is not simulated); with a slow learner: it trains a tenth of what the actors can make
+trigger   fixed thresholds, bounds on age and a time limit; with a slow learner: it trains a tenth of what the actors
+          can make
 window    the anchored window against taking whatever is ready first
 capacity  how busy the learner is when generation is 0.8 to 1.3 times as fast as it needs, with S = 4, 8 and 16;
           answers of at most 2,560 tokens
@@ -44,7 +44,7 @@ SCALES = (8, 64, 1024, 10_000)
 STEPS, ROUNDS = {8: 40, 64: 40, 1024: 20, 10_000: 10}, 4
 WAVES = 16  # steps where rounds are made of segments: the first ones fill the pool of the unfinished
 STREAM_PER_ROW = 24  # answers of the open stream for each row
-CONTROLLED = 60  # steps of the trigger's experiment: a controller moves every few only
+TRIGGER_STEPS = 60
 SLOTS_PER_ROW, LEARNER_REACH, SLOW_LEARNER, OPEN_LOAD, SYNC_PER_ROW = 1.2, 1.25, 0.1, 1.2, 4
 B_PER_N_MIN = 2.35  # batch-async with max_staleness = 2
 SHORT = 2560  # 6.4 times the median, as in capacity.py
@@ -159,7 +159,7 @@ def segments(case: Case) -> list[Row]:
 
 
 def trigger(case: Case) -> list[Row]:
-    """Fixed thresholds around n_min with the same groups in flight, a time limit, and the controller."""
+    """Fixed thresholds around n_min with the same groups in flight, and a time limit."""
     n, limit_ms = case.n_min, 1000 * LENGTH_MEAN * (case.times.step_s + case.times.row_s * case.rows)
     settings = {
         "n_min / 2, S = 5": [f"learner.trigger.n_min={max(1, n // 2)}", "weights.max_staleness=5"],
@@ -167,23 +167,17 @@ def trigger(case: Case) -> list[Row]:
         "2 n_min, S = 1": [f"learner.trigger.n_min={2 * n}", "weights.max_staleness=1"],
         "n_min, t_max": [f"learner.trigger.t_max_s={limit_ms / 1000:g}"],
         "n_min, S = 5": ["weights.max_staleness=5"],
-        "n_min, S <= 5, controller": [
-            "weights.max_staleness=5", "learner.controller.mode=act", "experiments.controller.rules=full",
-            f"learner.controller.n_lo={n}", f"learner.controller.n_hi={n}", "learner.controller.every=2",
-        ],
     }
     rows = []
     bounds = {f"n_min, S = {bound}": [f"weights.max_staleness={bound}"] for bound in (2, 3, 4, 5)}
-    controlled = list(settings.items())[-1:]
-    slow = {f"slow learner, {name}": chosen for name, chosen in [*bounds.items(), *controlled]}
+    slow = {f"slow learner, {name}": chosen for name, chosen in bounds.items()}
     for name, chosen in (settings | slow).items():
         who = replace(case, reach=SLOW_LEARNER) if name in slow else case
-        found = who.play(who.topology(*chosen), who.answers(), steps=CONTROLLED if case.actors < 1000 else 30)
+        found = who.play(who.topology(*chosen), who.answers(), steps=TRIGGER_STEPS if case.actors < 1000 else 30)
         rows.append({
             "trigger": name, "samples/s": found.samples_per_s, "s/step": found.step_s, "age": found.age_mean,
             "age max": found.age_max, "rollout busy": found.actors_busy, "stalled": found.actors_stalled,
             "learner busy": found.learner_busy, "by time": found.causes.get("time", 0) / max(1, found.steps),
-            "bound at the end": found.told.get("control_eta", 0),
         })
     return rows
 
@@ -207,7 +201,7 @@ def capacity(case: Case) -> list[Row]:
     for bound, over in product((4, 8, 16), (0.8, 1.0, 1.1, 1.3)):
         who = replace(case, reach=1 / over)
         made = who.topology(f"weights.max_staleness={bound}", f"learner.trigger.n_min={max(8, who.n_min)}")
-        found = who.play(made, who.answers(limit=SHORT), steps=CONTROLLED if case.actors < 1000 else 20)
+        found = who.play(made, who.answers(limit=SHORT), steps=TRIGGER_STEPS if case.actors < 1000 else 20)
         rows.append({
             "S": f"{bound}", "generation over need": f"{over:g}", "learner busy": found.learner_busy,
             "rollout busy": found.actors_busy, "s/step": found.step_s, "age": found.age_mean,
@@ -218,7 +212,7 @@ def capacity(case: Case) -> list[Row]:
 
 def _greedy(world: World) -> None:
     plan = world.learner.plan
-    plan.window = replace(plan.limits, W=1 << 40)
+    plan.limits = replace(plan.limits, W=1 << 40)
 
 
 EXPERIMENTS: dict[str, Callable[[Case], list[Row]]] = {

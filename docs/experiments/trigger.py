@@ -47,16 +47,15 @@ EVIDENCE = 320  # groups that the mean is taken over
 CHANGE = 1920  # groups after which a workload changes
 LONGEST_GROUPS = 12_000
 LIMIT_S = 240.0
-CONTROL, RULES = "learner.controller.", "experiments.controller."
+CONTROL = "learner.controller."
 RANGE = (f"{CONTROL}mode=act", f"{CONTROL}n_lo=16", f"{CONTROL}n_hi=64")
 ARMS: dict[str, tuple[str, ...]] = {
     "static16": ("learner.trigger.n_min=16", "learner.lr=1.4142e-4", f"{CONTROL}mode=off"),
     "static32": (f"{CONTROL}mode=off",),
     "static64": ("learner.trigger.n_min=64", "learner.lr=2.8284e-4", f"{CONTROL}mode=off"),
-    "entropy": (*RANGE, f"{RULES}rules=entropy"),
-    "full": (*RANGE, f"{RULES}rules=full"),
+    "entropy": RANGE,
 }  # the learning rates of the static arms are what the coupling gives an adaptive one at their size
-ADAPTIVE = ("entropy", "full")
+ADAPTIVE = ("entropy", "full")  # "full": rules that are gone; their results stay in the file
 WORKLOADS = ("quickstart", "harder", "slower")
 ALWAYS = (
     "weights.max_staleness=4", "validation.data=",

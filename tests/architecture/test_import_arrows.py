@@ -120,7 +120,7 @@ def test_torch_is_imported_only_where_tensors_are_worked_on(path: Path) -> None:
         assert allowed, f"{path.relative_to(ROOT)} imports {sorted(uses)}"
 
 
-SHARED_BY_ROLES = {"actor", "segments", "trajectory", "predictor_state", "version_pin"}
+SHARED_BY_ROLES = {"process", "actor", "segments", "trajectory", "predictor_state", "version_pin"}
 ROLES = sorted((ROOT / "roles").rglob("*.py"))
 
 
@@ -149,6 +149,15 @@ def test_a_light_process_loads_no_torch(module: str) -> None:
     code = (
         f"import sys, {module}\n"
         "heavy = {'torch', 'transformers', 'safetensors', 'scipy', 'pandas'} & set(sys.modules)\n"
+        "assert not heavy, sorted(heavy)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_broker_for_which_all_others_wait_loads_neither_numpy_nor_the_topology() -> None:
+    code = (
+        "import sys, busrl.roles.bus, busrl.roles.__main__\n"
+        "heavy = {'numpy', 'asyncio', 'busrl.config', 'busrl.scheduling'} & set(sys.modules)\n"
         "assert not heavy, sorted(heavy)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

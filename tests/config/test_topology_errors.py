@@ -210,6 +210,10 @@ def test_a_topology_json_of_an_older_busrl_is_read_as_what_it_meant(loaded: Load
     old["learner"]["controller"] |= {name: value for name, value in rules.items() if not name.endswith("_s")} | ms
     old["segments"] |= {name: old["reward"].pop(name) for name in ("truncated", "truncated_penalty")}
     assert Topology.from_json(json.dumps(old)) == new
+    old["learner"]["controller"] |= {"rules": "full", "kappa": 1.0, "noise_groups": 8}
+    old["experiments"] = {"controller": {"rules": "full", "eta_min": 2}}
+    old["derived"]["eta_min"] = 3
+    assert Topology.from_json(json.dumps(old)) == new
 
 
 # --------------------------------------------------------------------------------------------------------- --set

@@ -15,19 +15,18 @@ from busrl.config import Topology, load
 from busrl.config.derive import admission_limits, control_settings, make_plan
 from busrl.ledger.log import Record, SampleRecord
 from busrl.roles.learner.control import Control, read_lines
-from busrl.scheduling.control import Controller, Inputs
+from busrl.scheduling.controller import Controller, Inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "mode": "act", "reference_steps": 3, "high": 1.1, "low": 0.9, "hysteresis": 0.01, "ema": 0.3, "probe_every": 2,
-    "every": 2, "cooldown": 2, "streak": 1,
+    "every": 2, "cooldown": 2,
 }
 
 
-@pytest.fixture(scope="module", params=["entropy", "full"])
-def topology(request: pytest.FixtureRequest) -> Topology:
-    given = overrides({**KEYS, "rules": request.param})
-    return load(ROOT / "configs" / "quickstart.toml", [*given, "weights.max_staleness=4"])
+@pytest.fixture(scope="module")
+def topology() -> Topology:
+    return load(ROOT / "configs" / "quickstart.toml", [*overrides(KEYS), "weights.max_staleness=4"])
 
 
 def overrides(given: dict[str, object]) -> list[str]:
@@ -48,9 +47,7 @@ class Living:
 
     def start(self) -> None:
         """As the learner does: checkpoint, replay, go on."""
-        self.training: Any = SimpleNamespace(
-            norms=None, entropy=lambda probe: self.entropy, gate="its own", skip_mastered=False
-        )
+        self.training: Any = SimpleNamespace(entropy=lambda probe: self.entropy)
         self.entropy = 0.5
         self.plan = make_plan(self.topology, admission_limits(self.topology), streaming=True)
         ring: Any = SimpleNamespace(processes=list)
@@ -85,7 +82,7 @@ class Living:
     def step(self) -> None:
         record = self.append()
         row = {"reward": self.random.random(), "seconds": 1.0, "wait_s": {"groups": self.random.random()}}
-        self.control.step(record, self.stats(record.step), row, lambda text: None)
+        self.control.step(record, self.stats(record.step), row)
 
     def save(self) -> None:
         self.checkpoint = (len(self.records), self.control.meta())
@@ -136,32 +133,6 @@ def test_the_file_explains_every_decision_whenever_the_learner_dies(
         assert state == it.control.controller.state()
     assert it.plan.trigger.n_min == it.control.controller.knobs.n_min
     it.die()
-
-
-@pytest.mark.parametrize("dmmpt", ["gate", "on"])
-def test_full_rules_that_act_are_the_only_gate_and_it_holds_again_after_a_restart(tmp_path: Path, dmmpt: str) -> None:
-    given = {**KEYS, "rules": "full", "sigma": 0.3}
-    made = overrides(given)
-    made += [f"experiments.dmmpt={dmmpt}", "weights.max_staleness=4"]
-    living = Living(tmp_path, load(ROOT / "configs" / "quickstart.toml", made), seed=0)
-    own = dmmpt == "on"  # not a gate: the controller has no say
-    assert living.training.gate == ("its own" if own else None)
-    living.stats = lambda step: low(living)  # type: ignore[method-assign]
-    for _ in range(6):
-        living.step()
-    assert living.control.controller is not None and living.control.controller.knobs.gate
-    assert living.training.skip_mastered is not own
-    living.save()
-    living.die()
-    living.start()
-    assert living.training.skip_mastered is not own
-
-
-def low(living: Living) -> Any:
-    """A calm step after which the policy has hardly any entropy left."""
-    told = SimpleNamespace(entropy=0.2, clip_low=0.001, clip_high=0.0, k3=0.001, ess=0.95)
-    living.entropy = 0.2
-    return SimpleNamespace(diagnostics=told, tokens=100, old_tokens=0, skipped="", grad_norm=1.0)
 
 
 def test_the_probe_is_the_first_groups_of_the_first_step_also_after_a_restart(

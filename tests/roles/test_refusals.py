@@ -12,7 +12,7 @@ def test_refusals_of_one_address_are_one_line_with_all_of_them_counted() -> None
     for number in range(200):
         refusals.add(Refusal("10.0.0.9", f"key{number}", 2))
     refusals.add(Refusal("10.0.0.10", "other", 1))
-    refusals.tell()
+    refusals.report()
     first, second = said
     assert "10.0.0.9 2 times: key key0" in first and "(2 refused in all)" in first
     assert "10.0.0.10: key other" in second and "(401 refused in all)" in second

@@ -319,7 +319,7 @@ def test_tokens_above_the_bound_are_in_no_denominator_and_a_replay_leaves_out_th
     living, again = TrainingStep(topology), TrainingStep(topology)
     for step in (living, again):
         for version in range(6):
-            step.old.at(version, version)
+            step.stale.at(version, version)
     living.accumulate(batch[:8], 5)
     living.accumulate(batch[8:], 5)
     streamed = living.finish(4)
@@ -335,28 +335,13 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
     for sample in batch[1:]:
         sample.step, sample.versions = 5, np.full(len(sample.versions) // 4, 5, "<u4").tobytes()
     step, other = TrainingStep(topology), TrainingStep(topology)
-    step.old.at(0, 0)
-    step.old.at(5, 5)
+    step.stale.at(0, 0)
+    step.stale.at(5, 5)
     stats = step.train(batch, 2, 5)
     assert stats.sequences == 7
     other.trainer.accumulate([to_sample(one) for one in batch[1:]], other._advantages(batch)[1:], None, 5)
     other.finish(2)
     assert torch.allclose(weights(step), weights(other), atol=1e-7)
-
-
-def test_the_noise_scale_is_measured_only_for_the_full_rules(topology: Topology) -> None:
-    rules = dataclasses.replace(topology.experiments.controller, rules="full", noise_groups=2)
-    controller = dataclasses.replace(topology.learner.controller, mode="advise")
-    config = dataclasses.replace(topology.learner, controller=controller)
-    experiments = dataclasses.replace(topology.experiments, controller=rules)
-    full = dataclasses.replace(topology, learner=config, experiments=experiments)
-    metered, plain = TrainingStep(full), TrainingStep(topology)
-    batch = records(5)
-    metered.train(batch, 4, 0)
-    plain.train(batch, 4, 0)
-    assert plain.noise is None and plain.norms is None
-    assert metered.norms is not None and (metered.norms.small, metered.norms.big) == (2, 4)
-    assert torch.allclose(weights(metered), weights(plain), atol=1e-6)
 
 
 def run_to(topology: Topology, paths: RunPaths, last: int, every: int) -> TrainingStep:

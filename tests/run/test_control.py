@@ -12,7 +12,7 @@ from harness import Run, read_lines, running
 from busrl.config import Topology
 from busrl.config.derive import control_settings
 from busrl.roles.learner.control import read_lines as valid_lines
-from busrl.scheduling.control import Controller, Inputs
+from busrl.scheduling.controller import Controller, Inputs
 
 HERE, RULES = "learner.controller.", "experiments.controller."
 JUMPY = [  # thresholds so near to 1 that a few steps of learning cross them
@@ -69,8 +69,7 @@ def lines_of(run: Run) -> list[dict[str, Any]]:
 def test_many_deaths_and_lost_steps_leave_a_log_that_explains_itself(
     wal: str, tmp_path: Path, quickstart: None
 ) -> None:
-    full = [f"{RULES}rules=full", f"{HERE}noise_groups=2", f"{RULES}streak=1", f"{HERE}idle_train=0.01"]
-    run = Run(tmp_path / "run", *JUMPY, *full, f"learner.wal={wal}", "learner.checkpoint_every=4", steps=40)
+    run = Run(tmp_path / "run", *JUMPY, f"learner.wal={wal}", "learner.checkpoint_every=4", steps=40)
     with running(run):
         run.kill_at_random_steps(["learner", "scheduler"], 3, seed=5)
         code = run.wait()

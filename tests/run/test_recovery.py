@@ -116,15 +116,16 @@ def test_a_second_one_waits_takes_over_and_is_killed_if_it_then_does_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_second_learner_waits_and_goes_on_from_the_log_of_the_first(tmp_path: Path, quickstart: None) -> None:
-    run = Run(tmp_path / "run", steps=200)  # so many that the second one is there before the first has made them all
+    run = Run(tmp_path / "run", steps=120)  # so many that the second one is there before the first has made them all
     with running(run):
         run.until_step(3)
         with by_hand(run, "learner") as second:
             take_over(run, "learner", second)
             run.until_step(run.step() + 5)
         assert second.returncode == -signal.SIGKILL  # and the one that launch started meanwhile has its turn
-        code = run.wait()
+        code = run.wait(400)
     check_end(run, code)
     assert run.restarts("learner") == 1
 

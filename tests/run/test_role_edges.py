@@ -117,13 +117,13 @@ WAITING = """
 import os, sys
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock, Ring
-from busrl.roles import actor
-actor.PREDECESSOR_S = 0.0
+from busrl.roles import process
+process.PREDECESSOR_S = 0.0
 paths = RunPaths.of(os.path.dirname(sys.argv[1]))
 lock, ring = OfdLock(sys.argv[1]), Ring.attach(sys.argv[2])
 ring.register("bus", "bus")
 print("waiting", lock.try_acquire(), flush=True)
-mine = actor.acquire_lock(lock, ring, lambda: False, paths, "bus")
+mine = process.acquire_lock(lock, ring, lambda: False, paths, "bus")
 print("got it", mine, lock.holder() == os.getpid(), flush=True)
 """
 

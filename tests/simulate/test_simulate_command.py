@@ -222,3 +222,10 @@ def test_a_trace_with_a_negative_length_is_refused_with_its_line(
 def test_a_topology_without_a_file_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate"]) == 2
     assert "give a topology file" in capsys.readouterr().err
+
+
+def test_a_controller_that_would_act_is_refused_before_anything_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--set", "weights.max_staleness=5", "--sweep", "learner.controller.mode=off,act"]
+    assert main(["simulate", str(QUICKSTART), "--steps", "2", *given]) == 2
+    out, err = capsys.readouterr()
+    assert "a simulation trains none" in err and "learner.controller.mode=off" in err and "samples/s" not in out

@@ -1,6 +1,6 @@
 """The learner's side of the controller: measures its inputs, keeps its log and its probe set, and moves the trigger.
 
-Talks to `busrl.scheduling.control` (which decides), to the training step (which scores the probe), to the ring's
+Talks to `busrl.scheduling.controller` (which decides), to the training step (which scores the probe), to the ring's
 process table (idle times) and to `decisions.jsonl`. Knows nothing of how a decision comes about.
 
 - One line per step: the inputs as they were given, and the decision if one was due. A line with step s takes the place
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from busrl.config.derive import control_settings
 from busrl.errors import MachineError
 from busrl.ledger.log import LineFile, Record, SampleRecord, json_lines
 from busrl.ring import Ring
-from busrl.scheduling.control import Controller, Decision, Inputs, noise_pair
+from busrl.scheduling.controller import Controller, Decision, Inputs
 from busrl.scheduling.trigger import LearnerPlan
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 PROBE_FILE = "probe.bin"
 FROM_ROW = ("flat_share", "length_ratio", "age_mean", "age_p95", "age_max", "queue")
-Warn = Callable[[str], None]
 
 
 class Control:
@@ -46,18 +45,12 @@ class Control:
         settings = control_settings(topology)
         self.training, self.plan = training, plan
         self.controller = None if settings is None else Controller(settings)
-        # One gate, not two: full rules that act take the place of the training step's own.
-        mode, own = topology.learner.controller.mode, topology.experiments
-        self._gates = own.dmmpt == "gate" and mode == "act" and own.controller.rules == "full"
-        if self._gates:
-            training.gate = None
         self.probe: list[SampleRecord] = []
         self.probe_s = 0.0
         self._probe_entropy: float | None = None
         self._logged = read_lines(path) if self.controller is not None else {}
         self._lines = LineFile(path) if self.controller is not None else None
         self._idle = IdleRollouts(ring)
-        self._alert = ""
 
     # -- checkpoints and replay ---------------------------------------------------------------------------------
 
@@ -98,7 +91,7 @@ class Control:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def step(self, record: Record, stats: StepStats, row: Mapping[str, Any], warn: Warn) -> Decision | None:
+    def step(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> Decision | None:
         """After a step and before the next: tell the controller, and carry out what it decides."""
         if self.controller is None:
             return None
@@ -108,10 +101,6 @@ class Control:
         self._write(inputs, decision)
         if decision is not None and decision.applied:
             self._apply()
-        if (alert := self.controller.rules.alert) != self._alert:
-            self._alert = alert
-            if alert:
-                warn(f"controller: {alert}")
         return decision
 
     def _apply(self) -> None:
@@ -119,9 +108,6 @@ class Control:
             return
         knobs = self.controller.knobs
         self.plan.trigger.set(knobs.n_min, knobs.t_max_ms / 1000)
-        self.plan.tighten(knobs.eta)
-        if self._gates:
-            self.training.skip_mastered = knobs.gate
 
     def _write(self, inputs: Inputs, decision: Decision | None) -> None:
         line = {**inputs.to_dict(), "decision": decision.to_dict() if decision else None}
@@ -138,7 +124,7 @@ class Control:
             "reward": row.get("reward", _mean([sample.reward for sample in record.samples])),
             "probe": self._score(record.step), "entropy": told.entropy, "clip": told.clip_low + told.clip_high,
             "k3": told.k3, "ess": told.ess, "masked": masked / max(1, masked + tokens),
-            "grad_norm": None if stats.skipped else stats.grad_norm, **self._noise(),
+            "grad_norm": None if stats.skipped else stats.grad_norm,
         }
         if row:
             numbers |= {name: row.get(name) for name in FROM_ROW}
@@ -164,13 +150,6 @@ class Control:
         self.probe_s = time.perf_counter() - begun
         return self._probe_entropy
 
-    def _noise(self) -> dict[str, float | None]:
-        norms = self.training.norms
-        if norms is None or not all(map(math.isfinite, (norms.small_squared, norms.big_squared))):
-            return {}
-        signal, spread = noise_pair(norms.small_squared, norms.small, norms.big_squared, norms.big)
-        return {"noise_signal": signal, "noise_spread": spread}
-
     # -- telling ------------------------------------------------------------------------------------------------
 
     def numbers(self) -> dict[str, float]:
@@ -183,14 +162,7 @@ class Control:
         knobs, signals = self.controller.knobs, self.controller.signals
         told |= {"control_n_min": knobs.n_min, "control_moves": self.controller.moves}
         told["probe_s"] = round(self.probe_s, 5)
-        if knobs.eta is not None:
-            told["control_eta"] = knobs.eta
-            if self.controller.acts:
-                told["eta"] = knobs.eta
-        if self.controller.settings.rules == "full":
-            told["control_gate"] = float(knobs.gate)
-        for name, value in (("entropy_ratio", signals.ratio), ("noise_scale", signals.noise_scale),
-                            ("probe_entropy", self._probe_entropy)):
+        for name, value in (("entropy_ratio", signals.ratio), ("probe_entropy", self._probe_entropy)):
             if value is not None:
                 told[name] = value
         return told

@@ -296,7 +296,7 @@ class Learner(Actor):
             return True
         due = publication_is_due(
             self.ring.header(HeaderWord.UNPUBLISHED_GROUPS), self.history.step, n_min=self.plan.trigger.n_min,
-            admitted=self.plan.window.B, publish_every=self.topology.publish_every,
+            admitted=self.plan.limits.B, publish_every=self.topology.publish_every,
         )
         if due:
             self._publish()
@@ -327,8 +327,11 @@ class Learner(Actor):
                 return
             groups = [self.claimed[draw] for draw in action.draws]
             record = Record(
-                step=self.history.step + 1, version=self.publisher.version, cause=action.cause.value,
-                groups=list(action.draws), samples=[record for group in groups for record in group.records],
+                step=self.history.step + 1,
+                version=self.publisher.version,
+                cause=action.cause.value,
+                groups=list(action.draws),
+                samples=[record for group in groups for record in group.records],
                 dmmpt=self.training.skip_mastered,
             )
             exact = self._present_version()
@@ -351,8 +354,8 @@ class Learner(Actor):
                 **self._lengths(groups, view), **self.control.numbers(),
             }
             row = self.metrics.step(record, stats, excerpts, self.publisher.version, published_s, more)
-            self.control.step(record, stats, row, lambda text: self.warn("learner", text, kind="controller"))
-            self._report(record, stats, row, exact)
+            self.control.step(record, stats, row)
+            self._report_step(record, stats, row, exact)
             due = checkpoint_is_due(self.topology, self.history.step, self.history.groups, len(groups))
             if due and not self._is_over():
                 self._checkpoint()
@@ -367,7 +370,7 @@ class Learner(Actor):
             self.warn("learner", warning, kind="length skew")
         return figures
 
-    def _report(self, record: Record, stats: StepStats, row: dict[str, Any], exact: int | None) -> None:
+    def _report_step(self, record: Record, stats: StepStats, row: dict[str, Any], exact: int | None) -> None:
         """The finished step on the bus, and its warnings. `exact`: the version of the weights that were trained."""
         step, found = self.history.step, stats.diagnostics
         self.bus.send(m.LearnerStateUpdate(**self.metrics.update(self.control.numbers())))

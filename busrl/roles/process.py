@@ -1,0 +1,73 @@
+"""A process of a run before it is a role: its title, its log, and the lock of a role of which there is one.
+
+Talks to the lock and to the process's own entry in the ring. Knows nothing of the bus or of topologies. A module of
+its own because the broker imports it and all others wait for the broker: it imports neither NumPy nor the topology,
+which together take longer than the rest of the broker's start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable
+
+import setproctitle
+
+from busrl.errors import RunInUse
+from busrl.ledger.errors import record_error
+from busrl.paths import RunPaths
+from busrl.ring import LockTimeout, OfdLock, Ring, RingError
+
+LOCK_LOOK_S = 0.5
+PREDECESSOR_S = 10.0  # a dead holder's lock is free by then
+log = logging.getLogger("busrl")
+
+
+def configure_process(name: str) -> None:
+    """Title for `ps`, and a log format whose lines can be read side by side with those of other processes."""
+    setproctitle.setproctitle(f"busrl:{name}")
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {name} %(levelname).1s %(message)s", force=True
+    )
+
+
+def acquire_lock(lock: OfdLock, ring: Ring, stopping: Callable[[], object], paths: RunPaths, name: str) -> bool:
+    """Hold the lock of a role of which there is one; False if asked to stop meanwhile.
+
+    A predecessor may be ending, or alive: the wait is declared as an activity, so the supervisor does not kill this
+    process for it. After `PREDECESSOR_S` a line in errors.jsonl names the holder.
+    """
+    if lock.try_acquire():
+        return True
+    holder, begun, reported = lock.holder() or "unknown", time.monotonic(), False
+    log.info("waits for pid %s, which holds %s", holder, lock.path)
+    ring.activity(f"waits for pid {holder}", math.inf)
+    while not stopping():
+        with contextlib.suppress(LockTimeout):
+            lock.acquire(LOCK_LOOK_S)
+            ring.activity("")
+            return True
+        ring.progress()
+        if not reported and time.monotonic() - begun > PREDECESSOR_S:
+            reported = True
+            text = f"another {name} serves this run (pid {holder} holds {lock.path}); this one waits until it has ended"
+            log.error(text)
+            record_error(paths, name, "error", name, text)
+    return False
+
+
+def reacquire_lock(lock: OfdLock, name: str) -> bool:
+    """Whether the lock was taken again because its file had been removed; RunInUse if another process has it."""
+    if lock.stands:
+        return False
+    with contextlib.suppress(RingError):  # whatever has the file's name now keeps other processes out as well
+        if not lock.try_acquire():
+            raise RunInUse(
+                f"another {name} (pid {OfdLock(lock.path).holder() or 'unknown'}) has served this run since "
+                f"{lock.path} was removed; this one ends"
+            )
+        return True
+    return False
