@@ -83,7 +83,7 @@ def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[
     """Micro-batches as lists of indices, each sorted by length, so that little is padded; padded size at most `budget`.
 
     `together` is for a forward that computes a shared prompt once and pads nothing: the members of a group stay in one
-    place, and the budget is in real tokens. A single sample above the budget is a micro-batch of its own.
+    place, and the budget is in real tokens. A single sample above the budget is one micro-batch.
     """
     lengths = [sample.length for sample in samples]
     by_length = [(lengths[i], s.group, s.member) for i, s in enumerate(samples)]

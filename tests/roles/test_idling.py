@@ -228,7 +228,8 @@ def test_accidents_are_told_with_the_last_error_behind_them(tmp_path: Path) -> N
         file.write(b'[1]\n{"half": ')
     idle = idling(tmp_path)
     idle.look(view(ended=["RR", "RR", "l."]), [])
-    assert "the last error: sample 5 raised: KeyError: 'answer' (judge.py:3); mend the reward function" in idle.text(0)
+    text = "the last error: sample 5 raised: KeyError: 'answer' (judge.py:3); correct the reward function"
+    assert text in idle.text(0)
     idle.end_streak()
     idle.look(view(ended=["l."]), [])
     assert "prompt too long" in idle.text(0) and "its prompt has 99 tokens; raise generation.max_prompt" in idle.text(0)

@@ -18,7 +18,7 @@ from busrl.training.model import load
 from busrl.training.trainer import StepStats, Trainer, TrainerSettings
 
 VOCABULARY = 23
-WAYS = {"full": FullLogits, "kept": KeptLogits, "apart": HeadApart, "lean": FusedForward}
+WAYS = {"full": FullLogits, "kept": KeptLogits, "apart": HeadApart, "fused": FusedForward}
 LLAMA_LIKE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
               "tie_word_embeddings": True}

@@ -39,7 +39,7 @@ Shares = npt.NDArray[np.float64]
 # -- the log-probabilities of engines and learner ------------------------------
 
 SAMPLES, TOKENS = 64, 64  # at most and at least, of the first comparison
-EXACT, ROUNDED = 1e-3, 0.1  # nats: mean differences of float32, and where anybody computes in 16 bits (experts too)
+EXACT, ROUNDED = 1e-3, 0.1  # nats: mean differences of float32, and where 16 bits (or experts) are involved
 UNEXPLAINED = 1.0  # nats: more than old keys under new weights make
 MODELS = ("torch", "vllm", "openai")
 

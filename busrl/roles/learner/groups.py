@@ -88,7 +88,7 @@ def claim_group(ring: Ring, lines: Lines, slots: Sequence[int], fault: Fault) ->
     `fault` says which of the records cannot be trained, and why. Returns the group; None when a slot moved meanwhile;
     or what is malformed, with that sample dropped.
     """
-    own = lines[list(slots)]  # what they say holds: a claim succeeds only while the word is the one read with them
+    own = lines[list(slots)]  # they hold: a claim succeeds only while the word is the one read with them
     owned: list[tuple[int, int]] = []
     for slot, word in zip(slots, own["word"].tolist()):
         taken = ring.claim(slot, word, State.TRAINING)

@@ -56,7 +56,7 @@ class History:
         self.train_log = TrainLog(paths.train_log)
         self.trained = TrainedSet()
         self.warnings: list[str] = []  # of the start
-        self._train_log_bytes = 0  # that the newest checkpoint knows of
+        self._train_log_bytes = 0  # up to the newest checkpoint
         self._unwritten: list[Record] = []
         self._saved: Path | None = None  # the checkpoint that a restart would begin with
         self.step = self.groups = self.highest_version = 0
@@ -88,7 +88,7 @@ class History:
 
     def _pass_over(self, torn: Mapping[Path, str], start: int) -> None:
         """Nothing may be missing between step `start` and the newest step that is known; then damaged checkpoints get
-        names under which nobody takes them for one."""
+        other names."""
         if self.wal is not None:
             newest = max([self.wal.last_step, *(_step_of(path) for path in torn)])
             if missing := sorted({*range(start + 1, newest + 1)} - {*self.wal.steps()}):
@@ -98,7 +98,7 @@ class History:
             if trained > max(newest, start):
                 self.warnings.append(
                     f"{self.paths.train_log.name} names steps up to {trained}, but checkpoint and log end at step "
-                    f"{max(newest, start)}: the end of the log was lost; training goes on from there, and `busrl "
+                    f"{max(newest, start)}: the end of the log was lost; training continues from there, and `busrl "
                     "audit` names the samples of the steps after it as trained_unlogged"
                 )
         for path, fault in torn.items():
@@ -110,7 +110,7 @@ class History:
                 else f'the steps after {start} are lost with it (learner.wal = "off")'
             )
             self.warnings.append(
-                f"{path.name} is damaged ({fault}) and is kept as {aside.name}; training goes on from step {start}: "
+                f"{path.name} is damaged ({fault}) and is kept as {aside.name}; training continues from step {start}: "
                 f"{gone}"
             )
 
@@ -133,10 +133,10 @@ class History:
         yield from () if self.wal is None else self.wal.records(after=self.step)
 
     def store_fates(self, fates: Fates) -> None:
-        """T for every trained uid: the predecessor may have died before it said so."""
+        """T for every trained uid: the predecessor may have died before it stored it."""
         for uids in self.trained.blocks():
             codes = np.zeros(uids.size, np.uint8)
-            known = fates.view()  # anew: a store may make it longer
+            known = fates.view()  # again: a store may make it longer
             inside = uids < len(known)
             codes[inside] = known[uids[inside]]
             for uid in uids[codes != Fate.TRAINED].tolist():
@@ -160,11 +160,11 @@ class History:
             self._write_lines()
 
     def fault(self) -> str:
-        """What another program did to log or checkpoint, so that a restart would not come back here; mostly ""."""
+        """What somebody else did to log or checkpoint, so that a restart would not come back here; mostly ""."""
         if self._saved is not None and not (self._saved / "meta.json").is_file():
-            return f"{self._saved} was removed or emptied by another program"
+            return f"{self._saved} was removed or emptied by somebody else"
         fault = self.wal.fault() if self.wal is not None else ""
-        return fault and f"{fault}: another program changed it"
+        return fault and f"{fault}: somebody else changed it"
 
     def _write_lines(self) -> None:
         """Lines of the train log that a full disk refused; neither a step nor a checkpoint comes before them."""
@@ -241,14 +241,14 @@ def _free_name(path: Path) -> Path:
 def _history_torn(
     paths: RunPaths, torn: Mapping[Path, str], damage: list[str], start: int, missing: list[int]
 ) -> UserError:
-    """Why no training goes on, and the two ways out."""
+    """Why training cannot continue, and the two ways out."""
     why = "; ".join([*(f"{path.name} is damaged: {fault}" for path, fault in torn.items()), *damage])
     which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps from {missing[0]} to {missing[-1]}"
     names = ", ".join([*(str(path) for path in torn), str(paths.wal)])
     base = f"the checkpoint of step {start}" if start else "the model that the run began with"
     return UserError(
-        f"{paths.root}: {which} can not be had again: no whole checkpoint holds them, and they are not in the log"
+        f"{paths.root}: {which} cannot be restored: no whole checkpoint holds them, and they are not in the log"
         f"{f' ({why})' if why else ''}. Restore what was damaged or removed from a copy and start again; or move "
-        f"{names} out of the run directory: the run then goes on from {base}, and `busrl audit` names the "
+        f"{names} out of the run directory: the run then continues from {base}, and `busrl audit` names the "
         "samples of all steps after it as trained_unlogged"
     )

@@ -90,7 +90,7 @@ class Learner(Actor):
         if s_per_token := self.topology.mock.learner_s_per_token:
             self.training.pace = ScriptedPace(s_per_token, self._moved).wait
         self.shaping = OverlongShaping(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
-        with contextlib.suppress(FateRefused):  # the keeper meets it too, and reports it
+        with contextlib.suppress(FateRefused):  # the keeper finds it too, and reports it
             self.ring.finish_drops()  # so that the fates hold what a predecessor set aside
         self.own_metrics = Metrics(self.config.metrics)
         self.metrics = StepMetrics(self.paths, self._has_fate, self.own_metrics)
@@ -120,7 +120,7 @@ class Learner(Actor):
             self.history.store_fates(self.fates)
             self.publisher = Publisher(self, self.history.highest_version, self.training.write)
             if self.training.shared and not join_engine(self.publisher, self.training, lambda: self.history.step):
-                return  # told to stop meanwhile
+                return  # stopped meanwhile
             if self.history.step or self.publisher.version:
                 log.info("resumed at step %d (%d of them trained again from the log)", self.history.step, replayed)
                 self._publish()
@@ -204,7 +204,7 @@ class Learner(Actor):
         """Sleep until a reward is committed, or the time is over."""
         begun = time.monotonic_ns()
         due = min(timeout_s, max(0.001, self.plan.trigger.deadline_s(time.monotonic())))
-        # Waits from the count of the last look: a reward committed since then must not be slept through.
+        # Waits from the count of the last look: a reward committed since then ends the wait at once.
         self.ring.wait(State.REWARDED, self.looked, due)
         waited = time.monotonic_ns() - begun
         self.metrics.waited(waited / 1e9)
@@ -332,7 +332,7 @@ class Learner(Actor):
                 cause=action.cause.value,
                 groups=list(action.draws),
                 samples=[record for group in groups for record in group.records],
-                dmmpt=self.training.skip_mastered,
+                dmmpt=self.training.trainer.skip_mastered,
             )
             exact = self._present_version()
             if exact is not None:

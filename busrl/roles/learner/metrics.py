@@ -101,7 +101,7 @@ class _Aside:
         return sum(self.fates.values())
 
     def with_trained(self, record: Record) -> dict[str, Any]:
-        """What a step's line says of all groups that ended since the one before: these, and the step's own."""
+        """The numbers of a step's line over all groups that ended since the one before: these, and the step's own."""
         groups, rewards, lengths = self.groups + len(record.groups), _Mean(), _Mean()
         rewards.add(sample.reward for sample in record.samples)
         lengths.add(_lengths(record.samples).tolist())
@@ -117,15 +117,15 @@ class _Aside:
 class StepMetrics:
     """Counts since the last step, and the files they are written to.
 
-    `begun` says of a group that a predecessor set aside with this fate, whether any of its samples has it: its line is
-    written first, and it may have died in between.
+    `begun(draw, fate)`: whether any sample of a group that a predecessor set aside has this fate. The predecessor
+    writes the line first, and may have died in between.
     """
 
     def __init__(
         self, paths: RunPaths, begun: Callable[[int, str], bool] = lambda draw, fate: True, own: Metrics | None = None
     ) -> None:
         self.own = own  # the user's metrics
-        self._told = last_step(paths.metrics)
+        self._written = last_step(paths.metrics)
         self._metrics = LineFile(paths.metrics)
         self._samples = LineFile(paths.samples)
         self._groups = LineFile(paths.groups)
@@ -148,17 +148,18 @@ class StepMetrics:
     def _recall(self, path: Path, begun: Callable[[int, str], bool]) -> None:
         """The groups that predecessors set aside since the last step's line, by the step that is to count them."""
         for size in (TAIL_BYTES, 0):
-            self._told_groups, self._earlier, self._known = 0, dict[int, _Aside](), dict[int, None]()
+            self._groups_written, self._earlier, self._known = 0, dict[int, _Aside](), dict[int, None]()
             for row in json_lines(path, size):
                 with contextlib.suppress(msgspec.ValidationError):
                     self._met(msgspec.convert(row, GroupsLine), begun)
-            if self._told_groups or not path.is_file() or path.stat().st_size <= size:
+            if self._groups_written or not path.is_file() or path.stat().st_size <= size:
                 return
 
     def _met(self, line: GroupsLine, begun: Callable[[int, str], bool]) -> None:
         if Fate.TRAINED.letter in line.fates:
-            lost = {step: aside for step, aside in self._earlier.items() if step > self._told}  # no line of the metrics
-            self._told_groups, self._earlier, self._known = line.step, lost, {}
+            # Steps that have no line of metrics.jsonl.
+            lost = {step: aside for step, aside in self._earlier.items() if step > self._written}
+            self._groups_written, self._earlier, self._known = line.step, lost, {}
         elif len(line.draws) == len(line.fates) == 1 and begun(line.draws[0], line.fates):
             self._earlier.setdefault(line.step, _Aside()).add(line)
             self._known[line.draws[0]] = None
@@ -263,7 +264,7 @@ class StepMetrics:
 
     def idle(self, step: int, version: int, idling: Idling) -> None:
         """Write the line of groups that ended and gave no step, cumulated since the last step: `kind` is "idle"; and an
-        answer of them for samples.jsonl. The counts go on: the next step's line has these groups too."""
+        answer of them for samples.jsonl. The next step's line counts these groups too."""
         now = time.monotonic()
         row: dict[str, Any] = {
             "kind": IDLE, "step": step, "version": version, "time_s": round(now - (self._started or now), 4),
@@ -285,9 +286,9 @@ class StepMetrics:
     def replayed(self, record: Record, stats: StepStats) -> None:
         """The lines of a step that a predecessor logged, but died before it wrote them; without what only it knew."""
         aside = self._earlier.pop(record.step, _Aside())
-        if record.step > self._told_groups:
+        if record.step > self._groups_written:
             self._write_groups(_line_of(record))
-        if record.step <= self._told:
+        if record.step <= self._written:
             return
         row = {
             "step": record.step, "version": record.version, "cause": record.cause, "replayed": True,
@@ -298,7 +299,7 @@ class StepMetrics:
             self._metrics.append(msgspec.json.encode(row))
 
     def _write(self, row: dict[str, Any], samples: Sequence[dict[str, object]]) -> None:
-        # A full disk must not stop training here: these lines are for people, the log is for the ledger.
+        # A full disk does not stop training here: these lines are to read, the log is for the ledger.
         with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
             if samples:
@@ -354,7 +355,7 @@ def _segments(sample: SampleRecord) -> int:
 
 
 def _training(stats: StepStats) -> dict[str, Any]:
-    told = stats.diagnostics
+    found = stats.diagnostics
     earlier = stats.context_tokens - stats.old_tokens
     masked = stats.context_tokens + stats.mastered_tokens
     return {
@@ -363,15 +364,15 @@ def _training(stats: StepStats) -> dict[str, Any]:
         "lr": stats.lr,
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
-        "entropy": told.entropy,
-        "log_ratio_mean": told.log_ratio_mean,
-        "k3": told.k3,
-        "ess": told.ess,
-        "clip_low": told.clip_low,
-        "clip_high": told.clip_high,
-        "dual_clip": told.dual_clip,
-        "mismatch": told.mismatch,
-        "mismatch_begun": told.mismatch_begun,
+        "entropy": found.entropy,
+        "log_ratio_mean": found.log_ratio_mean,
+        "k3": found.k3,
+        "ess": found.ess,
+        "clip_low": found.clip_low,
+        "clip_high": found.clip_high,
+        "dual_clip": found.dual_clip,
+        "mismatch": found.mismatch,
+        "mismatch_begun": found.mismatch_begun,
         "micro_batches": stats.micro_batches,
         "padding": stats.padding,
         "forward_s": round(stats.forward_s, 5),
@@ -381,7 +382,7 @@ def _training(stats: StepStats) -> dict[str, Any]:
 
 
 def _trained(record: Record) -> dict[str, Any]:
-    """What the record alone says of the groups of its step: the same live and replayed."""
+    """The numbers that follow from the record alone: the same live and replayed."""
     lengths = _lengths(record.samples)
     members = _members(record)
     # A group is as old as its oldest member.

@@ -96,7 +96,7 @@ class Publisher:
         """Report on the bus which engines were left out and which groups were formed since the last call."""
         while self._missing:
             name, text = self._missing.popleft()
-            self.actor.warn("weights", f"{text}; going on without it", kind=f"{name} is left out")
+            self.actor.warn("weights", f"{text}; the run continues without it", kind=f"{name} is left out")
         while self._groups:
             change = self._groups.popleft()
             self.actor.bus.send(
@@ -120,10 +120,9 @@ class Publisher:
                     seen, limit = collected, time.monotonic() + self._work_s
                     ring.progress()
                 elif time.monotonic() > limit:
-                    who = version_pin.name_of(ring, holder)
-                    self.actor.warn(
-                        "learner", f"{who} holds the version and had no result for {self._work_s:g} s; going on"
-                    )
+                    name = version_pin.name_of(ring, holder)
+                    waited = f"had no result for {self._work_s:g} s; publishing without it"
+                    self.actor.warn("learner", f"{name} holds the version and {waited}")
                     return
                 self.actor.idle(0.01)
 
@@ -147,7 +146,7 @@ class LateWeights:
 
 
 def join_engine(publisher: Publisher, training: TrainingStep, step: Callable[[], int]) -> bool:
-    """Make the engine's weights the trainer's; `step()` is the learner's step. False if told to stop meanwhile.
+    """Make the engine's weights the trainer's; `step()` is the learner's step. False if stopped meanwhile.
 
     In a fresh run both have loaded the same folder, which is checked; else the engine is given the learner's, and is
     paused until the caller publishes them.

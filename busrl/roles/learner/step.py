@@ -225,27 +225,18 @@ class TrainingStep:
         self.groups += groups
         if self.gate is not None:
             self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
-            self.skip_mastered = self.gate.on
+            self.trainer.skip_mastered = self.gate.on
         return stats
 
     def replay(self, record: Record) -> StepStats:
         """Train a step of the log again, with the tokens left out that were left out then."""
-        live, self.skip_mastered = self.skip_mastered, record.dmmpt
+        live, self.trainer.skip_mastered = self.trainer.skip_mastered, record.dmmpt
         # A version that was there a step before has other weights than those of this step.
         exact = self.stale.step_of(record.version) == record.step - 1 and not self.late
         stats = self.train(record.samples, len(record.groups), record.version if exact else None)
         if self.gate is None:
-            self.skip_mastered = live
+            self.trainer.skip_mastered = live
         return stats
-
-    @property
-    def skip_mastered(self) -> bool:
-        """Whether the step under way leaves mastered tokens out (DMMPT); a replay sets it to what the log says."""
-        return self.trainer.skip_mastered
-
-    @skip_mastered.setter
-    def skip_mastered(self, value: bool) -> None:
-        self.trainer.skip_mastered = value
 
     def _samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
         return [to_sample(record, self.last_only) for record in records]
@@ -292,7 +283,7 @@ class TrainingStep:
             self.groups = int(found.meta["groups"])
             if self.gate is not None and "dmmpt_gate" in found.meta:
                 self.gate.load(found.meta["dmmpt_gate"])
-                self.skip_mastered = self.gate.on
+                self.trainer.skip_mastered = self.gate.on
         return found
 
     def _load_model(self, found: Checkpoint) -> None:
@@ -352,7 +343,7 @@ def lora_of(topology: Topology) -> LoraSettings | None:
 
 
 def _schedule(topology: Topology) -> Schedule:
-    """The rate over the run: a fall without a length of its own ends with the run."""
+    """The rate over the run: a decay without a given length ends with the run."""
     config, run = topology.learner, topology.run
     total = run.max_groups or run.max_steps * config.trigger.n_min
     falls = config.decay_groups or max(1, total - config.warmup_groups)
