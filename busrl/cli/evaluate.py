@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from busrl.config import TINY, Topology, load, materialise, model_folder, recorded
+from busrl.config import Topology, load, materialise, model_folder, recorded
+from busrl.config.schema import TINY
 from busrl.errors import UserError
 from busrl.paths import RunPaths
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from busrl import files
 from busrl.config import machine
 from busrl.config.derive import admission_limits
 from busrl.data.trace import Shape, make_trace, write
 from busrl.errors import UserError
-from busrl.ledger.log import write_whole
 from busrl.simulate import Figures, World, report
 from busrl.simulate.fit import Fitted, fit
 from busrl.simulate.report import Axis, Point, axis, points, svg
@@ -189,7 +189,7 @@ def _write(
     except OSError as error:
         raise UserError(f"--out {folder}: can not be made a directory: {error.strerror}; give another") from None
     for name, text in texts.items():
-        write_whole(folder / name, text().encode())
+        files.replace(folder / name, text().encode())
     return [folder / name for name in texts]
 
 

@@ -1,36 +1,27 @@
-"""The values that follow from several keys: groups in flight, slots, bytes of a slot, and the sums as text.
+"""What follows from several keys: limits on groups in flight, slots and their bytes, when a checkpoint is due.
 
-Uses the formulas of `scheduling.limits` and the sizes of the ring's layout. Pure: what the files say is passed in.
+`resolve` computes everything that a Topology holds as `derived`, and its sums as text; the other functions give the
+roles, and the simulator in their place, the objects that `scheduling` decides with. Pure: what the files say is passed
+in. Uses the formulas of `scheduling.limits` and the sizes of the ring's layout.
 
 - Explicit values are checked against the same sums that `auto` uses, and a refusal shows the sum.
 - slots = G x B + the validation reserve: a dispatched sample always finds its slot free in time.
-
-The learner's decisions as a topology asks for them, for the live learner and for the simulated one. Pure.
-
-The admission limits of a topology, as scheduler and learner both need them, and its controller's bounds. Pure.
-
-When a checkpoint is due: after which step the learner writes one, and before which step that can be foreseen.
-
-Pure: looks at a topology and at counts. Used by the learner (writes) and by the scheduler (has what it knows on disk in
-time). Knows nothing of what a checkpoint holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from busrl.config import machine, rules
+from busrl.config import rules
 from busrl.config.files import Looked
 from busrl.config.rules import Finding, batch_varies, count, due, range_of, thresholds, wants_rounds
-from busrl.config.schema import Derived, Topology
-from busrl.scheduling import limits
+from busrl.config.schema import TABLE_TENSORS, TENSORS_OF_SEGMENT, Derived, Topology
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.controller import ControlSettings
 from busrl.scheduling.limits import Limits, derive
 from busrl.scheduling.trigger import LearnerPlan, Trigger
 
-# -- The values that follow from several keys: groups in flight, slots, bytes of a slot, and the sums as text ---------
+# -- slots and bytes -----
 
 
 SLOTS_FROM = (
@@ -42,29 +33,19 @@ BYTES_FROM = (
     "segments.max_segments",
 )
 ALIGN = 64  # every tensor begins at a multiple of this
-SEGMENT_TENSORS = 3  # tokens, logprobs, versions
 # Of an answer in one segment: task, prompt_ids, reward_parts and part_names, twice tokens, logprobs, versions and text.
 TENSORS = 12
 PER_TOKEN = 12  # id, log-probability, version: 4 bytes each
 REWARD_BYTES = 256
 TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of the longest token only up to here
-LINE_BYTES, TABLE_BYTES, PROCESS_BYTES = 128, 128 + 48 * 128, 512  # per slot, per slot, per process-table entry
+LINE_BYTES, TABLE_BYTES, PROCESS_BYTES = 128, 128 + TABLE_TENSORS * 128, 512  # per slot, slot, process-table entry
 PAGE = 4096
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """The derived values, and what is wrong with explicit ones."""
-
-    derived: Derived
-    findings: tuple[Finding, ...]
-
-
-def resolve(topology: Topology, looked: Looked) -> Resolved:
-    """Everything that is computed from more than one key."""
-    parts = (rules.control_findings, machine.device_findings, machine.core_findings)
-    found: list[Finding] = [finding for part in parts for finding in part(topology)]
-    bounds = _limits(topology, found)
+def resolve(topology: Topology, looked: Looked) -> tuple[Derived, list[Finding]]:
+    """Everything that is computed from more than one key, and what is wrong with explicit values."""
+    found: list[Finding] = []
+    bounds = _checked_limits(topology, found)
     rounds = count(topology, "validator") > 0 and wants_rounds(topology)
     val_samples = topology.validation.samples if rounds else 0
     val_reserve = min(val_samples, in_flight(topology))
@@ -80,11 +61,12 @@ def resolve(topology: Topology, looked: Looked) -> Resolved:
         prompt_tokens=looked.prompt_tokens, prompt_text=looked.prompt_text, trial=looked.trial.lines,
         train_prompts=looked.train_prompts, validation_prompts=looked.validation_prompts if rounds else 0,
         ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
-        explain=(*bounds.explain(), _order(topology), *_segments(topology), *rules.explain_control(topology),
-            slots_text,
-                 bytes_text),
+        explain=(
+            *bounds.explain(), _order(topology), *_segments(topology), *rules.explain_control(topology), slots_text,
+            bytes_text,
+        ),
     )
-    return Resolved(derived, tuple(found))
+    return derived, found
 
 
 def in_flight(topology: Topology) -> int:
@@ -92,11 +74,8 @@ def in_flight(topology: Topology) -> int:
     return topology.generation.max_batch * max(1, count(topology, "rollout"))
 
 
-def _limits(topology: Topology, found: list[Finding]) -> limits.Limits:
-    trigger, low, high = topology.learner.trigger, *rules.thresholds(topology)
-    bounds = limits.derive(
-        topology.weights.mode, trigger.n_min, topology.weights.max_staleness, topology.groups.size, low, high,
-        trigger.n_floor, topology.weights.window, topology.segments.waves)
+def _checked_limits(topology: Topology, found: list[Finding]) -> Limits:
+    bounds = admission_limits(topology)
     window = ("weights.window",) if topology.weights.window else ()
     keys = (*window, "weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
     found.extend(Finding(keys, text, "", depends=rules.CONTROL_KEYS) for text in bounds.problems())
@@ -116,7 +95,7 @@ def _order(topology: Topology) -> str:
     return f"{scheduler.policy} reorders within H = {horizon} draws: {text}"
 
 
-def _slots(topology: Topology, bounds: limits.Limits, reserve: int, found: list[Finding]) -> tuple[int, str]:
+def _slots(topology: Topology, bounds: Limits, reserve: int, found: list[Finding]) -> tuple[int, str]:
     needed = bounds.train_slots + reserve
     text = f"G x B + validation reserve = {bounds.group_size} x {bounds.B} + {reserve} = {needed}"
     given = topology.ring.slots
@@ -138,7 +117,7 @@ def slot_parts(topology: Topology, looked: Looked) -> list[tuple[str, int]]:
         (f"{tokens} tokens x {PER_TOKEN}", PER_TOKEN * tokens),
         ("text", text),
         ("reward parts", REWARD_BYTES),
-        ("alignment", ALIGN * (TENSORS + SEGMENT_TENSORS * (most_segments(topology) - 1))),
+        ("alignment", ALIGN * (TENSORS + TENSORS_OF_SEGMENT * (most_segments(topology) - 1))),
     ]
 
 
@@ -169,7 +148,7 @@ def _slot_bytes(topology: Topology, looked: Looked, found: list[Finding]) -> tup
     return given, f"ring.slot_bytes = {given} (auto: {text})"
 
 
-def _sums(topology: Topology, bounds: limits.Limits, slots: int, looked: Looked) -> Iterator[Finding]:
+def _sums(topology: Topology, bounds: Limits, slots: int, looked: Looked) -> Iterator[Finding]:
     generation, every = topology.generation, topology.publish_every
     most = bounds.n_hi
     if every * most > bounds.B:
@@ -193,7 +172,7 @@ def _sums(topology: Topology, bounds: limits.Limits, slots: int, looked: Looked)
         yield Finding(("generation.max_batch",), rule, f"{slots} in all are enough", warning=True, depends=SLOTS_FROM)
 
 
-def _publish_remedy(bounds: limits.Limits, rare: bool) -> str:
+def _publish_remedy(bounds: Limits, rare: bool) -> str:
     most = bounds.max_publish_every
     key = "publish_every x restart_every" if rare else "publish_every"
     return f"{key} <= {most}" + (", or a higher weights.max_staleness" if bounds.mode == "batch-async" else "")
@@ -209,7 +188,7 @@ def _up(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
-# -- The learner's decisions as a topology asks for them, for the live learner and for the simulated one. Pure --------
+# -- what the roles decide with -----
 
 
 def make_plan(topology: Topology, limits: Limits, *, streaming: bool) -> LearnerPlan:
@@ -218,21 +197,11 @@ def make_plan(topology: Topology, limits: Limits, *, streaming: bool) -> Learner
     `streaming`: micro-batches may run before the whole step is known.
     """
     trigger = topology.learner.trigger
-    return LearnerPlan(
-        limits,
-        Trigger(
-            trigger.n_min,
-            limits.n_floor,
-            trigger.t_max_s,
-            sync=limits.sync,
-            count_ended=trigger.count == "ended",
-        ),
-        Staleness(None if topology.experiments.forced_age else limits.max_staleness, topology.weights.over_age),
-        streaming=streaming,
+    fires = Trigger(
+        trigger.n_min, limits.n_floor, trigger.t_max_s, sync=limits.sync, count_ended=trigger.count == "ended"
     )
-
-
-# -- The admission limits of a topology, as scheduler and learner both need them, and its controller's bounds. Pure ---
+    bound = None if topology.experiments.forced_age else limits.max_staleness
+    return LearnerPlan(limits, fires, Staleness(bound, topology.weights.over_age), streaming=streaming)
 
 
 def admission_limits(topology: Topology) -> Limits:
@@ -254,9 +223,6 @@ def control_settings(topology: Topology) -> ControlSettings | None:
         controller, topology.experiments.controller, n_min=trigger.n_min, n_lo=low, n_hi=high,
         t_max_ms=1000 * trigger.t_max_s,
     )
-
-
-# -- When a checkpoint is due: after which step the learner writes one, and before which step that can be foreseen ----
 
 
 def checkpoint_is_due(topology: Topology, step: int, total: int, groups: int) -> bool:

@@ -14,24 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from busrl import device, keys, quickstart
-from busrl.config import files, machine, trial
-from busrl.config.machine import Cost
-from busrl.config.rules import ADAPTERS, MOST_SAMPLES, count
-from busrl.config.schema import TINY, Faults, ProcessName, Topology, has_model
+from busrl import device, keys
+from busrl.config import machine, trial
+from busrl.config.machine import Cost, model_at
+from busrl.config.rules import MOST_SAMPLES, count
+from busrl.config.schema import ADAPTERS, TINY, Faults, ProcessName, Topology, has_model
+from busrl.data import trace
 from busrl.errors import SharedMemoryFull
 
-COMMON = ("run", "data", "groups", "generation", "learner", "weights", "segments", "experiments", "bus", "limits")
 FOR_PEOPLE = ("explain", "trial", "warnings")  # of the derived values, those that no process reads
-SECTIONS_OF = {  # the tables that a process of the role reads; a test compares with the code
-    "bus": ("bus", "limits"),
-    "keeper": (*COMMON, "model", "reward", "ring"),
-    "scheduler": (*COMMON, "scheduler"),
-    "learner": (*COMMON, "model", "lora", "reward", "scheduler", "mock", "openai", "log"),
-    "rollout": (*COMMON, "model", "lora", "reward", "mock", "vllm", "openai"),
-    "reward": ("reward", "data", "groups", "learner", "bus", "limits"),
-    "validator": ("run", "data", "generation", "learner", "validation", "bus", "limits"),
-}
+NOT_PRINTED = ("simulate", "process", "source", "overrides")  # what no process reads, and what stands elsewhere
 
 
 def report(topology: Topology, verbose: bool = True) -> str:
@@ -58,7 +50,7 @@ def require_cores(topology: Topology) -> None:
 
 def require_disk(topology: Topology, run_dir: Path) -> None:
     """A DiskFull with the sum, if what is published into the run directory does not fit there."""
-    machine.require_disk(topology, model_folder(topology), run_dir)
+    machine.require_disk(topology, model_at(topology.model.path), run_dir)
 
 
 def shared_memory(topology: Topology) -> list[tuple[str, int]]:
@@ -77,23 +69,20 @@ def shared_memory(topology: Topology) -> list[tuple[str, int]]:
 
 
 def process_configs(topology: Topology) -> list[dict[str, Any]]:
-    """One resolved configuration per process: what it is started as, and the settings that it reads."""
-    settings = topology.to_dict()
-    found = []
-    for process in topology.processes():
-        used = {name: settings[name] for name in SECTIONS_OF[process.role]}
-        if topology.faults != Faults():
-            used["faults"] = settings["faults"]
-        derived = {name: value for name, value in settings["derived"].items() if name not in FOR_PEOPLE}
-        found.append(
-            {
-                "process": process.name,
-                "command": command(process),
-                "env": {"OMP_NUM_THREADS": str(process.spec.threads), **process.spec.env},
-                "settings": {**used, "derived": derived},
-            }
-        )
-    return found
+    """One resolved configuration per process: what it is started as, and the settings of the run."""
+    settings = {name: value for name, value in topology.to_dict().items() if name not in NOT_PRINTED}
+    settings["derived"] = {name: value for name, value in settings["derived"].items() if name not in FOR_PEOPLE}
+    if topology.faults == Faults():
+        del settings["faults"]
+    return [
+        {
+            "process": process.name,
+            "command": command(process),
+            "env": {"OMP_NUM_THREADS": str(process.spec.threads), **process.spec.env},
+            "settings": settings,
+        }
+        for process in topology.processes()
+    ]
 
 
 def dry_run(topology: Topology) -> str:
@@ -107,7 +96,7 @@ def command(process: ProcessName) -> list[str]:
     return list(process.spec.command) or ["python", "-m", "busrl.roles", "RUN_DIR", process.name]
 
 
-# ------------------------------------------------------------------------------------------------------- sections
+# -- the parts of the page -----
 
 
 def _head(t: Topology) -> Iterator[str]:
@@ -217,7 +206,7 @@ def _versions(t: Topology) -> Iterator[str]:
 
 
 def _cost(t: Topology) -> Cost | None:
-    return machine.weight_cost(t, model_folder(t))
+    return machine.weight_cost(t, model_at(t.model.path))
 
 
 def _data(t: Topology) -> Iterator[str]:
@@ -234,8 +223,6 @@ def _data(t: Topology) -> Iterator[str]:
 
 def _answers(t: Topology) -> str:
     """The lengths of a trace, of which scripted engines take theirs."""
-    from busrl.data import trace  # brings NumPy
-
     lengths = sorted(length for task in trace.read(t.data.train, t.data.prompt_key) for length in task.lengths)
     limit = t.generation.max_new_tokens
     cut = sum(length > limit for length in lengths)
@@ -246,8 +233,8 @@ def _answers(t: Topology) -> str:
 def _model(t: Topology) -> Iterator[str]:
     yield "model"
     if t.model.path.startswith(TINY):
-        made = quickstart.paths(t.model.path)
-        yield f"  {t.model.path}: " + (f"made, {made.model}" if made else "made on first use")
+        folder = model_at(t.model.path)
+        yield f"  {t.model.path}: " + (f"made, {folder}" if folder else "made on first use")
     else:
         yield f"  {t.model.path}"
     facts = _facts(t)
@@ -257,20 +244,9 @@ def _model(t: Topology) -> Iterator[str]:
         yield f"  {t.model.dtype}, takes {facts.context or 'an unknown number of'} tokens"
 
 
-def model_folder(t: Topology) -> Path | None:
-    """Where the model lies; None for a tiny one that is not made yet."""
-    if not t.model.path.startswith(TINY):
-        return Path(t.model.path)
-    made = quickstart.paths(t.model.path)
-    return made.model if made else None
-
-
 def _facts(t: Topology) -> machine.ModelFacts:
-    folder = model_folder(t)
-    if folder is None:
-        return machine.ModelFacts("", 0, 0, 0, 0, 0)
-    config = machine.read_config(folder)
-    return machine.model_facts(folder, files.context_of(config))
+    folder = model_at(t.model.path)
+    return machine.model_facts(folder) if folder else machine.ModelFacts("", 0, 0, 0, 0, 0)
 
 
 def warnings(t: Topology) -> list[str]:

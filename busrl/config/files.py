@@ -1,46 +1,32 @@
-"""A user's table of keywords, `scheduler.keywords`: read, and every finding given its line.
+"""The files that a topology names: model folder, prompt files, reward function, keys of the bus, table of keywords.
 
-Talks to one file. What a table must be is `busrl.scheduling.lengths.rules`; knows nothing of predictors.
+Looks at them without torch: sizes, JSON, line by line. What needs a tokenizer or the reward function is in `trial`.
+Findings come back as problems; nothing is changed.
 
-The files that a topology names: the model folder, the prompt files, the reward function, the keys of the bus.
-
-Looks at them without torch: sizes, JSON, line by line. A reward is imported in a subprocess with a deadline, since
-importing runs foreign code. Findings come back as problems; nothing is changed.
-
-- Every broken prompt line has its own file:line; a missing file is reported at the key that names it.
+- Every broken line of a prompt file or a table of keywords has its own file:line; a missing file is reported at the
+  key that names it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import shutil
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from busrl import keys, quickstart
-from busrl.config import machine, machinery, reader
-from busrl.config.machinery import FUNCTION
+from busrl import keys
+from busrl.config import engine_rules, machine, reader
 from busrl.config.schema import FOREIGN_ROLES, TINY, Topology
 from busrl.config.trial import UNKNOWN, Limit, Trial, limit_of, try_first, try_functions
+from busrl.config.values import FUNCTION
+from busrl.data import trace
+from busrl.data.chat import template_of
+from busrl.data.prompts import Scan, scan
 from busrl.errors import BadKeys, DataError, Problem
 from busrl.scheduling.lengths.rules import Fault, Keywords, check
 
-if TYPE_CHECKING:
-    from busrl.data.prompts import Scan
-
-
-
-# -- A user's table of keywords, `scheduler.keywords`: read, and every finding given its line -------------------------
-
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+# -- the table of keywords, `scheduler.keywords` -----
 
 
 def read_keywords(path: str | Path) -> tuple[Keywords, list[Problem]]:
@@ -53,9 +39,10 @@ def read_keywords(path: str | Path) -> tuple[Keywords, list[Problem]]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         return nothing, [Problem("", "", f"can not be read ({reason})", "give the path of a table of keywords (.toml)")]
     try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        return nothing, [_not_toml(path, text, str(error))]
+        tables = reader.parse_toml(text)
+    except ValueError as error:
+        problem = reader.syntax_error(path, text, error)[1]
+        return nothing, [replace(problem, remedy='lines are "word" = number, and every word stands once')]
     places = reader.positions(text)
     keywords, faults = check(tables)
     return keywords, [_placed(path, places, fault) for fault in faults]
@@ -66,16 +53,7 @@ def _placed(path: str | Path, places: dict[reader.KeyPath, int], fault: Fault) -
     return Problem(f"{path}:{number}" if number else str(path), fault.value, fault.rule, fault.remedy)
 
 
-def _not_toml(path: str | Path, text: str, message: str) -> Problem:
-    match = re.search(r"\(at line (\d+), column (\d+)\)", message)
-    number = int(match.group(1)) if match else text.count("\n") + 1
-    rows = text.splitlines()
-    shown = rows[number - 1].strip() if 0 < number <= len(rows) else ""
-    rule = "not TOML: " + re.sub(r" ?\(at .*\)$", "", message)
-    return Problem(f"{path}:{number}", shown, rule, 'lines are "word" = number, and every word stands once')
-
-
-# -- The files that a topology names: the model folder, the prompt files, the reward function, the keys of the bus ----
+# -- what the files hold -----
 
 
 REWARD_KEYS = {"reward.function", "reward.kind"}
@@ -198,29 +176,24 @@ def bus_keys(setting: str, found: list[KeyProblem]) -> None:
 
 def vllm_here(topology: Topology, found: list[KeyProblem]) -> None:
     """An engine that is vLLM needs one of the versions that busrl knows."""
-    used = machinery.vllm_entries(topology)
-    why, remedy = machinery.vllm_objection(*machinery.vllm_installed()) if used else ("", "")
+    used = engine_rules.vllm_entries(topology)
+    why, remedy = engine_rules.vllm_objection(*engine_rules.vllm_installed()) if used else ("", "")
     if why:
-        found.append(KeyProblem(f"process.{machinery.vllm_entries(topology)[0]}.engine", Problem("", "", why, remedy)))
-    elif (entry := machinery.lacks_ascend(topology)) is not None:
-        rule = f"vLLM works on an NPU with the package {machinery.ASCEND} alone, which this Python has not"
+        found.append(KeyProblem(f"process.{used[0]}.engine", Problem("", "", why, remedy)))
+    elif (entry := engine_rules.lacks_ascend(topology)) is not None:
+        rule = f"vLLM works on an NPU with the package {engine_rules.ASCEND} alone, which this Python has not"
         problem = Problem("", "", rule, "pip install 'busrl[ascend]': see docs/vllm.md")
         found.append(KeyProblem(f"process.{entry}.engine", problem))
 
 
-def tiny(key: str, path: str, found: list[KeyProblem]) -> None:
-    """`tiny:` names have to be known ones."""
-    if not quickstart.known(path):
-        rule = f"expected a path, or one of {', '.join(quickstart.RECIPES)}"
+def tiny(key: str, path: str, found: list[KeyProblem]) -> int:
+    """The prompts of a task that is made on first use: a run's sizes must not depend on whether it is the first one."""
+    task = machine.task_of(path)
+    if task is None:
+        rule = f"expected a path, or one of {', '.join(machine.maker().RECIPES)}"
         found.append(KeyProblem(key, Problem("", "", rule, "these are the quickstart's own tasks")))
-
-
-def tiny_prompts(key: str, path: str) -> int:
-    """Prompts that a tiny task has, made or not: a run's sizes must not depend on whether it is the first one."""
-    recipe = quickstart.RECIPES.get(path)
-    if recipe is None:
         return 0
-    return recipe.train_prompts if key == "data.train" else recipe.validation_prompts
+    return task.train_prompts if key == "data.train" else task.validation_prompts
 
 
 def prompts(
@@ -228,10 +201,7 @@ def prompts(
 ) -> tuple[int, int]:
     """Lines and bytes of the longest line of a prompt file; a scan without findings is added to `scans`."""
     if path.startswith(TINY):
-        tiny(key, path, found)
-        return tiny_prompts(key, path), TINY_LINE_BYTES
-    from busrl.data.prompts import scan  # brings NumPy, which only launch and check need
-
+        return tiny(key, path, found), TINY_LINE_BYTES
     compares = topology.reward.kind == "exact_match" and not topology.reward.function  # else the reward is to blame
     answer = answer_key(topology) if compares else ""
     try:
@@ -256,8 +226,6 @@ def prompts(
 def chat_template(topology: Topology, found: list[KeyProblem]) -> None:
     """Chats need a template that writes them, of the tokenizer in the model folder."""
     path = topology.model.path
-    from busrl.data.chat import template_of  # brings NumPy
-
     uses_it = any(entry.role == "rollout" and entry.engine != "mock" for entry in topology.process)
     if not uses_it or (not path.startswith(TINY) and template_of(Path(path))):
         return
@@ -276,8 +244,6 @@ def traces(topology: Topology, found: list[KeyProblem]) -> None:
         remedy = "give a trace file; busrl.data.trace makes one"
         found.append(KeyProblem("data.train", Problem("", "", rule, remedy)))
         return
-    from busrl.data import trace
-
     try:
         tasks = trace.read(path, topology.data.prompt_key)
     except DataError as error:
@@ -341,7 +307,7 @@ def model(topology: Topology, found: list[KeyProblem]) -> tuple[int, int]:
     if problem:
         found.append(KeyProblem("model.path", problem))
         return DEFAULT_TOKEN_BYTES, 0
-    config = _json(folder / "config.json")
+    config = machine.read_json(folder / "config.json")
     if not isinstance(config, dict):
         broken = Problem(str(folder / "config.json"), "", "not a JSON object", "copy it again")
         found.append(KeyProblem("model.path", broken))
@@ -352,7 +318,7 @@ def model(topology: Topology, found: list[KeyProblem]) -> tuple[int, int]:
     if topology.scripted and machine.vocabulary(folder) is None:
         rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
         found.append(KeyProblem("model.path", Problem(str(folder / "config.json"), "", rule, "add them")))
-    return token_bytes(folder), context_of(config)
+    return token_bytes(folder), machine.context_of(config)
 
 
 def model_folder(path: str) -> str:
@@ -375,36 +341,17 @@ def _missing(folder: Path) -> Problem | None:
     return None
 
 
-def context_of(config: dict[str, Any]) -> int:
-    """The longest sequence that a model takes, 0 if its config does not say."""
-    nested = config.get("text_config")
-    for part in (config, nested if isinstance(nested, dict) else {}):
-        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-            value = part.get(name)
-            if isinstance(value, int) and value > 0:
-                return value
-    return 0
-
-
 def token_bytes(folder: Path) -> int:
     """Bytes of the longest token of tokenizer.json (at least 4), a safe guess where it cannot be read."""
-    data = _json(folder / "tokenizer.json")
-    section = data.get("model") if isinstance(data, dict) else None
+    data = machine.read_config(folder, "tokenizer.json")
+    section = data.get("model")
     vocabulary = section.get("vocab") if isinstance(section, dict) else None
     if isinstance(vocabulary, list):  # unigram models: pairs of piece and score
         vocabulary = [item[0] for item in vocabulary if isinstance(item, list) and item]
     if not vocabulary or not isinstance(vocabulary, (dict, list)):
         return DEFAULT_TOKEN_BYTES
-    added = data.get("added_tokens") if isinstance(data, dict) else None
-    extra = [str(item.get("content", "")) for item in added or [] if isinstance(item, dict)]
+    extra = [str(item.get("content", "")) for item in data.get("added_tokens") or [] if isinstance(item, dict)]
     return max(4, max(len(str(token).encode()) for token in [*vocabulary, *extra]))
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
 
 
 def reward(topology: Topology, found: list[KeyProblem]) -> Trial:

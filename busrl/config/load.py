@@ -1,18 +1,13 @@
 """`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
 
-Reads (`source`), types (`reader`), looks at files (`files`), computes (`resolve`) and compares keys (`rules`).
-Nothing is created or changed. Used by `busrl launch` and `busrl check`; `busrl simulate` uses `sketch`, which asks for
-nothing that a simulation does without: no model, no engine, no reward, no prompts, no devices.
+Reads and types (`reader`), looks at files (`files`), computes (`derive`) and compares keys (`rules`). Nothing is
+created or changed. `busrl launch` and `busrl check` use it; `busrl simulate` uses `sketch`, which asks for nothing that
+a simulation does without: no model, engine, reward, prompts or devices. `materialise` replaces `tiny:` names by the
+paths of what they stand for, made on first use.
 
 - All problems of a file come in one TopologyError, in the order of the file.
 - A key with a wrong value is reported once, for that; rules that depend on it are not looked at.
-
-From `tiny:` names to real paths: the quickstart's model and prompts, made on first use.
-
-Called by `launch` once a topology is accepted. Talks to `busrl.quickstart`, which makes them in a child process. Knows
-nothing of what they contain.
-
-- Nothing else of the topology changes; sizes were derived without looking, so the first start equals the later ones.
+- Sizes are derived before a task is made, so a run's first start equals the later ones.
 """
 
 from __future__ import annotations
@@ -24,15 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from busrl import device, quickstart
-from busrl.config import files, machine, machinery, rules
+from busrl import device
+from busrl.config import engine_rules, files, machine, rules
 from busrl.config.derive import resolve
 from busrl.config.reader import KeyPath, Reader, Source, read, show
 from busrl.config.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
 from busrl.errors import Problem, TopologyError, UserError
-
-# -- `load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology --
-
 
 UNRESOLVED = Derived(
     B=0, W=0, n_lo=0, n_hi=0, n_floor=0, g_min=0, horizon=0, slots=0, train_slots=0, val_reserve=0,
@@ -46,9 +38,7 @@ REAL_FILES = frozenset(
 )
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
-RULES = (
-    rules.findings, rules.weight_findings, rules.engine_findings, machinery.vllm_findings, machine.rate_findings,
-)
+CHECKS: tuple[rules.Check, ...] = (*rules.CHECKS, *engine_rules.CHECKS, machine.rate_findings)
 PLAYED_OF_PROCESS = ("role", "count")
 
 
@@ -92,16 +82,16 @@ def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -
     problems.extend(_placed(source, draft, item) for item in broken)
     bad |= {item.key for item in broken}
     draft = dataclasses.replace(draft, derived=dataclasses.replace(UNRESOLVED, prompt_tokens=looked.prompt_tokens))
-    resolved = resolve(draft, looked)
-    ruled = [*(finding for findings in RULES for finding in findings(draft)), *_idle(draft, source)]
-    told = [one for one in (*ruled, *resolved.findings) if not (sketched and any(map(_real, one.keys)))]
-    found = [f for f in told if not _depends((*f.keys, *f.depends), bad)]
+    derived, sums = resolve(draft, looked)
+    every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
+    asked = [one for one in every if not (sketched and any(map(_real, one.keys)))]
+    found = [one for one in asked if not _depends((*one.keys, *one.depends), bad)]
     problems.extend(_problem(source, draft, finding) for finding in found if not finding.warning)
-    problems.extend([] if sketched else _too_long(draft, resolved.findings))
+    problems.extend([] if sketched else _too_long(draft, sums))
     if problems:
         raise TopologyError(sorted(problems, key=source.order))
     warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
-    return dataclasses.replace(draft, derived=dataclasses.replace(resolved.derived, warnings=warnings))
+    return dataclasses.replace(draft, derived=dataclasses.replace(derived, warnings=warnings))
 
 
 def _idle(draft: Topology, source: Source) -> Iterator[rules.Finding]:
@@ -233,16 +223,13 @@ def _too_long(draft: Topology, found: Iterable[rules.Finding]) -> list[Problem]:
     return problems
 
 
-# -- From `tiny:` names to real paths: the quickstart's model and prompts, made on first use --------------------------
-
-
 def materialise(topology: Topology) -> Topology:
     """The same topology with every `tiny:` name replaced by the path of what it stands for."""
     model, data, validation = topology.model, topology.data, topology.validation
     if model.path.startswith(TINY):
-        model = dataclasses.replace(model, path=str(quickstart.ensure(model.path).model))
+        model = dataclasses.replace(model, path=str(machine.maker().ensure(model.path).model))
     if data.train.startswith(TINY):
-        data = dataclasses.replace(data, train=str(quickstart.ensure(data.train).train))
+        data = dataclasses.replace(data, train=str(machine.maker().ensure(data.train).train))
     if validation.data.startswith(TINY):
-        validation = dataclasses.replace(validation, data=str(quickstart.ensure(validation.data).validation))
+        validation = dataclasses.replace(validation, data=str(machine.maker().ensure(validation.data).validation))
     return dataclasses.replace(topology, model=model, data=data, validation=validation)

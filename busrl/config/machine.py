@@ -1,63 +1,89 @@
-"""What `busrl check` can tell about this machine and about files in depth: shared memory, cores, weights, tokens.
+"""What this machine and a model folder say without torch: memory, cores, sizes, versions on disk, usual learning rates.
 
-Reads file headers and asks the operating system; loads neither torch nor a model. Token counts need the `tokenizers`
-package and are left out without it. Knows nothing of how a report looks.
+Reads file headers and asks the operating system. Used by `busrl check` and `launch` before anything starts, by the
+weight transports, which keep as many versions as are counted here, and by engines that need a model's token ids.
 
-Rules between the keys that say where models run: `model.device`, and `device` and `devices` of a process, and what
-shares or sends weights between devices: `cuda_ipc`, and a broadcast by NCCL or HCCL.
-
-Used by `resolve`. Pure: what the machine really has is seen when a process starts, by the other half of `busrl.device`,
-of which only the table of kinds is used here.
-
-Which cores of the machine the processes of a run may use: `cpus` of a [[process]] entry.
-
-Used by the rules, by `busrl check` and by launch, which binds what it starts. Pure but for the cores that this machine
-has, which the caller looks up.
-
+- Sizes are 0 where the model folder does not state them: weights that are no safetensors, a tiny model not yet made.
 - A process whose entry names cores runs on those. All others share the cores that no entry names, or all if none is
-  left. Where no entry names any, nobody is bound.
-
-What published versions cost: bytes of one, how many exist at most, and where they lie.
-
-Reads the headers of the model's safetensors, so that `busrl check` knows before anything starts. Used by `check.py` and
-by the weight plane, which keeps as many versions as are counted here. Knows nothing of how they are written.
-
-- Sizes are 0 where the model folder does not tell them (weights that are no safetensors, a tiny model not yet made).
-
-Which learning rates are usual, by the size of the model and what is trained of it: advice, and a warning by number.
-
-Reads config.json and the headers of the weights; loads neither torch nor a model. The numbers are starting points from
-published runs of policy gradients with AdamW (1e-6 for all weights of models of some billion parameters, ten times that
-for a low-rank adapter), and busrl's own measurements for the quickstart. Knows nothing of schedules.
-
-- Only a rate far above what is usual is warned of: FAR times the middle, for models that anybody would call one.
+  left. Where no entry names any, no process is bound.
+- Learning rates are starting points, from published runs of policy gradients with AdamW (1e-6 for all weights of models
+  of some billion parameters, ten times that for an adapter) and busrl's measurements for the quickstart. Only a rate
+  FAR times the usual one gets a warning.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 import os
-import re
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, cast
 
-from busrl.config import machinery
-from busrl.config.rules import ADAPTERS, ENGINES, FOLDERS, Finding, rollouts
-from busrl.config.schema import RESTARTS, TINY, Process, Topology
-from busrl.device import BACKEND
+from busrl.config.engine_rules import parse_cores, rollouts, vllm_entries
+from busrl.config.rules import Finding
+from busrl.config.schema import ADAPTERS, FOLDERS, RESTARTS, TINY, Process, Topology
 from busrl.errors import DiskFull, UserError
 
-if TYPE_CHECKING:
-    from busrl.config.schema import Process, Topology
+# -- tasks that are made on first use -----
 
 
+MAKER = "busrl.quickstart"  # the module that makes what a name beginning with TINY stands for; imported for these alone
 
-# -- What `busrl check` can tell about this machine and about files in depth: shared memory, cores, weights, tokens ---
 
+class Task(Protocol):
+    """What is known of such a name before it is made."""
+
+    train_prompts: int
+    validation_prompts: int
+    max_prompt_tokens: int
+
+
+class Made(Protocol):
+    """Where it lies once it is made: a model folder and two prompt files."""
+
+    model: Path
+    train: Path
+    validation: Path
+
+
+class Maker(Protocol):
+    """What the module offers: its names, where a task lies, and a task that is made now if it is not there."""
+
+    RECIPES: Mapping[str, Task]
+
+    def paths(self, name: str) -> Made | None: ...
+    def ensure(self, name: str) -> Made: ...
+
+
+def maker() -> Maker:
+    """The module, loaded when the first such name is met."""
+    return cast(Maker, importlib.import_module(MAKER))
+
+
+def task_of(name: str) -> Task | None:
+    """The task of that name, None if there is none."""
+    return maker().RECIPES.get(name)
+
+
+def made(name: str) -> Made | None:
+    """Where the task lies, None if it is not made yet, or unknown."""
+    return maker().paths(name) if task_of(name) else None
+
+
+def model_at(path: str) -> Path | None:
+    """The folder of `model.path`; None for a task's that is not made yet."""
+    if not path.startswith(TINY):
+        return Path(path)
+    there = made(path)
+    return there.model if there else None
+
+
+# -- a model folder, and the memory of this machine -----
 
 SHM = "/dev/shm"
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -90,7 +116,7 @@ def cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
-def model_facts(folder: Path, context: int) -> ModelFacts:
+def model_facts(folder: Path) -> ModelFacts:
     """Read config.json and the headers of the weights."""
     config = read_config(folder)
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
@@ -100,32 +126,34 @@ def model_facts(folder: Path, context: int) -> ModelFacts:
         hidden=whole(text, "hidden_size", "n_embd", "d_model"),
         layers=whole(text, *LAYERS),
         vocabulary=whole(text, "vocab_size"),
-        context=context,
+        context=context_of(config),
         parameters=sum(elements(shape) for shape in tensor_shapes(folder).values()),
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder, empty where it can not be read."""
-    return _read(folder / "config.json")
+def context_of(config: dict[str, Any]) -> int:
+    """The longest sequence that a model takes, 0 if its config does not say."""
+    nested = config.get("text_config")
+    for part in (config, nested if isinstance(nested, dict) else {}):
+        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+            value = part.get(name)
+            if isinstance(value, int) and value > 0:
+                return value
+    return 0
 
 
-def read_list(path: Path) -> list[Any]:
-    """A JSON list, empty where it can not be read."""
-    found = _json(path)
-    return found if isinstance(found, list) else []
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found = _json(path)
-    return found if isinstance(found, dict) else {}
-
-
-def _json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None where it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
+
+
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A map in a model folder, empty where it cannot be read."""
+    found = read_json(folder / name)
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -160,7 +188,7 @@ def _parts(folder: Path) -> list[dict[str, Any]]:
     """The places of a model folder that name token ids."""
     config = read_config(folder)
     nested = config.get("text_config")
-    return [config, nested if isinstance(nested, dict) else {}, _read(folder / "generation_config.json")]
+    return [config, nested if isinstance(nested, dict) else {}, read_config(folder, "generation_config.json")]
 
 
 def _ids(value: Any) -> list[int]:
@@ -192,183 +220,10 @@ def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
 
 def elements(shape: tuple[int, ...]) -> int:
     """How many numbers a tensor of that shape has."""
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+    return math.prod(shape)
 
 
-# -- Rules between the keys that say where models run: `model.device`, and `device` and `devices` of a process, ... ---
-
-
-BETWEEN = {backend: kind for kind, backend in BACKEND.items() if kind != "cpu"}  # what a broadcast connects
-WITH_MODEL = ("rollout", "learner")
-DEVICES = re.compile(r"(\d+|(GPU|MIG)-[0-9a-f-]+)(,(\d+|(GPU|MIG)-[0-9a-f-]+))*")
-
-
-def device_findings(t: Topology) -> Iterator[Finding]:
-    """What contradicts itself, in the order of the processes."""
-    for index, entry in enumerate(t.process):
-        yield from _entry(t, index, entry)
-    if t.weights.transport == "cuda_ipc":
-        yield from _one_copy(t)
-    if t.weights.backend in BETWEEN:
-        yield from _between_devices(t, t.weights.backend)
-
-
-def _between_devices(t: Topology, backend: str) -> Iterator[Finding]:
-    """weights.backend = "nccl" or "hccl": a broadcast from the learner's device to each engine's."""
-    key, other = "weights.backend", 'or backend = "gloo"'
-    if t.weights.transport != "broadcast":
-        rule = f"{t.weights.transport} forms no groups"
-        yield Finding((key, "weights.transport"), rule, 'transport = "broadcast", or remove it', warning=True)
-        return
-    if t.weights.sparse.enabled:
-        rule = "changes are found and packed in the host's memory"
-        yield Finding((key, "weights.sparse.enabled"), rule, f"enabled = false, {other}")
-    if t.weights.checksum:
-        rule = "a digest is made in the host's memory, which takes longer than a phase may for a large model"
-        yield Finding((key, "weights.checksum"), rule, f"checksum = false, {other}")
-    for index, entry in rollouts(t):
-        if entry.engine == "vllm":
-            rule = "vLLM is given its weights through the host's memory"
-            yield Finding((f"process.{index}.engine", key), rule, f'engine = "torch", {other}')
-    yield from _a_device_each(t, backend, key, other)
-
-
-def _a_device_each(t: Topology, backend: str, key: str, other: str) -> Iterator[Finding]:
-    """Two ranks of such a group can not be on one device."""
-    kind, shown = BETWEEN[backend], dict[str, str]()
-    for process in (p for p in t.processes() if _takes_part(p.spec)):
-        if (device := t.device_of(process.name)) != kind:
-            rule = f"{backend} connects {kind} devices, and {process.name} works on {device}"
-            yield Finding((key, "model.device"), rule, f'device = "{kind}", {other}', depends=("process",))
-        first = process.devices.partition(",")[0]
-        if first.startswith("MIG"):
-            rule = f"{process.name} works on a part of a GPU, and {backend} refuses two parts of one"
-            yield Finding((key,), rule, f"whole devices, {other}", depends=("process",))
-        elif not first:
-            rule = f"{process.name} sees all devices and would work on the first, as others do: each needs its own"
-            yield Finding((key,), rule, f'devices = ["0"] in its entry, {other}', depends=("process",))
-        elif first in shown:
-            rule = f"{shown[first]} and {process.name} work on device {first}: each needs its own"
-            yield Finding((key,), rule, f"other devices, {other}", depends=("process",))
-        shown.setdefault(first, process.name)
-
-
-def _takes_part(entry: Process) -> bool:
-    """Whether processes of this entry are in the group of a broadcast."""
-    return not entry.command and (entry.role == "learner" or (entry.role == "rollout" and entry.engine == "torch"))
-
-
-def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
-    at = f"process.{index}"
-    if entry.device and entry.role not in WITH_MODEL:
-        rule = f"a {entry.role} of busrl's own runs no model"
-        yield Finding((f"{at}.device", f"{at}.role"), rule, "remove device; devices may stay, for what it loads itself")
-    elif entry.device and entry.role == "rollout" and entry.engine == "mock":
-        rule = "a scripted engine runs no model"
-        yield Finding((f"{at}.device", f"{at}.engine"), rule, "remove device")
-    for item in entry.devices:
-        if not DEVICES.fullmatch(item):
-            rule = f"{item!r} is no list of devices: numbers, or UUIDs as nvidia-smi -L prints them, and commas"
-            yield Finding((f"{at}.devices",), rule, 'for example devices = ["0", "1"], an item per process')
-    if entry.devices and (entry.device or t.model.device) == "cpu" and entry.role in WITH_MODEL:
-        named = f"{at}.device" if entry.device else "model.device"
-        rule = "its model runs on the CPU, so nothing is shown or hidden"
-        yield Finding((f"{at}.devices", named), rule, "remove devices, or choose another device", warning=True)
-    if len(entry.devices) > max(1, entry.count):
-        rule = f"{len(entry.devices)} items for {entry.count} processes: each process gets one of them"
-        yield Finding((f"{at}.devices", f"{at}.count"), rule, 'one process that sees both is ["0,1"]', warning=True)
-
-
-def _one_copy(t: Topology) -> Iterator[Finding]:
-    """weights.transport = "cuda_ipc": the learner's parameters are the engine's tensors."""
-    key, other = "weights.transport", 'or transport = "shm"'
-    engines = [(i, entry) for i, entry in enumerate(t.process) if entry.role == "rollout"]
-    started = sum(entry.count for _, entry in engines)
-    if started != 1 or any(entry.command for _, entry in engines):
-        rule = f"one engine on this host owns the weights that the learner trains, and {started} are started here"
-        yield Finding((key,), rule, f"one rollout process of busrl's own, {other}", depends=("process",))
-    yield from _one_copy_engine(t, key, other)
-    here, there = t.device_of("learner"), t.device_of("rollout/0")
-    if here != there:
-        rule = f"one copy is on one device: the learner works on {here}, the engine on {there}"
-        yield Finding((key, "model.device"), rule, f"give both the same device, {other}", depends=("process",))
-    if here == "npu":
-        rule = "memory of an NPU is not shared between processes here"
-        yield Finding((key, "model.device"), rule, 'transport = "broadcast"')
-    shown = {p.devices for p in t.processes() if p.role in WITH_MODEL}
-    if len(shown) > 1:
-        rule = f"engine and learner see other devices ({' and '.join(sorted(map(repr, shown)))})"
-        yield Finding((key,), rule, f"the same devices in both entries, {other}", depends=("process",))
-    yield from _one_copy_learner(t, key, other)
-
-
-def _one_copy_engine(t: Topology, key: str, other: str) -> Iterator[Finding]:
-    fit = ENGINES["cuda_ipc"]
-    for index, entry in rollouts(t):
-        at = f"process.{index}.engine"
-        if entry.engine not in fit:
-            rule = f"it has no tensors that a learner could train; those of {' and '.join(fit)} can be shared"
-            yield Finding((at, key), rule, f"engine = one of {', '.join(fit)}, or another transport")
-        elif entry.engine == "vllm" and t.vllm.tensor_parallel > 1:
-            rule = "each device has a part of every tensor, and the learner trains whole ones"
-            yield Finding((key, "vllm.tensor_parallel", at), rule, f"tensor_parallel = 1, {other}")
-
-
-def _one_copy_learner(t: Topology, key: str, other: str) -> Iterator[Finding]:
-    learner = t.learner
-    if learner.publish_every > 1:
-        rule = "the engine has the weights of every step at once: there are none that wait to be published"
-        yield Finding((key, "learner.publish_every"), rule, f"publish_every = 1, {other}")
-    if t.experiments.forced_age:
-        rule = "the engine has the newest weights at once, and older ones are nowhere"
-        yield Finding((key, "experiments.forced_age"), rule, f"forced_age = 0, {other}")
-    if learner.updates_per_batch > 1:
-        rule = "the engine would see the weights between two updates of one step"
-        yield Finding((key, "learner.updates_per_batch"), rule, f"updates_per_batch = 1, {other}")
-    if t.lora.on:
-        rule = "an adapter is small: the base is the engine's alone, and there is nothing to share"
-        yield Finding((key, "lora.rank"), rule, 'transport = "lora_hotswap", or rank = 0')
-    if t.model.dtype != "float32":
-        rule = f"the learner keeps float32 weights of its own and copies them into the engine's {t.model.dtype} ones"
-        yield Finding((key, "model.dtype"), rule, "float32 for a single copy", warning=True)
-
-
-# -- Which cores of the machine the processes of a run may use: `cpus` of a [[process]] entry -------------------------
-
-
-LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
-
-
-def parse_cores(text: str) -> frozenset[int]:
-    """ "0-2,7" is {0, 1, 2, 7}; ValueError for anything else."""
-    if not LIST.fullmatch(text):
-        raise ValueError(f"{text!r} is no list of cores")
-    found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if int(last or first) < int(first):
-            raise ValueError(f"{part!r} ends before it begins")
-        found |= set(range(int(first), int(last or first) + 1))
-    return frozenset(found)
-
-
-def core_findings(t: Topology) -> Iterator[Finding]:
-    """Entries that can not be meant as they stand."""
-    for index, entry in enumerate(t.process):
-        if not entry.cpus:
-            continue
-        at = f"process.{index}"
-        try:
-            named = parse_cores(entry.cpus)
-        except ValueError as problem:
-            yield Finding((f"{at}.cpus",), str(problem), 'numbers and ranges with commas, for example "0-2,7"')
-            continue
-        if len(named) < entry.threads * max(1, entry.count):
-            rule = f"{entry.count} x {entry.threads} threads share {len(named)} cores"
-            yield Finding((f"{at}.cpus", f"{at}.threads"), rule, "more cores, or fewer threads", warning=True)
+# -- cores -----
 
 
 def cores_of(t: Topology, entry: Process, here: frozenset[int]) -> frozenset[int]:
@@ -392,7 +247,7 @@ def _named_cores(t: Topology) -> frozenset[int]:
     return frozenset().union(*(parse_cores(entry.cpus) for entry in t.process if entry.cpus))
 
 
-# -- What published versions cost: bytes of one, how many exist at most, and where they lie ---------------------------
+# -- published versions -----
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -431,7 +286,7 @@ def adapter_slots(t: Topology) -> int:
 
 def held_versions(t: Topology) -> int:
     """Versions that one engine holds on to: those that its running sequences may be of."""
-    if t.weights.transport in ADAPTERS and machinery.vllm_entries(t):
+    if t.weights.transport in ADAPTERS and vllm_entries(t):
         return adapter_slots(t)  # it reads an adapter from its folder as long as it has a place for it
     return 1 if t.weights.transport in RESTARTS else kept_versions(t)
 
@@ -458,7 +313,7 @@ def broadcast_copies(t: Topology) -> list[tuple[str, float]]:
     found = [("learner, two blocks" + (" and frames of changes" if sparse else ""), 2.5 if sparse else 2.0)]
     if any(entry.engine != "vllm" for _, entry in rollouts(t)):
         found.append(("each engine, front and back", 2.0))
-    if machinery.vllm_entries(t):
+    if vllm_entries(t):
         found.append(("each worker of vLLM, front, back and staging", 3.0))
     return found
 
@@ -499,7 +354,7 @@ def _outer(layer: str) -> bool:
     return layer in HEADS or "embed" in layer or layer in ("wte", "wpe")
 
 
-# -- Which learning rates are usual, by the size of the model and what is trained of it: advice, and a warning ... ----
+# -- learning rates -----
 
 
 USUAL = ((1e6, 2e-4), (1e7, 5e-5), (1e8, 2e-5), (1e9, 3e-6), (1e10, 1e-6))  # fewer parameters than: middle, all weights

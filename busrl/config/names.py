@@ -1,34 +1,28 @@
-"""Keys that have moved to another table or are gone, so that old files are told where and old runs are still read.
+"""Names of keys that are not today's: keys that have moved or are gone, and what other trainers call them.
 
-One table, used twice: `elsewhere` gives the remedy for a key of a hand-written file, `modern` brings the topology.json
-of an older run into today's shape. Pure.
+`elsewhere` and `counterpart` give the reader the remedy for an unknown key; `modern` brings the topology.json of an
+older run into today's shape. Pure; knows nothing of the keys' values.
 
-- A key that moved keeps its meaning; one whose unit changed says so in MOVED_MS and is converted.
-
-What people who come from other trainers write, and what it is called here.
-
-Names of TRL, verl, OpenRLHF and of their configuration files. Used for unknown keys only: a name that is a key of busrl
-never gets here. Pure.
-
-- A remedy is a key of busrl, or says that there is none yet, and what does the work instead.
+- A key that moved keeps its meaning; one whose unit changed stands in MOVED_MS and is converted.
+- The remedy for another trainer's name is a key of busrl, or says that there is none and what does the work instead.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
 from typing import Any
 
-from busrl.config.machinery import ControllerRules
+# -- keys of older versions -----
 
-# -- Keys that have moved to another table or are gone, so that old files are told where and old runs are still read --
-
-
-_CONTROLLER = {
-    f"learner.controller.{field.name}": f"experiments.controller.{field.name}"
-    for field in fields(ControllerRules)
-    if not field.name.endswith("_t_max_s")
-}
+_KEPT = (
+    "ema", "probe_every", "probe_samples", "reference_steps", "high", "low", "hysteresis", "clip_factor", "clip_floor",
+    "ess_low",
+)
+_RULES = (  # of a second set of the controller's rules
+    "rules", "k3_high", "masked_high", "grad_factor", "safety_cooldown", "sigma", "gate_on", "gate_off", "collapse",
+    "streak", "kappa", "grow_at", "shrink_at", "grow", "shrink", "noise_groups", "eta_min", "idle_train",
+    "idle_rollout", "ess_safe", "k3_safe",
+)
 MOVED_MS = {  # milliseconds became seconds
     "learner.trigger.t_max": "learner.trigger.t_max_s",
     "learner.controller.high_t_max": "experiments.controller.high_t_max_s",
@@ -43,21 +37,13 @@ MOVED = {
     "learner.dmmpt": "experiments.dmmpt",
     "learner.dmmpt_tau": "experiments.dmmpt_tau",
     "learner.dmmpt_sigma": "experiments.dmmpt_sigma",
-    **_CONTROLLER,
+    **{f"learner.controller.{name}": f"experiments.controller.{name}" for name in _KEPT},
     **MOVED_MS,
 }
 _ONE_RULE_SET = "the controller has one set of rules, which follow the entropy (docs/control.md): remove it"
 GONE = {
     "learner.aggregation": "the sum of the loss is always divided by the number of tokens: remove it",
-    **{
-        f"{table}.controller.{name}": _ONE_RULE_SET
-        for table in ("experiments", "learner")
-        for name in (
-            "rules", "k3_high", "masked_high", "grad_factor", "safety_cooldown", "sigma", "gate_on", "gate_off",
-            "collapse", "streak", "kappa", "grow_at", "shrink_at", "grow", "shrink", "noise_groups", "eta_min",
-            "idle_train", "idle_rollout", "ess_safe", "k3_safe",
-        )
-    },
+    **{f"{table}.controller.{name}": _ONE_RULE_SET for table in ("experiments", "learner") for name in _RULES},
     "derived.eta_min": "it belonged to rules of the controller that are gone: remove it",
 }
 
@@ -106,8 +92,7 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
     data[name] = value
 
 
-# -- What people who come from other trainers write, and what it is called here ---------------------------------------
-
+# -- keys of other trainers, which TRL, verl, OpenRLHF and their configuration files use -----
 
 NONE = "there is none yet"
 

@@ -1,24 +1,10 @@
-"""The line of every key of a TOML text, which the standard library's parser does not tell.
+"""From the text of a topology file and its overrides to the tables of `schema`: strictly, and every problem at once.
 
-Walks a text that the parser has already accepted, so it may be lenient: it only has to know where keys, strings,
-arrays and inline tables begin and end. Knows nothing of what the keys mean.
-
-- A path is a tuple of key names and array indices: ("process", 1, "count").
-- Every key, table header and array element of tables has the line on which it begins.
-
-One topology file and its overrides as plain data in which every key knows its place.
-
-Reads TOML, applies `--set a.b=value`, and answers "where does this key stand" for error messages. Knows nothing of
-which keys exist.
+Parses TOML, finds the line of every key, applies `--set a.b=value`, and converts each value by the rule of its key.
+Knows nothing of rules between keys, or of the files that a topology names.
 
 - A place is `file:line` or `--set key`; what an override sets belongs to the override.
-
-From plain data to the dataclasses of `schema.py`, strictly: types, bounds, allowed words, unknown keys.
-
-Collects every problem instead of stopping at the first; a key with a problem gets its default, so that the rest can
-be looked at too. Talks to `source.py` for places. Knows nothing of rules between keys or of files.
-
-- A bool is not a number; a whole number is accepted where a number is expected.
+- A key with a problem gets its default, so that the rest can be checked too.
 - Every message holds place, key, value, rule and remedy.
 """
 
@@ -31,20 +17,24 @@ import math
 import os
 import re
 import sys
-import types
-import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from busrl.config import schema
-from busrl.config.machinery import FUNCTION, Rule, rule_of
 from busrl.config.names import counterpart, elsewhere
+from busrl.config.values import REQUIRED, Item, Wrong, convert, items, tables
 from busrl.errors import Problem, TopologyError
 
-# -- The line of every key of a TOML text, which the standard library's parser does not tell --------------------------
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
+parse_toml = tomllib.loads  # raises a ValueError
+
+# -- the line of every key, which the standard library's parser does not give -----
 
 KeyPath = tuple["str | int", ...]
 
@@ -57,7 +47,11 @@ def positions(text: str) -> dict[KeyPath, int]:
 
 
 class _Scanner:
-    """A cursor over the text and what it found."""
+    """A cursor over a text that a TOML parser has accepted, and the lines found so far.
+
+    Lenient for that reason: it only has to know where keys, strings, arrays and inline tables begin and end. A path is
+    a tuple of key names and array indices, ("process", 1, "count").
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -195,14 +189,7 @@ class _Scanner:
         self.at += 1
 
 
-# -- One topology file and its overrides as plain data in which every key knows its place -----------------------------
-
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
+# -- one file and its overrides as plain data -----
 
 
 @dataclass
@@ -242,9 +229,9 @@ def read(path: Path, overrides: Sequence[str]) -> Source:
     """Parse the file and apply the overrides; a TopologyError if either can not even be parsed."""
     text = _text(path)
     try:
-        data = tomllib.loads(text)
+        data = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
-        raise TopologyError([_syntax_problem(path, text, str(error))]) from None
+        raise TopologyError([_explained(path, text, error)]) from None
     source = Source(str(path), path.absolute().parent, data, positions(text))
     problems = [problem for override in overrides for problem in _apply(source, override)]
     if problems:
@@ -273,18 +260,25 @@ def _toml_files(folder: Path) -> Iterable[Path]:
     return folder.glob("*.toml") if folder.is_dir() else ()
 
 
-def _syntax_problem(path: Path, text: str, message: str) -> Problem:
+def syntax_error(path: str | Path, text: str, error: Exception) -> tuple[int, Problem]:
+    """The line that a TOML parser refuses, from 1, and the problem in the parser's own words, without a remedy."""
+    message = str(error)
     match = re.search(r"\(at line (\d+), column (\d+)\)", message)
     number = int(match.group(1)) if match else text.count("\n") + 1
     rows = text.splitlines()
     shown = rows[number - 1].strip() if 0 < number <= len(rows) else ""
-    rule, remedy = _in_words(rows, number, re.sub(r" ?\(at .*\)$", "", message))
-    return Problem(f"{path}:{number}", shown, rule, remedy)
+    return number, Problem(f"{path}:{number}", shown, "not TOML: " + re.sub(r" ?\(at .*\)$", "", message), "")
 
 
-def _in_words(rows: list[str], number: int, message: str) -> tuple[str, str]:
-    """Rule and remedy for what a parser refuses at a line; its own words where the cause is none of the usual ones."""
-    row = rows[number - 1] if 0 < number <= len(rows) else ""
+def _explained(path: Path, text: str, error: Exception) -> Problem:
+    """What a parser refuses, by its cause where that is one of the usual ones."""
+    number, problem = syntax_error(path, text, error)
+    rule, remedy = _usual_cause(text.splitlines(), number, problem)
+    return dataclasses.replace(problem, rule=rule, remedy=remedy)
+
+
+def _usual_cause(rows: list[str], number: int, problem: Problem) -> tuple[str, str]:
+    row = rows[number - 1] if problem.value else ""
     header = re.fullmatch(r"\s*(\[\[?)\s*([^\]\s]+)\s*\]\]?\s*(#.*)?", row)
     if quote := re.search("[\u201c\u201d\u201e\u2018\u2019\u00ab\u00bb]", row):
         return f"not TOML: {quote[0]} is a typographic quote", 'write a straight one: "'
@@ -293,13 +287,13 @@ def _in_words(rows: list[str], number: int, message: str) -> tuple[str, str]:
     if header and (first := _first(rows, number, re.escape(row.split("#")[0].strip()) + r"\s*(#.*)?")):
         return f"[{header[2]}] stands twice, first on line {first}", "put the keys of both below one heading"
     key = re.match(r"\s*([A-Za-z0-9_.-]+)\s*=", row)
-    if key and "overwrite" in message and (first := _first(rows, number, rf"{re.escape(key[1])}\s*=.*")):
+    if key and "overwrite" in problem.rule and (first := _first(rows, number, rf"{re.escape(key[1])}\s*=.*")):
         return f"{key[1]} stands twice, first on line {first}", "remove one of the two"
-    return f"not TOML: {message}", "strings need quotes, every key stands once"
+    return problem.rule, "strings need quotes, and a key may stand only once"
 
 
 def _first(rows: list[str], number: int, pattern: str) -> int:
-    """The nearest line above `number` that is so, from 1; 0 if none is."""
+    """The nearest line above `number` that matches, from 1; 0 if none does."""
     return next((at for at in range(number - 1, 0, -1) if re.fullmatch(pattern, rows[at - 1].strip())), 0)
 
 
@@ -354,23 +348,13 @@ def parse_value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text.strip()
 
 
-# -- From plain data to the dataclasses of `schema.py`, strictly: types, bounds, allowed words, unknown keys ----------
+# -- from plain data to the tables -----
 
 
 SHOWN = 120  # characters of a value in a message
 SECTIONS: dict[str, type] = {
-    f.name: typing.get_type_hints(schema.Topology)[f.name]
-    for f in dataclasses.fields(schema.Topology)
-    if f.name not in ("process", "derived", "source", "overrides")
+    item.name: item.table for item in items(schema.Topology).values() if item.table and item.name != "derived"
 }
-
-
-class _Wrong(Exception):
-    """A value that does not fit: the rule, and what to write instead."""
-
-    def __init__(self, rule: str, remedy: str = "") -> None:
-        super().__init__(rule)
-        self.rule, self.remedy = rule, remedy
 
 
 class Reader:
@@ -401,43 +385,37 @@ class Reader:
         if not isinstance(data, dict):
             self._add(path, data, "is a table, not a value", f"write [{_dotted(path)}] and its keys below it")
             data = {}
-        fields = {f.name: f for f in dataclasses.fields(cls)}
-        hints = typing.get_type_hints(cls)
+        known = items(cls)
         for name in data:
-            if name not in fields:
-                self._unknown((*path, name), list(fields))
-        values: dict[str, Any] = {}
-        for name, item in fields.items():
-            if row := row_class(hints[name]):
-                values[name] = self._rows(row, data.get(name, []), (*path, name))
-            elif dataclasses.is_dataclass(hints[name]):
-                values[name] = self._table(typing.cast(type, hints[name]), data.get(name, {}), (*path, name))
-            elif name in data:
-                values[name] = self._value(hints[name], item, data[name], (*path, name))
-            else:
-                values[name] = self._default(hints[name], item, path)
-        return cls(**values)
+            if name not in known:
+                self._unknown((*path, name), list(known))
+        return cls(**{name: self._item(item, data, (*path, name)) for name, item in known.items()})
 
-    def _default(self, hint: Any, field: dataclasses.Field[Any], path: KeyPath) -> Any:
-        rule = rule_of(field)
-        if rule.required:
-            key = (*path, field.name)
-            self.bad.add(_dotted(key))
-            remedy = f"add {field.name} = ... to {_bracket(key)}: {rule.doc}"
-            self.problems.append(Problem(self.source.place(key), "", f"{_dotted(key)} is missing", remedy))
-        return _fallback(hint, field)
+    def _item(self, item: Item, data: dict[str, Any], path: KeyPath) -> Any:
+        if item.row:
+            return self._rows(item.row, data.get(item.name, []), path)
+        if item.table:
+            return self._table(item.table, data.get(item.name, {}), path)
+        if item.name in data:
+            return self._value(item, data[item.name], path)
+        if item.rule.required:
+            self.bad.add(_dotted(path))
+            remedy = f"add {item.name} = ... to {_bracket(path)}: {item.rule.doc}"
+            self.problems.append(Problem(self.source.place(path), "", f"{_dotted(path)} is missing", remedy))
+        return _stand_in(item)
 
-    def _value(self, hint: Any, field: dataclasses.Field[Any], value: Any, path: KeyPath) -> Any:
-        rule, raw = rule_of(field), self.source.raw_text(path)
-        if raw is not None and hint is str:
+    def _value(self, item: Item, value: Any, path: KeyPath) -> Any:
+        raw = self.source.raw_text(path)
+        if raw is not None and item.hint is str:
             value = value if isinstance(value, str) else raw  # an override of a string needs no quotes
         try:
-            made = _convert(hint, rule, value)
-        except _Wrong as wrong:
-            remedy = wrong.remedy or _default_remedy(field)
-            self._add(path, value, wrong.rule, remedy)
-            return _fallback(hint, field)
-        return self._absolute(made, path) if rule.path else made
+            made = convert(item.hint, item.rule, value)
+        except Wrong as wrong:
+            default = f"the default is {show(item.default)}"
+            usual = f"{item.name} is: {item.rule.doc}" if item.rule.required else default
+            self._add(path, value, wrong.rule, wrong.remedy or usual)
+            return _stand_in(item)
+        return self._absolute(made, path) if item.rule.path else made
 
     def _absolute(self, text: str, path: KeyPath) -> str:
         """A path in the file is relative to the file, one on the command line to where that was typed."""
@@ -453,119 +431,38 @@ class Reader:
 
     def _unknown(self, path: KeyPath, known: list[str]) -> None:
         name, table = str(path[-1]), _dotted(path[:-1])
-        near = difflib.get_close_matches(name, known, n=1)
-        others = _sections_with(name)
-        if remedy := elsewhere(_dotted(path)) or ("" if others else counterpart(name)):
-            pass
-        elif near and not (others and not table):
-            remedy = f"did you mean {near[0]}?"
-        elif others:
-            remedy = f"it belongs to {' or '.join(others)}"
-        else:
-            remedy = f"allowed are {', '.join(known)}"
         if table:
             rule = f"unknown key in {_bracket(path)}"
         else:
             is_table = isinstance(self.source.data[name], (dict, list))
             rule = "unknown section" if is_table else "a key outside of any table"
         self.bad.add(_dotted(path))
-        self.problems.append(Problem(self.source.place(path), name, rule, remedy))
+        self.problems.append(Problem(self.source.place(path), name, rule, _remedy_for_unknown(path, known)))
 
 
-def row_class(hint: Any) -> type | None:
-    """The dataclass of a key that is an array of tables, None for any other key."""
-    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
-    return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
+def _remedy_for_unknown(path: KeyPath, known: list[str]) -> str:
+    """Where the key has moved, what it is called here, or which key was meant."""
+    name, in_table = str(path[-1]), len(path) > 1
+    others = _sections_with(name)
+    if told := elsewhere(_dotted(path)) or ("" if others else counterpart(name)):
+        return told
+    near = difflib.get_close_matches(name, known, n=1)
+    if near and (in_table or not others):
+        return f"did you mean {near[0]}?"
+    return f"it belongs to {' or '.join(others)}" if others else f"allowed are {', '.join(known)}"
 
 
-def _convert(hint: Any, rule: Rule, value: Any) -> Any:
-    """A value of the annotated type that keeps the rule; `_Wrong` otherwise."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType or origin is typing.Union:  # int | str: a number or one of the rule's words
-        kind = float if float in args else int
-        return value if isinstance(value, str) and value in rule.words else _number(kind, rule, value)
-    if hint in (int, float):
-        return _number(hint, rule, value)
-    if hint is bool:
-        return _typed(bool, value, "true or false")
-    if hint is str:
-        return _checked_text(rule, value)
-    if origin is dict:
-        return _environment(value)
-    if args == (float, float):
-        return _pair(rule, value)
-    return _strings(value)
-
-
-def _number(kind: type, rule: Rule, value: Any) -> Any:
-    if kind is float and isinstance(value, str) and value in rule.words:
-        return float(value)
-    noun = "a whole number" if kind is int else "a number"
-    expected = " ".join(part for part in (f"expected {noun}", rule.text()) if part)
-    right = isinstance(value, int) or (kind is float and isinstance(value, float))
-    if isinstance(value, bool) or not right or not rule.allows(value):
-        raise _Wrong(expected)
-    return kind(value)
-
-
-def _typed(kind: type, value: Any, noun: str) -> Any:
-    if not isinstance(value, kind):
-        raise _Wrong(f"expected {noun}")
-    return value
-
-
-def _checked_text(rule: Rule, value: Any) -> str:
-    text: str = _typed(str, value, rule.text() or "a string")
-    by_path = rule.function and FUNCTION.fullmatch(text)
-    if rule.choices and text not in rule.choices and not by_path:
-        near = difflib.get_close_matches(text, rule.choices, n=1)
-        raise _Wrong(f"expected {rule.text()}", f'did you mean "{near[0]}"?' if near else "")
-    if "\0" in text or (rule.required and not text):
-        raise _Wrong("expected a string that is not empty")
-    return text
-
-
-def _pair(rule: Rule, value: Any) -> tuple[float, float]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise _Wrong("expected a list of two numbers")
-    return _number(float, rule, value[0]), _number(float, rule, value[1])
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _Wrong("expected a list of strings", 'for example ["node", "reward.mjs"]')
-    return tuple(value)
-
-
-def _environment(value: Any) -> dict[str, str]:
-    right = isinstance(value, dict) and all(isinstance(item, str) and "\0" not in item for item in value.values())
-    if not right or not all(name and "=" not in name and "\0" not in name for name in value):
-        raise _Wrong("expected a table of strings", 'for example env = { OMP_WAIT_POLICY = "PASSIVE" }')
-    return dict(value)
-
-
-def _fallback(hint: Any, field: dataclasses.Field[Any]) -> Any:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return "" if hint is str else None
-
-
-def _default_remedy(field: dataclasses.Field[Any]) -> str:
-    if field.default is dataclasses.MISSING:
-        return f"{field.name} is: {rule_of(field).doc}"
-    return f"the default is {show(field.default)}"
+def _stand_in(item: Item) -> Any:
+    """The default, or what the other checks can work with where a key has none."""
+    if item.default is not REQUIRED:
+        return item.default
+    return "" if item.hint is str else None
 
 
 def _sections_with(name: str) -> list[str]:
-    found = []
-    nested = {"learner.trigger": schema.Trigger, "weights.sparse": schema.Sparse,
-              "learner.controller": schema.Controller, "experiments.controller": schema.ControllerRules}
-    for section, cls in {**SECTIONS, **nested, "process": schema.Process}.items():
-        if any(f.name == name for f in dataclasses.fields(cls)):
-            found.append(f"[[{section}]]" if section == "process" else f"[{section}]")
-    return found
+    sections = [one for section, cls in SECTIONS.items() for one in tables(section, cls)]
+    found = [f"[{section}]" for section, cls in sections if name in items(cls)]
+    return found + ["[[process]]"] * (name in items(schema.Process))
 
 
 def show(value: Any) -> str:

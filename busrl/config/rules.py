@@ -1,29 +1,12 @@
-"""Rules between keys: combinations that can not be run, and ones that deserve a warning.
+"""Rules between keys: combinations that cannot be run, and ones that deserve a warning.
 
-One small function per subject, each yielding findings; `load.py` turns them into messages with places. Pure: looks at
-a topology's settings only, never at files or the machine.
+One small function per subject, each yielding findings; `load` turns them into messages with places. What engines,
+devices and weight transports need stands in `engine_rules`. Pure: looks at a topology's settings only, never at files
+or the machine.
 
 - A finding names every key it depends on, so that none is reported for a key whose own value is wrong already.
 - Refused is what trains something else than was asked for, or can never make progress; the rest warns.
-
-What the controller's keys mean together: its thresholds, whether the batch can vary, and what contradicts itself.
-
-Used by `resolve` and `rules`, and by the roles that count intervals. Pure: looks at a topology's settings only.
-
-- Only in mode `act` do n_lo and n_hi enter the sums for B and W: a controller that does not act changes nothing.
-- Settings of the other rule set are not looked at.
-
-What each value of `weights.transport` needs and forbids.
-
-One small function per subject, each yielding findings as those of `rules.py` do; a new transport adds its lines to the
-tables and its own function to CHECKS. Pure: looks at a topology's settings only. What a version costs in bytes is in
-`weight_costs.py`, the table for readers in docs/weights.md.
-
-- A combination that can not work is refused here, before anything starts; a transport may rely on it.
-
-Which settings an engine can not work with; those of weight transports are in `weight_rules.py`.
-
-Pure: looks at a topology's settings only. What an engine can do is told in docs/engines.md.
+- Only in mode `act` do the controller's n_lo and n_hi enter the sums for B and W.
 """
 
 from __future__ import annotations
@@ -31,31 +14,24 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from busrl.config.machinery import FUNCTION
 from busrl.config.reader import show
 from busrl.config.schema import (
     FOREIGN_ROLES,
     IMPLIED_ROLES,
-    RESTARTS,
     SINGLE_ROLES,
     TINY,
     BusFault,
     Controller,
     ControllerRules,
-    Openai,
     Process,
     Topology,
-    Weights,
 )
+from busrl.config.values import FUNCTION
 from busrl.faults import plan
 from busrl.states import CRASH_POINTS
-
-# -- Rules between keys: combinations that can not be run, and ones that deserve a warning ----------------------------
-
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
 MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it can not be dispatched
@@ -86,11 +62,6 @@ def lookup(topology: Topology, key: str) -> object:
     for part in key.split("."):
         value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
     return value
-
-
-def findings(topology: Topology) -> list[Finding]:
-    """All findings, in the order of the subjects below."""
-    return [finding for check in CHECKS for finding in check(topology)]
 
 
 def _loss(t: Topology) -> Iterator[Finding]:
@@ -425,13 +396,7 @@ def _named(key: str, given: Iterable[str], known: Sequence[str], what: str) -> I
             yield Finding((key,), f"there is no {what} {name!r}", remedy)
 
 
-CHECKS: tuple[Check, ...] = (
-    _run, _loss, _trigger, _weights, _scheduler, _predictor, _segments, _reward, _validation, _bus, _processes, _mock,
-    _faults,
-)
-
-
-# -- What the controller's keys mean together: its thresholds, whether the batch can vary, and what contradicts ... ---
+# -- the controller -----
 
 
 HERE, RULES = "learner.controller", "experiments.controller"
@@ -472,7 +437,7 @@ def explain_control(t: Topology) -> Iterator[str]:
         yield f"intervals of checkpoints and validation count {t.learner.trigger.n_min} groups as a step"
 
 
-def control_findings(t: Topology) -> Iterator[Finding]:
+def _control(t: Topology) -> Iterator[Finding]:
     """What contradicts itself, or the rest of the topology."""
     c = t.learner.controller
     if c.mode == "off":
@@ -525,215 +490,7 @@ def _act(t: Topology, c: Controller) -> Iterator[Finding]:
         yield Finding(("learner.updates_per_batch", f"{HERE}.n_lo"), rule, "lower updates_per_batch, or raise n_lo")
 
 
-# -- What each value of `weights.transport` needs and forbids ---------------------------------------------------------
-
-
-ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
-FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
-ONE_HOST = ("shm", "broadcast", "cuda_ipc", *FOLDERS)  # those that reach the learner's host alone: so far all
-SPARSE = ("shm", "broadcast")  # transports of values, which can send the changed ones alone, and a digest with them
-ONE_COPY = "cuda_ipc"  # the learner's weights are the engine's own tensors
-# The engines that a transport can give weights to. One that is not busrl's own (openai) has rules of its own.
-ENGINES: dict[str, tuple[str, ...]] = {
-    "shm": ("torch", "vllm", "mock"),
-    "broadcast": ("torch", "vllm"),
-    "cuda_ipc": ("torch", "vllm"),
-    "lora_hotswap": ("torch", "vllm"),
-    "lora_restart": ("torch", "vllm"),
-    "checkpoint_restart": ("torch", "vllm"),
-}
-OURS = ("torch", "vllm", "mock")
-
-
-def weight_findings(topology: Topology) -> list[Finding]:
-    """All findings, in the order of CHECKS."""
-    return [finding for check in WEIGHT_CHECKS for finding in check(topology)]
-
-
-def rollouts(t: Topology) -> Iterator[tuple[int, Process]]:
-    """The entries of rollout processes that run an engine of busrl's, with their positions."""
-    return ((i, entry) for i, entry in enumerate(t.process) if entry.role == "rollout" and not entry.command)
-
-
-def _engines(t: Topology) -> Iterator[Finding]:
-    """A transport that an engine has no way to take weights from."""
-    fit = ENGINES.get(t.weights.transport, OURS)
-    for index, entry in rollouts(t):
-        if entry.engine in OURS and entry.engine not in (*fit, "mock"):  # of scripted engines rules.py tells
-            keys = (f"process.{index}.engine", "weights.transport")
-            others = [name for name, engines in ENGINES.items() if entry.engine in engines]
-            yield Finding(keys, f"gives weights to {' and '.join(fit)} only", f"transport = one of {', '.join(others)}")
-
-
-def _adapters(t: Topology) -> Iterator[Finding]:
-    """A transport of adapters needs one to be trained."""
-    if t.weights.transport in ADAPTERS and not t.lora.on:
-        rule = "a version of it is a LoRA adapter, and none is trained"
-        remedy = 'set lora.rank, for example 8, or transport = "shm"'
-        yield Finding(("weights.transport", "lora.rank"), rule, remedy)
-
-
-def _lora(t: Topology) -> Iterator[Finding]:
-    lora = t.lora
-    if not lora.on:
-        for name, given in (("alpha", lora.alpha), ("targets", lora.targets), ("dropout", lora.dropout)):
-            if given:
-                rule = "LoRA is off: all weights are trained"
-                yield Finding((f"lora.{name}", "lora.rank"), rule, "set lora.rank, or remove it", warning=True)
-        return
-    if len(set(lora.targets)) < len(lora.targets):
-        yield Finding(("lora.targets",), "a layer is named twice", "name each once")
-    for name in lora.targets:
-        if not name or "." in name:
-            rule = f"{name!r} is no last name of a layer: every layer whose name ends with it gets an adapter"
-            yield Finding(("lora.targets",), rule, 'for example ["q_proj", "v_proj"]')
-    if lora.dropout:
-        rule = "two forwards of the same weights differ, so even the ratio of a fresh sample is not 1"
-        yield Finding(("lora.dropout",), rule, "0 for policy gradients", warning=True)
-        if t.learner.deterministic:
-            rule = "dropout draws other numbers in a step that is trained again after a crash"
-            yield Finding(("lora.dropout", "learner.deterministic"), rule, "dropout = 0, or deterministic = false")
-
-
-def _restarts(t: Topology) -> Iterator[Finding]:
-    """Keys that only a transport which restarts engines reads."""
-    weights = t.weights
-    if weights.transport in RESTARTS:
-        return
-    rule = f"{weights.transport} restarts no engine"
-    if weights.restart_every != 1:
-        yield Finding(("weights.restart_every", "weights.transport"), rule, "use learner.publish_every", warning=True)
-    if weights.on_restart != "continue":
-        yield Finding(("weights.on_restart", "weights.transport"), rule, "remove it", warning=True)
-
-
-def _ignored(t: Topology) -> Iterator[Finding]:
-    """Keys that this transport does not read: what they promise does not happen."""
-    weights, defaults, key = t.weights, Weights(), "weights.transport"
-    if weights.sparse.enabled and weights.transport not in SPARSE:
-        rule = f"{weights.transport} sends {_sent(weights.transport)}: nothing is left out of it"
-        remedy = f"remove it, or transport = one of {', '.join(SPARSE)}"
-        yield Finding(("weights.sparse.enabled", key), rule, remedy, warning=True)
-    for name in ("threshold", "key_every"):
-        if not weights.sparse.enabled and getattr(weights.sparse, name) != getattr(defaults.sparse, name):
-            keys = (f"weights.sparse.{name}", "weights.sparse.enabled")
-            yield Finding(keys, "sparse updates are off", "enabled = true, or remove it", warning=True)
-    if weights.checksum and weights.transport in FOLDERS:
-        rule = f"every file of a version has its CRC-32 with {weights.transport}, and is always checked"
-        yield Finding(("weights.checksum", key), rule, "remove it", warning=True)
-    elif weights.checksum and weights.transport not in SPARSE:
-        rule = f"{weights.transport} sends {_sent(weights.transport)}: there are no bytes to check"
-        yield Finding(("weights.checksum", key), rule, "remove it", warning=True)
-    if weights.bucket_mb != defaults.bucket_mb and weights.transport != "broadcast":
-        rule = f"{weights.transport} sends nothing in pieces"
-        yield Finding(("weights.bucket_mb", key), rule, 'transport = "broadcast", or remove it', warning=True)
-
-
-def _sent(transport: str) -> str:
-    """What goes from the learner to an engine, in words."""
-    return "nothing" if transport == ONE_COPY else "an adapter" if transport in ADAPTERS else "a whole folder"
-
-
-def _hosts(t: Topology) -> Iterator[Finding]:
-    """Rollouts that may join from another host, over a transport that ends at this one."""
-    if t.weights.transport not in ONE_HOST or t.bus.endpoint == "ipc":
-        return
-    if any(entry.role == "rollout" and (entry.count == 0 or entry.command) for entry in t.process):
-        rule = "it reaches engines on the learner's host only: one that joins from another host gets no new weights"
-        remedy = "let only engines with weights of their own join, or start rollouts on this host"
-        yield Finding(("weights.transport", "bus.endpoint"), rule, remedy, warning=True, depends=("process",))
-
-
-WEIGHT_CHECKS: tuple[Check, ...] = (_engines, _adapters, _lora, _restarts, _ignored, _hosts)
-
-
-# -- Which settings an engine can not work with; those of weight transports are in `weight_rules.py` ------------------
-
-
-def engine_findings(topology: Topology) -> list[Finding]:
-    """All findings, in the order of CHECKS."""
-    return [finding for check in ENGINE_CHECKS for finding in check(topology)]
-
-
-def _openai(t: Topology) -> Iterator[Finding]:
-    found = [(i, entry) for i, entry in rollouts(t) if entry.engine == "openai"]
-    if not found:
-        if t.openai != Openai():
-            keys = ("openai.base_url", "process")
-            rule = 'no [[process]] has engine = "openai"'
-            yield Finding(keys, rule, "remove [openai], or set the engine", warning=True, value="[openai]")
-        return
-    at = f"process.{found[0][0]}.engine"
-    yield from _address(t, at)
-    yield from _engine_weights(t, at, [entry for _, entry in found])
-    yield from _chat(t, at)
-    if t.generation.on_update == "keep":
-        rule = "an answer that an update cuts goes on from its tokens, so its keys are always computed again"
-        yield Finding(("generation.on_update", at), rule, '"recompute", or "auto"')
-    if t.generation.temperature != 1:
-        rule = "the server has to return the log-probabilities of what it draws from, after temperature"
-        remedy = "vLLM: --logprobs-mode processed_logprobs"
-        yield Finding(("generation.temperature", at), rule, remedy, warning=True)
-
-
-def _address(t: Topology, at: str) -> Iterator[Finding]:
-    url = t.openai.base_url
-    try:
-        parts = urllib.parse.urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        good = False
-    if not good:
-        rule = "is no address of an endpoint" if url else "an endpoint is asked, and none is named"
-        yield Finding(("openai.base_url", at), rule, "for example http://127.0.0.1:8000/v1")
-
-
-def _engine_weights(t: Topology, at: str, entries: list[Process]) -> Iterator[Finding]:
-    """Weights that are trained have to reach the server, or the run has to be one that can do without."""
-    if t.openai.update == "none":
-        if t.weights.mode != "fully-async":
-            rule = "the server keeps its first weights, so every sample is older than this mode allows"
-            remedy = 'update = "vllm" or "sglang", or mode = "fully-async"'
-            yield Finding(("openai.update", "weights.mode", at), rule, remedy)
-        else:
-            rule = "the server keeps its first weights: what is trained is ever further from what generates"
-            yield Finding(("openai.update", at), rule, 'update = "vllm" or "sglang"', warning=True)
-        return
-    if t.weights.transport not in FOLDERS:
-        rule = "a server in another process is told of a folder, and this transport writes none"
-        remedy = f"transport = one of {', '.join(FOLDERS)}"
-        yield Finding(("weights.transport", "openai.update", at), rule, remedy)
-    if sum(entry.count for entry in entries) > 1:
-        keys = ("openai.update", at)
-        rule = "two processes would load weights into one server, each without the other's knowledge"
-        yield Finding(keys, rule, "count = 1, with a larger generation.max_batch", depends=("process",))
-
-
-def _chat(t: Topology, at: str) -> Iterator[Finding]:
-    if t.openai.endpoint != "chat":
-        if t.openai.tools:
-            rule = "tools belong to the chat endpoint"
-            yield Finding(("openai.tools", "openai.endpoint"), rule, 'endpoint = "chat", or remove it')
-        return
-    if t.segments.on:
-        rule = "by chat an answer is made in one go: there is no way to go on from token ids"
-        yield Finding(("openai.endpoint", "segments.length", at), rule, 'endpoint = "completions", or length = 0')
-    if t.openai.update != "none" and t.weights.transport in RESTARTS and t.weights.on_restart != "finish":
-        rule = "by chat an answer has no pieces: what runs when new weights come would be lost, each time"
-        keys = ("weights.on_restart", "openai.endpoint", "weights.transport", at)
-        yield Finding(keys, rule, 'on_restart = "finish", or endpoint = "completions"')
-    if t.data.template != "chat":
-        rule = "the server makes a user turn of the prompt, and what is trained would be without it"
-        yield Finding(("openai.endpoint", "data.template", at), rule, 'template = "chat"')
-
-
-def _system(t: Topology) -> Iterator[Finding]:
-    if t.data.system and t.data.template != "chat":
-        rule = "a text has no place for a system prompt"
-        yield Finding(("data.system", "data.template"), rule, 'template = "chat", or write it into the prompts')
-    if t.data.system and any(e.role == "rollout" and (e.count == 0 or e.command) for e in t.process):
-        rule = "rollouts from outside are not told of it, and their prompts would be without it"
-        yield Finding(("data.system", "process"), rule, "write the prompts as messages, the system message first")
-
-
-ENGINE_CHECKS: tuple[Check, ...] = (_openai, _system)
+CHECKS: tuple[Check, ...] = (
+    _run, _loss, _trigger, _weights, _scheduler, _predictor, _segments, _reward, _validation, _bus, _processes, _mock,
+    _faults, _control,
+)

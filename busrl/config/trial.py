@@ -1,20 +1,15 @@
-"""Prompts in tokens: what `generation.max_prompt_tokens = "auto"` comes to, and which prompts a given limit leaves out.
+"""What a run would do with its prompts, tried before it starts: their tokens, and what the reward says of the first.
 
-Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch. Talks to the
-prompt files that `busrl.data.prompts` has scanned. Knows nothing of other keys' rules.
+Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch: that is what
+`generation.max_prompt_tokens = "auto"` comes to, and which prompts a given limit leaves out. The reward runs in a
+process of its own (`busrl.rewards.trial`) with deadlines, since it is foreign code: it may raise, hang or print.
+Knows nothing of other keys' rules, or of how a report looks.
 
 - A file of up to ALL prompts is counted whole; of a larger one the longest by bytes and some spread evenly are, and
-  what is said names how many. The rest is bounded by the most tokens for a byte that were seen.
+  the text says how many. The rest is bounded by the most tokens for a byte that were seen.
 - Where nothing can be counted a byte counts as a token, which no common tokenizer exceeds.
-
-What a run would do with its first prompt, tried before it starts: the prompt as the model reads it, its token ids,
-and what the reward says of an empty answer and of the right one (of a made-up one where the record names none).
-
-The reward runs in a process of its own with deadlines (`busrl.rewards.trial`), since it is foreign code: it may raise,
-hang or print. Talks to the prompt file and the model folder. Knows nothing of how a report looks.
-
-- A reward that can not be loaded, or that fails for every answer that is tried, is a problem: each sample of the run
-  would be lost. One that fails for some of them, or says the same of both, is told.
+- A reward that cannot be loaded, or that fails for every answer that is tried, is a problem: each sample of the run
+  would be lost. One that fails for some of them, or gives both the same value, is reported.
 """
 
 from __future__ import annotations
@@ -31,23 +26,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from busrl import quickstart
+import msgspec
+import numpy as np
+
 from busrl.config import machine
-from busrl.config.machinery import FUNCTION
 from busrl.config.schema import TINY, Topology, has_model
-from busrl.data.chat import LightTokenizer
-from busrl.data.prompts import open_file, prompt_lines, prompt_of
+from busrl.config.values import FUNCTION
+from busrl.data.chat import LightTokenizer, template_of
+from busrl.data.prompts import Scan, open_file, prompt_lines, prompt_of
 from busrl.errors import DataError, Problem
 
-if TYPE_CHECKING:
-    from busrl.data.chat import LightTokenizer
-    from busrl.data.prompts import Scan
-
-
-
-# -- Prompts in tokens: what `generation.max_prompt_tokens = "auto"` comes to, and which prompts a given limit ... ----
+# -- prompts in tokens -----
 
 
 ALL = 20_000  # prompts that are all counted,
@@ -151,7 +142,7 @@ def _too_many(one: Counted, limit: int, context: int) -> Problem:
     return Problem("", "", rule, f'"auto" or {max(longest, one.bound)} fits all, {one.fits_most()} fits 99 %')
 
 
-# ------------------------------------------------------------------------------------------------------ counting
+# -- counting -----
 
 
 def _counted(topology: Topology, scans: Mapping[str, Scan]) -> Iterator[Counted]:
@@ -173,31 +164,26 @@ def _counted(topology: Topology, scans: Mapping[str, Scan]) -> Iterator[Counted]
 
 
 def _tokenizer(topology: Topology) -> LightTokenizer | None:
-    from busrl.data.chat import LightTokenizer
-
-    tools = tools_of_chats(topology)
-    if topology.model.path.startswith(TINY):
-        made = quickstart.paths(topology.model.path) if quickstart.known(topology.model.path) else None
-        return LightTokenizer.of(made.model, tools) if made else None
-    return LightTokenizer.of(Path(topology.model.path), tools)
+    folder = machine.model_at(topology.model.path)
+    return LightTokenizer.of(folder, tools_of_chats(topology)) if folder else None
 
 
 def tools_of_chats(topology: Topology) -> list[Any]:
     """What every chat request names, and the template with it."""
     asked = topology.openai.tools if topology.openai.endpoint == "chat" else ""
-    return machine.read_list(Path(asked)) if asked else []
+    listed = machine.read_json(Path(asked)) if asked else None
+    return listed if isinstance(listed, list) else []
 
 
 def _tiny(path: str, light: LightTokenizer | None) -> Counted:
     """A tiny task's prompts have a known length in characters, made or not."""
-    longest = quickstart.RECIPES[path].max_prompt_tokens if quickstart.known(path) else UNKNOWN
+    task = machine.task_of(path)
+    longest = task.max_prompt_tokens if task else UNKNOWN
     tokens = light.counts(["9" * longest])[0] if light is not None else longest
     return Counted(path, 1, (), (), (), max(longest, tokens), "a bound")
 
 
 def _by_bytes(topology: Topology, scan: Scan) -> Counted:
-    from busrl.data.chat import template_of
-
     chat = topology.data.template == "chat"
     written = len(template_of(Path(topology.model.path)).encode()) + len(topology.data.system.encode()) if chat else 0
     how = "a byte counted as a token: there is no tokenizer.json, or no package tokenizers"
@@ -219,8 +205,6 @@ def _by_tokens(topology: Topology, scan: Scan, light: LightTokenizer) -> Counted
 
 def _chosen(scan: Scan) -> tuple[list[int], list[bool]]:
     """Which lines are counted, in the order of the file, and which of them stand for the whole file."""
-    import numpy as np
-
     sizes = np.frombuffer(scan.sizes, np.int64)
     if scan.count <= ALL and sizes.sum() <= ALL_BYTES:
         return list(range(scan.count)), [True] * scan.count
@@ -234,10 +218,6 @@ def _chosen(scan: Scan) -> tuple[list[int], list[bool]]:
 
 def _tokens(topology: Topology, scan: Scan, light: LightTokenizer, chosen: Sequence[int]) -> Iterator[int]:
     """Tokens of the prompts of these lines."""
-    import msgspec
-
-    from busrl.data.prompts import prompt_of
-
     with open(scan.path, "rb") as file:
         for begin in range(0, len(chosen), BATCH):
             prompts = []
@@ -253,8 +233,6 @@ def _tokens(topology: Topology, scan: Scan, light: LightTokenizer, chosen: Seque
 
 def _rest(scan: Scan, chosen: Sequence[int], tokens: Sequence[int]) -> int:
     """A bound on the tokens of the prompts that were not counted."""
-    import numpy as np
-
     if len(chosen) == scan.count:
         return 0
     sizes = np.frombuffer(scan.sizes, np.int64)
@@ -264,7 +242,7 @@ def _rest(scan: Scan, chosen: Sequence[int], tokens: Sequence[int]) -> int:
     return overhead + int(most * int(left.max())) + 1
 
 
-# -- What a run would do with its first prompt, tried before it starts: the prompt as the model reads it, its ... -----
+# -- the first prompt and its reward -----
 
 
 LOAD_S = 60.0  # importing a reward may take so long
@@ -317,7 +295,7 @@ class First:
 def try_first(t: Topology) -> Trial:
     """Load the reward, and judge the first record with it where one is there."""
     first = first_of(t)
-    tokenizer = _model_tokenizer(t)
+    tokenizer = _tokenizer(t)
     answers = list(_answers(t, first, tokenizer)) if first and _is_ours(t) else []
     not_loaded, tried = call(t, first.line if first else "{}", answers)
     lines = [*_prompt(t, first, tokenizer), *_judged(tried)] if first else []
@@ -328,7 +306,7 @@ def first_of(t: Topology) -> First | None:
     """The first line of data.train; None where there is none to be read (a quickstart's that is not made yet)."""
     path = t.data.train
     if path.startswith(TINY):
-        made = quickstart.paths(path)
+        made = machine.made(path)
         if made is None:
             return None
         path = str(made.train)
@@ -349,16 +327,6 @@ def _is_ours(t: Topology) -> bool:
 def _generates(t: Topology) -> bool:
     """Whether an engine of busrl's makes answers here with the model's own end tokens."""
     return any(entry.role == "rollout" and has_model(entry) for entry in t.process)
-
-
-def _model_tokenizer(t: Topology) -> LightTokenizer | None:
-    folder = Path(t.model.path)
-    if t.model.path.startswith(TINY):
-        made = quickstart.paths(t.model.path)
-        if made is None:
-            return None
-        folder = made.model
-    return LightTokenizer.of(folder, tools_of_chats(t))
 
 
 def _answers(t: Topology, first: First, tokenizer: LightTokenizer | None) -> Iterator[tuple[str, str, list[int]]]:
@@ -402,7 +370,7 @@ def _short(value: Any) -> str:
 
 def ends(t: Topology) -> str:
     """What is wrong with the tokens that end an answer; empty where nothing is, or where no model runs here."""
-    tokenizer = _model_tokenizer(t) if not t.model.path.startswith(TINY) and _generates(t) else None
+    tokenizer = _tokenizer(t) if not t.model.path.startswith(TINY) and _generates(t) else None
     if tokenizer is None:
         return ""
     folder = Path(t.model.path)
@@ -422,7 +390,7 @@ def ends(t: Topology) -> str:
     return ""
 
 
-# ------------------------------------------------------------------------------------------------ the other process
+# -- the other process -----
 
 
 Answers = list[tuple[str, str, list[int]]]
@@ -508,7 +476,7 @@ def _last_words(child: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
     return f"exit code {code}" + (f", {rows[-1]}" if rows else "")
 
 
-# -- a loss, an advantage estimator and metrics by import path ----------------
+# -- a loss, an advantage estimator and metrics by import path -----
 
 
 def try_functions(t: Topology) -> list[tuple[str, str]]:

@@ -2,11 +2,13 @@
 endpoint, and a scripted one without a model.
 
 Used by the rollout role, which knows `Engine`, `Request` and `Finished` only. Importing this package imports no torch;
-`make_engine` imports what the topology asks for.
+`make_engine` imports what the topology asks for. A new engine is its own module, a line in `MAKERS`, and its name in
+`busrl.config`, with the transports that bring it weights.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from busrl.engines.base import ABORTED, EOS, LENGTH, Engine, Event, Finished, Request, Statistics
@@ -16,29 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["ABORTED", "EOS", "LENGTH", "Engine", "Event", "Finished", "Request", "Statistics", "make_engine"]
 
+MAKERS = {  # each module has a function `make(topology, process)`
+    "torch": "busrl.engines.torch.engine",
+    "vllm": "busrl.engines.vllm.engine",
+    "openai": "busrl.engines.openai.engine",
+    "mock": "busrl.engines.scripted",
+}
+
 
 def make_engine(topology: Topology, process: str = "") -> Engine:
-    """The engine of that rollout process."""
-    kind = _kind(topology, process)
-    if kind == "mock":
-        from busrl.engines.scripted import make
-
-        return make(topology, process)
-    if kind == "vllm":
-        from busrl.engines.vllm.engine import VllmEngine
-
-        return VllmEngine.of(topology)
-    if kind == "openai":
-        from busrl.engines.openai.engine import make as make_served
-
-        return make_served(topology)
-    from busrl.engines.torch.engine import make as make_torch
-
-    return make_torch(topology, process)
-
-
-def _kind(topology: Topology, process: str) -> str:
-    """What generates in that process; one that joins from outside is as the first of its role."""
+    """The engine of that rollout process; one that joins from outside is as the first of its role."""
     named = (one.spec.engine for one in topology.processes() if one.name == process)
     entries = (entry.engine for entry in topology.process if entry.role == "rollout")
-    return next(named, next(entries, "torch"))
+    kind = next(named, next(entries, "torch"))
+    engine: Engine = import_module(MAKERS[kind]).make(topology, process)
+    return engine

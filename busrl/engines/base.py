@@ -1,29 +1,23 @@
 """What an inference engine is: requests in, finished sequences out, new weights between two decoding steps.
 
-The rollout role talks to this protocol alone, so an embedded engine, a server or a script behind it look the same.
+The rollout role talks to the `Engine` protocol alone, so an embedded engine, a server or a script behind it look the
+same. Also what all engines share: the answer under way, the seeds and random streams of samples, the clock of pauses.
 Knows nothing of slots, the bus or rewards, and imports no torch.
 
-- Sequences join before a decoding step and leave after it; new weights enter between two.
+- Sequences join before a decoding step and leave after it; new weights enter between two steps.
 - Every token carries its id, its log-probability under the distribution that it was drawn from, and the version of
   the weights that produced it.
 - A sample is a function of (seed, uid, segment, weights): what it is batched with does not matter. (A server that
   draws its own numbers can promise less; docs/engines.md says which.)
-
-Whether an engine is paused, and for how long it was in all. Knows nothing else.
-
-The random numbers of a sample: one stream for each (run seed, uid, segment), drawn when the request arrives.
-
-Used by the engines; talks to nothing. A counter-based generator makes the streams independent without any state to
-keep: the key is (seed, uid), the segment sits in the counter, and a repeated draw gives the same numbers.
-
-- Uniforms lie strictly inside (0, 1) on a grid of 2**-32, so u * total < total holds in float64.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -34,15 +28,14 @@ if TYPE_CHECKING:
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
-
-
-# -- What an inference engine is: requests in, finished sequences out, new weights between two decoding steps ---------
-
-
 EOS = 1
 LENGTH = 2
 ABORTED = 3
+PIECE = 1 << 32  # segments are numbered below it, so piece k of segment s draws from stream s + k * PIECE
+_MASK = (1 << 64) - 1
 Pause = Literal["keep", "wait", "abort"]
+Ids = npt.NDArray[np.int32]
+NO_IDS: Ids = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -52,26 +45,26 @@ class Request:
     key: int
     uid: int
     segment: int
-    prompt_ids: npt.NDArray[np.int32]
-    prefix_ids: npt.NDArray[np.int32]
+    prompt_ids: Ids
+    prefix_ids: Ids
     max_new_tokens: int
     temperature: float
     top_p: float
     seed: int
-    stream: bool = False  # its tokens are told by `events` as they come
+    stream: bool = False  # `events` hands over its tokens as they come
 
 
 @dataclass(frozen=True)
 class Finished:
     """The new tokens of one request. `finish` is EOS (the last token ends the sequence), LENGTH (a limit cut it) or
-    ABORTED (it was told to end: it may have no token at all).
+    ABORTED (the caller ended it: it may have no token at all).
 
     `text` is the text of the whole answer where the engine knows it; otherwise it is decoded from the ids. `refused`
     says why a server will not answer this request at all.
     """
 
     key: int
-    token_ids: npt.NDArray[np.int32]
+    token_ids: Ids
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.uint32]
     finish: int
@@ -81,13 +74,65 @@ class Finished:
 
 @dataclass(frozen=True)
 class Event:
-    """What a streaming request produced since its last event; `finish` is None while it goes on."""
+    """What a streaming request produced since its last event; `finish` is None while it is running."""
 
     key: int
-    token_ids: npt.NDArray[np.int32]
+    token_ids: Ids
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.uint32]
     finish: int | None = None
+
+
+@dataclass
+class PartialAnswer:
+    """A request and the tokens that it has so far, from one start of an engine or from several."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    streamed: int = 0  # tokens that events have handed over
+    pieces: int = 0  # how often an engine was stopped after it had made tokens
+
+    @property
+    def known_ids(self) -> list[int]:
+        """All tokens in order, those of the prompt and of earlier segments included."""
+        return [*self.request.prompt_ids.tolist(), *self.request.prefix_ids.tolist(), *self.token_ids]
+
+    def add(self, ids: Iterable[int], logprobs: Iterable[float], versions: Iterable[int]) -> None:
+        self.token_ids += ids
+        self.logprobs += logprobs
+        self.versions += versions
+
+    def add_piece(self, piece: Finished) -> None:
+        """Take over what an engine had made when it was stopped."""
+        if len(piece.token_ids):
+            self.add(piece.token_ids.tolist(), piece.logprobs.tolist(), piece.versions.tolist())
+            self.pieces += 1
+
+    def rest(self) -> Request:
+        """The request for what is left. It draws from a stream of random numbers that no piece before has used."""
+        first = self.request
+        return replace(
+            first,
+            segment=first.segment + PIECE * self.pieces,
+            prefix_ids=np.concatenate([first.prefix_ids, np.array(self.token_ids, np.int32)]),
+            max_new_tokens=first.max_new_tokens - len(self.token_ids),
+        )
+
+    def event(self, finish: int | None = None) -> Event:
+        """What came since the last event."""
+        begin, self.streamed = self.streamed, len(self.token_ids)
+        return Event(self.request.key, *self._arrays(begin), finish)
+
+    def finished(self, finish: int, text: str | None = None, refused: str = "") -> Finished:
+        return Finished(self.request.key, *self._arrays(0), finish, text, refused)
+
+    def _arrays(self, begin: int) -> tuple[Ids, npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
+        logprobs = np.minimum(np.array(self.logprobs[begin:], np.float32), np.float32(0.0))
+        if self.request.temperature <= 0:  # a distribution with one point
+            logprobs[~np.isnan(logprobs)] = 0.0
+        return np.array(self.token_ids[begin:], np.int32), logprobs, np.array(self.versions[begin:], np.uint32)
 
 
 @dataclass(frozen=True)
@@ -137,8 +182,8 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Finished]:
-        """Do one decoding step for all; returns those that ended. An engine with a loop of its own returns what ended
-        since, and waits a moment if nothing did."""
+        """Do one decoding step for all; returns those that ended. An engine with its own loop returns what ended
+        since the last call, and waits a moment if nothing did."""
         ...
 
     def abort(self, key: int) -> Finished | None:
@@ -158,12 +203,12 @@ class Engine(Protocol):
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
         """The engine's own receiver of weights, where its model is in another process or there is none; None: the
-        caller makes the ordinary one. `name` is the process, by which errors call it."""
+        caller makes the ordinary one. `name` is the process, as errors name it."""
         ...
 
     def update_weights(self, receiver: Receiver) -> tuple[int, int]:
         """Take the receiver's newest version between two steps; returns (version, learner's step). Tokens drawn from
-        here on carry it. WeightsRefused leaves the engine as it was; after any other error it is not to be used."""
+        here on carry it. WeightsRefused leaves the engine as it was; after any other error it must not be used."""
         ...
 
     def statistics(self) -> Statistics: ...
@@ -172,7 +217,7 @@ class Engine(Protocol):
         """Token ids of a text, or of a chat as the model's template writes it, up to the start of the answer."""
         ...
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
+    def decode(self, ids: Sequence[int] | Ids, ended: bool = True) -> str:
         """Text of generated ids; with `ended` the final end-of-sequence token is left out."""
         ...
 
@@ -181,11 +226,21 @@ class Engine(Protocol):
         ...
 
 
-# -- Whether an engine is paused, and for how long it was in all. Knows nothing else ----------------------------------
+def check_rows(engine: Engine, requests: Sequence[Request]) -> None:
+    """ValueError if there are more requests than free rows."""
+    free = engine.capacity - engine.active
+    if len(requests) > free:
+        raise ValueError(f"{len(requests)} requests for {free} free rows; look at capacity")
+
+
+def room_for(request: Request, max_length: int) -> int:
+    """How many tokens the request may produce before a limit cuts it; 0 or less if none."""
+    return min(request.max_new_tokens, max_length - len(request.prompt_ids) - len(request.prefix_ids))
 
 
 class Pauses:
-    """running -> paused (`begin`) -> running (`end`); both may be called twice."""
+    """Whether an engine is paused, and for how long it was. running -> paused (`begin`) -> running (`end`); both
+    may be called twice."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -209,14 +264,21 @@ class Pauses:
         self._seconds, self._begun = self.seconds, None
 
 
-# -- The random numbers of a sample: one stream for each (run seed, uid, segment), drawn when the request arrives -----
+# -- the random numbers of a sample -----------------------------------------------------------------------------------
 
 
-_MASK = (1 << 64) - 1
+def seed_of(request: Request, produced: int) -> int:
+    """63 bits for a generator outside this process: a function of (seed, uid, segment, tokens so far). The rest of an
+    answer has another seed, or its numbers would be those of the beginning."""
+    text = struct.pack("<QQQQ", request.seed & _MASK, request.uid & _MASK, request.segment, produced)
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 class Streams:
-    """Draws uniforms for samples. One generator is re-keyed for each, which is cheaper than making one."""
+    """One stream of uniforms for each (run seed, uid, segment), from a counter-based generator: the key is
+    (seed, uid), the segment is in the counter, so there is no state to keep. One generator is re-keyed for each draw,
+    which is cheaper than making one. Uniforms lie strictly inside (0, 1) on a grid of 2**-32, so u * total < total
+    holds in float64."""
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(key=0)

@@ -286,6 +286,7 @@ class ScriptedEngine:
         return VersionReceiver(settings.segment, timeout_s=settings.timeout_s)
 
     def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+        assert receiver.kind == "tensors"  # by the rules of a topology
         version, step = receiver.fetch({})
         self._version = version
         self._updates += 1

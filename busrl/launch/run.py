@@ -42,7 +42,8 @@ import numpy as np
 
 from busrl import device
 from busrl.bus import Endpoint
-from busrl.config import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY, ProcessName, Topology, machine
+from busrl.config import ProcessName, Topology, machine
+from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY
 from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.gateway import FairClock

@@ -41,15 +41,17 @@ from pathlib import Path
 from typing import Any
 
 import busrl
+from busrl import files
 from busrl.bus.security import prepare as prepare_endpoint
-from busrl.config import TINY, Topology
+from busrl.config import Topology
 from busrl.config.names import modern
+from busrl.config.schema import TINY
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunFinished, RunInUse, UserError
+from busrl.files import LineFile
 from busrl.launch.fates import PutBack, lost_fates, put_back
 from busrl.launch.guardian import end_left_behind
 from busrl.launch.story import Story, as_map, read_map, tail_rows
 from busrl.launch.supervisor import is_titled
-from busrl.ledger.log import LineFile, write_whole
 from busrl.ledger.openbin import remove_open
 from busrl.ledger.trained import mend_trained_set
 from busrl.paths import SHM, RunPaths
@@ -351,7 +353,7 @@ class OpenRun:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if not path.is_file() or path.read_bytes() != data:
-                    write_whole(path, data)
+                    files.replace(path, data)
                     done.append(f"{path} was removed or changed by somebody else; it is written again as it was")
             except (OSError, MachineError) as problem:
                 done.append(f"{path} was removed or changed by somebody else, and can not be written again: {problem}")
@@ -637,7 +639,7 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
     }
     written = {paths.topology: topology.to_json().encode(), paths.run_json: json.dumps(info, indent=2).encode() + b"\n"}
     for path, data in written.items():
-        write_whole(path, data)
+        files.replace(path, data)
     return written
 
 

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from busrl import files
 from busrl.errors import first_line
 from busrl.gateway import Tally
 from busrl.launch.guardian import stat_of
@@ -45,7 +46,6 @@ from busrl.launch.story import Progress, duration, in_words, short
 from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport
 from busrl.ledger.errors import Throttle, record_error
-from busrl.ledger.log import show_whole, write_whole
 from busrl.paths import RunPaths
 from busrl.protocol import address
 from busrl.protocol import messages as m
@@ -239,7 +239,7 @@ class EventLog:
             told.append(f"{shown(sender, severity, where, text)} ({count} more like this)")
         if self._changed and (everything or now >= self._next_save):
             self._changed, self._next_save = False, now + SAVE_EVERY_S
-            show_whole(self._paths.supervisor, self.plain())
+            files.show(self._paths.supervisor, self.plain())
         return told
 
     def close(self, now: float) -> list[str]:
@@ -345,7 +345,7 @@ def build(
 
 def write(paths: RunPaths, summary: dict[str, Any]) -> None:
     """Write summary.json whole."""
-    write_whole(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False, default=str).encode() + b"\n")
+    files.replace(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False, default=str).encode() + b"\n")
 
 
 def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunPaths) -> list[str]:

@@ -35,6 +35,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from busrl import files
 from busrl.bus import Endpoint
 from busrl.config import Topology
 from busrl.config.machine import model_facts
@@ -42,7 +43,6 @@ from busrl.config.rules import RESERVE_PROCESSES
 from busrl.errors import MessageTooLarge
 from busrl.gateway import BAD, Answer, Desk, Gone, Held, Limits, Member, Room, Settings, Tally
 from busrl.gateway.checks import tensor
-from busrl.ledger.log import show_whole
 from busrl.paths import RunPaths
 from busrl.protocol import Fault, Rejected, address, is_address, kind_of
 from busrl.protocol import gateway as g
@@ -292,7 +292,7 @@ class Gateway:
         book = RemoteBook(ring, self.steps, self._announce, SegmentCuts.of(topology))
         self.desk = Desk(book, settings_of(topology), self.tally, time.monotonic())
         self._prompt_tokens = topology.max_prompt_tokens
-        self._vocabulary = model_facts(Path(topology.model.path), 0).vocabulary
+        self._vocabulary = model_facts(Path(topology.model.path)).vocabulary
         self._next_save = 0.0
         self._named: set[str] = set()
         self._look_at_version()
@@ -381,7 +381,7 @@ class Gateway:
 
     def _save(self) -> None:
         self.tally.changed = False
-        show_whole(self.paths.gateway, {"workers": self.tally.plain()})
+        files.show(self.paths.gateway, {"workers": self.tally.plain()})
 
 
 def settings_of(topology: Topology) -> Settings:

@@ -40,7 +40,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -51,8 +50,9 @@ import numpy.typing as npt
 from busrl.config.derive import admission_limits
 from busrl.data import prompt_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
+from busrl.engines.base import PartialAnswer
 from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
-from busrl.ledger.log import LineFile
+from busrl.files import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import SlotTooSmall, State
@@ -71,8 +71,8 @@ from busrl.roles.trajectory import (
     write_text,
 )
 from busrl.states import Fate, HeaderWord
-from busrl.weights import Receiver, make_receiver, settings_of, share_weights
-from busrl.weights.base import VersionSteps
+from busrl.weights.base import Receiver, VersionSteps
+from busrl.weights.factory import Settings, make_receiver
 
 # -- How fast a rollout process decodes: sums over short intervals, from which `busrl simulate --fit` learns its ... --
 
@@ -160,44 +160,19 @@ def one_in(nbytes: int) -> int:
 # -- What an engine runs while it has to start again with new weights: finished before, or cut and continued ... ------
 
 
-PIECE = 1 << 32  # segments are numbered below it, so piece k of segment s draws from stream s + k * PIECE
-
-
-@dataclass
-class _Running:
-    """A request as it was submitted first, and the pieces of its answer so far."""
-
-    request: Request
-    pieces: list[Finished]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(piece.token_ids) for piece in self.pieces)
-
-    def rest(self) -> Request:
-        """What is left to be generated."""
-        first = self.request
-        return replace(
-            first,
-            segment=first.segment + PIECE * len(self.pieces),
-            prefix_ids=np.concatenate([first.prefix_ids, *(piece.token_ids for piece in self.pieces)]).astype(np.int32),
-            max_new_tokens=first.max_new_tokens - self.tokens,
-        )
-
-
 class Restart:
     """`finish`: let answers end before the engine restarts, and start none meanwhile; else they are cut."""
 
     def __init__(self, finish: bool) -> None:
         self.finish = finish
         self.draining = False
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, PartialAnswer] = {}
         self._cut: list[int] = []  # keys of what was taken out of the engine, until it goes on
 
     def submitted(self, requests: Iterable[Request]) -> None:
         """Remember what runs; every request comes back by `whole`."""
         for request in requests:
-            self._running[request.key] = _Running(request, [])
+            self._running[request.key] = PartialAnswer(request)
 
     def waits(self, engine: Engine) -> bool:
         """Whether the restart has to wait for running answers; none is to be started meanwhile (`draining`)."""
@@ -210,8 +185,7 @@ class Restart:
         for one in engine.pause("abort"):
             if one.finish == ABORTED:
                 self._cut.append(one.key)
-                if len(one.token_ids):
-                    self._running[one.key].pieces.append(one)
+                self._running[one.key].add_piece(one)
             else:
                 ended.append(one)
         return ended
@@ -227,14 +201,8 @@ class Restart:
         running = self._running.pop(last.key, None)
         if running is None or not running.pieces:
             return last
-        pieces = [*running.pieces, last]
-        return replace(
-            last,
-            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
-            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-            versions=np.concatenate([piece.versions for piece in pieces]),
-            text=None,  # the engine knows that of the last piece at most
-        )
+        running.add_piece(last)  # without its text: the engine knows that of the last piece at most
+        return running.finished(last.finish, refused=last.refused)
 
 
 # -- A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and versions --------------
@@ -283,9 +251,9 @@ class Rollout(Actor):
         self.version = 0
         self.steps = VersionSteps()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
-        own = self.engine.receiver(settings_of(self.topology, self.paths), self.worker_id)
-        self.receiver: Receiver = own or make_receiver(self.topology, self.paths, self.worker_id)
-        share_weights(self.receiver, self.engine)
+        weights = Settings.of(self.topology, self.paths)
+        own = self.engine.receiver(weights, self.worker_id)
+        self.receiver: Receiver = own or make_receiver(weights, self.worker_id)
         finish = self.topology.weights.on_restart == "finish"
         if self.receiver.kind == "folder":
             self.restart = Restart(finish)

@@ -1,36 +1,19 @@
-"""Service times and answers of a finished run, from the files that it left.
+"""What is known of a topology's service times and answers: from a finished run, from a fit file, or assumed.
 
-Reads topology.json, metrics.jsonl, groups.jsonl, pace/*.jsonl and summary.json of a run directory; changes nothing.
-Knows nothing of how a simulation goes.
+Reads topology.json, metrics.jsonl, groups.jsonl, pace/*.jsonl and summary.json of a run directory, and the fit file
+beside a topology; changes nothing. Knows nothing of events or tables.
 
-actors    wall time without waits, over intervals of a quarter second ~ step_s x steps + row_s x tokens + sequence_s x
-          joined: least squares without negative numbers
-learner   learner_token_s: seconds in forward and backward over the tokens trained; what is left of a step without its
-          waits ~ learner_step_s + learner_group_s x groups set aside. Steps of one size tell no slope by themselves
-rewards   Little's law: mean slots in GENERATED and REWARDING over the samples that passed through per second
-answers   lengths and rewards of every group that ended, by prompt and by the step of the weights they began with
-
-Spreads over the time stay 0: what single intervals are off is mostly what a straight line leaves out, and not chance.
-Taken as chance it made foretold throughput worse (on a busy machine 7 % off against 1 %).
-
-What is known of the quickstart without a run of one's own: times, lengths and rewards that are shipped with busrl.
-
-Reads one file of the package, `tiny_sort.jsonl`, which `tools/bench/ship_quickstart.py` makes from a finished run.
-Knows nothing of other models, of events or of tables.
-
-- First line: {"source": text, "times": {name: seconds}}. Every further line is a group: [step of its weights, prompt,
-  [length, ...], "0110..." (rewards)].
-- A draw is one of the shipped prompts by chance. Its answers are those of a prompt of the same kind (first digit and
-  size, which is all that the lengths of this task depend on) at about the same step.
-
-Which service time comes from where: [simulate] as written, a fitted run, [mock], shipped figures, or an assumption.
-
-Pure: a topology and what is known goes in, `Times` with a source for every number come out. Knows nothing of answers,
-events or files.
-
-- The first of these that knows a time gives it: `simulate.*` keys of the topology, --fit, `[mock]` (scripted engines),
-  the shipped figures of the quickstart, and last the defaults of [simulate], which are assumed.
-- The learner takes at least `mock.learner_s_per_token` for a token, as a real one does.
+- `simulate.*` keys of the topology go first, then --fit, `[mock]` (scripted engines), the fit file, and last the
+  defaults of [simulate], which are assumed. Every number carries its source.
+- Actors: wall time without waits, over intervals of a quarter second ~ step_s x steps + row_s x tokens + sequence_s x
+  joined, by least squares without negative numbers.
+- Learner: learner_token_s is the seconds in forward and backward over the tokens trained (steps of one size tell no
+  slope by themselves); the rest of a step without its waits ~ learner_step_s + learner_group_s x groups set aside. A
+  token takes at least `mock.learner_s_per_token`, as in a real run.
+- Rewards, by Little's law: mean slots in GENERATED and REWARDING over the samples that passed through per second.
+- Answers: lengths and rewards of every group that ended, by prompt and by the step of the weights they began with.
+- Spreads over the time stay 0: what single intervals are off is mostly what a straight line leaves out, not chance.
+  Taken as chance it made foretold throughput worse (on a busy machine 7 % off against 1 %).
 """
 
 from __future__ import annotations
@@ -39,7 +22,6 @@ import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -53,13 +35,12 @@ from busrl.config.schema import TINY, Simulate
 from busrl.data.prompts import JsonlStream, plain_text
 from busrl.data.trace import Task
 from busrl.errors import DataError, NoSuchRun, UserError
-from busrl.ledger.log import of_step
+from busrl.ledger.trainlog import of_step
 from busrl.paths import RunPaths
 from busrl.simulate.actors import PACE_S, STATED, Times, judges_of
 from busrl.simulate.answers import Recorded, RecordedAnswers, chance
 
-# -- Service times and answers of a finished run, from the files that it left -----------------------------------------
-
+# -- a finished run -------------------------------------------------------------------------------------------
 
 Floats = npt.NDArray[np.float64]
 LEAST_INTERVALS = 8  # of a rollout process, with at least one decoding step each
@@ -140,9 +121,6 @@ def task_of(stream: JsonlStream, draw: int) -> Task:
     """A draw as policies see it."""
     record = stream.record(stream.item(draw))
     return Task(plain_text(record[stream.prompt_key]), (1,), tag=str(record.get("tag", "")))
-
-
-# ------------------------------------------------------------------------------------------------------- the parts
 
 
 def _intervals(paths: RunPaths) -> dict[str, list[dict[str, Any]]]:
@@ -274,9 +252,6 @@ def _groups(paths: RunPaths, topology: Topology) -> tuple[Recorded, ...]:
         raise UserError(f"{paths.root}: its prompts can not be read any more: {problem}") from None
 
 
-# ---------------------------------------------------------------------------------------------------------- helpers
-
-
 def nonnegative(sums: Floats, seconds: Floats) -> Line:
     """Least squares with all numbers >= 0: the best over all subsets of the columns, then scaled so that the total is
     that of the observations, on which throughput hangs. `sums` [n, k], k small."""
@@ -330,16 +305,17 @@ def _missing(path: Path, what: str) -> UserError:
     return UserError(f"{path}: {what}; give a run of this busrl that made at least {LEAST_STEPS + 1} steps and ended")
 
 
-# -- What is known of the quickstart without a run of one's own: times, lengths and rewards that are shipped ... ------
-
-
-NAME = "tiny:sort"
-FILE = Path(__file__).with_name("tiny_sort.jsonl")
+# -- a fit file beside the topology -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Shipped:
-    """Times by name, and groups with their prompts."""
+class FitFile:
+    """What somebody measured of a topology and put beside it: times by name, and groups with their prompts.
+
+    The file is `NAME.fit.jsonl` beside `NAME.toml`; `tools/bench/fit_file.py` makes one from a finished run. First
+    line: {"source": text, "model": path, "data": path, "times": {name: seconds}}. Every further line is a group:
+    [step of its weights, prompt, [length, ...], "0110..." (rewards)].
+    """
 
     source: str
     times: dict[str, float]
@@ -347,7 +323,7 @@ class Shipped:
     groups: tuple[Recorded, ...]
 
     def answers(self, topology: Topology, seed: int) -> RecordedAnswers:
-        """The shipped groups for the draws of `topology`."""
+        """A draw is one of the prompts by chance, with the answers of a prompt of its kind at about the same step."""
 
         def prompt_of(draw: int) -> str:
             return self.prompts[int(chance(topology.run.seed, draw) * len(self.prompts))]
@@ -356,34 +332,41 @@ class Shipped:
             self.groups,
             topology.groups.size,
             topology.generation.max_new_tokens,
-            line_of=lambda draw: kind_of(prompt_of(draw)),
+            line_of=lambda draw: _kind_of(prompt_of(draw)),
             text_of=lambda draw: Task(prompt_of(draw), (1,)),
             seed=seed,
         )
 
 
-def find_shipped(topology: Topology) -> Shipped | None:
-    """What is shipped for model and data of a topology, if anything is; scripted answers are of other lengths."""
-    return _read() if topology.model.path == topology.data.train == NAME and not topology.scripted else None
+def fit_file(topology: Topology) -> FitFile | None:
+    """The fit file beside a topology. None if there is none, or if it is of another model or data; scripted answers
+    have lengths of their own. `UserError` for a damaged one."""
+    path = Path(topology.source).with_suffix(".fit.jsonl") if topology.source else None
+    if path is None or topology.scripted or not path.is_file():
+        return None
+    try:
+        head, *rows = (msgspec.json.decode(line) for line in path.read_bytes().splitlines())
+        if (head["model"], head["data"]) != (topology.model.path, topology.data.train):
+            return None
+        groups = tuple(
+            Recorded(int(step), _kind_of(prompt), tuple(lengths), tuple(float(one) for one in rewards))
+            for step, prompt, lengths, rewards in rows
+        )
+        prompts = tuple(dict.fromkeys(str(row[1]) for row in rows))
+        times = {str(name): float(value) for name, value in head["times"].items()}
+        if not groups:
+            raise ValueError("no group in it")
+        return FitFile(str(head["source"]), times, prompts, groups)
+    except (OSError, msgspec.DecodeError, ValueError, TypeError, KeyError, LookupError, AttributeError) as error:
+        raise UserError(f"{path}: damaged ({error}); was it edited? Restore it, or remove it") from None
 
 
-def kind_of(prompt: str) -> int:
-    """Prompts of one kind have answers of one kind; a prompt of this task is a row of digits and a sign."""
-    return 100 * int(prompt[0]) + len(prompt)
+def _kind_of(prompt: str) -> int:
+    """Prompts of one kind have answers of about one length; of digits to sort: the first one and their number."""
+    return 1000 * ord(prompt[0]) + len(prompt)
 
 
-@cache
-def _read() -> Shipped:
-    first, *rest = (msgspec.json.decode(line) for line in FILE.read_bytes().splitlines())
-    groups = tuple(
-        Recorded(step, kind_of(prompt), tuple(lengths), tuple(float(one) for one in rewards))
-        for step, prompt, lengths, rewards in rest
-    )
-    return Shipped(first["source"], first["times"], tuple(dict.fromkeys(prompt for _, prompt, _, _ in rest)), groups)
-
-
-# -- Which service time comes from where: [simulate] as written, a fitted run, [mock], shipped figures, or an ... -----
-
+# -- which time comes from where ----------------------------------------------------------------------------
 
 SET, MOCK = "set in [simulate]", "stated in [mock]"
 SLICE_S = 0.05  # a scripted engine draws its jitter anew for each stretch of at most so long
@@ -391,12 +374,12 @@ NAMES = tuple(one.name for one in dataclasses.fields(Times) if one.name not in (
 
 
 def times_of(
-    topology: Topology, written: Collection[str] = (), fitted: Times | None = None, shipped: Shipped | None = None
+    topology: Topology, written: Collection[str] = (), fitted: Times | None = None, measured: FitFile | None = None
 ) -> Times:
     """The times of one simulated run. `written`: dotted keys that topology file and overrides give."""
     own = dataclasses.asdict(topology.simulate)
     values, sources = {name: float(own[name]) for name in NAMES}, dict.fromkeys(NAMES, STATED)
-    for source, known in reversed([*_known(topology, written, fitted, shipped)]):
+    for source, known in reversed([*_known(topology, written, fitted, measured)]):
         values.update(known)
         sources.update(dict.fromkeys(known, source))
     floor = topology.mock.learner_s_per_token
@@ -408,7 +391,7 @@ def times_of(
 
 
 def _known(
-    topology: Topology, written: Collection[str], fitted: Times | None, shipped: Shipped | None
+    topology: Topology, written: Collection[str], fitted: Times | None, measured: FitFile | None
 ) -> Iterator[tuple[str, Mapping[str, float]]]:
     """Every source with what it knows, the one that counts most first."""
     own, default = dataclasses.asdict(topology.simulate), dataclasses.asdict(Simulate())
@@ -419,8 +402,8 @@ def _known(
         return
     if topology.scripted:
         yield MOCK, scripted(topology)
-    elif shipped is not None:
-        yield shipped.source, shipped.times
+    elif measured is not None:
+        yield measured.source, measured.times
 
 
 def scripted(topology: Topology) -> dict[str, float]:

@@ -30,7 +30,7 @@ from busrl.scheduling.admission import Arrivals
 from busrl.simulate import fit
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import Answers, RecordedAnswers, TraceAnswers
-from busrl.simulate.fit import Fitted, Shipped
+from busrl.simulate.fit import FitFile, Fitted
 
 # -- Where the answers of a simulated run come from, and what has to be said about them -------------------------------
 
@@ -39,7 +39,7 @@ GENERATED_PROMPTS = 2048
 
 
 def answers_of(
-    topology: Topology, trace: Path | None, fitted: Fitted | None, shipped: Shipped | None, seed: int
+    topology: Topology, trace: Path | None, fitted: Fitted | None, measured: FitFile | None, seed: int
 ) -> tuple[Answers, str]:
     """The answers, and a line for people: where they come from, and what happens to them."""
     if trace is not None:
@@ -52,9 +52,9 @@ def answers_of(
     train = Path(topology.data.train)
     if not topology.data.train.startswith(TINY) and (_needs_trace(topology) or _is_trace(train, topology)):
         return _trained_on(topology, train, seed)
-    if shipped is not None:
-        text = f"{shipped.source} ({len(shipped.groups)} groups of it, by step)"
-        return shipped.answers(topology, seed), text + _changes([g.lengths for g in shipped.groups], topology)
+    if measured is not None:
+        text = f"{measured.source} ({len(measured.groups)} groups of it, by step)"
+        return measured.answers(topology, seed), text + _changes([g.lengths for g in measured.groups], topology)
     return _generated(topology, train, seed)
 
 
@@ -211,7 +211,7 @@ def make(
     steps = min(STEPS, topology.run.max_steps) if asked.steps is None else asked.steps
     if steps < 1:
         raise UserError(f"--steps {steps}: must be >= 1; leave it out for the first {STEPS}")
-    known = fit.find_shipped(topology)
+    known = fit.fit_file(topology)
     times = fit.times_of(topology, written, None if fitted is None else fitted.times, known)
     answers, note = answers_of(topology, asked.trace, fitted, known, seed)
     return Setting(times, answers, actors_of(topology, asked.actors), steps, seed, note)

@@ -16,39 +16,41 @@ ARROWS: dict[str, set[str]] = {
     "states": set(),
     "errors": set(),
     "device": {"errors"},
+    "files": {"errors"},
     "paths": set(),
     "protocol": {"errors"},
     "ring": {"errors", "protocol", "_ring"},
     "private": {"errors"},
     "imports": {"errors"},
     "checksums": set(),
-    "keys": {"errors", "private"},
+    "keys": {"errors", "files", "private"},
     "bus": {"errors", "protocol", "ring", "private", "keys", "_wire"},
     "gateway": {"errors", "protocol"},
     "scheduling": set(),
     "algorithms": set(),
     "data": {"errors"},
     "rewards": {"errors", "data", "imports"},
-    "ledger": {"errors", "paths"},
+    "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
-    "config": {"errors", "data", "scheduling", "quickstart", "paths", "keys", "faults", "device"},
+    "config": {"errors", "data", "scheduling", "keys", "faults", "device"},
     "quickstart": {"errors", "data"},
-    "training": {"errors", "algorithms", "ledger", "device", "checksums", "imports"},
-    "engines": {"errors", "config", "data", "quickstart", "weights", "device"},
-    "weights": {"errors", "config", "paths", "ring", "device", "private", "checksums", "_blocks"},
+    "training": {"errors", "files", "algorithms", "ledger", "device", "checksums", "imports"},
+    "engines": {"errors", "files", "config", "data", "quickstart", "weights", "device"},
+    "weights": {"errors", "files", "config", "paths", "ring", "device", "private", "checksums", "_blocks"},
     "roles": {
-        "errors", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
+        "errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
         "config", "training", "engines", "weights", "quickstart", "keys", "faults", "gateway", "device",
     },
     "launch": {
-        "errors", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "gateway", "device",
+        "errors", "files", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "gateway",
+        "device",
     },
-    "simulate": {"errors", "paths", "config", "scheduling", "data", "ledger", "roles"},
+    "simulate": {"errors", "files", "paths", "config", "scheduling", "data", "ledger", "roles"},
     "monitor": {"errors", "paths", "protocol", "ring", "bus", "scheduling", "launch"},
     "evaluate": {"errors", "data", "engines", "rewards", "config"},
     "cli": {
-        "errors", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor", "data",
-        "simulate", "roles", "evaluate",
+        "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",
+        "data", "simulate", "roles", "evaluate",
     },
 }
 BY_ALL = {"states"}
@@ -161,3 +163,22 @@ def test_the_broker_for_which_all_others_wait_loads_neither_numpy_nor_the_topolo
         "assert not heavy, sorted(heavy)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_topology_is_parsed_without_the_quickstart_and_the_compiled_core(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "t.toml").write_text('[learner]\nlr = 1e-4\n[data]\ntrain = "train.jsonl"\n[model]\npath = "none"\n')
+    code = """
+import sys
+from busrl.config import load
+from busrl.errors import TopologyError
+try:
+    load(sys.argv[1])
+except TopologyError as error:
+    (problem,) = error.problems
+    assert problem.rule == "no such folder", problem
+else:
+    raise AssertionError("a model folder that is not there was accepted")
+assert not [name for name in sys.modules if name.startswith(("busrl.quickstart", "busrl.ring", "busrl._"))]
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "t.toml")], check=True, timeout=60)

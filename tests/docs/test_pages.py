@@ -98,3 +98,10 @@ def test_the_topology_of_the_readme_is_read() -> None:
     [text] = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     tables = tomllib.loads(text)
     assert {field.name for field in fields(schema.Topology)} >= set(tables)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_cell_of_a_table_is_longer_than_30_words(page: Path) -> None:
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+    assert not [cell for cell in cells if len(cell.split()) > (31 if page.name == "protocol.md" else 30)]

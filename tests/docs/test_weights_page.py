@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from busrl.config.machinery import rule_of
 from busrl.config.schema import Weights
+from busrl.config.values import items
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "weights.md"
@@ -16,7 +16,7 @@ TABLE = ROOT / "tools" / "bench" / "weights_table.py"
 
 
 def test_every_transport_has_a_row() -> None:
-    choices = rule_of(Weights.__dataclass_fields__["transport"]).choices
+    choices = items(Weights)["transport"].rule.choices
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     for name in choices:
         assert any(line.startswith(f"| `{name}`") for line in rows), name

@@ -535,7 +535,7 @@ def test_an_answer_ends_with_the_first_end_id_even_of_a_server_that_does_not_kno
     prompt = engine.encode("cab")
     ids, logprobs = answer(prompt, 30, 0)
     ends = frozenset({EOS_ID, ids[5], ids[9]})  # the server knows the first of these alone
-    engine._eos_ids, engine._stops = ends, sorted(ends)
+    engine._eos_ids = ends
     engine._client.endpoint = replace(engine._client.endpoint, eos_ids=ends)
     engine.submit([request(0, prompt, max_new_tokens=30), request(1, prompt, max_new_tokens=3)])
     found = until_idle(engine)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from busrl.config.machinery import Vllm
+from busrl.config.schema import Vllm
 from busrl.engines.vllm.weights import Line, Page, Updates
 from busrl.errors import EngineLost
 from busrl.weights.factory import Settings

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from busrl.engines.base import EOS, Request
-from busrl.engines.vllm.engine import Running, empty, seed_of
+from busrl.engines.base import EOS, LENGTH, PartialAnswer, Request, seed_of
+from busrl.engines.vllm.cpu_patches import pad_heads
+from busrl.engines.vllm.engine import Running
 from busrl.engines.vllm.process import probe
 from busrl.engines.vllm.weights import SIZE, Line, Page
-from busrl.engines.vllm.worker import Plane, pad_heads, plain_logprobs
+from busrl.engines.vllm.worker import WorkerWeights, plain_logprobs
 from busrl.errors import UserError
 from busrl.weights.shm import ShmReceiver, ShmSender
 
@@ -57,7 +58,7 @@ class Scene:
                 parameter.zero_()
         writing = Page(folder / "page", create=True)
         self.page = Page(folder / "page")
-        self.plane = Plane(self.model, ShmReceiver(folder / "weights"), tensors(0.0), writing)
+        self.plane = WorkerWeights(self.model, ShmReceiver(folder / "weights"), tensors(0.0), writing)
 
     def wait(self, condition: Any) -> Line:
         end = time.monotonic() + 20
@@ -112,7 +113,7 @@ def test_what_is_held_stays_and_what_nobody_loads_gives_way_to_a_newer_version(s
     time.sleep(0.5)  # longer than a version waits for being loaded
     assert scene.page.read().staged == (1, 10)
     assert scene.plane.commit(True) == (1, 10) and float(scene.plane.tensors()["a.weight"][0, 0]) == 1.0
-    assert scene.plane.thaw() == ""
+    assert scene.plane.release() == ""
     scene.wait(lambda line: line.staged == (2, 20))
     scene.sender.publish(3, 30, tensors(3.0))
     scene.wait(lambda line: line.staged == (3, 30))
@@ -135,10 +136,10 @@ def test_a_load_that_fails_half_way_leaves_the_model_dirty_until_a_whole_one(sce
     scene.wait(lambda line: line.staged == (1, 10))
     with pytest.raises(RuntimeError, match="broken on purpose"):
         scene.plane.commit(False)
-    assert scene.model.values == [1.0, 0.0] and "version 1 was not loaded to its end" in scene.plane.thaw()
+    assert scene.model.values == [1.0, 0.0] and "version 1 was not loaded to its end" in scene.plane.release()
     scene.model.broken = False
     assert scene.plane.commit(False) == (1, 10)
-    assert scene.model.values == [1.0, 1.0] and scene.plane.thaw() == ""
+    assert scene.model.values == [1.0, 1.0] and scene.plane.release() == ""
 
 
 def test_a_model_that_leaves_a_tensor_as_it_was_is_dirty(scene: Scene) -> None:
@@ -147,7 +148,7 @@ def test_a_model_that_leaves_a_tensor_as_it_was_is_dirty(scene: Scene) -> None:
     scene.wait(lambda line: line.staged == (1, 10))
     with pytest.raises(UserError, match=r"got no new value, first 'c\.weight'"):
         scene.plane.commit(False)
-    assert scene.plane.thaw()
+    assert scene.plane.release()
 
 
 class Attention(torch.nn.Module):
@@ -199,43 +200,43 @@ def span(version: str, start: int, end: int) -> Any:
 
 
 def test_versions_are_counted_and_those_that_vllm_notes_itself_are_believed() -> None:
-    running = Running(asked(), 9)
-    running.add(output([8, 9]), 4)
-    running.add(output([10, 11], "stop", [span("4", 0, 1), span("5", 1, 4)]), 5)
-    made = running.finished()
+    running = Running(asked(), limit=9)
+    running.take(output([8, 9]), 4)
+    running.take(output([10, 11], "stop", [span("4", 0, 1), span("5", 1, 4)]), 5)
+    made = running.ended()
     assert made.versions.tolist() == [4, 5, 5, 5] and made.finish == EOS and made.token_ids.tolist() == [8, 9, 10, 11]
-    without = Running(asked(), 9)
-    without.add(output([8, 9]), 4)
-    without.add(output([10], "length", [span("default", 0, 3)]), 5)
-    assert without.finished().versions.tolist() == [4, 4, 5]
+    without = Running(asked(), limit=9)
+    without.take(output([8, 9]), 4)
+    without.take(output([10], "length", [span("default", 0, 3)]), 5)
+    assert without.ended().versions.tolist() == [4, 4, 5]
 
 
 def test_vllms_note_counts_from_the_last_start_of_a_request() -> None:
-    running = Running(asked(), 9)
-    running.add(output([8, 9]), 4)
-    running.started_with = len(running.tokens)
-    assert running.known == [5, 6, 7, 5, 8, 9]
-    running.add(output([10, 11], "length", [span("6", 0, 2)]), 5)
-    assert running.finished().versions.tolist() == [4, 4, 6, 6]
+    running = Running(asked(), limit=9)
+    running.take(output([8, 9]), 4)
+    running.started_with = len(running.token_ids)
+    assert running.known_ids == [5, 6, 7, 5, 8, 9]
+    running.take(output([10, 11], "length", [span("6", 0, 2)]), 5)
+    assert running.ended().versions.tolist() == [4, 4, 6, 6]
 
 
 def test_events_tell_every_token_and_the_end_once() -> None:
-    running = Running(asked(stream=True), 9)
-    assert running.event() is None
-    running.add(output([8, 9]), 4)
-    first = running.event()
-    running.add(output([10], "length"), 4)
-    second = running.event()
-    assert first is not None and second is not None and running.event() is None
+    running = Running(asked(stream=True), limit=9)
+    assert running.news() is None
+    running.take(output([8, 9]), 4)
+    first = running.news()
+    running.take(output([10], "length"), 4)
+    second = running.news()
+    assert first is not None and second is not None and running.news() is None
     assert (first.token_ids.tolist(), first.finish) == ([8, 9], None)
     assert (second.token_ids.tolist(), second.finish) == ([10], 2)
 
 
 def test_a_greedy_answer_has_probability_one_and_an_empty_one_no_token() -> None:
-    running = Running(asked(temperature=0.0), 9)
-    running.add(output([8], "length"), 4)
-    assert running.finished().logprobs.tolist() == [0.0]
-    assert len(empty(asked()).token_ids) == 0
+    running = Running(asked(temperature=0.0), limit=9)
+    running.take(output([8], "length"), 4)
+    assert running.ended().logprobs.tolist() == [0.0]
+    assert len(PartialAnswer(asked()).finished(LENGTH).token_ids) == 0
 
 
 def test_seeds_are_the_samples_own() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import CrashFault, Faults, Topology, load
+from busrl.config import Topology, load
 from busrl.config.explain import process_configs, report
+from busrl.config.schema import CrashFault, Faults
 from busrl.errors import TopologyError
 from busrl.faults import CrashWatch, crash_environment
 from busrl.faults.plan import PASSED_BY

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.config import BusFault, CrashFault, Faults
+from busrl.config.schema import BusFault, CrashFault, Faults
 from busrl.faults import describe, trouble_for
 from busrl.faults.trouble import MAX_HELD, OVERTAKEN_S, Trouble
 

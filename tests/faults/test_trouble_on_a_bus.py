@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from busrl.bus import AsyncEndpoint, Endpoint
-from busrl.config import BusFault, Faults
+from busrl.config.schema import BusFault, Faults
 from busrl.errors import BusNotReady
 from busrl.faults import trouble_for
 from busrl.protocol import messages as m

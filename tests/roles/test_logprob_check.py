@@ -23,7 +23,7 @@ from busrl.errors import (
     WeightsRefused,
     process_code,
 )
-from busrl.ledger.log import SampleRecord
+from busrl.ledger.wal import SampleRecord
 from busrl.roles.learner.alarms import EXACT, ROUNDED, TOKENS, LogprobCheck, mixed, tolerance
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"

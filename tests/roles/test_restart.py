@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from busrl.engines import LENGTH, Finished, Request
+from busrl.engines.base import PIECE
 from busrl.engines.torch.engine import TorchEngine
-from busrl.roles.rollout import PIECE, Restart
+from busrl.roles.rollout import Restart
 
 
 def request(key: int, tokens: int = 12, temperature: float = 1.0) -> Request:

@@ -51,7 +51,7 @@ def test_a_model_that_is_not_here_is_simulated_and_what_was_assumed_is_named(
 def test_advice_is_given_where_the_decisive_times_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", QUICKSTART, "--steps", "10"]) == 0
     text = capsys.readouterr().out
-    assert "ASSUMED" not in text and "bottleneck" in text
+    assert "ASSUMED" not in text and "learner and rollout are balanced" in text
     assert main(["simulate", QUICKSTART, "--steps", "4", "--set", "simulate.reward_call_s=0.1"]) == 0
     text = capsys.readouterr().out
     assert "reward      100% busy: calls of 100 ms, 1 at a time" in text and "The reward is the bottleneck" in text
@@ -229,3 +229,21 @@ def test_a_controller_that_would_act_is_refused_before_anything_is_played(capsys
     assert main(["simulate", str(QUICKSTART), "--steps", "2", *given]) == 2
     out, err = capsys.readouterr()
     assert "a simulation trains none" in err and "learner.controller.mode=off" in err and "samples/s" not in out
+
+
+def test_a_fit_file_beside_a_topology_is_used_for_its_own_model_and_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    topology, beside = tmp_path / "my.toml", tmp_path / "my.fit.jsonl"
+    topology.write_text(Path(QUICKSTART).read_text())
+    assert main(["simulate", str(topology), "--steps", "2"]) == 0
+    assert capsys.readouterr().out.startswith("ASSUMED")
+    beside.write_text(Path(QUICKSTART).with_suffix(".fit.jsonl").read_text())
+    assert main(["simulate", str(topology), "--steps", "2"]) == 0
+    assert "240 groups of it, by step" in capsys.readouterr().out
+    beside.write_text(beside.read_text().replace('"model":"tiny:sort"', '"model":"another"', 1))
+    assert main(["simulate", str(topology), "--steps", "2"]) == 0
+    assert capsys.readouterr().out.startswith("ASSUMED")
+    beside.write_text('{"source": "mine", "model": "tiny:sort", "data": "tiny:sort", "times": {}}\n[0, "12=", 5]\n')
+    assert main(["simulate", str(topology), "--steps", "2"]) == 2
+    assert f"{beside}: damaged" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from busrl.engines.vllm.worker import Extension, _model_of
 
 class Breakable(Extension):
     def busrl_break(self) -> None:
-        model = self.busrl_plane._model
+        model = self.busrl_weights._model
         whole = type(model).load_weights
 
         def half(tensors):  # type: ignore[no-untyped-def]
@@ -33,4 +33,4 @@ class Breakable(Extension):
         model.load_weights = all_but_the_head
 
     def busrl_mend(self) -> None:
-        del self.busrl_plane._model.load_weights
+        del self.busrl_weights._model.load_weights

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from busrl.config.machinery import Vllm
+from busrl.config.schema import Vllm
 from busrl.engines.base import Finished, Request
 from busrl.engines.vllm.engine import VllmEngine
 from busrl.engines.vllm.process import Start
@@ -134,7 +134,7 @@ class Scene:
     def wait_for_tokens(self, count: int) -> None:
         """Step until every running request has so many; one at least must run by then."""
         end = time.monotonic() + 120
-        while any(len(running.tokens) < count for running in self.engine.running):
+        while any(len(running.token_ids) < count for running in self.engine.running):
             assert time.monotonic() < end
             self.early |= {one.key: one for one in self.engine.step()}
         assert self.engine.running, "all ended too early to be caught running"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from busrl import device as devices
-from busrl.weights.broadcast.group import Place, connect, open_store, pieces
+from busrl.weights.broadcast.group import Rendezvous, connect, open_store, pieces
 from gpucheck.frame import GIGA, ROOT, Context, Skipped, best_of, peer
 from gpucheck.shapes import checkpoint_shapes, nbytes
 
@@ -163,7 +163,7 @@ def broadcast_once(
     """Seconds to form a group and to broadcast so many bytes in buckets; whether they are right here."""
     where = torch.device(kind, rank) if kind != "cpu" else torch.device("cpu")
     begun = time.perf_counter()
-    made = connect(Place(epoch, rank, size, store, JOIN_S, backend, str(where)), own)
+    made = connect(Rendezvous(epoch, rank, size, store, JOIN_S, backend, str(where)), own)
     formed = time.perf_counter() - begun
     block = torch.full((nbytes,), 7 if rank == 0 else 0, dtype=torch.uint8, device=where)
     begun = time.perf_counter()

@@ -37,7 +37,7 @@ def quickstart_one_copy(context: Context) -> None:
 def vllm(context: Context) -> None:
     """The same with vLLM in place of the torch engine."""
     _need_packages()
-    from busrl.config.machinery import vllm_installed, vllm_objection  # an import would find the folder tools/vllm
+    from busrl.config.engine_rules import vllm_installed, vllm_objection  # an import would find the folder tools/vllm
 
     why, remedy = vllm_objection(*vllm_installed())
     if why:
@@ -47,7 +47,7 @@ def vllm(context: Context) -> None:
 
 def _run(context: Context, name: str, *settings: str) -> None:
     _need_packages()
-    from busrl.ledger.log import step_lines
+    from busrl.ledger.trainlog import step_lines
 
     steps = 3 if context.small else 20
     directory = context.file.parent / "run"

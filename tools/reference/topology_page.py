@@ -10,17 +10,14 @@ Knows nothing of values in use.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
-import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from busrl.config import schema
-from busrl.config.machinery import Rule, rule_of
-from busrl.config.reader import SECTIONS, row_class, show
+from busrl.config.reader import SECTIONS, show
+from busrl.config.values import REQUIRED, Item, Rule, items, tables
 
 NEEDED = (
     "run.max_steps", "model.path", "data.train", "groups.size", "generation.max_new_tokens",
@@ -54,13 +51,13 @@ PROCESS = """\
 def text() -> str:
     """configs/reference.toml: what a user needs."""
     first = (*NEEDED, *COMPANIONS)
-    tables = [(name, cls) for name, cls in _tables() if name.partition(".")[0] not in APART]
+    found = [(name, cls) for name, cls in _tables() if name.partition(".")[0] not in APART]
     lines = [HEAD]
-    for name, cls in tables:
+    for name, cls in found:
         if keys := [line for key, line in _lines(name, cls) if key in first]:
             lines += [f"[{name}]", *keys]
     lines += [MIDDLE.format(apart=", ".join(f"reference-{name}.toml" for name in APART))]
-    for name, cls in tables:
+    for name, cls in found:
         if rest := list(_rest(name, cls, first)):
             lines += [*rest, ""]
     lines += [PROCESS, "#[[process]]", *(f"#{line}" for _, line in _lines("process", schema.Process))]
@@ -70,31 +67,17 @@ def text() -> str:
 def apart(name: str) -> str:
     """configs/reference-NAME.toml: one table with all of its keys."""
     lines = []
-    for table, cls in _tables():
-        if table.partition(".")[0] == name:
-            lines += [f"[{table}]  # {_title(cls)}", *(line for _, line in _lines(table, cls)), ""]
-            lines += [line for key, row in _rows(cls) for line in (*_row(f"{table}.{key}", row), "")]
+    for table, cls in tables(name, SECTIONS[name]):
+        lines += [f"[{table}]  # {_title(cls)}", *(line for _, line in _lines(table, cls)), ""]
+        rows = ((f"{table}.{item.name}", item.row) for item in items(cls).values() if item.row)
+        lines += [line for key, row in rows for line in (*_row(key, row), "")]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _tables() -> Iterator[tuple[str, type]]:
     """Every table and the tables in it."""
     for name, cls in SECTIONS.items():
-        yield from _nested(name, cls)
-
-
-def _nested(name: str, cls: type) -> Iterator[tuple[str, type]]:
-    yield name, cls
-    for field, inner in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(inner):
-            yield from _nested(f"{name}.{field}", typing.cast(type, inner))
-
-
-def _rows(cls: type) -> Iterator[tuple[str, type]]:
-    """The arrays of tables in a table."""
-    for field, hint in typing.get_type_hints(cls).items():
-        if row := row_class(hint):
-            yield field, row
+        yield from tables(name, cls)
 
 
 def _row(name: str, cls: type) -> Iterator[str]:
@@ -111,10 +94,10 @@ def _rest(name: str, cls: type, first: tuple[str, ...]) -> Iterator[str]:
 
 
 def _lines(table: str, cls: type) -> Iterator[tuple[str, str]]:
-    """Dotted key and line of every key of a table."""
-    for field in dataclasses.fields(cls):
-        if "rule" in field.metadata:  # tables within this one have a place of their own
-            yield f"{table}.{field.name}", f"{field.name} = {_default(field, table)}  # {_comment(rule_of(field))}"
+    """Dotted key and line of every key of a table; the tables within it have a place of their own."""
+    for item in items(cls).values():
+        if not (item.table or item.row):
+            yield f"{table}.{item.name}", f"{item.name} = {_default(item, table)}  # {_comment(item.rule)}"
 
 
 def _title(cls: type) -> str:
@@ -126,10 +109,10 @@ def _comment(rule: Rule) -> str:
     return f"{rule.doc} ({allowed})" if allowed else rule.doc
 
 
-def _default(field: dataclasses.Field[Any], table: str) -> str:
-    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-        return show(EXAMPLES[f"{table}.{field.name}"])
-    value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+def _default(item: Item, table: str) -> str:
+    value = item.default
+    if value is REQUIRED:
+        return show(EXAMPLES[f"{table}.{item.name}"])
     if isinstance(value, float) and (math.isinf(value) or value == int(value) or abs(value) >= 1e-3):
         return '"inf"' if math.isinf(value) else str(value)
     return show(value)

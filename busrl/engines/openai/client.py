@@ -1,32 +1,13 @@
-"""What [openai] comes to: where to ask, with which key, how long to wait, which tools to name. Talks to no server.
+"""Requests to an OpenAI-compatible endpoint, on an event loop in its own thread, until each has its answer.
 
-What an OpenAI-compatible server may answer, read strictly: token ids with their log-probabilities, or garbage.
-
-Pure; used by the client for whole answers and for chunks of a stream. Knows nothing of HTTP or of retries.
+Used by the served engine, which hands over `Sent` requests and reads `Message`s. Talks HTTP (aiohttp). Knows nothing of
+slots, text or what weights are; `version` is a number that it writes on tokens.
 
 - Token ids come as `token_ids` (vLLM's `return_token_ids`) or as tokens that read `token_id:7`. Text is never made into
-  ids: the tokens that would be trained are then not those that were drawn.
-- An id without a log-probability, a log-probability that is not a number, an id that the model does not know: garbage.
-
-What the served engine asks of its client, and what it hears from it.
-
-Plain data between two threads: the engine's, which makes an `Ask`, and the client's event loop, which writes on it and
-answers with `Message`s.
-
-When to ask again after a failure: waits that double, jitter, and what the server itself asks for.
-
-Pure; the client sleeps. Knows nothing of requests.
-
-Requests to an OpenAI-compatible endpoint, on an event loop in a thread of its own, until each has its answer.
-
-Used by the served engine, which reads what comes from `messages`. Talks HTTP (aiohttp). Knows nothing of slots, text or
-what weights are; `version` is a number that it writes on tokens.
-
-A request: closed -> asking -> (waiting -> asking)* -> ended; `close_gate` takes all that ask back to closed, with the
-tokens that they have, and `open_gate` lets them go on.
-
-- A failed try goes on from the tokens that came before it (completions), so nothing is generated twice; by chat an
-  answer can not be continued and begins again.
+  ids: the tokens trained would not be those that were drawn. An id without a finite log-probability, or one that the
+  model does not know, is garbage.
+- A failed try continues after the tokens that came before it (completions), so nothing is generated twice; by chat an
+  answer cannot be continued and begins again.
 - No usable answer to any request for `patience_s` is an error that names the endpoint, the phase and the last failure.
   A request that fails `retries` times while others get their answers is given up alone.
 """
@@ -51,19 +32,37 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from busrl.engines.base import Request, seed_of
 from busrl.errors import PeerTimeout, UserError
 
+try:
+    import aiohttp
+except ImportError as missing:
+    raise UserError('engine = "openai" needs aiohttp, which is not installed: pip install "busrl[openai]"') from missing
+
 if TYPE_CHECKING:
-    from busrl.config.machinery import Openai
+    from busrl.config.schema import Openai
 
-
-
-# -- What [openai] comes to: where to ask, with which key, how long to wait, which tools to name. Talks to no server --
+log = logging.getLogger("busrl")
+SHOWN = 200  # characters of an answer in a message
+ABOVE_ZERO = 1e-3  # a log-probability is at most 0, give or take the server's rounding
+NAMED = "token_id:"
+EXPONENT_MOST = 30  # 2**30 first waits are more than any limit
+CONNECT_S = 10.0
+LINE_BYTES = 1 << 20  # of a stream; a chunk is some hundred bytes
+ERROR_BYTES = 2000  # of the body of an error
+LOG_EVERY_S = 10.0
+CANCEL_AGAIN_S = 0.02
+CALL_S = 30.0  # a call into the loop that does not wait for the server
+RETRIED_STATES = (408, 409, 425, 429)  # 4xx that say nothing about the request itself
+FINISHES = (None, "stop", "length", "tool_calls", "function_call", "abort")
+T = TypeVar("T")
+Body = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to ask and how long to wait; see [openai]."""
+    """Where to send requests and how long to wait; see [openai]."""
 
     url: str  # of the API, with /v1
     path: str  # "/completions" or "/chat/completions"
@@ -108,16 +107,11 @@ def tools_of(settings: Openai) -> list[Any]:
     return found
 
 
-# -- What an OpenAI-compatible server may answer, read strictly: token ids with their log-probabilities, or garbage ---
-
-
-SHOWN = 200  # characters of an answer in a message
-ABOVE_ZERO = 1e-3  # a log-probability is at most 0, give or take the server's rounding
-NAMED = "token_id:"
+# -- reading answers strictly -----------------------------------------------------------------------------------------
 
 
 class Garbage(Exception):
-    """An answer that can not be used; the message says why, and shows its beginning."""
+    """An answer that cannot be used; the message says why, and shows its beginning."""
 
     def __init__(self, why: str, shown: object = "") -> None:
         text = shown if isinstance(shown, str) else json.dumps(shown, default=str)
@@ -126,7 +120,7 @@ class Garbage(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """New tokens of an answer; `finish` is the server's word where the answer ends with them."""
+    """New tokens of an answer; `finish` is the server's finish_reason where the answer ends with them."""
 
     ids: list[int]
     logprobs: list[float]
@@ -135,9 +129,9 @@ class Part:
 
 
 @dataclass
-class Whole:
-    """The chunks of an answer by chat, in one piece when all have come: it can not be continued, so no chunk counts
-    alone. A server that keeps tokens back (a parser of tool calls or of reasoning does) is found out by its own count.
+class ChatAnswer:
+    """The chunks of an answer by chat, in one piece when all have come: it cannot be continued, so no chunk counts
+    alone. A server that keeps tokens back (a parser of tool calls or of reasoning does) is detected by its own count.
     """
 
     limit: int
@@ -166,13 +160,12 @@ class Whole:
         return Part(self.ids, self.logprobs, self.finish, self.prompt_ids)
 
 
-def load(data: bytes | str) -> dict[str, Any]:
+def load(data: bytes) -> dict[str, Any]:
     """One JSON object; an error that the server sends in place of an answer is garbage with its text."""
     try:
         found = json.loads(data)
     except ValueError:
-        text = data if isinstance(data, str) else data.decode("utf-8", "replace")
-        raise Garbage("not JSON", text) from None
+        raise Garbage("not JSON", data.decode("utf-8", "replace")) from None
     if not isinstance(found, dict):
         raise Garbage("not a JSON object", found)
     if found.get("error"):
@@ -203,7 +196,7 @@ def read(data: dict[str, Any], vocabulary: int = 0) -> Part:
 
 
 def until_end(part: Part, ends: frozenset[int]) -> Part:
-    """The tokens up to the first that ends an answer: a server that does not know all of these goes on behind them."""
+    """The tokens up to the first that ends an answer: a server that does not know all end tokens continues after it."""
     at = next((k for k, token in enumerate(part.ids) if token in ends), None)
     return part if at is None else Part(part.ids[: at + 1], part.logprobs[: at + 1], "stop", part.prompt_ids)
 
@@ -247,28 +240,33 @@ def _check(ids: list[Any], logprobs: list[Any], vocabulary: int) -> None:
             raise Garbage(f"log-probability {value!r}, above 0")
 
 
-# -- What the served engine asks of its client, and what it hears from it ---------------------------------------------
+# -- between the engine's thread and the client's event loop ----------------------------------------------------------
 
 
 @dataclass
-class Ask:
-    """One request: `body` without what depends on the tokens so far."""
+class Sent:
+    """A request on its way: closed -> asking -> (waiting -> asking)* -> ended; `close_gate` takes all that ask back to
+    closed, with the tokens that they have, and `open_gate` lets them continue. `body` is what does not depend on the
+    tokens so far."""
 
-    key: int
+    request: Request
     body: dict[str, Any]
     prompt_ids: list[int]
     limit: int
-    seed: int
     ids: list[int] = field(default_factory=list)
     failures: int = 0  # in a row
     failing_since: float = 0.0
     gone: bool = False
     attempt: asyncio.Task[None] | None = None
 
+    @property
+    def key(self) -> int:
+        return self.request.key
+
 
 @dataclass(frozen=True)
 class Message:
-    """What the client has to tell: tokens of a request, its end, why it is refused; what ends everything; or that the
+    """What the client reports: tokens of a request, its end, why it is refused; what ends everything; or that the
     server went away, and with it (perhaps) the weights that it was given: the gate is closed then."""
 
     key: int
@@ -280,15 +278,10 @@ class Message:
     lost: bool = False
 
 
-# -- When to ask again after a failure: waits that double, jitter, and what the server itself asks for ----------------
-
-
-EXPONENT_MOST = 30  # 2**30 first waits are more than any limit
-
-
 @dataclass(frozen=True)
 class Backoff:
-    """Seconds: of the first wait, and of the longest that is not asked for by the server."""
+    """When to try again after a failure: waits that double, with jitter. Seconds of the first wait, and of the longest
+    that the server does not ask for."""
 
     first_s: float
     most_s: float
@@ -316,25 +309,9 @@ def retry_after_s(header: str | None, now: datetime | None = None) -> float | No
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-# -- Requests to an OpenAI-compatible endpoint, on an event loop in a thread of its own, until each has its answer ----
+# -- the client -------------------------------------------------------------------------------------------------------
 
-
-try:
-    import aiohttp
-except ImportError as missing:
-    raise UserError('engine = "openai" needs aiohttp, which is not installed: pip install "busrl[openai]"') from missing
-
-log = logging.getLogger("busrl")
 BACKOFF = Backoff(first_s=0.25, most_s=15.0)
-CONNECT_S = 10.0
-LINE_BYTES = 1 << 20  # of a stream; a chunk is some hundred bytes
-ERROR_BYTES = 2000  # of the body of an error
-TELL_EVERY_S = 10.0
-CANCEL_AGAIN_S = 0.02
-CALL_S = 30.0  # a call into the loop that does not wait for the server
-STATES_OF_THE_SERVER = (408, 409, 425, 429)  # 4xx that say nothing about the request itself
-T = TypeVar("T")
-Body = Mapping[str, Any] | None
 
 
 class Refused(Exception):
@@ -363,10 +340,10 @@ class Client:
         self.version = 0
         self.model = ""
         self.errors = 0
-        self._asks: dict[int, tuple[Ask, asyncio.Task[None]]] = {}
-        self._quiet_since: float | None = None  # since the first failure after which nothing succeeded
+        self._sent: dict[int, tuple[Sent, asyncio.Task[None]]] = {}
+        self._failing_since: float | None = None  # the first failure after which nothing succeeded
         self._succeeded = 0.0
-        self._told = 0.0
+        self._logged = 0.0
         self._random = random.Random()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai", daemon=True)
@@ -399,25 +376,26 @@ class Client:
 
     # -- from outside -----------------------------------------------------------------------------------------------
 
-    def ask(self, asks: list[Ask]) -> None:
-        self._loop.call_soon_threadsafe(self._start, asks)
+    def start(self, requests: list[Sent]) -> None:
+        self._loop.call_soon_threadsafe(self._start, requests)
 
-    def forget(self, key: int) -> None:
-        """Drop a request; nothing is told of it once this returns."""
-        self.call(self._forget(key), CALL_S, "dropping a request")
+    def drop(self, key: int) -> None:
+        """Drop a request; no message about it comes once this returns."""
+        self.call(self._drop(key), CALL_S, "dropping a request")
 
     def close_gate(self) -> None:
-        """Nobody asks when this returns: tokens that arrived are told already, later ones belong to the next try."""
+        """No request is with the server when this returns: messages have the tokens that arrived; later ones belong
+        to the next try."""
         self.call(self._close_gate(), CALL_S, "stopping requests")
 
     def hold_gate(self) -> None:
-        """Nobody new asks when this returns; those that do go on."""
+        """No request is sent any more when this returns; those with the server continue."""
         self.call(self._hold_gate(), CALL_S, "holding requests")
 
     @property
     def asking(self) -> bool:
         """Whether any request is with the server."""
-        return any(ask.attempt is not None for ask, _ in list(self._asks.values()))
+        return any(sent.attempt is not None for sent, _ in list(self._sent.values()))
 
     def open_gate(self) -> None:
         self._loop.call_soon_threadsafe(self._gate.set)
@@ -434,65 +412,66 @@ class Client:
 
     # -- one request ------------------------------------------------------------------------------------------------
 
-    def _start(self, asks: list[Ask]) -> None:
-        for ask in asks:
-            self._asks[ask.key] = (ask, self._loop.create_task(self._serve(ask)))
+    def _start(self, requests: list[Sent]) -> None:
+        for sent in requests:
+            self._sent[sent.key] = (sent, self._loop.create_task(self._serve(sent)))
 
-    async def _serve(self, ask: Ask) -> None:
-        """Try until there is an end; whatever goes wrong is told, so that nobody waits for this request for ever."""
+    async def _serve(self, sent: Sent) -> None:
+        """Try until there is an end; whatever goes wrong is a message, so that nobody waits for this request for ever.
+        """
         try:
-            while not ask.gone:
+            while not sent.gone:
                 await self._gate.wait()
-                if self._complete(ask):  # it only did not say so
-                    self._tell(Message(ask.key, Part([], [], "length"), self.version, ended=True))
+                if self._complete(sent):  # the server only did not say so
+                    self.messages.put(Message(sent.key, Part([], [], "length"), self.version, ended=True))
                     break
-                ask.attempt = self._loop.create_task(self._attempt(ask))
+                sent.attempt = self._loop.create_task(self._attempt(sent))
                 try:
-                    await ask.attempt
+                    await sent.attempt
                     break
                 except asyncio.CancelledError:
-                    if ask.gone:
+                    if sent.gone:
                         raise
                 except Failed as failure:
                     if isinstance(failure, Lost) and self.given and self._gate.is_set():
                         self._gate.clear()
-                        self._tell(Message(ask.key, lost=True))
-                    await self._after(ask, failure)
+                        self.messages.put(Message(sent.key, lost=True))
+                    await self._after(sent, failure)
                 finally:
-                    ask.attempt = None
+                    sent.attempt = None
         except asyncio.CancelledError:
             return
         except Refused as refused:
-            self._tell(Message(ask.key, refused=str(refused)))
+            self.messages.put(Message(sent.key, refused=str(refused)))
         except Exception as problem:
-            self._tell(Message(ask.key, problem=problem))
-        self._asks.pop(ask.key, None)
+            self.messages.put(Message(sent.key, problem=problem))
+        self._sent.pop(sent.key, None)
 
-    def _complete(self, ask: Ask) -> bool:
-        return not self.endpoint.chat and bool(ask.ids) and (
-            len(ask.ids) >= ask.limit or ask.ids[-1] in self.endpoint.eos_ids
+    def _complete(self, sent: Sent) -> bool:
+        return not self.endpoint.chat and bool(sent.ids) and (
+            len(sent.ids) >= sent.limit or sent.ids[-1] in self.endpoint.eos_ids
         )
 
-    async def _attempt(self, ask: Ask) -> None:
-        """One HTTP request: told token by token; returns at its end, raises what is wrong."""
+    async def _attempt(self, sent: Sent) -> None:
+        """One HTTP request, a message for each chunk; returns at its end, raises what is wrong."""
         if self.endpoint.chat:
-            ask.ids.clear()
+            sent.ids.clear()
         try:
-            async with self._session.post(self.endpoint.url + self.endpoint.path, json=self._body(ask)) as response:
-                await self._usable(response)
+            async with self._session.post(self.endpoint.url + self.endpoint.path, json=self._body(sent)) as response:
+                await self._check_status(response)
                 if "text/event-stream" not in response.headers.get("Content-Type", ""):
                     part = read(load(await response.read()), self.endpoint.vocabulary)
                     if part.finish is None:
                         raise Garbage("an answer without finish_reason")
-                    self._take(ask, part)
-                    return
-                if self.endpoint.chat:
-                    self._take(ask, await self._gathered(ask, response))
+                    self._take(sent, part)
                     return
                 # Closed here: left to the collector it may outlive the loop that has to close it.
                 async with contextlib.aclosing(self._events(response)) as events:
+                    if self.endpoint.chat:
+                        self._take(sent, await self._whole(sent, events))
+                        return
                     async for data in events:
-                        if self._take(ask, read(load(data), self.endpoint.vocabulary)):
+                        if self._take(sent, read(load(data), self.endpoint.vocabulary)):
                             return
                 raise Garbage("the stream ends before the answer does")
         except Garbage as problem:
@@ -502,40 +481,34 @@ class Client:
         except (aiohttp.ClientError, OSError) as problem:
             raise Lost(f"{type(problem).__name__}: {problem}") from problem
 
-    async def _gathered(self, ask: Ask, response: aiohttp.ClientResponse) -> Part:
-        """A streamed answer by chat, whole. That chunks come shows that the server lives; the request has nothing yet.
-        """
-        whole = Whole(ask.limit, self.endpoint.vocabulary)
-        async with contextlib.aclosing(self._events(response)) as events:
-            async for data in events:
-                whole.add(load(data))
-                self._alive()
-        return whole.part()
+    async def _whole(self, sent: Sent, events: AsyncGenerator[bytes, None]) -> Part:
+        """A streamed answer by chat. Its chunks show that the server lives; the request has nothing before the last."""
+        answer = ChatAnswer(sent.limit, self.endpoint.vocabulary)
+        async for data in events:
+            answer.add(load(data))
+            self._server_lives()
+        return answer.part()
 
-    def _body(self, ask: Ask) -> dict[str, Any]:
-        body = {**ask.body, "model": self.model}
-        if self.endpoint.chat:
-            return {**body, "max_tokens": ask.limit, "seed": ask.seed}
-        # Another seed for the rest of an answer, or its numbers would be those of the beginning.
-        return {
-            **body, "prompt": ask.prompt_ids + ask.ids, "max_tokens": ask.limit - len(ask.ids),
-            "seed": (ask.seed + 0x9E3779B97F4A7C15 * len(ask.ids)) % (1 << 63),
-        }
+    def _body(self, sent: Sent) -> dict[str, Any]:
+        produced = len(sent.ids)
+        prompt = {} if self.endpoint.chat else {"prompt": sent.prompt_ids + sent.ids}
+        limits = {"max_tokens": sent.limit - produced, "seed": seed_of(sent.request, produced)}
+        return {**sent.body, "model": self.model, **prompt, **limits}
 
-    async def _usable(self, response: aiohttp.ClientResponse) -> None:
-        """Raise unless the server says 200."""
+    async def _check_status(self, response: aiohttp.ClientResponse) -> None:
+        """Raise unless the status is 200."""
         if response.status == 200:
             return
         text = (await response.content.read(ERROR_BYTES)).decode("utf-8", "replace")
-        said = f"{response.status} {response.reason}: {text}".strip()
-        if response.status < 500 and response.status not in STATES_OF_THE_SERVER:
-            if response.status == 404 and self.given:
-                raise Lost(said)
-            if response.status in (401, 403, 404):  # the same for all requests
-                raise UserError(f"{self.endpoint.url}{self.endpoint.path}: {said}; see [openai] base_url, model, "
-                                "api_key_env")
-            raise Refused(f"{self.endpoint.url}: {said}")
-        raise Failed(said, retry_after_s(response.headers.get("Retry-After")))
+        reply = f"{response.status} {response.reason}: {text}".strip()
+        if response.status >= 500 or response.status in RETRIED_STATES:
+            raise Failed(reply, retry_after_s(response.headers.get("Retry-After")))
+        if response.status == 404 and self.given:
+            raise Lost(reply)
+        if response.status in (401, 403, 404):  # the same for all requests
+            url = f"{self.endpoint.url}{self.endpoint.path}"
+            raise UserError(f"{url}: {reply}; see [openai] base_url, model, api_key_env")
+        raise Refused(f"{self.endpoint.url}: {reply}")
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
         """The data of server-sent events up to [DONE]. Comments keep a connection, but are no progress."""
@@ -555,62 +528,56 @@ class Client:
                     deadline = time.monotonic() + self.endpoint.timeout_s
                     yield data
 
-    def _take(self, ask: Ask, part: Part) -> bool:
-        """Tokens came: pass them on; True if the answer ends with them. An answer that the server cut off on its own
-        account goes on."""
-        if part.finish not in (None, "stop", "length", "tool_calls", "function_call", "abort"):
+    def _take(self, sent: Sent, part: Part) -> bool:
+        """Tokens came: pass them on; True if the answer ends with them. An answer that the server aborted by itself
+        continues with the next try."""
+        if part.finish not in FINISHES:
             raise Garbage(f"finish_reason {part.finish!r}")
         part = until_end(part, self.endpoint.eos_ids)
-        if len(ask.ids) + len(part.ids) > ask.limit:
-            raise Garbage(f"{len(ask.ids) + len(part.ids)} tokens where {ask.limit} were asked for")
-        ask.ids += part.ids
-        if part.finish == "abort" and len(ask.ids) < ask.limit:
+        if len(sent.ids) + len(part.ids) > sent.limit:
+            raise Garbage(f"{len(sent.ids) + len(part.ids)} tokens where {sent.limit} were asked for")
+        sent.ids += part.ids
+        if part.finish == "abort" and len(sent.ids) < sent.limit:
             if not self.endpoint.chat:
-                self._tell(Message(ask.key, Part(part.ids, part.logprobs), self.version))
+                self.messages.put(Message(sent.key, Part(part.ids, part.logprobs), self.version))
             raise Failed("the server aborted the request")
         if part.ids or part.finish:
-            self._succeed(ask)
-            self._tell(Message(ask.key, part, self.version, ended=part.finish is not None))
+            sent.failures = 0
+            self._server_lives()
+            self.messages.put(Message(sent.key, part, self.version, ended=part.finish is not None))
         return part.finish is not None
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def _succeed(self, ask: Ask) -> None:
-        ask.failures = 0
-        self._alive()
-
-    def _alive(self) -> None:
+    def _server_lives(self) -> None:
         self._succeeded = time.monotonic()
-        if self._quiet_since is not None:
+        if self._failing_since is not None:
             log.info("%s answers again", self.endpoint.url)
-            self._quiet_since = None
+            self._failing_since = None
 
-    async def _after(self, ask: Ask, failure: Failed) -> None:
+    async def _after(self, sent: Sent, failure: Failed) -> None:
         """Wait before the next try, or give up: this request alone, or the endpoint."""
         now = time.monotonic()
         self.errors += 1
-        ask.failures += 1
-        if ask.failures == 1:
-            ask.failing_since = now
-        if self._quiet_since is None:
-            self._quiet_since, self._told = now, 0.0
-        if ask.failures > self.endpoint.retries and self._succeeded > ask.failing_since:
-            raise Refused(f"{self.endpoint.url}: {ask.failures} failures in a row, the last: {failure}")
-        left = self._quiet_since + self.endpoint.patience_s - now
-        wait_s = BACKOFF.wait_s(ask.failures, failure.asked_s, self._random.random())
+        sent.failures += 1
+        if sent.failures == 1:
+            sent.failing_since = now
+        if self._failing_since is None:
+            self._failing_since, self._logged = now, 0.0
+        if sent.failures > self.endpoint.retries and self._succeeded > sent.failing_since:
+            raise Refused(f"{self.endpoint.url}: {sent.failures} failures in a row, the last: {failure}")
+        left = self._failing_since + self.endpoint.patience_s - now
+        wait_s = BACKOFF.wait_s(sent.failures, failure.asked_s, self._random.random())
         if wait_s > left:
             raise PeerTimeout(
-                f"{self.endpoint.url}: no usable answer for {now - self._quiet_since:.1f} s and the next try would be "
-                f"in {wait_s:.1f} s (openai.patience_s = {self.endpoint.patience_s:g}); phase: answering "
-                f"{len(self._asks)} requests; the last failure: {failure}"
+                f"{self.endpoint.url}: no usable answer for {now - self._failing_since:.1f} s and the next try would "
+                f"be in {wait_s:.1f} s (openai.patience_s = {self.endpoint.patience_s:g}); phase: answering "
+                f"{len(self._sent)} requests; the last failure: {failure}"
             )
-        if now >= self._told + TELL_EVERY_S:
-            self._told = now
+        if now >= self._logged + LOG_EVERY_S:
+            self._logged = now
             log.warning("%s: %s; asking again, for %.0f s more at most", self.endpoint.url, failure, left)
         await asyncio.sleep(wait_s)
-
-    def _tell(self, message: Message) -> None:
-        self.messages.put(message)
 
     # -- the gate ---------------------------------------------------------------------------------------------------
 
@@ -619,18 +586,18 @@ class Client:
 
     async def _close_gate(self) -> None:
         self._gate.clear()
-        await _cancelled([ask.attempt for ask, _ in self._asks.values() if ask.attempt is not None])
+        await _cancel([sent.attempt for sent, _ in self._sent.values() if sent.attempt is not None])
 
-    async def _forget(self, key: int) -> None:
-        found = self._asks.pop(key, None)
+    async def _drop(self, key: int) -> None:
+        found = self._sent.pop(key, None)
         if found is not None:
-            ask, task = found
-            ask.gone = True
-            await _cancelled([task] if ask.attempt is None else [ask.attempt, task])
+            sent, task = found
+            sent.gone = True
+            await _cancel([task] if sent.attempt is None else [sent.attempt, task])
 
     async def _end(self) -> None:
-        for key in list(self._asks):
-            await self._forget(key)
+        for key in list(self._sent):
+            await self._drop(key)
         await self._session.close()
         await self._loop.shutdown_default_executor()  # names are looked up there
 
@@ -659,7 +626,7 @@ class Client:
                 if 200 <= status < 300:
                     return text
                 last = f"{status}: {text[:ERROR_BYTES]}"
-                if status < 500 and status not in STATES_OF_THE_SERVER:
+                if status < 500 and status not in RETRIED_STATES:
                     raise UserError(f"{url} ({phase}): {last}")
                 asked = retry_after_s(after)
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as problem:
@@ -674,7 +641,7 @@ class Client:
             self.call(asyncio.sleep(wait_s), wait_s + CALL_S, phase)
 
 
-async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     """Cancel until all have ended: `asyncio.wait_for` loses a cancellation that comes together with its result."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:

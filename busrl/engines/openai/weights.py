@@ -1,16 +1,7 @@
-"""Gives a server that went away its version again, in a thread beside the role's own loop, which has to go on.
+"""How a server gets new weights: an adapter under a new name, or a model folder to load again.
 
-Used by the served engine. Talks to the server through the function that it is given. Knows nothing of requests, gates
-or weights.
-
-- idle -> on (`begin`) -> idle: by the thread itself, before it says how it ended. Who hears of the end may begin again.
-- One at a time; a new version is loaded after `wait` alone, or an older one could come last.
-
-A receiver of weights that never come: the endpoint keeps those that it was started with. Knows nothing else.
-
-How a server is told of new weights: an adapter under a new name, or a model folder to load again.
-
-Talks HTTP through the client. Knows nothing of requests: the engine has stopped its own before it calls.
+Used by the served engine. Talks HTTP through the client. Knows nothing of requests: the engine has stopped its own
+before it calls.
 
 | `openai.update` | adapter | folder |
 |---|---|---|
@@ -18,10 +9,10 @@ Talks HTTP through the client. Knows nothing of requests: the engine has stopped
 | sglang | POST /load_lora_adapter ... /unload_lora_adapter | POST /pause_generation, /update_weights_from_disk, /flush_cache, /continue_generation |
 
 - A server whose load failed stays paused: it never serves half of a version, and the next try loads all of it.
-- Each load is a name of its own: a server that keys its prefix cache by the name can not serve stale keys. It holds
+- Each load has its own name: a server that keys its prefix cache by the name cannot serve stale keys. The name holds
   the run's id, so that two runs with one server do not take each other's.
-- A server that knows the name already (its answer to the first try was lost, or a process before this one loaded it)
-  drops that one, and gets the version under another name: what is loaded there may be older files.
+- If the server knows the name already (its answer to the first try was lost, or a process before this one loaded it)
+  that adapter is dropped, and the version gets another name: what is loaded there may be older files.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -37,22 +28,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from busrl.engines.openai.client import Client
 from busrl.errors import BugError, BusrlError, PeerLost, PeerTimeout, UserError
-from busrl.weights.base import NOTHING, Kind
+from busrl.weights.base import NOTHING
 
 if TYPE_CHECKING:
     import torch
 
-
-
-# -- Gives a server that went away its version again, in a thread beside the role's own loop, which has to go on ------
+PREFIX = "busrl-"  # of the names of adapters
+CLOSE_S = 3.0
+KNOWN = re.compile(r"already (been loaded|loaded|exists)")
 
 
 class Restore:
-    """`done` and `failed` are called by the thread."""
+    """Gives a server that went away its version again, in a thread beside the role's own loop, which has to continue.
+
+    idle -> on (`begin`) -> idle: by the thread itself, before it calls `done` or `failed`, which may begin again. One
+    at a time; a new version is loaded after `wait` alone, or an older one could come last.
+    """
 
     def __init__(self, server: str, done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         self._server, self._done, self._failed = server, done, failed
@@ -84,18 +79,15 @@ class Restore:
         except Exception as problem:
             self.on = False
             self._failed(problem)
-            return
-        self.on = False
-        self._done()
-
-
-# -- A receiver of weights that never come: the endpoint keeps those that it was started with. Knows nothing else -----
+        else:
+            self.on = False
+            self._done()
 
 
 class FixedReceiver:
-    """Version 0 it is, and stays."""
+    """A receiver of weights that never come: the endpoint keeps those that it was started with, version 0."""
 
-    kind: Kind = "tensors"
+    kind: Literal["tensors"] = "tensors"
 
     def newest(self) -> tuple[int, int]:
         return NOTHING
@@ -110,30 +102,22 @@ class FixedReceiver:
         """Nothing was opened."""
 
 
-# -- How a server is told of new weights: an adapter under a new name, or a model folder to load again ----------------
-
-
-NAME = "busrl-"
-CLOSE_S = 3.0
-KNOWN = re.compile(r"already (been loaded|loaded|exists)")
-
-
-class Updates:
+class ServerWeights:
     """`kind` is the server's: "vllm" or "sglang"."""
 
     def __init__(self, client: Client, kind: str, base_model: str) -> None:
         self._client, self._kind, self._base = client, kind, base_model
         self._root = client.endpoint.url.removesuffix("/v1")
-        self._prefix = f"{NAME}v"
+        self._prefix = f"{PREFIX}v"
         self._adapter = ""
         self._deadline = math.inf
 
     def name_for(self, folders: str) -> None:
         """Adapters are named for the run whose versions lie there, on this host."""
         run = hashlib.blake2b(f"{socket.gethostname()} {folders}".encode(), digest_size=6).hexdigest()
-        self._prefix = f"{NAME}{run}-v"
+        self._prefix = f"{PREFIX}{run}-v"
 
-    def apply(self, version: int, path: Path, adapter: bool, deadline: float = math.inf) -> None:
+    def load(self, version: int, path: Path, adapter: bool, deadline: float = math.inf) -> None:
         """Make the server serve `version` from `path`; requests name the right model afterwards. PeerTimeout after
         `patience_s` of one call, or at the deadline of the monotonic clock."""
         self._deadline = deadline
@@ -171,7 +155,7 @@ class Updates:
             self._post(f"{self._routes}/unload_lora_adapter", {"lora_name": name}, f"unloading adapter {name}")
 
     def close(self) -> None:
-        """The server is somebody else's: nothing of the run stays in it, if it can be told so within `CLOSE_S`."""
+        """The server is not ours: nothing of the run stays in it, if it drops the adapter within `CLOSE_S`."""
         if self._adapter:
             body, url = {"lora_name": self._adapter}, f"{self._root}{self._routes}/unload_lora_adapter"
             with contextlib.suppress(BusrlError):
@@ -192,20 +176,17 @@ class Updates:
             self._post("/resume", None, f"{phase}: resume")
         else:
             self._post("/pause_generation", {}, f"{phase}: pause")
-            said = self._post("/update_weights_from_disk", {"model_path": str(path)}, phase)
-            self._sure(said, phase)
+            self._check_success(self._post("/update_weights_from_disk", {"model_path": str(path)}, phase), phase)
             self._post("/flush_cache", None, f"{phase}: prefix cache")
             self._post("/continue_generation", {}, f"{phase}: resume")
         self._client.model = self._base
 
-    def _sure(self, said: str, phase: str) -> None:
-        """SGLang says in a 200 whether it worked."""
-        try:
-            found = json.loads(said)
-        except ValueError:
-            found = {}
-        if isinstance(found, dict) and found.get("success") is False:
-            raise PeerLost(f"{self._root} ({phase}): {found.get('message', said)}")
+    def _check_success(self, reply: str, phase: str) -> None:
+        """SGLang reports a failure in a 200."""
+        with contextlib.suppress(ValueError):
+            found = json.loads(reply)
+            if isinstance(found, dict) and found.get("success") is False:
+                raise PeerLost(f"{self._root} ({phase}): {found.get('message', reply)}")
 
     def _post(self, path: str, body: Mapping[str, object] | None, phase: str) -> str:
         return self._client.send("POST", self._root + path, body, phase, self._deadline)

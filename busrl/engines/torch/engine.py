@@ -50,6 +50,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from busrl.config.schema import ONE_COPY
 from busrl.device import choose as choose_device
 from busrl.engines.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, Pauses, Request, Statistics, Streams
 from busrl.engines.tokens import Tokens, eos_ids_of
@@ -57,6 +58,7 @@ from busrl.engines.torch.decoder import Decoder, Staging
 from busrl.engines.torch.fast import choose_decoder
 from busrl.engines.torch.lora import WeightLoader
 from busrl.errors import UserError
+from busrl.weights.factory import one_copy_receiver
 
 if TYPE_CHECKING:
     from busrl.config import Topology
@@ -540,8 +542,13 @@ class TorchEngine:
         self._pauses.end()
 
     def receiver(self, settings: WeightSettings, name: str) -> Receiver | None:
-        """None: the ordinary one writes into `parameters()`."""
-        return None
+        """The learner trains this engine's own tensors with one copy of the weights; else the ordinary receiver writes
+        into them."""
+        if settings.transport != ONE_COPY:
+            return None
+        receiver = one_copy_receiver(settings, name)
+        receiver.share(self.parameters())
+        return receiver
 
     def update_weights(self, receiver: Receiver) -> tuple[int, int]:
         begun = time.monotonic()

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from busrl.errors import WeightsRefused
 
 if TYPE_CHECKING:
-    from busrl.weights.base import FolderReceiver, Receiver
+    from busrl.weights.base import Receiver
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -101,7 +101,7 @@ class WeightLoader:
         """The newest version of a receiver of any kind; (version, learner's step)."""
         if receiver.kind == "tensors":
             return receiver.fetch(dict(self._model.named_parameters()))
-        version, step, folder = cast("FolderReceiver", receiver).take()
+        version, step, folder = receiver.take()
         (self.swap if receiver.kind == "adapter" else self.restart)(folder)
         return version, step
 

@@ -1,15 +1,9 @@
-"""How vLLM is started: what its engine is told, what its environment must say, and what this version of it can do.
+"""One life of vLLM: its arguments and environment, calls with a deadline, death noticed, an end that leaves nothing.
 
-Used by `vllm_core`. Imports vLLM inside functions only. Knows nothing of requests, weights or the bus.
+Used by the vLLM engine, whose caller is synchronous. Talks to AsyncLLM, which runs in a thread with its own loop, and
+to the kernel about vLLM's processes. Imports vLLM inside functions only. Knows nothing of requests, weights or the bus.
 
 - What a version can do is found by looking at it (`inspect.signature`, attributes), never concluded from its number.
-
-AsyncLLM in a thread with a loop of its own: start, calls with a deadline, death noticed, an end that leaves nothing.
-
-Used by `vllm_engine`, whose caller is synchronous. Talks to vLLM and to the kernel about its processes. Knows nothing
-of requests or weights.
-
-States: starting -> running -> closed; and from each of the first two -> dead, whose cause `lost` holds.
 - Every call races the death of the engine and a deadline: vLLM alone would wait for a dead engine for ever.
 - A dead or silent engine is killed with all of its processes before the error is raised, so that our own process can
   end: Python waits at its end for children that live, stopped ones included.
@@ -21,6 +15,7 @@ import asyncio
 import atexit
 import contextlib
 import inspect
+import json
 import logging
 import multiprocessing
 import os
@@ -35,21 +30,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from busrl.config.engine_rules import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
 from busrl.config.machine import adapter_slots
-from busrl.config.machinery import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
-from busrl.config.rules import ADAPTERS
+from busrl.config.schema import ADAPTERS
 from busrl.errors import EngineLost, UserError
 
 if TYPE_CHECKING:
     from busrl.config import Topology
 
-
-
-# -- How vLLM is started: what its engine is told, what its environment must say, and what this version of it can do --
-
-
+T = TypeVar("T")
+log = logging.getLogger("busrl")
 CPU_CACHE_MB = 16  # at least; a bare minimum of blocks
 EXTENSION = "busrl.engines.vllm.worker.Extension"
+CALLED = ("generate", "abort", "collective_rpc", "pause_generation", "resume_generation", "reset_prefix_cache")
+STATES = {"R": "running", "S": "asleep", "D": "waiting for a device", "T": "stopped", "Z": "dead", "X": "dead"}
+GONE_S = 5.0  # a killed process is gone by then, with the memory of its device
+
+
+# -- how vLLM is started ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def require() -> str:
 
 def probe(engine: Any, version: str) -> Abilities:
     """Look at the engine itself. UserError names what it lacks that nothing can replace."""
-    for name in ("generate", "abort", "collective_rpc", "pause_generation", "resume_generation", "reset_prefix_cache"):
+    for name in CALLED:
         if not callable(getattr(engine, name, None)):
             raise UserError(f'engine = "vllm": vLLM {version} has no AsyncLLM.{name}; see docs/vllm.md')
     if "clear_cache" not in inspect.signature(engine.pause_generation).parameters:
@@ -130,44 +128,37 @@ def probe(engine: Any, version: str) -> Abilities:
     )
 
 
-def make(start: Start, stat_logger: Any = None) -> Any:
-    """An AsyncLLM; to be called in the loop that will run it. UserError for arguments that this version refuses."""
-    _environment(start)
+def make(start: Start, logger: Any) -> Any:
+    """An AsyncLLM; to be called in the loop that will run it. `logger` makes what it reports statistics to. UserError
+    for arguments that this version refuses."""
+    # This process has threads: a fork of it could hang. What a user has set stays, apart from what cannot work.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    _set_defaults(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
+    from vllm.platforms import current_platform
+
+    if cpu := bool(current_platform.is_cpu()):
+        # One process for engine and worker, whose threads are those of [[process]] threads and bound to no core.
+        _set_defaults(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+        if _eager(start, cpu):  # a few helpers of its sampler would still call a C++ compiler at the first token
+            _set_defaults(TORCH_COMPILE_DISABLE="1")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    given = _arguments(start, _on_cpu())
+    given = _arguments(start, cpu)
     known = inspect.signature(AsyncEngineArgs).parameters
     if unknown := sorted(given.keys() - known.keys()):
         where = "vllm.extra" if unknown[0] in dict(start.extra) else 'engine = "vllm"'
         raise UserError(f"{where}: the engine of vLLM {require()} has no argument {unknown[0]!r}; see docs/vllm.md")
-    loggers = [stat_logger] if stat_logger is not None else None
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), stat_loggers=loggers)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), stat_loggers=[logger])
 
 
-def _environment(start: Start) -> None:
-    """Read by vLLM when it starts; what a user has set stays, but for what can not work."""
-    fixed = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # this process has threads: a fork of it could hang
-    usual = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
-    os.environ.update(fixed)
-    for name, value in usual.items():
+def _set_defaults(**variables: str) -> None:
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
-    if _on_cpu():
-        # One process for engine and worker, whose threads are those of [[process]] threads and bound to no core.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        if _eager(start, True):  # a few helpers of its sampler would still call a C++ compiler at the first token
-            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
 def _eager(start: Start, cpu: bool) -> bool:
     return start.enforce_eager == "on" or (start.enforce_eager == "auto" and cpu)
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
@@ -181,7 +172,7 @@ def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
         "enforce_eager": _eager(start, cpu),
         "seed": start.seed,
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is the caller's business, to the last setting
+        "generation_config": "vllm",  # the caller sets all of sampling
         "logprobs_mode": "processed_logprobs",  # of the distribution drawn from
         "enable_prefix_caching": True,
         "worker_extension_cls": start.extension,
@@ -196,7 +187,7 @@ def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
     if start.lora_rank:
         given |= {"enable_lora": True, "max_lora_rank": start.lora_rank, "max_loras": start.adapters}
         given["max_cpu_loras"] = start.adapters
-    return given | {name: _plain(text) for name, text in start.extra}
+    return given | {name: _value_of(text) for name, text in start.extra}
 
 
 def _cpu_cache_mb(start: Start) -> int:
@@ -212,31 +203,26 @@ def _cpu_cache_mb(start: Start) -> int:
     return max(CPU_CACHE_MB, -(-needed // (1 << 20)))
 
 
-def _plain(text: str) -> Any:
-    """The text of an extra argument as the value that it means."""
-    import json
-
+def _value_of(text: str) -> Any:
+    """The value that the text of an extra argument means."""
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-# -- AsyncLLM in a thread with a loop of its own: start, calls with a deadline, death noticed, an end that ... --------
-
-
-T = TypeVar("T")
-log = logging.getLogger("busrl")
-LOOK_EVERY_S = 0.1
-GONE_S = 5.0  # a killed process is gone by then, with the memory of its device
+# -- its life ---------------------------------------------------------------------------------------------------------
 
 
 class Core:
-    """One life of vLLM. `start_s`, `rpc_s`, `stop_s`: deadlines in seconds. Raises EngineLost from every method."""
+    """One life of vLLM. `start_s`, `rpc_s`, `stop_s`: deadlines in seconds. Raises EngineLost from every method.
 
-    def __init__(self, start: Start, *, start_s: float, rpc_s: float, stop_s: float, stat_logger: Any = None) -> None:
+    starting -> running -> closed; and from each of the first two -> dead, whose cause `lost` holds.
+    """
+
+    def __init__(self, start: Start, *, start_s: float, rpc_s: float, stop_s: float, logger: Any) -> None:
         self.version = require()
-        self.lost = ""  # why it can not be used any more
+        self.lost = ""  # why it cannot be used any more
         self.rpc_s, self._stop_s = rpc_s, stop_s
         self._before = {child.pid for child in multiprocessing.active_children()}
         self._pidfds: dict[int, int] = {}
@@ -245,7 +231,7 @@ class Core:
         self.on_death: Callable[[], None] = lambda: None
         self.loop = asyncio.new_event_loop()
         self._started: Future[Any] = Future()
-        self._thread = threading.Thread(target=self._run, args=(start, stat_logger), name="vllm", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(start, logger), name="vllm", daemon=True)
         begun = time.monotonic()
         self._thread.start()
         atexit.register(self.close)
@@ -288,7 +274,7 @@ class Core:
 
     @property
     def over(self) -> bool:
-        """Whether it is ending, or dead: what its requests say from here on is no word about them."""
+        """Whether it is ending, or dead: an error of a request says nothing about the request from here on."""
         return self._closed or bool(self.lost)
 
     def describe(self) -> str:
@@ -319,12 +305,12 @@ class Core:
 
     # -- life -----------------------------------------------------------------------------------------------------
 
-    def _run(self, start: Start, stat_logger: Any) -> None:
+    def _run(self, start: Start, logger: Any) -> None:
         asyncio.set_event_loop(self.loop)
 
         async def begin() -> None:
             try:
-                self._started.set_result(make(start, stat_logger))
+                self._started.set_result(make(start, logger))
             except BaseException as problem:
                 self._started.set_exception(problem)
 
@@ -352,12 +338,12 @@ class Core:
             self._kill()
             self._closed = True
             if isinstance(problem, (RuntimeError, OSError, AssertionError)):
-                text = f"vLLM {self.version} did not start: {problem}; its own words are above in this log"
+                text = f"vLLM {self.version} did not start: {problem}; its own messages are above in this log"
                 raise EngineLost(text) from problem
             raise
 
     def _find(self) -> None:
-        """Hold on to every process that vLLM has started, so that a pid can not become somebody else's."""
+        """Hold on to every process that vLLM has started, so that a pid cannot become another process's."""
         for pid in _with_descendants(self._roots()):
             if pid not in self._pidfds:
                 with contextlib.suppress(ProcessLookupError):
@@ -439,9 +425,13 @@ class Core:
             file.unlink(missing_ok=True)
 
 
-def is_death(problem: BaseException | None) -> bool:
-    """Whether that is vLLM's word that its engine is dead; the class has moved between versions."""
-    return type(problem).__name__ == "EngineDeadError"
+def is_death(result: object) -> bool:
+    """Whether the result of a call is vLLM's error that its engine is dead."""
+    if not isinstance(result, BaseException):
+        return False
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(result, EngineDeadError)
 
 
 def _ended(pidfd: int, timeout_s: float) -> bool:
@@ -454,8 +444,8 @@ def _with_descendants(roots: list[int]) -> list[int]:
     """Those processes and all that descend from them."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (parent := _parent_of(int(entry.name))):
-            children.setdefault(parent, []).append(int(entry.name))
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
     found, waiting = [], list(roots)
     while waiting:
         pid = waiting.pop()
@@ -464,18 +454,16 @@ def _with_descendants(roots: list[int]) -> list[int]:
     return found
 
 
-def _parent_of(pid: int) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+def _stat(pid: int) -> list[str]:
+    """The kernel's account of a process from its state letter on, then its parent; empty if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def _state(pid: int) -> str:
-    names = {"R": "running", "S": "asleep", "D": "waiting for a device", "T": "stopped", "Z": "dead", "X": "dead"}
-    with contextlib.suppress(OSError, IndexError):
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return names.get(letter, letter)
-    return "gone"
+    letter = next(iter(_stat(pid)), "")
+    return STATES.get(letter, letter) or "gone"
 
 
 def _shared_files(pid: int) -> set[Path]:

@@ -1,20 +1,13 @@
-"""One page of shared memory on which a vLLM worker tells which weights it has at hand: written there, read here.
+"""New weights in a running vLLM: tensors through its workers, adapters by its own interface, folders by a restart.
 
-The worker's receiving thread writes, the rollout process reads at every step without a call to the engine: such a call
-would wait for a decoding step. Knows nothing of vLLM, of tensors or of transports.
-
-- A reader sees a whole line or the one before: the sequence word is odd while it is written, and a checksum decides.
-
-New weights in a running vLLM: tensors through its workers, adapters by its own interface, folders by a restart.
-
-Used by `vllm_engine`, which it pauses and resumes. Talks to `vllm_worker` by calls with plain data and reads its pages.
+Used by the vLLM engine, which it pauses and resumes. Talks to `worker` by calls with plain data and reads its pages.
 Knows nothing of slots or of the bus.
 
 - Tensors: received beside generation; then pause, load, note the version, drop what old weights cached, resume.
-- All workers of an engine load the same version or none: each first says which one it holds ready.
+- All workers of an engine load the same version or none: each first reports which one it holds ready.
 - A version that does not fit never touches the model. A load that failed half-way leaves the engine paused and dirty:
   it answers nothing until a later version was loaded whole.
-- No adapter that a running answer has is ever given up: those that nobody has are removed before a new one comes.
+- No adapter that a running answer needs is ever removed; unused ones are removed before a new one is loaded.
 - After the first load a short answer is compared with a plain forward pass: a fault there is silent everywhere else.
 """
 
@@ -36,7 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from busrl.config.rules import FOLDERS, ONE_COPY
+from busrl import files
+from busrl.config.machine import model_facts
+from busrl.config.schema import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
 from busrl.weights.base import NOTHING
@@ -48,23 +43,22 @@ if TYPE_CHECKING:
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
-
-
-# -- One page of shared memory on which a vLLM worker tells which weights it has at hand: written there, read here ----
-
-
+log = logging.getLogger("busrl")
 SIZE = 4096
 HEAD = struct.Struct("<QIIqqqq")  # sequence, checksum, bytes of text; staged version and step, loaded version and step
 BODY_AT = 16
 TRIES = 100
+LOOK_EVERY_S = 0.005
+CHECK_TOKENS = 24
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 @dataclass(frozen=True)
 class Line:
-    """What a worker tells: (version, step) received and waiting, and in the model; what is wrong, if anything."""
+    """What a worker reports: (version, step) received and waiting, and in the model; what is wrong, if anything."""
 
-    staged: tuple[int, int] = (-1, -1)
-    loaded: tuple[int, int] = (-1, -1)
+    staged: tuple[int, int] = NOTHING
+    loaded: tuple[int, int] = NOTHING
     trouble: str = ""
 
     @property
@@ -74,7 +68,9 @@ class Line:
 
 
 class Page:
-    """A mapping of the file. One writer."""
+    """A page of shared memory on which a worker writes which weights it has. The rollout process reads it at every
+    step, without a call to the engine, which would wait for a decoding step. One writer; a reader sees a whole line or
+    the one before: the sequence word is odd while it is written, and a checksum decides."""
 
     def __init__(self, path: str | Path, *, create: bool = False) -> None:
         self.path = Path(path)
@@ -123,51 +119,35 @@ class Page:
 
     def _create(self) -> None:
         """A new file under that name, readable by this user only; whoever maps an old one keeps it."""
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.ftruncate(descriptor, SIZE)
-        os.close(descriptor)
-        os.rename(temporary, self.path)
-
-
-# -- New weights in a running vLLM: tensors through its workers, adapters by its own interface, folders by a restart --
-
-
-log = logging.getLogger("busrl")
-LOOK_EVERY_S = 0.005
-CHECK_TOKENS = 24
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+        with files.replacing(self.path, durable=False) as descriptor:
+            os.ftruncate(descriptor, SIZE)
 
 
 class WorkerReceiver:
     """What the rollout role sees of the receivers in vLLM's workers: one page each."""
 
+    kind: Literal["tensors"] = "tensors"
+
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
-        self._told = ""
-
-    @property
-    def kind(self) -> Literal["tensors"]:
-        return "tensors"
+        self._trouble = ""
 
     @property
     def trouble(self) -> str:
         """What is wrong in a worker, as far as `newest` has seen."""
-        return self._told or "nothing is wrong there"
+        return self._trouble or "nothing is wrong there"
 
     def newest(self) -> tuple[int, int]:
         """What every worker has; what is wrong in one is logged once."""
         lines = [page.read() for page in self._pages]
         trouble = next((line.trouble for line in lines if line.trouble), "")
-        if trouble != self._told:
-            self._told = trouble
-            if trouble:
-                log.warning("weights: %s: %s", self.name, trouble)
+        if trouble and trouble != self._trouble:
+            log.warning("weights: %s: %s", self.name, trouble)
+        self._trouble = trouble
         return min(line.newest for line in lines)
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
-        """Pages of other processes can not be waited on, so this looks every few milliseconds."""
+        """Pages of other processes cannot be waited on, so this looks every few milliseconds."""
         deadline, pause = time.monotonic() + timeout_s, threading.Event()
         while (found := self.newest())[0] < version:
             self._engine.check()
@@ -186,8 +166,8 @@ class WorkerReceiver:
 
 
 @dataclass
-class Adapter:
-    """The version that an adapter is, and what vLLM knows it by; None for the model without one."""
+class LoadedAdapter:
+    """The version that an adapter is, and vLLM's own request for it; None for the model without one."""
 
     version: int
     request: Any
@@ -207,7 +187,7 @@ class Updates:
         self._close_s = engine.own.stop_s
         self._loaded: dict[int, Any] = {}  # adapters in vLLM, by version
         # What new requests get, where versions are adapters; before the first one that is the bare model.
-        self.adapter = Adapter(0, None) if engine.start.lora_rank else None
+        self.adapter = LoadedAdapter(0, None) if engine.start.lora_rank else None
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
         """Workers receive tensors themselves; folders and adapters are the ordinary receiver's."""
@@ -216,24 +196,22 @@ class Updates:
         self._checked = settings.transport == ONE_COPY
         if settings.transport == ONE_COPY:  # it goes when the learner has let go of the weights
             self._close_s += settings.timeout_s
-        engine = self._engine
+        engine, start = self._engine, self._engine.start
         page = Path(settings.address_file).parent / f"vllm-{name.replace('/', '-')}.page"
-        text = {"settings": settings.plain(), "name": name, "model": engine.start.model, "dtype": engine.start.dtype,
-                "page": str(page)}
-        paths = engine.core.rpc("busrl_open", json.dumps(text), timeout_s=engine.own.start_s)
+        given = {"settings": settings.plain(), "name": name, "model": start.model, "dtype": start.dtype}
+        text = json.dumps({**given, "page": str(page)})
+        paths = engine.core.rpc("busrl_open", text, timeout_s=engine.own.start_s)
         self._own = WorkerReceiver(engine, [Page(path) for path in paths], name)
         return self._own
 
     def take(self, receiver: Receiver) -> tuple[int, int]:
         """Make the receiver's newest version the engine's; returns (version, step)."""
         begun = time.monotonic()
-        if receiver is self._own and self._own is not None:
-            version, step = self._tensors(self._own)
-        else:
-            version, step = self._folder(receiver)
+        own = self._own if receiver is self._own else None
+        taken = self._folder(receiver) if own is None else self._tensors(own)
         self.count += 1
         self.seconds += time.monotonic() - begun
-        return version, step
+        return taken
 
     def refuse_if_dirty(self) -> None:
         """UserError while the model may hold a mixture of two versions."""
@@ -241,7 +219,7 @@ class Updates:
             raise UserError(f"vLLM: {self._dirty}; a later version has to be loaded first")
 
     def close(self) -> None:
-        """Tell the workers to receive no more and to leave their transport, if vLLM lives."""
+        """Make the workers receive no more and leave their transport, if vLLM lives."""
         if self._own is None:
             return
         core = self._engine.core
@@ -263,21 +241,21 @@ class Updates:
         core, comparing = self._engine.core, self._wants_check()
         agreed = self._agree_on(own)
         was_paused = self._engine.paused and not self._dirty
-        self._engine.hold_still()
+        self._engine.stop_decoding()
         version, step = self._swap(agreed, comparing)
         self._engine.version, self._dirty = version, ""
-        if version != agreed:  # one copy: the learner went on to a later one before we had paused
+        if version != agreed:  # one copy: the learner made a later one before we had paused
             self._note(version)
         if not was_paused:
             self._engine.resume()
         if comparing:
             self._compare(version)
             self._checked = True
-            core.rpc("busrl_thaw")
+            core.rpc("busrl_release")
         return version, step
 
     def _agree_on(self, own: WorkerReceiver) -> int:
-        """Wait until all workers hold the same version ready, and tell which; WeightsTimeout after `rpc_s`."""
+        """Wait until all workers hold the same version ready, and return it; WeightsTimeout after `rpc_s`."""
         core, deadline = self._engine.core, time.monotonic() + self._engine.own.rpc_s
         held: set[tuple[int, ...]] = set()
         pause = threading.Event()
@@ -285,7 +263,7 @@ class Updates:
             held = {tuple(stamp) for stamp in core.rpc("busrl_prepare", True)}
             if len(held) == 1 and NOTHING not in held:
                 return held.pop()[0]
-            core.rpc("busrl_thaw")
+            core.rpc("busrl_release")
             own.wait_for(max(stamp[0] for stamp in held), max(0.0, deadline - time.monotonic()))
             pause.wait(LOOK_EVERY_S)
         raise WeightsTimeout(f"{own.name}: vLLM's workers hold {sorted(held)} ready, not one version")
@@ -293,13 +271,13 @@ class Updates:
     def _swap(self, version: int, hold: bool) -> tuple[int, int]:
         """Load in every worker, drop what old weights cached, note the version: one round trip, nothing decodes in it.
 
-        Running sequences are computed anew where asked for. Where they keep their cache vLLM can not drop it, and says
-        so; new requests do not find it by their salt. EngineLost if workers have different versions.
+        Running sequences are computed again where asked for. Where they keep their cache vLLM cannot drop it, and
+        returns False; new requests have another salt and do not find it. EngineLost if workers differ in version.
         """
-        core, anew = self._engine.core, self._recompute
+        core, again = self._engine.core, self._recompute
 
         async def together() -> list[Any]:
-            work = [core.engine.collective_rpc("busrl_commit", args=(hold,)), core.engine.reset_prefix_cache(anew)]
+            work = [core.engine.collective_rpc("busrl_commit", args=(hold,)), core.engine.reset_prefix_cache(again)]
             if core.abilities.weight_version:
                 work.append(core.engine.update_weight_version(str(version)))
             return await asyncio.gather(*work, return_exceptions=True)
@@ -309,7 +287,7 @@ class Updates:
             raise core.lose(f"vLLM's engine died while it loaded new weights: {dead}")
         if isinstance(loaded, Exception):
             raise self._not_loaded(loaded)
-        if (anew and dropped is False) or any(isinstance(one, Exception) for one in (dropped, *noted)):
+        if (again and dropped is False) or any(isinstance(one, Exception) for one in (dropped, *noted)):
             raise core.lose(f"vLLM kept the cache of old weights, or their version: {dropped} {noted}")
         stamps = {tuple(stamp) for stamp in loaded}
         if len(stamps) != 1:
@@ -320,7 +298,7 @@ class Updates:
     def _not_loaded(self, problem: Exception) -> UserError:
         """The model may hold a mixture: stay paused until a later version was loaded whole."""
         self._dirty = f"loading new weights failed: {problem}"
-        self._engine.core.rpc("busrl_thaw")
+        self._engine.core.rpc("busrl_release")
         log.error("vLLM: %s; it answers nothing until a version was loaded whole", self._dirty)
         return UserError(f"vLLM: {self._dirty}")
 
@@ -331,8 +309,10 @@ class Updates:
             core.call("update_weight_version", lambda: core.engine.update_weight_version(str(version)))
 
     def _wants_check(self) -> bool:
-        own = self._engine.own
-        return not self._checked and 0 < _parameters(self._engine.start.model) <= own.check_parameters
+        if self._checked:
+            return False
+        parameters = model_facts(Path(self._engine.start.model)).parameters  # 0 if the folder does not say
+        return 0 < parameters <= self._engine.own.check_parameters
 
     def _compare(self, version: int) -> None:
         """EngineDisagrees if vLLM's log-probabilities of a short answer are not those of a plain forward pass."""
@@ -344,34 +324,36 @@ class Updates:
         limit = engine.own.check_tolerance or TOLERANCE[engine.start.dtype]
         log.info("vLLM: version %d checked: log-probabilities differ by at most %.1e", version, worst)
         if not worst <= limit:
-            text = f"vLLM {core.version}: log-probabilities of version {version} differ by {worst:.3g} from a plain"
-            remedy = "do not train with it; vllm.check_tolerance is the limit"
-            core.lose(f"{text} forward pass, more than {limit:g}")
-            raise EngineDisagrees(f"{text} forward pass, more than {limit:g}: {remedy}")
+            text = (f"vLLM {core.version}: log-probabilities of version {version} differ by {worst:.3g} from a plain "
+                    f"forward pass, more than {limit:g}")
+            core.lose(text)
+            raise EngineDisagrees(f"{text}: do not train with it; vllm.check_tolerance is the limit")
 
     # -- adapters and folders -------------------------------------------------------------------------------------
 
-    def _folder(self, receiver: Any) -> tuple[int, int]:
-        engine, kind = self._engine, receiver.kind
-        if kind not in ("adapter", "folder"):
-            raise UserError(f"vLLM takes no weights of kind {kind!r} from a receiver outside of its workers")
-        restarts = kind == "folder" and (self.adapter is None or self._has_adapter)
+    def _folder(self, receiver: Receiver) -> tuple[int, int]:
+        engine = self._engine
+        if receiver.kind == "tensors":
+            raise UserError("vLLM takes tensors from the receivers in its workers alone")
+        # The first adapter goes into the model without one; later folders need a vLLM that starts again.
+        restarts = receiver.kind == "folder" and (self.adapter is None or self.adapter.request is not None)
         if not restarts and self.adapter is not None:
             self._make_room()
         version, step, path = receiver.take()
         if restarts:
-            self._start_again(version, Path(path))
+            self._start_again(version, path)
         else:
-            self._add(version, Path(path))
+            self._add(version, path)
             engine.version = version
         return version, step
 
     def _start_again(self, version: int, path: Path) -> None:
-        """vLLM anew with that folder as its model, or with that adapter. WeightsRefused: it has the adapter before."""
+        """Restart vLLM with that folder as its model, or with that adapter. WeightsRefused: it has the adapter before.
+        """
         engine, before = self._engine, self.adapter
         if self._finish_first:
             engine.finish_all()
-        engine.swap_core(engine.start if before is not None else dataclasses.replace(engine.start, model=str(path)))
+        engine.restart(engine.start if before is not None else dataclasses.replace(engine.start, model=str(path)))
         self._loaded.clear()
         try:
             if before is None:
@@ -380,33 +362,28 @@ class Updates:
                 self._add(version, path)
             engine.version = version
         except WeightsRefused as problem:
-            self._go_back(problem)
-            engine.go_on(self.adapter)
+            if before is not None and before.request is not None:
+                self._go_back(before, problem)
+            engine.continue_all(self.adapter)
             raise
-        engine.go_on(self.adapter)
+        engine.continue_all(self.adapter)
 
-    def _go_back(self, why: WeightsRefused) -> None:
-        """The adapter before, which the vLLM that was ended had."""
-        if self.adapter is None or not self._has_adapter:
-            return
+    def _go_back(self, before: LoadedAdapter, why: WeightsRefused) -> None:
+        """Load the adapter that the vLLM before had."""
         try:
-            self._add(self.adapter.version, Path(self.adapter.request.lora_path))
+            self._add(before.version, Path(before.request.lora_path))
         except WeightsRefused as problem:
             raise self._engine.core.lose(f"{why}; and the one before is gone: {problem}") from problem
 
-    @property
-    def _has_adapter(self) -> bool:
-        return self.adapter is not None and self.adapter.request is not None
-
     def _used(self) -> set[int]:
         """Versions of the adapters that running answers have, and of the one that new ones get."""
-        all_of_them = [running.adapter for running in self._engine.running] + [self.adapter]
-        return {adapter.version for adapter in all_of_them if adapter is not None and adapter.request is not None}
+        adapters = [running.adapter for running in self._engine.running] + [self.adapter]
+        return {adapter.version for adapter in adapters if adapter is not None and adapter.request is not None}
 
     def _make_room(self) -> None:
         """A place for one more adapter. WeightsRefused if running answers have them all for `rpc_s`.
 
-        What nobody has is removed here: vLLM would choose by itself, perhaps one whose answers wait for their turn.
+        Unused ones are removed here: vLLM would choose by itself, perhaps one whose answers wait for their turn.
         """
         engine, places = self._engine, self._engine.start.adapters
         if not engine.wait_until(lambda: len(self._used()) < places, engine.own.rpc_s):
@@ -419,7 +396,7 @@ class Updates:
             core.call("remove_lora", partial(core.engine.remove_lora, self._loaded.pop(version).lora_int_id))
 
     def _add(self, version: int, path: Path) -> None:
-        """Load an adapter under an id of its own: running requests keep theirs, with the cache that it made."""
+        """Load an adapter under a new id: running requests keep theirs, with the cache that it made."""
         from vllm.lora.request import LoRARequest
 
         core = self._engine.core
@@ -431,11 +408,4 @@ class Updates:
         except Exception as problem:
             raise WeightsRefused(f"vLLM: the adapter {path} was refused: {problem}") from problem
         self._loaded[version] = request
-        self.adapter = Adapter(version, request)
-
-
-def _parameters(folder: str) -> int:
-    """Parameters of a model folder, 0 if it does not tell."""
-    from busrl.config import machine
-
-    return machine.model_facts(Path(folder), 0).parameters
+        self.adapter = LoadedAdapter(version, request)

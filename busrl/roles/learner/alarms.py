@@ -24,7 +24,8 @@ from busrl.config import Topology
 from busrl.config.schema import RESTARTS
 from busrl.engines.base import LENGTH
 from busrl.errors import EngineDisagrees
-from busrl.ledger.log import SampleRecord, json_lines, tail
+from busrl.files import json_lines, tail
+from busrl.ledger.wal import SampleRecord
 from busrl.paths import RunPaths
 from busrl.scheduling.groups import GroupView
 from busrl.states import ACCIDENTS, Fate, fate_name

@@ -26,7 +26,7 @@ from busrl.data import plain_text, prompt_of
 from busrl.data.chat import LightTokenizer
 from busrl.engines.base import LENGTH
 from busrl.errors import DataError
-from busrl.ledger.log import SampleRecord
+from busrl.ledger.wal import SampleRecord
 from busrl.ring import Ring, State
 from busrl.roles.trajectory import (
     UNREADABLE,

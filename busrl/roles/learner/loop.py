@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from busrl.config.derive import admission_limits, checkpoint_is_due, make_plan
 from busrl.errors import DiskFull, FateRefused, NothingToTrain, WriteFailed
-from busrl.ledger.log import Record, SampleRecord
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline

@@ -27,7 +27,9 @@ import numpy.typing as npt
 
 from busrl.engines.base import LENGTH
 from busrl.errors import MachineError
-from busrl.ledger.log import LineFile, Record, SampleRecord, json_lines, last_step
+from busrl.files import LineFile, json_lines
+from busrl.ledger.trainlog import last_step
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.states import Fate
 

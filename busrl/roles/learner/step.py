@@ -24,10 +24,9 @@ from busrl import device
 from busrl.algorithms.advantages import advantages as group_advantages
 from busrl.algorithms.losses import WITHOUT_PROXIMAL
 from busrl.config import Topology
-from busrl.config.rules import ADAPTERS, ONE_COPY
-from busrl.config.schema import Learner
+from busrl.config.schema import ADAPTERS, ONE_COPY, Learner
 from busrl.errors import UserError
-from busrl.ledger.log import Record, SampleRecord
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
 from busrl.training import checkpoint
 from busrl.training.batch import Sample, all_sound

@@ -1,0 +1,250 @@
+"""How one key of a topology is declared, and how its value is read: strictly from a file, by shape from topology.json.
+
+The tables of `schema.py` are the only list of keys; the reader, the error messages, `configs/reference.toml` and the
+tests see them through `items`. Knows nothing of files or of any single key.
+
+- One conversion serves both readers: what a run recorded was checked when it was written, so there a rule's bounds and
+  choices do not apply.
+- A bool is not a number; a whole number is accepted where a number is expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from busrl.errors import UserError
+
+T = TypeVar("T")
+REQUIRED = object()  # the default of a key that has none
+FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")  # package.module:name or file.py:name
+
+
+# -- declaring a key -----
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be beyond its type. `low`/`high` are inclusive unless `open_low`/`open_high`."""
+
+    doc: str
+    low: float | None = None
+    high: float | None = None
+    open_low: bool = False
+    open_high: bool = False
+    choices: tuple[str, ...] = ()
+    function: bool = False  # besides the choices, the import path of a user's function
+    words: tuple[str, ...] = ()  # words allowed where a number is expected ("auto", "inf")
+    path: bool = False  # a file or folder: made absolute, relative to the file that names it
+    finite: bool = True
+    required: bool = False
+
+    def text(self) -> str:
+        """The rule as a reader of the reference sees it, empty if every value of the type is allowed."""
+        if self.choices:
+            named = "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
+            return f"{named}, or a function as package.module:name or file.py:name" if self.function else named
+        words = [f'"{word}"' for word in self.words]
+        return " or ".join(part for part in (self._bounds(), *words) if part)
+
+    def _bounds(self) -> str:
+        parts = []
+        if self.low is not None:
+            parts.append(f"{'>' if self.open_low else '>='} {_shown(self.low)}")
+        if self.high is not None:
+            parts.append(f"{'<' if self.open_high else '<='} {_shown(self.high)}")
+        return " and ".join(parts)
+
+    def allows(self, number: float) -> bool:
+        """Whether a number keeps the bounds."""
+        if math.isnan(number) or (self.finite and math.isinf(number)):
+            return False
+        if self.low is not None and (number < self.low or (self.open_low and number == self.low)):
+            return False
+        return not (self.high is not None and (number > self.high or (self.open_high and number == self.high)))
+
+    def unbounded(self) -> Rule:
+        """The rule without what may change between two versions of busrl: bounds and choices."""
+        return Rule(self.doc, words=self.words, finite=False)
+
+
+def _shown(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
+
+
+def key(default: Any, doc: str, **rule: Any) -> Any:
+    """A dataclass field with its documentation and rule; `REQUIRED` for one without a default."""
+    if default is REQUIRED:
+        return dataclasses.field(metadata={"rule": Rule(doc, required=True, **rule)})
+    return dataclasses.field(default=default, metadata={"rule": Rule(doc, **rule)})
+
+
+# -- walking the tables -----
+
+
+@dataclass(frozen=True)
+class Item:
+    """One field of a table: a key (`rule`), a table within it (`table`), or an array of tables (`row`)."""
+
+    field: dataclasses.Field[Any]
+    hint: Any
+    table: type | None
+    row: type | None
+
+    @property
+    def name(self) -> str:
+        return self.field.name
+
+    @property
+    def rule(self) -> Rule:
+        """What `key` attached; nothing beyond the type for a field that was declared without it."""
+        rule: Rule = self.field.metadata.get("rule", Rule(""))
+        return rule
+
+    @property
+    def default(self) -> Any:
+        """The value of a key that is left out; `REQUIRED` if it has none."""
+        if self.field.default_factory is not dataclasses.MISSING:
+            return self.field.default_factory()
+        return REQUIRED if self.field.default is dataclasses.MISSING else self.field.default
+
+
+@cache
+def items(cls: type) -> dict[str, Item]:
+    """The fields of a table by name, in the order of their declaration."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: _item(field, hints[field.name]) for field in dataclasses.fields(cls)}
+
+
+def _item(field: dataclasses.Field[Any], hint: Any) -> Item:
+    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+    row = inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
+    table = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
+    return Item(field, hint, table, row)
+
+
+def tables(name: str, cls: type) -> Iterator[tuple[str, type]]:
+    """A table and every table in it, by dotted name; arrays of tables are left out."""
+    yield name, cls
+    for item in items(cls).values():
+        if item.table:
+            yield from tables(f"{name}.{item.name}", item.table)
+
+
+# -- reading a value -----
+
+
+class Wrong(Exception):
+    """A value that does not fit: the rule, and what to write instead."""
+
+    def __init__(self, rule: str, remedy: str = "") -> None:
+        super().__init__(rule)
+        self.rule, self.remedy = rule, remedy
+
+
+def convert(hint: Any, rule: Rule, value: Any) -> Any:
+    """A value of the annotated type that keeps the rule; `Wrong` otherwise."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType or origin is typing.Union:  # int | str: a number or one of the rule's words
+        kind = float if float in args else int
+        return value if isinstance(value, str) and value in rule.words else _number(kind, rule, value)
+    if hint in (int, float):
+        return _number(hint, rule, value)
+    if hint is bool:
+        return _typed(bool, value, "true or false")
+    if hint is str:
+        return _text(rule, value)
+    if origin is dict:
+        return _environment(value)
+    if args == (float, float):
+        return _pair(rule, value)
+    return _strings(value)
+
+
+def _number(kind: type, rule: Rule, value: Any) -> Any:
+    if kind is float and isinstance(value, str) and value in rule.words:
+        return float(value)
+    noun = "a whole number" if kind is int else "a number"
+    right = isinstance(value, int) or (kind is float and isinstance(value, float))
+    if isinstance(value, bool) or not right or not rule.allows(value):
+        raise Wrong(" ".join(part for part in (f"expected {noun}", rule.text()) if part))
+    return kind(value)
+
+
+def _typed(kind: type, value: Any, noun: str) -> Any:
+    if not isinstance(value, kind):
+        raise Wrong(f"expected {noun}")
+    return value
+
+
+def _text(rule: Rule, value: Any) -> str:
+    text: str = _typed(str, value, rule.text() or "a string")
+    by_path = rule.function and FUNCTION.fullmatch(text)
+    if rule.choices and text not in rule.choices and not by_path:
+        near = difflib.get_close_matches(text, rule.choices, n=1)
+        raise Wrong(f"expected {rule.text()}", f'did you mean "{near[0]}"?' if near else "")
+    if "\0" in text or (rule.required and not text):
+        raise Wrong("expected a string that is not empty")
+    return text
+
+
+def _pair(rule: Rule, value: Any) -> tuple[float, float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise Wrong("expected a list of two numbers")
+    return _number(float, rule, value[0]), _number(float, rule, value[1])
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise Wrong("expected a list of strings", 'for example ["node", "reward.mjs"]')
+    return tuple(value)
+
+
+def _environment(value: Any) -> dict[str, str]:
+    right = isinstance(value, dict) and all(isinstance(item, str) and "\0" not in item for item in value.values())
+    if not right or not all(name and "=" not in name and "\0" not in name for name in value):
+        raise Wrong("expected a table of strings", 'for example env = { OMP_WAIT_POLICY = "PASSIVE" }')
+    return dict(value)
+
+
+# -- topology.json -----
+
+
+def build(cls: type[T], data: Any, place: str) -> T:
+    """An instance of `cls` from parsed JSON; missing keys take their defaults, UserError names unknown ones."""
+    if not isinstance(data, dict):
+        raise UserError(f"{place}: expected a map for {cls.__name__}, got {type(data).__name__}")
+    known = items(typing.cast(type, cls))
+    if unknown := sorted(set(data) - set(known)):
+        raise UserError(f"{place}: unknown keys {unknown}; the file was written by another version of busrl")
+    if missing := [name for name, item in known.items() if name not in data and item.default is REQUIRED]:
+        raise UserError(f"{place}: keys {missing} are missing; the file was written by another version of busrl")
+    return cls(**{name: _recorded(known[name], value, f"{place}: {name}") for name, value in data.items()})
+
+
+def _recorded(item: Item, value: Any, place: str) -> Any:
+    if item.table:
+        return build(item.table, value, place)
+    if item.row and isinstance(value, list):
+        return tuple(build(item.row, entry, place) for entry in value)
+    try:
+        return convert(item.hint, item.rule.unbounded(), value)
+    except Wrong as wrong:
+        raise UserError(f"{place}: {wrong.rule}, got {value!r}; the file is damaged") from None
+
+
+def plain(value: Any) -> Any:
+    """Lists for tuples and the word "inf" for infinity: what JSON can hold of a value."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return "inf" if isinstance(value, float) and math.isinf(value) else value

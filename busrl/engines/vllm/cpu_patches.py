@@ -1,0 +1,92 @@
+"""What vLLM's CPU backend needs before a model is made: `apply` changes vLLM's classes in the worker's process.
+
+Called by `worker` alone. Talks to vLLM's internals; knows nothing of weights, requests or accelerators, where it
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def apply() -> None:
+    """Three work-arounds, on a CPU only.
+
+    - A random stream is set back by its state after a step that took only a part of a prompt (`rewind_streams`).
+    - Linear layers pack their weight away where new ones do not reach it, for a tied output head silently: not here.
+    - Heads smaller than its attention kernels know are padded with zeros, which changes no result (`pad_heads`).
+    """
+    from vllm import _custom_ops as operations
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    operations._supports_onednn = False
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    rewind_streams(GPUModelRunner)
+    from vllm.model_executor.layers.attention import Attention
+
+    try:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = sorted(CPUAttentionBackend.get_supported_head_sizes())
+    except (ImportError, AttributeError):  # a version that is built otherwise refuses by itself what it cannot do
+        return
+    pad_heads(Attention, sizes)
+
+
+def rewind_streams(runner: Any) -> None:
+    """Make the class, of which a CPU's runner is one, set back the streams of rows whose token is discarded.
+
+    A row draws a token in every step, also while its prompt, or what it computes again after an update, is taken in
+    pieces. vLLM then sets the stream back by an offset, which a generator of the CPU does not have, and ends. Versions
+    that keep the rows under another name run without setting back.
+    """
+    sample, bookkeep = runner._sample, runner._bookkeeping_sync
+
+    def _sample(self: Any, *args: Any, **more: Any) -> Any:
+        streams, mask = self.input_batch.generators, getattr(self, "discard_request_mask", None)
+        rows = [] if mask is None else mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        discarded = [streams[row] for row in rows if row in streams]
+        states = [stream.get_state() for stream in discarded]
+        made = sample(self, *args, **more)
+        for stream, state in zip(discarded, states):
+            stream.set_state(state)
+        return made
+
+    def _bookkeeping_sync(self: Any, *args: Any, **more: Any) -> Any:
+        streams, self.input_batch.generators = self.input_batch.generators, {}  # read here for nothing else
+        try:
+            return bookkeep(self, *args, **more)
+        finally:
+            self.input_batch.generators = streams
+
+    runner._sample, runner._bookkeeping_sync = _sample, _bookkeeping_sync
+
+
+def pad_heads(attention: Any, sizes: list[int]) -> None:
+    """Make the layer class use the next head size that its kernels have; the scale is the caller's, so it stays."""
+    made, forward = attention.__init__, attention.forward
+
+    def __init__(self: Any, num_heads: int, head_size: int, *args: Any, **more: Any) -> None:
+        own = more.get("head_size_v") in (None, head_size)
+        wide = next((size for size in sizes if size >= head_size), head_size) if own else head_size
+        made(self, num_heads, wide, *args, **more)
+        self.busrl_head = head_size
+
+    def padded(self: Any, query: Any, key: Any, value: Any, *args: Any, **more: Any) -> Any:
+        head, wide = self.busrl_head, self.head_size
+        if head == wide:
+            return forward(self, query, key, value, *args, **more)
+
+        def pad(tensor: Any, heads: int) -> Any:
+            split = tensor.reshape(-1, heads, head)
+            return torch.nn.functional.pad(split, (0, wide - head)).flatten(1)
+
+        out = forward(self, pad(query, self.num_heads), pad(key, self.num_kv_heads), pad(value, self.num_kv_heads))
+        return out.reshape(-1, self.num_heads, wide)[..., :head].reshape(-1, self.num_heads * head)
+
+    attention.__init__, attention.forward = __init__, padded
