@@ -98,12 +98,8 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def remove(path: Path) -> None:
-    """Deletes a directory so that no half of it is ever seen under its name."""
-    _delete(path, path.name)
-
-
 def _delete(path: Path, name: str) -> None:
+    """Rename it first, so that no half of it is ever seen under its name."""
     aside = path.parent / f"{TEMPORARY}old-{name}"
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
@@ -263,7 +259,7 @@ def _listing(directory: Path, moved: Callable[[], None]) -> dict[str, list[int]]
 
 def _prune(root: Path, keep_last: int) -> None:
     for path in _by_step(root)[keep_last:]:
-        remove(path)
+        _delete(path, path.name)
 
 
 def _by_step(root: Path) -> list[Path]:

@@ -14,6 +14,7 @@ parameters of the Hugging Face model, so gradients end up where the optimiser lo
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from busrl.training.batch import Ints, Padded, Sample, pad
-from busrl.training.model import takes_logits_to_keep, vocabulary
+from busrl.training.model import vocabulary
 
 # -- which rows attend to which ------------------------------------------------------
 
@@ -485,7 +486,7 @@ def _candidates(model: Any, fused: bool) -> list[Forward]:
         found.append(FusedForward(model))
     if model.get_output_embeddings() is not None and model.base_model is not model:
         found.append(HeadApart(model))
-    if takes_logits_to_keep(model):
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
         found.append(KeptLogits(model))
     return found
 

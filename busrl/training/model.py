@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,11 +64,6 @@ def _look_at(folder: Path) -> None:
 def vocabulary(model: Any) -> int:
     """How many token ids the model knows."""
     return int(model.get_input_embeddings().num_embeddings)
-
-
-def takes_logits_to_keep(model: Any) -> bool:
-    """True if the model can be asked for the logits of some positions only."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:

@@ -312,25 +312,16 @@ class TrainingStep:
             extras(directory)
 
         return checkpoint.save(
-            root,
-            step,
-            model=self.trainer.model,
-            optimizer_state=self.trainer.optimizer_state(),
-            meta={**meta, **more},
-            named=self._named(),
-            source=self.source,
-            extras=files,
-            keep_last=self.config.keep_last,
-            moved=self.moved,
-            where=self.device,
+            root, step, model=self.trainer.model, optimizer_state=self.trainer.optimizer_state(),
+            meta={**meta, **more}, named=self._named(), source=self.source, extras=files,
+            keep_last=self.config.keep_last, moved=self.moved, where=self.device,
         )
 
     def _named(self) -> dict[str, Tensor] | None:
         """What a checkpoint's model holds where it is not the trained tensors as they are: base and adapter as one, a
         copy of what another process shares, in the number type that is published."""
         if self.shared and self.adapter is None:
-            copied = copied_weights(self.trainer.model)
-            dtype = getattr(torch, self.settings.compute_dtype)
+            dtype, copied = getattr(torch, self.settings.compute_dtype), copied_weights(self.trainer.model)
             return {name: tensor.to(dtype) for name, tensor in copied.items()}
         return None if self.adapter is None and not self.trainer.rounded else self.trainer.named_weights()
 
@@ -356,16 +347,9 @@ def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -
     all segments but the last are.
     """
     return Sample(
-        uid=record.uid,
-        group=record.group,
-        member=record.member,
-        prompt_ids=record.prompt_array(),
-        token_ids=record.token_array(),
-        logprobs=record.logprob_array(),
-        versions=record.version_array(),
-        reward=record.reward,
-        temperature=record.temperature,
-        finish=record.finish,
+        uid=record.uid, group=record.group, member=record.member, prompt_ids=record.prompt_array(),
+        token_ids=record.token_array(), logprobs=record.logprob_array(), versions=record.version_array(),
+        reward=record.reward, temperature=record.temperature, finish=record.finish,
         context=max(skipped, record.earlier if last_only else 0),
     )
 
