@@ -211,9 +211,9 @@ MUTANTS = (
            "        self.groups += groups\n", "", PPO),
     # -- what is told
     Mutant("mismatch of the version before", TRAINER,
-           "torch.from_numpy(flat.versions == version)", "torch.from_numpy(flat.versions == version - 1)", PPO),
+           "torch.from_numpy(flat.policy_versions == version)", "torch.from_numpy(flat.policy_versions == version - 1)", PPO),
     Mutant("mismatch of all older versions", TRAINER,
-           "torch.from_numpy(flat.versions == version)", "torch.from_numpy(flat.versions <= version)", PPO),
+           "torch.from_numpy(flat.policy_versions == version)", "torch.from_numpy(flat.policy_versions <= version)", PPO),
     Mutant("mismatch of a second mini-batch too", STEP,
            "None if number else version", "version", TWO),
     Mutant("the learner compares with the version before", LEARNER,

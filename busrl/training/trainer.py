@@ -306,8 +306,8 @@ class Trainer:
         return losses.LossInputs(
             trainer_logprobs=logprobs, behaviour_logprobs=flat.behaviour_logprobs, proximal_logprobs=before,
             advantages=flat.per_token(advantages, self._dtype), mask=flat.mask, samples=flat.rows,
-            policy_versions=torch.from_numpy(flat.versions.astype(np.int64)).to(self._device),
-            ages=torch.from_numpy(self.ages_of(flat.versions)).to(self._device),
+            policy_versions=torch.from_numpy(flat.policy_versions.astype(np.int64)).to(self._device),
+            ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device),
         )
 
     def _find_mastered(self, inputs: losses.LossInputs, flat: Flat, entropy: Tensor) -> Tensor:
@@ -354,8 +354,8 @@ class Trainer:
         """Which tokens the weights of `version` drew, and which of them in answers that began with these weights."""
         if version is None:
             return None, None
-        began = np.fromiter((sample.versions[0] == version for sample in samples), np.bool_, len(samples))
-        drawn = torch.from_numpy(flat.versions == version).to(self._device)
+        began = np.fromiter((sample.policy_versions[0] == version for sample in samples), np.bool_, len(samples))
+        drawn = torch.from_numpy(flat.policy_versions == version).to(self._device)
         return drawn, torch.from_numpy(began).to(self._device)[flat.rows]
 
     @torch.no_grad()

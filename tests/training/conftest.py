@@ -129,7 +129,7 @@ class Lab:
             logp = torch.log_softmax(model(input_ids=ids[None]).logits[0] / sample.temperature, -1)
             own = torch.zeros((), dtype=torch.float64)
             for t, token in enumerate(sample.token_ids.tolist()):
-                now, mu = logp[len(sample.prompt_ids) - 1 + t, token], float(sample.logprobs[t])
+                now, mu = logp[len(sample.prompt_ids) - 1 + t, token], float(sample.behaviour_logprobs[t])
                 start = now.item() if prox is None else float(prox[index][t])
                 own = own + plain_loss(now, mu, start, advantage, loss)
             count = len(sample.token_ids)
@@ -165,7 +165,7 @@ def behaved(sample: Sample, logprobs: Any) -> Sample:
         sample.prompt_ids,
         sample.token_ids,
         np.asarray(logprobs, np.float32),
-        sample.versions,
+        sample.policy_versions,
         sample.reward,
         sample.temperature,
         sample.finish,

@@ -44,7 +44,7 @@ def sequence_mean_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
 def wild_ratio(lab: Any, distance: Any, with_logprobs: Any) -> None:
     """A token that was all but impossible when it was sampled: bounded loss, finite gradient."""
     made = lab.trainer("qwen3", "apart", double=False)
-    samples = [with_logprobs(sample, sample.logprobs * 0 - 400) for sample in lab.samples()]
+    samples = [with_logprobs(sample, sample.behaviour_logprobs * 0 - 400) for sample in lab.samples()]
     _, stats = lab.step(made, [(samples, [-1.0] * len(samples))])
     assert not stats.skipped
     assert stats.loss == pytest.approx(3.0, rel=1e-6)

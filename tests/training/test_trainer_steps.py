@@ -107,7 +107,7 @@ def test_when_all_samples_are_fine_the_parameters_with_a_broken_gradient_are_nam
 
 def test_a_ratio_without_bounds_leaves_the_gradient_finite(lab: Any, with_logprobs: Any) -> None:
     trainer = lab.trainer("qwen3", double=False)
-    samples = [with_logprobs(sample, sample.logprobs * 0 - 500.0) for sample in lab.samples()]
+    samples = [with_logprobs(sample, sample.behaviour_logprobs * 0 - 500.0) for sample in lab.samples()]
     trainer.accumulate(samples, [-1.0] * len(samples))
     stats = trainer.step(1e-3)
     assert not stats.skipped
@@ -147,7 +147,7 @@ def test_the_mismatch_counts_tokens_of_the_present_version_alone(lab: Any, with_
     samples = lab.samples()
     moved = []
     for sample, row in zip(samples, trainer.score(samples), strict=True):
-        moved.append(with_logprobs(sample, row - np.where(sample.versions == 5, 0.25, 2.0)))
+        moved.append(with_logprobs(sample, row - np.where(sample.policy_versions == 5, 0.25, 2.0)))
     _, stats = lab.step(trainer, [(moved, lab.advantages(len(moved)))], version=5)
     assert stats.diagnostics.mismatch == pytest.approx(0.25, rel=1e-5)
 

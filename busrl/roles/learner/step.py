@@ -347,9 +347,10 @@ def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -
     all segments but the last are.
     """
     return Sample(
-        uid=record.uid, group=record.group, member=record.member, prompt_ids=record.prompt_array(),
-        token_ids=record.token_array(), logprobs=record.logprob_array(), versions=record.version_array(),
-        reward=record.reward, temperature=record.temperature, finish=record.finish,
+        uid=record.uid, group=record.group, member=record.member, reward=record.reward,
+        temperature=record.temperature, finish=record.finish, prompt_ids=record.prompt_array(),
+        token_ids=record.token_array(), behaviour_logprobs=record.logprob_array(),
+        policy_versions=record.version_array(),
         context=max(skipped, record.earlier if last_only else 0),
     )
 
