@@ -53,10 +53,10 @@ def test_a_good_sample_has_no_fault_and_a_certain_token_is_fine() -> None:
 
 
 @pytest.mark.parametrize(("change", "text"), [
-    ({"logprobs": np.array([-1, -1, -1], np.float32)}, "4 tokens, 3 log-probabilities, 4 versions"),
-    ({"logprobs": np.array([-1, 0.5, -1, -1], np.float32)}, "above 0 or not a finite number: \\[0.5\\]"),
-    ({"logprobs": np.array([-1, np.nan, -1, -1], np.float32)}, "above 0 or not a finite number: \\[nan\\]"),
-    ({"logprobs": np.array([-1, -np.inf, -1, -1], np.float32)}, "-inf"),
+    ({"behaviour_logprobs": np.array([-1, -1, -1], np.float32)}, "4 tokens, 3 log-probabilities, 4 versions"),
+    ({"behaviour_logprobs": np.array([-1, 0.5, -1, -1], np.float32)}, "above 0 or not a finite number: \\[0.5\\]"),
+    ({"behaviour_logprobs": np.array([-1, np.nan, -1, -1], np.float32)}, "above 0 or not a finite number: \\[nan\\]"),
+    ({"behaviour_logprobs": np.array([-1, -np.inf, -1, -1], np.float32)}, "-inf"),
     ({"prompt_ids": np.zeros(0, np.int32)}, "at least one of each"),
     ({"prompt_ids": np.array([10], np.int32)}, "token 10 is outside of the vocabulary of 10"),
     ({"token_ids": np.array([0, 1, -1, 2], np.int32)}, "token -1 is outside"),
