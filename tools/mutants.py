@@ -223,7 +223,7 @@ MUTANTS = (
            "self.publisher.version",
            (f"{ANSWERS}::test_a_version_is_that_of_the_present_weights_only_if_it_was_published_after_the_newest_step",)),
     Mutant("answers that ended with these weights count as begun with them", TRAINER,
-           "sample.versions[0] == version", "sample.versions[-1] == version", PPO),
+           "sample.policy_versions[0] == version", "sample.policy_versions[-1] == version", PPO),
     Mutant("k3 of the other direction", DIAGNOSTICS,
            "ratio - 1 - difference, ratio,", "1 / ratio - 1 + difference, ratio,", PPO),
     Mutant("ess without the square", DIAGNOSTICS,
