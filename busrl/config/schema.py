@@ -468,7 +468,7 @@ class Process:
 class Vllm:
     """[vllm]: rollout processes with engine = "vllm"; see docs/vllm.md."""
 
-    tensor_parallel: int = key(1, "devices that one engine shares out its model over", low=1, high=64)
+    tensor_parallel: int = key(1, "devices that one engine spreads its model over", low=1, high=64)
     gpu_memory_utilization: float = key(0.85, "accelerator: share of the device's memory for weights and cache",
                                         low=0, open_low=True, high=1)
     kv_cache_mb: int | str = key("auto", "key-value cache in MiB; auto = what max_batch sequences can need, on an "
