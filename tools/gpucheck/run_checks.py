@@ -12,7 +12,7 @@ from pathlib import Path
 from gpucheck.frame import ROOT, Context, Skipped
 from gpucheck.stop import dies_with_parent
 
-NEEDED = ("zmq", "msgspec", "setproctitle", "uvloop")
+NEEDED = ("zmq", "msgspec", "setproctitle")
 SMALL = ("learner.trigger.n_min=4", "validation.samples=16", "generation.max_batch=32", "groups.size=4")
 
 
