@@ -19,8 +19,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from busrl import files
 from busrl.errors import BadKeys
-from busrl.private import exposed, private_directory, write_private
+from busrl.private import exposed, private_directory
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85, 32 bytes
@@ -69,8 +70,8 @@ def init(directory: Path, replace: bool = False) -> Pair:
     for one in (directory, directory / "allowed", directory / "clients"):
         private_directory(one, "key directory", "use --dir with a directory of your own")
     pair = _new_pair()
-    write_private(directory / "server.key_secret", _text("the broker of a busrl bus; keep it secret", pair))
-    write_private(directory / "server.key", _text("the broker of a busrl bus", Pair(pair.public, "")))
+    files.replace(directory / "server.key_secret", _text("the broker of a busrl bus; keep it secret", pair))
+    files.replace(directory / "server.key", _text("the broker of a busrl bus", Pair(pair.public, "")))
     for name, public in allowed(directory).items():
         file = client_file(directory, name)
         if file.exists():
@@ -93,7 +94,7 @@ def add(directory: Path, name: str, public: str = "") -> Path | None:
     file = client_file(directory, name)
     if not public:
         _write_client(file, name, pair, server.public)
-    write_private(directory / "allowed" / f"{name}.key", _text(f"client {name}", Pair(pair.public, "")))
+    files.replace(directory / "allowed" / f"{name}.key", _text(f"client {name}", Pair(pair.public, "")))
     return None if public else file
 
 
@@ -122,12 +123,12 @@ def _new_pair() -> Pair:
 
 def _write_client(file: Path, name: str, pair: Pair, server: str) -> None:
     text = _text(f"client {name} of a busrl bus; keep it secret", pair)
-    write_private(file, text + f'server\n    public-key = "{server}"\n')
+    files.replace(file, text + f'server\n    public-key = "{server}"\n'.encode("ascii"))
 
 
-def _text(what: str, pair: Pair) -> str:
+def _text(what: str, pair: Pair) -> bytes:
     secret = f'    secret-key = "{pair.secret}"\n' if pair.secret else ""
-    return f'# {what}\ncurve\n    public-key = "{pair.public}"\n{secret}'
+    return f'# {what}\ncurve\n    public-key = "{pair.public}"\n{secret}'.encode("ascii")
 
 
 # --------------------------------------------------------------------------------------------------------- reading

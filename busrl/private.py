@@ -73,22 +73,6 @@ def _close(path: Path, what: str, remedy: str) -> None:
         os.close(descriptor)
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file of mode 0600 in one go; a file of that name is replaced whole."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-
-
 def exposed(path: Path) -> str:
     """Why a file or directory is not private, in words; empty if it is."""
     info = path.stat()

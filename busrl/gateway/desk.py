@@ -1,19 +1,7 @@
-"""Leases on claims of remote workers, on a clock that only counts time in which the keeper could have heard them.
+"""The gateway's decisions: one request in, the ledger moved through a `RemoteLedger`, the answers out.
 
-Pure. Knows nothing of messages or rings.
-
-- A step of the clock is at most two `TICK_S`: a keeper that was stopped, or a machine that was suspended, ends no
-  lease by waking up.
-- A keeper that comes back grants every lease afresh (`Leases.grant` for all that the ledger shows as held).
-
-Counts of what remote workers did and of what they were refused, by name, for `busrl status`.
-
-Pure; the keeper writes it to a file. Knows nothing of slots. Names come from outside, so their number is bounded.
-
-The gateway's decisions: one request in, the ledger moved through a `Book`, the answers out.
-
-Talks to a `Book` and to nothing else; the clock value comes with each call. `busrl.roles.keeper` feeds it from the bus.
-Knows nothing of sockets, of arrays in shared memory, or of how answers travel.
+Talks to a `RemoteLedger` and to nothing else; the clock value comes with each call. `busrl.roles.keeper` feeds it from
+the bus. Knows nothing of sockets, of arrays in shared memory, or of how answers travel.
 
 **The wire is the bus itself**, not a socket of the keeper's own. A remote worker needs PUB and SUB to the broker anyway
 (HELLO, HEARTBEAT, STOP, doorbells), so it needs nothing more; broker and keeper may be killed at any time without a
@@ -22,12 +10,12 @@ again, and every answer is a function of the ledger, not of a conversation.
 
 Invariants (ledger, section 3), held by `tests/gateway` under loss, doubling, reordering and death of the keeper:
 - A claim is named for ever by (slot, seq, uid). Only the name that holds it can settle it, and only once; after that
-  a copy is answered "already" (from `recent`, or from `last_commit_seq` by a keeper that came later), never done again.
-- What a worker holds stands in the ledger. This class remembers only clocks and courtesies, so a keeper that is killed
-  loses nothing: its successor finds entries and slots and grants every lease in full.
+  a copy is answered "already" (from `recent`, or from `last_commit_seq` by a later keeper), never done again.
+- What a worker holds stands in the ledger. This class remembers only clocks and conveniences, so a keeper that is
+  killed loses nothing: its successor finds entries and slots and grants every lease in full.
 - Claims are idempotent without a memory of requests: a worker says what it knows of, and is sent what it holds beyond.
 - A lease that ends gives its slot back with one attempt counted; a result that comes after that is refused as "late".
-- A newer life of a name takes the place of the older one, whose claims go back; the older one is told to exit.
+- A newer life of a name replaces the older one, whose claims go back; the older one is told to exit.
 - Nothing is written before all of it was checked, and a refusal leaves the claim where it was.
 """
 
@@ -39,23 +27,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from busrl.gateway import checks
-from busrl.gateway.book import Book, Gone, Held, Member, Room
+from busrl.gateway import ledger
+from busrl.gateway.ledger import AnswerLimits, BadAnswer, Claim, ClaimGone, NoRoom, RemoteLedger, RemoteWorker
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.gateway import Remote
 from busrl.protocol.messages import Message, name_of
 from busrl.states import Fate
 
-# -- Leases on claims of remote workers, on a clock that only counts time in which the keeper could have heard them ---
+# -- leases ----------------------------------------------
 
 
 TICK_S = 0.5
 
 
 class FairClock:
-    """Time that may be held against others: between two looks at most two ticks count, since for the rest of the time
-    the one who looks was late himself. `time`: their sum."""
+    """Time that may count against other processes: at most two ticks between two looks, since for the rest of the time
+    the looking process was late itself. `time`: their sum."""
 
     def __init__(self, tick_s: float, now: float) -> None:
         self._longest_s = 2 * tick_s
@@ -74,7 +62,7 @@ class Lease:
     """One claim of one worker, until the clock says `until`."""
 
     name: str
-    held: Held
+    claim: Claim
     until: float
 
 
@@ -86,10 +74,10 @@ class Leases:
         self._by_task: dict[str, Lease] = {}
         self._by_name: dict[str, dict[str, Lease]] = {}
 
-    def grant(self, name: str, held: Held, now: float) -> Lease:
-        lease = Lease(name, held, now + self.lease_s)
-        self._by_task[held.task] = lease
-        self._by_name.setdefault(name, {})[held.task] = lease
+    def grant(self, name: str, claim: Claim, now: float) -> Lease:
+        lease = Lease(name, claim, now + self.lease_s)
+        self._by_task[claim.task] = lease
+        self._by_name.setdefault(name, {})[claim.task] = lease
         return lease
 
     def find(self, task: str) -> Lease | None:
@@ -100,20 +88,15 @@ class Leases:
         return list(self._by_name.get(name, {}).values())
 
     def renew(self, name: str, tasks: Iterable[str], now: float) -> list[str]:
-        """Begin the leases of these tasks anew; returns those that are not held by this worker."""
-        mine = self._by_name.get(name, {})
-        lost = []
-        for task in tasks:
-            lease = mine.get(task)
-            if lease is None:
-                lost.append(task)
-            else:
-                lease.until = now + self.lease_s
-        return lost
+        """Extend the leases of these tasks; returns the tasks that this worker does not hold."""
+        mine, tasks = self._by_name.get(name, {}), list(tasks)
+        for task in mine.keys() & tasks:
+            mine[task].until = now + self.lease_s
+        return [task for task in tasks if task not in mine]
 
     def settle(self, lease: Lease) -> None:
         """The claim has ended, in whatever way."""
-        task = lease.held.task
+        task = lease.claim.task
         if self._by_task.pop(task, None) is not None:
             self._by_name[lease.name].pop(task)
             if not self._by_name[lease.name]:
@@ -124,7 +107,7 @@ class Leases:
         return [lease for lease in self._by_task.values() if lease.until <= now]
 
 
-# -- Counts of what remote workers did and of what they were refused, by name, for `busrl status` ---------------------
+# -- counts -----------------------------------------------
 
 
 BAD = ("malformed", "version", "oversize", "refused", "not_yours", "full", "too_large")  # a person should look at these
@@ -159,7 +142,7 @@ class Tally:
         return name if name in self.workers or len(self.workers) < MOST_NAMES else OTHERS
 
     def _load(self, before: Any) -> None:
-        """Go on from what an earlier keeper wrote; anything unexpected in it is left out."""
+        """Continue from what an earlier keeper wrote; anything unexpected in it is left out."""
         for name, counts in (before if isinstance(before, dict) else {}).items():
             if isinstance(counts, dict):
                 self.workers[str(name)] = Counter({k: v for k, v in counts.items() if isinstance(v, int)})
@@ -167,13 +150,13 @@ class Tally:
                     self.latest[str(name)] = counts["latest"]
 
 
-# -- The gateway's decisions: one request in, the ledger moved through a `Book`, the answers out ----------------------
+# -- decisions --------------------------------------------
 
 
 MOST_HELD = 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # it stands in a topic, and the process table keeps 39 bytes
 RECENT = 8192
-FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds nothing is struck off
+FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds nothing is removed
 TASK_OVERHEAD = 512
 FATES = {
     "rollout": {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED},
@@ -182,7 +165,7 @@ FATES = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class GatewaySettings:
     """What the topology says. `reserved` are names of the run's own processes; `biggest` bytes a task may have;
     `most_members` leaves the run its own entries in the process table.
     """
@@ -199,17 +182,17 @@ class Settings:
 class _Known:
     """A member, and what is remembered of it for as long as this keeper lives."""
 
-    member: Member
-    heard: float
+    member: RemoteWorker
+    seen: float
     claim_req: int = 0
 
 
 class Desk:
     """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end."""
 
-    def __init__(self, book: Book, settings: Settings, tally: Tally, now: float) -> None:
+    def __init__(self, book: RemoteLedger, settings: GatewaySettings, tally: Tally, now: float) -> None:
         self.book, self.settings, self.tally = book, settings, tally
-        self.limits = checks.Limits(settings.welcome.max_prompt_tokens, 0)
+        self.limits = AnswerLimits(settings.welcome.max_prompt_tokens, 0)
         self.clock = FairClock(TICK_S, now)
         self.leases = Leases(settings.lease_s)
         self.known: dict[str, _Known] = {}
@@ -217,13 +200,13 @@ class Desk:
         self._adopt()
 
     def _adopt(self) -> None:
-        """Find again what an earlier keeper worked on: every lease begins anew."""
-        by_index = {}
+        """Take over what an earlier keeper worked on, every lease in full."""
+        names = {}
         for member in self.book.members():
             self.known[member.name] = _Known(member, self.clock.time)
-            by_index[member.index] = member
-        for index, held in self.book.held():
-            self.leases.grant(by_index[index].name, held, self.clock.time)
+            names[member.index] = member.name
+        for index, claim in self.book.held():
+            self.leases.grant(names[index], claim, self.clock.time)
 
     # -- what comes in --------------------------------------------------------------------------------------------
 
@@ -234,11 +217,11 @@ class Desk:
             return [self._join(message)]
         known = self.known.get(message.sender)
         if known is None or message.life > known.member.life:
-            # Not counted: it is what every worker meets whose keeper or name was new.
+            # Not counted: every worker with a new keeper or a new name gets this answer.
             return [_answer(message, "unknown", "this keeper does not know you: send REMOTE_JOIN, then this again")]
         if message.life < known.member.life:
             return [self._replaced(message)]
-        self._heard(known)
+        self._seen(known)
         if isinstance(message, g.RemoteClaim):
             return self._claim(known, message)
         return [self._other(known, message)]
@@ -260,27 +243,27 @@ class Desk:
         """A sign of life: it keeps the worker's entry, not its leases."""
         self.clock.passed(now)
         if name in self.known:
-            self._heard(self.known[name])
+            self._seen(self.known[name])
 
     def unreadable(self, sender: str, code: str, about: str, detail: str) -> list[Message]:
-        """Bytes that were no message of this protocol, from a sender that could still be read."""
+        """The answer to bytes that were no message of this protocol, from a sender that could still be read."""
         self.tally.add(sender, code, text=f"{about}: {detail}")
         return [g.GatewayAnswer(code=code, about=about[: m.MAX_NAME], text=detail)] if sender else []
 
     def tick(self, now: float) -> list[Lease]:
-        """End what is over. Returns the claims that were taken back, for people."""
+        """End the leases that are over and remove silent workers. Returns the leases that ended."""
         self.clock.passed(now)
         over = self.leases.over(self.clock.time)
         for lease in over:
             self._expire(lease)
         silent = FORGOTTEN_LEASES * self.settings.lease_s
         for known in list(self.known.values()):
-            if self.clock.time - known.heard > silent and not self.leases.of(known.member.name):
+            if self.clock.time - known.seen > silent and not self.leases.of(known.member.name):
                 self._remove(known, self.book.give_back)
         return over
 
     def goodbye(self) -> None:
-        """An orderly end of the run: nobody holds anything any more."""
+        """An orderly end of the run: take every claim back."""
         for known in list(self.known.values()):
             self._remove(known, self.book.give_back)
 
@@ -290,7 +273,7 @@ class Desk:
         known = self.known.get(message.sender)
         if known is not None and message.life < known.member.life:
             return self._replaced(message)
-        problem = self._unwelcome(message)
+        problem = self._refusal(message)
         if problem is not None:
             return problem
         if known is not None and (message.life > known.member.life or message.role != known.member.role):
@@ -298,22 +281,22 @@ class Desk:
             known = None
         try:
             known = known or self._enter(message)
-        except Room as full:
+        except NoRoom as full:
             return self._refuse(message, "full", str(full))
-        self._heard(known)
+        self._seen(known)
         return self._welcome(message, known.member.index)
 
     def _enter(self, message: g.RemoteJoin) -> _Known:
         most = self.settings.most_members
         if len(self.known) >= most:
-            raise Room(f"the process table has {most} entries for workers from outside; raise ring.processes")
+            raise NoRoom(f"the process table has {most} entries for workers from outside; raise ring.processes")
         index = self.book.enter(message.role, message.sender, message.life)
-        made = _Known(Member(index, message.role, message.sender, message.life), self.clock.time)
+        made = _Known(RemoteWorker(index, message.role, message.sender, message.life), self.clock.time)
         self.known[message.sender] = made
         self.tally.add(message.sender, "joined")
         return made
 
-    def _unwelcome(self, message: g.RemoteJoin) -> Message | None:
+    def _refusal(self, message: g.RemoteJoin) -> Message | None:
         settings, name = self.settings, message.sender
         if message.role not in FATES:
             return self._refuse(message, "refused", f"role {message.role!r}: it must be rollout or reward")
@@ -340,15 +323,15 @@ class Desk:
     def _replaced(self, message: Remote) -> Message:
         return _answer(message, "replaced", "a newer life of this name has joined: exit, or take another name")
 
-    def _heard(self, known: _Known) -> None:
-        known.heard = self.clock.time
-        self.book.heard(known.member.index, len(self.leases.of(known.member.name)))
+    def _seen(self, known: _Known) -> None:
+        known.seen = self.clock.time
+        self.book.show(known.member.index, len(self.leases.of(known.member.name)))
 
-    def _remove(self, known: _Known, end: Callable[[int, Held], object]) -> None:
+    def _remove(self, known: _Known, end: Callable[[int, Claim], object]) -> None:
         index, name = known.member.index, known.member.name
         for lease in self.leases.of(name):
             self.leases.settle(lease)
-            end(index, lease.held)
+            end(index, lease.claim)
         self.book.leave(index)
         del self.known[name]
 
@@ -356,32 +339,32 @@ class Desk:
 
     def _claim(self, known: _Known, message: g.RemoteClaim) -> list[Message]:
         if message.req < known.claim_req:
-            return []  # a late copy: its capacity and what it holds are not true any more
+            return []  # a late copy: its capacity and its tasks are out of date
         known.claim_req = message.req
         name, member = message.sender, known.member
         self.leases.renew(name, message.holding, self.clock.time)
         named = set(message.holding)
-        to_send = [lease for lease in self.leases.of(name) if lease.held.task not in named]
+        to_send = [lease for lease in self.leases.of(name) if lease.claim.task not in named]
         to_send += self._take(member, min(message.capacity, MOST_HELD))
-        self._heard(known)
+        self._seen(known)
         return self._tasks(message, member, to_send)
 
-    def _take(self, member: Member, capacity: int) -> list[Lease]:
+    def _take(self, member: RemoteWorker, capacity: int) -> list[Lease]:
         holding = self.leases.of(member.name)
         room = capacity - len(holding)
-        if room <= 0 or any(lease.held.alone for lease in holding):
+        if room <= 0 or any(lease.claim.alone for lease in holding):
             return []
         taken = self.book.take(member.index, member.role, room, not holding)
         if taken:
             self.tally.add(member.name, "claimed", len(taken))
-        return [self.leases.grant(member.name, held, self.clock.time) for held in taken]
+        return [self.leases.grant(member.name, claim, self.clock.time) for claim in taken]
 
-    def _tasks(self, message: g.RemoteClaim, member: Member, leases: list[Lease]) -> list[Message]:
+    def _tasks(self, message: g.RemoteClaim, member: RemoteWorker, leases: list[Lease]) -> list[Message]:
         """The claims in as few messages as their size allows; at least one message."""
         packs: list[list[g.Task]] = [[]]
         size = 0
         for lease in leases:
-            task = self.book.task(member.index, lease.held)
+            task = self.book.task(member.index, lease.claim)
             if task is None:
                 self.leases.settle(lease)
                 continue
@@ -395,45 +378,45 @@ class Desk:
 
     def _expire(self, lease: Lease) -> None:
         self.leases.settle(lease)
-        dropped = self.book.expire(self.known[lease.name].member.index, lease.held)
+        dropped = self.book.expire(self.known[lease.name].member.index, lease.claim)
         self.tally.add(lease.name, "dropped" if dropped else "expired")
 
     # -- results --------------------------------------------------------------------------------------------------
 
-    def _generated(self, known: _Known, message: g.RemoteGenerated) -> Callable[[Held], str]:
-        def act(held: Held) -> str:
+    def _generated(self, known: _Known, message: g.RemoteGenerated) -> Callable[[Claim], str]:
+        def act(claim: Claim) -> str:
             if known.member.role != "rollout":
-                raise checks.Broken(f"{message.sender} is a {known.member.role} worker: it has no answers to give")
-            most, segment = self.book.most_tokens(held)
-            answer = checks.answer(message, self.limits, most, segment)
-            self.book.commit_answer(known.member.index, held, answer)
+                raise BadAnswer(f"{message.sender} is a {known.member.role} worker: it has no answers to give")
+            most, segment = self.book.most_tokens(claim)
+            answer = ledger.answer(message, self.limits, most, segment)
+            self.book.commit_answer(known.member.index, claim, answer)
             return "answered"
 
         return act
 
-    def _rewarded(self, known: _Known, message: g.RemoteRewarded) -> Callable[[Held], str]:
-        def act(held: Held) -> str:
+    def _rewarded(self, known: _Known, message: g.RemoteRewarded) -> Callable[[Claim], str]:
+        def act(claim: Claim) -> str:
             if known.member.role != "reward":
-                raise checks.Broken(f"{message.sender} is a {known.member.role} worker: it has no rewards to give")
-            self.book.commit_reward(known.member.index, held, checks.reward(message), message.parts)
+                raise BadAnswer(f"{message.sender} is a {known.member.role} worker: it has no rewards to give")
+            self.book.commit_reward(known.member.index, claim, ledger.reward(message), message.parts)
             return "rewarded"
 
         return act
 
-    def _failed(self, known: _Known, message: g.RemoteFail) -> Callable[[Held], str]:
-        def act(held: Held) -> str:
+    def _failed(self, known: _Known, message: g.RemoteFail) -> Callable[[Claim], str]:
+        def act(claim: Claim) -> str:
             if not message.drop:
-                self.book.give_back(known.member.index, held)
+                self.book.give_back(known.member.index, claim)
                 return "handed_back"
             fates = FATES[known.member.role]
             if message.drop not in fates:
-                raise checks.Broken(f"drop = {message.drop!r}: a {known.member.role} worker drops for {sorted(fates)}")
-            self.book.drop(known.member.index, held, fates[message.drop])
+                raise BadAnswer(f"drop = {message.drop!r}: a {known.member.role} worker drops for {sorted(fates)}")
+            self.book.drop(known.member.index, claim, fates[message.drop])
             return "dropped"
 
         return act
 
-    def _settle(self, known: _Known, message: Remote, task: str, act: Callable[[Held], str]) -> Message:
+    def _settle(self, known: _Known, message: Remote, task: str, act: Callable[[Claim], str]) -> Message:
         """End a claim by `act`, which gives the word for the tally; or say why not."""
         lease = self.leases.find(task)
         if lease is None:
@@ -441,10 +424,10 @@ class Desk:
         if lease.name != message.sender:
             return self._refuse(message, "not_yours", f"task {task} is held by {lease.name}", task)
         try:
-            event = act(lease.held)
-        except (checks.Broken, Room) as problem:
+            event = act(lease.claim)
+        except (BadAnswer, NoRoom) as problem:
             return self._refuse(message, "refused", str(problem), task)
-        except Gone:
+        except ClaimGone:
             self.leases.settle(lease)
             return _answer(message, "late", task=task)
         self.leases.settle(lease)

@@ -32,8 +32,9 @@ import numpy.typing as npt
 
 from busrl.config.rules import MOST_SAMPLES
 from busrl.errors import UserError
-from busrl.ledger.log import DrawsLog, Wal
+from busrl.ledger.openbin import DrawsLog
 from busrl.ledger.trained import TrainedSet, newest_checkpoint
+from busrl.ledger.wal import Wal
 from busrl.paths import RunPaths
 from busrl.ring import Ring, State
 from busrl.states import FATE_NAMES, VALIDATE_BIT, Fate

@@ -43,8 +43,9 @@ from typing import Any
 import numpy as np
 
 from busrl.errors import NoSuchRun, RingNotFound, first_line
+from busrl.files import TAIL_BYTES, tail
 from busrl.gateway.desk import BAD
-from busrl.ledger.log import TAIL_BYTES, of_step, tail
+from busrl.ledger.trainlog import of_step
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.messages import SEVERITIES

@@ -1,23 +1,27 @@
-"""`open.bin`: which samples were still in slots when a run ended in good order, so that they are not lost.
+"""Samples that a run left undone: `open.bin`, those in slots when it ended, and `draws.log`, those a start put back.
 
-Written by `launch` with all roles stopped, before it unlinks the ring; read by the next start, which generates them
-again. Talks to one file; knows nothing of the ring.
+`launch` writes both: `open.bin` with all roles stopped, before it unlinks the ring, and `draws.log` at the next start,
+which generates those samples again. Talks to two files. Knows nothing of the ring; the caller resets the fates.
 
-Layout, little endian: "BUSRLOPN", u32 layout 1, u32 entries, u32 crc32 of the entries, u32 0; then per entry u64 uid,
-u32 state, u32 slot.
+- `open.bin`, little endian: "BUSRLOPN", u32 layout 1, u32 entries, u32 crc32 of the entries, u32 0; then per entry
+  u64 uid, u32 state, u32 slot.
+- A line of `draws.log` is durable before `put_back` returns, so a uid is on record before it is dispatched again.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import time
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
+from busrl import files
 from busrl.errors import FileCorrupt
-from busrl.ledger.log import sync_dir, write_whole
 
 MAGIC = b"BUSRLOPN"
 LAYOUT = 1
@@ -37,7 +41,7 @@ def write_open(path: str | os.PathLike[str], slots: Iterable[OpenSlot]) -> None:
     """Write the file whole and durably; also when there is nothing open, since its presence says "ended in order"."""
     body = b"".join(_ENTRY.pack(*slot) for slot in slots)
     head = _HEAD.pack(MAGIC, LAYOUT, len(body) // _ENTRY.size, zlib.crc32(body), 0)
-    write_whole(Path(path), head + body)
+    files.replace(Path(path), head + body)
 
 
 def read_open(path: str | os.PathLike[str]) -> list[OpenSlot] | None:
@@ -61,4 +65,37 @@ def read_open(path: str | os.PathLike[str]) -> list[OpenSlot] | None:
 def remove_open(path: str | os.PathLike[str]) -> None:
     """Forget the file, once a new start has a ring and has put the samples back."""
     Path(path).unlink(missing_ok=True)
-    sync_dir(Path(path).parent)
+    files.sync(Path(path).parent)
+
+
+class PutBack(msgspec.Struct, kw_only=True):
+    """One batch of put-backs and why they were made."""
+
+    time_ns: int
+    why: str
+    uids: list[int]
+
+
+class DrawsLog:
+    """Appends put-backs; one process at a time (the start holds the run's lock)."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._lines = files.LineFile(path, sync=True)
+
+    def put_back(self, uids: Iterable[int], why: str) -> None:
+        """Record that these uids go back to "none" and may be dispatched again."""
+        entry = PutBack(time_ns=time.time_ns(), why=why, uids=sorted(uids))
+        if entry.uids:
+            self._lines.append(msgspec.json.encode(entry))
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read_draws(path: str | os.PathLike[str]) -> list[PutBack]:
+    """All put-backs in order; none if there is no file. Half a last line was never acted upon and is left out."""
+    file = Path(path)
+    if not file.exists():
+        return []
+    whole, _, _ = file.read_bytes().rpartition(b"\n")
+    return [msgspec.json.decode(line, type=PutBack) for line in whole.splitlines() if line]

@@ -39,8 +39,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl import files
 from busrl.errors import FileCorrupt, LedgerError
-from busrl.ledger.log import Record, Wal, finish_replacements, write_whole
+from busrl.files import finish_replacements
+from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
 
 # -- The set of trained uids that every checkpoint keeps, as a bitmap: one bit per uid up to the highest --------------
@@ -119,7 +121,7 @@ class TrainedSet:
         used = np.flatnonzero(self._bits)
         raw = self._bits[: int(used[-1]) + 1 if used.size else 0].tobytes()
         body = zlib.compress(raw, 1)
-        write_whole(Path(path), _HEAD.pack(MAGIC, LAYOUT, zlib.crc32(body), self._count, len(raw)) + body)
+        files.replace(Path(path), _HEAD.pack(MAGIC, LAYOUT, zlib.crc32(body), self._count, len(raw)) + body)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrainedSet:
@@ -321,7 +323,7 @@ def mend_train_log(
     kept = next(one for k in itertools.count(1) if not (one := path.with_name(f"{path.name}.damaged-{k}")).exists())
     _keep(path, kept)
     standing.path = kept
-    write_whole(path, _written(_merged(standing, own, step), least))
+    files.replace(path, _written(_merged(standing, own, step), least))
     return (
         f"{path} was damaged or removed{standing.told}; it was written again from checkpoint and log, the steps of "
         f"{len(gone)} samples are not told apart any more"
@@ -387,7 +389,7 @@ def _list(folder: Path) -> None:
     data = (folder / NAME).read_bytes()
     entry = [len(data), zlib.crc32(data)]
     if listed.get(NAME) != entry:
-        write_whole(path, json.dumps({**listed, NAME: entry}, indent=1).encode())
+        files.replace(path, json.dumps({**listed, NAME: entry}, indent=1).encode())
 
 
 def _beyond_repair(folder: Path, fault: str, why: str) -> FileCorrupt:

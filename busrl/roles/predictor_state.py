@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 import time
 import zipfile
@@ -37,6 +36,7 @@ import numpy.typing as npt
 from busrl.config import Topology, files
 from busrl.data import JsonlStream
 from busrl.data.trace import parse
+from busrl.files import replacing
 from busrl.paths import RunPaths
 from busrl.scheduling.lengths import Guard, Keywords, RulesPredictor, make_predictor
 
@@ -50,11 +50,9 @@ def save_plain(path: Path, data: Mapping[str, Any]) -> None:
     """Write `data`. OSError if the disk refuses."""
     arrays: list[npt.NDArray[Any]] = []
     text = json.dumps(_taken_out(dict(data), arrays)).encode()
-    beside = path.with_suffix(".new")
-    with open(beside, "wb") as file:
-        members = {f"a{number}": array for number, array in enumerate(arrays)}
+    members = {f"a{number}": array for number, array in enumerate(arrays)}
+    with replacing(path, durable=False) as descriptor, open(descriptor, "wb", closefd=False) as file:
         np.savez(file, allow_pickle=False, **{TEXT: np.frombuffer(text, np.uint8)}, **members)
-    os.replace(beside, path)
 
 
 def load_plain(path: Path) -> dict[str, Any] | None:
@@ -148,7 +146,7 @@ class PredictorState:
         """Save, and say how good it was."""
         self.save()
         if self.guard.answers or self.guard.fallbacks:
-            told = (f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in self.guard.measures().items())
+            told = (f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in self.guard.metrics().items())
             log.info("predictor %s: %s", self.guard.name, ", ".join(told))
 
 

@@ -17,19 +17,9 @@ from typing import ClassVar
 
 from busrl.protocol import messages as m
 from busrl.rewards import Item, Outcome, RewardPool
-from busrl.ring import SlotTooSmall, State
+from busrl.ring import SlotTooSmall, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.trajectory import (
-    UNREADABLE,
-    read_generated,
-    read_many_generated,
-    read_task,
-    read_text,
-    segments_of,
-    seq_of,
-    text_of,
-    write_parts,
-)
+from busrl.roles.trajectory import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.states import Fate
 
 BATCH = 256
@@ -168,8 +158,8 @@ class Reward(Actor):
         """What the judge needs of each; a sample that can not be read is dropped as malformed."""
         self.held.update(taken)
         try:
-            tasks = read_many_generated(self.ring, taken, "task")
-            texts = map(text_of, read_many_generated(self.ring, taken, "text"))
+            tasks = read_copies(self.ring, taken, "task")
+            texts = map(text_of, read_copies(self.ring, taken, "text"))
             ids = [self._ids(slot, word) if self.wants_ids else [] for slot, word in taken]
             return [Item(held[0], *parts) for held, parts in zip(taken, zip(tasks, texts, ids))]
         except UNREADABLE:  # which of them it is, is found one by one

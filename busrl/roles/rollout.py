@@ -1,36 +1,13 @@
-"""How fast a rollout process decodes: sums over short intervals, from which `busrl simulate --fit` learns its times.
+"""A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and policy versions.
 
-Talks to one file of the run, `pace/NAME.jsonl`, a line per interval. Knows nothing of the ring or of engines.
-
-- The file is thinned as it grows, also over restarts: each further `MIB_EACH` MiB take as long as all before, down to
-  a line a minute. A first week makes some 20 MB, later ones 3 MB. Each line is of one short interval, whatever was left
-  out beside it, so a fit reads all alike.
-- A line ends with what the engine tells of itself by then, so its errors can be seen while the run lives.
-- Within an interval wall = steps + weights + idle + what the loop itself takes.
-- A disk that is full costs lines, never the process.
-
-What an engine runs while it has to start again with new weights: finished before, or cut and continued after it.
-
-Used by the rollout role where versions are folders that an engine restarts with; talks to the engine. Knows nothing of
-slots beyond their numbers as keys, of versions or of files.
-
-- A cut answer loses no token: what was drawn becomes the prefix of a new request, and the pieces are committed as one,
-  each token with its own log-probability and version.
-- The piece after a cut draws from a stream of random numbers of its own: the same numbers twice would tie tokens of
-  one answer to each other.
-- WorkDeadline live in this process alone. If it dies, the whole sample is generated again, as any that was running.
-
-A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and versions.
-
-Talks to the ring, to one engine (`busrl.engines`) and to the weight plane (`busrl.weights`). Consumes QUEUED slots,
+Talks to the ring, to one engine (`busrl.engines`) and to the weight transport (`busrl.weights`). Consumes QUEUED slots,
 produces GENERATED ones and DATA_GENERATED; waits for slots, unblocked by the ring's wake-up, NEW_TASK or the timer.
 Knows nothing of rewards, groups or the learner's state beyond the newest version.
 
-Invariants:
-- A segment that ends neither by itself nor at the answer's limit goes back to QUEUED, for whoever claims it first.
+- A segment that reaches neither an end of sequence nor the answer's limit goes back to QUEUED for any worker.
 - New weights enter only between two decoding steps; every token carries the version that produced it.
-- A slot is claimed only when the engine has a row for it: nobody prefetches more than it runs.
-- A slot that was being generated when its worker died twice is run alone, so that it can only hurt itself.
+- A slot is claimed only when the engine has a row for it: no worker prefetches more than it runs.
+- A slot that was being generated when its worker died is run alone the next time, so that it can only hurt itself.
 """
 
 from __future__ import annotations
@@ -52,39 +29,47 @@ from busrl.data import prompt_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
 from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
-from busrl.ledger.log import LineFile
+from busrl.files import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
-from busrl.ring import SlotTooSmall, State
+from busrl.ring import SlotTooSmall, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell, WorkDeadline
 from busrl.roles.segments import SegmentCuts, take_queued
 from busrl.roles.trajectory import (
     UNREADABLE,
     Generated,
+    read_copies,
     read_generated,
-    read_many_generated,
     read_prompt_ids,
     read_task,
-    segments_of,
-    seq_of,
     write_segment,
     write_text,
 )
 from busrl.states import Fate, HeaderWord
-from busrl.weights import Receiver, make_receiver, settings_of, share_weights
-from busrl.weights.base import VersionSteps
+from busrl.weights.base import Receiver, VersionSteps
+from busrl.weights.factory import Settings, make_receiver
 
-# -- How fast a rollout process decodes: sums over short intervals, from which `busrl simulate --fit` learns its ... --
+log = logging.getLogger("busrl")
+PACE_EVERY_S = 0.25
+MIB_EACH = 2  # of the pace file, after which half as many intervals are written
+MOST_LEFT_OUT = 256  # at least one interval in so many is written, for people who look at the engine's numbers
+REQUEST_EVERY_S = 1.0
+BELL_EVERY_S = 0.04
+SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: others may wait for these answers
+WEIGHTS_TURN_S = 0.25
+LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding step
+WAVE_TICK_S = 0.01
+LINE_FIELDS = ("uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p")
+Ids = npt.NDArray[np.int32]
+NO_TOKENS: Ids = np.empty(0, np.int32)
 
 
-EVERY_S = 0.25
-MIB_EACH = 2  # of the file, after which half as many intervals are written
-MOST_LEFT_OUT = 256  # one interval in so many is written at least: a person may look for what an engine tells
+# -- the pace of decoding, for `busrl simulate --fit` ------
 
 
-class Row(msgspec.Struct, kw_only=True):
-    """One interval. `tokens`: running sequences summed over the steps, so their mean is tokens / steps. `engine`: its
-    statistics since it was made."""
+class PaceRow(msgspec.Struct, kw_only=True):
+    """One interval, wall = steps + weights + idle + the loop's own time. `tokens`: running sequences summed over the
+    steps, so their mean is tokens / steps. `engine`: its statistics since it was made."""
 
     wall_s: float
     step_s: float
@@ -98,7 +83,12 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class Pace:
-    """Counts of the interval under way. `joined` is added to from outside; `engine` is asked at its end."""
+    """Sums over short intervals in `pace/NAME.jsonl`, a line per interval. `joined` is added to from outside.
+
+    The file is thinned as it grows, also over restarts: each further `MIB_EACH` MiB take as long as all before, down to
+    a line a minute. A first week makes some 20 MB, later ones 3 MB. Each line is of one short interval, whatever was
+    left out beside it, so a fit reads all alike. A full disk costs lines, never the process.
+    """
 
     def __init__(self, directory: Path, name: str, engine: Callable[[], Any]) -> None:
         self._engine = engine
@@ -131,7 +121,7 @@ class Pace:
 
     def _write_when_due(self) -> None:
         wall = time.monotonic_ns() - self._began
-        if wall < EVERY_S * 1e9:
+        if wall < PACE_EVERY_S * 1e9:
             return
         self._left_out += 1
         if self._left_out >= one_in(self._file.size()):
@@ -140,7 +130,7 @@ class Pace:
         self._clear()
 
     def _write(self, wall: int) -> None:
-        row = Row(
+        row = PaceRow(
             wall_s=round(wall / 1e9, 6), step_s=round(self._step / 1e9, 6), weights_s=round(self._weights / 1e9, 6),
             idle_s=round(self._idle / 1e9, 6), steps=self._steps, tokens=self._tokens, joined=self.joined,
             updates=self._updates, engine=self._engine(),
@@ -157,71 +147,67 @@ def one_in(nbytes: int) -> int:
     return min(MOST_LEFT_OUT, 1 << min(32, nbytes // (MIB_EACH << 20)))
 
 
-# -- What an engine runs while it has to start again with new weights: finished before, or cut and continued ... ------
+# -- an engine that restarts with new weights ---------------
 
 
-class Restart:
-    """`finish`: let answers end before the engine restarts, and start none meanwhile; else they are cut."""
+class EngineRestart:
+    """The answers of an engine that starts again with new weights (versions are folders there).
+
+    `finish`: let answers end before the restart, and start none meanwhile; else they are cut and continued after it.
+
+    - A cut answer loses no token: what was drawn becomes the prefix of a new request, and the pieces are committed as
+      one answer, each token with its own log-probability and version.
+    - The piece after a cut draws from a random stream of its own: the same numbers twice would correlate tokens of one
+      answer.
+    - Pieces live in this process alone: if it dies, the whole segment is generated again.
+    """
 
     def __init__(self, finish: bool) -> None:
         self.finish = finish
         self.draining = False
-        self._running: dict[int, PartialAnswer] = {}
-        self._cut: list[int] = []  # keys of what was taken out of the engine, until it goes on
+        self._answers: dict[int, PartialAnswer] = {}
+        self._cut: list[int] = []  # keys of what was taken out of the engine, until `resume`
 
     def submitted(self, requests: Iterable[Request]) -> None:
-        """Remember what runs; every request comes back by `whole`."""
-        for request in requests:
-            self._running[request.key] = PartialAnswer(request)
+        """Remember what runs; every request comes back by `merged`."""
+        self._answers.update((request.key, PartialAnswer(request)) for request in requests)
 
     def waits(self, engine: Engine) -> bool:
         """Whether the restart has to wait for running answers; none is to be started meanwhile (`draining`)."""
         self.draining = self.finish and engine.active > 0
         return self.draining
 
-    def empty(self, engine: Engine) -> list[Finished]:
-        """Stop the engine and take out what runs. Returns those that had ended all the same."""
+    def take_out(self, engine: Engine) -> list[Finished]:
+        """Stop the engine and take out what runs. Returns the answers that had ended."""
         ended = []
         for one in engine.pause("abort"):
             if one.finish == ABORTED:
                 self._cut.append(one.key)
-                self._running[one.key].add_piece(one)
+                self._answers[one.key].add_piece(one)
             else:
                 ended.append(one)
         return ended
 
-    def go_on(self, engine: Engine) -> None:
-        """Let the engine work again, on what was cut."""
+    def resume(self, engine: Engine) -> None:
+        """Let the engine work again, on the answers that were cut."""
         engine.resume()
         cut, self._cut = self._cut, []
-        engine.submit([self._running[key].rest() for key in cut])
+        engine.submit([self._answers[key].rest() for key in cut])
 
-    def whole(self, last: Finished) -> Finished:
-        """The answer with the pieces that came before its last one."""
-        running = self._running.pop(last.key, None)
-        if running is None or not running.pieces:
+    def merged(self, last: Finished) -> Finished:
+        """The answer whose last piece is `last`, with the pieces before it."""
+        partial = self._answers.pop(last.key, None)
+        if partial is None or not partial.pieces:
             return last
-        running.add_piece(last)  # without its text: the engine knows that of the last piece at most
-        return running.finished(last.finish, refused=last.refused)
+        partial.add_piece(last)  # without its text: the engine knows that of the last piece at most
+        return partial.finished(last.finish, refused=last.refused)
 
 
-# -- A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and versions --------------
+# -- the role ----------------------------------------------
 
 
-log = logging.getLogger("busrl")
-REQUEST_EVERY_S = 1.0
-BELL_EVERY_S = 0.04
-SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: somebody may wait for these
-WEIGHTS_TURN_S = 0.25
-LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding step
-WAVE_TICK_S = 0.01
-LINE_FIELDS = ("uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p")
-Ids = npt.NDArray[np.int32]
-NO_TOKENS: Ids = np.empty(0, np.int32)
-
-
-class Task(NamedTuple):
-    """A slot in our hands: the word that owns it, and what its line said at the claim."""
+class ClaimedSlot(NamedTuple):
+    """A slot of this worker: the word that owns it, and what its line said at the claim."""
 
     word: int
     uid: int
@@ -236,11 +222,11 @@ class Task(NamedTuple):
 class Rollout(Actor):
     role = "rollout"
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
-    restart: Restart | None = None  # where new weights make the engine start again
+    restart: EngineRestart | None = None  # where new weights make the engine start again
     refused = 0  # version that could not be used here
 
     def setup(self) -> None:
-        self.held: dict[int, Task] = {}  # by slot
+        self.held: dict[int, ClaimedSlot] = {}  # by slot
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.alone = False
         self.limits = admission_limits(self.topology)
@@ -251,12 +237,12 @@ class Rollout(Actor):
         self.version = 0
         self.steps = VersionSteps()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
-        own = self.engine.receiver(settings_of(self.topology, self.paths), self.worker_id)
-        self.receiver: Receiver = own or make_receiver(self.topology, self.paths, self.worker_id)
-        share_weights(self.receiver, self.engine)
+        weights = Settings.of(self.topology, self.paths)
+        own = self.engine.receiver(weights, self.worker_id)
+        self.receiver: Receiver = own or make_receiver(weights, self.worker_id)
         finish = self.topology.weights.on_restart == "finish"
         if self.receiver.kind == "folder":
-            self.restart = Restart(finish)
+            self.restart = EngineRestart(finish)
         self._next_request = self._last_bell = 0.0
         self.joined = False  # since the last decoding step
         self.deadline = WorkDeadline(self.topology.limits.progress_s, self.topology.limits.work_s)
@@ -284,7 +270,7 @@ class Rollout(Actor):
         return True
 
     def _engine_step(self, joining: bool) -> list[Finished]:
-        """A decoding step; one that may compute long prompts, or all keys again after new weights, is declared."""
+        """A decoding step; declared if it may compute long prompts, or all keys again after new weights."""
         self.joined = False
         if not joining:
             return self.engine.step()
@@ -294,7 +280,7 @@ class Rollout(Actor):
         return finished
 
     def _announce(self) -> None:
-        """While much is running a doorbell now and then is enough: the reward worker takes what there is."""
+        """Ring doorbells, seldom while many answers run: the reward worker takes all there are at each."""
         now = time.monotonic()
         pause = SPARSE_BELL_EVERY_S if self.engine.active < self.engine.capacity // SPARSE else BELL_EVERY_S
         if now >= self._last_bell + pause:
@@ -317,7 +303,7 @@ class Rollout(Actor):
         return [*super().subscriptions(), topic(m.NewTask, self.worker_id)]
 
     def _request_tasks(self) -> None:
-        """Tell the scheduler who works here and how much fits; it answers with doorbells."""
+        """Send the scheduler this worker's name and how many rows it has; it answers with doorbells."""
         now = time.monotonic()
         if now >= self._next_request:
             self._next_request = now + REQUEST_EVERY_S
@@ -327,7 +313,7 @@ class Rollout(Actor):
     # -- weights ------------------------------------------------------------------------------------------------
 
     def _update_weights(self, wait: bool = False) -> None:
-        """Take the newest version if there is one. At the start `wait` for it: old weights would age every sample."""
+        """Load the newest version if there is one. At the start `wait` for it: old weights would age every sample."""
         newest, _ = self.receiver.newest()
         # Version 0 is the model folder that the engine has loaded; nothing was published then.
         if wait and self.ring.header(HeaderWord.VERSION) > max(newest, 0):
@@ -337,11 +323,11 @@ class Rollout(Actor):
             return
         begun = time.monotonic_ns()
         try:
-            with self.activity("new weights", self.topology.limits.ready_s):  # some engines start anew for them
+            with self.activity("new weights", self.topology.limits.ready_s):  # some engines restart for them
                 self.version, step = self._new_weights()
         except WeightsRefused as problem:
             self.refused = newest
-            self.warn("rollout", f"goes on with version {self.version}: {problem}", "error", kind="weights refused")
+            self.warn("rollout", f"continues with version {self.version}: {problem}", "error", kind="weights refused")
             return
         self.joined = True
         self.segments.fetched((time.monotonic_ns() - begun) / 1e9)
@@ -351,27 +337,24 @@ class Rollout(Actor):
             self.pace.updated(time.monotonic_ns() - begun)
 
     def _new_weights(self) -> tuple[int, int]:
-        """Between two decoding steps; where the engine has to start again, with what runs taken out of it."""
+        """Load between two decoding steps; running answers leave an engine that has to restart, and come back."""
         if self.restart is None:
             return self.engine.update_weights(self.receiver)
-        ended = self.restart.empty(self.engine)
+        ended, refused = self.restart.take_out(self.engine), None
         try:
             found = self.engine.update_weights(self.receiver)
-        except WeightsRefused:
-            self._go_on(self.restart, ended)
-            raise
-        self._go_on(self.restart, ended)
+        except WeightsRefused as problem:
+            refused = problem
+        self.restart.resume(self.engine)
+        self.ring.add(samples=sum([self._commit(sequence) for sequence in ended]))
+        if refused is not None:
+            raise refused
         return found
 
-    def _go_on(self, restart: Restart, ended: Sequence[Finished]) -> None:
-        """With what was taken out of the engine, and with those that had ended by themselves."""
-        restart.go_on(self.engine)
-        self.ring.add(samples=sum([self._commit(sequence) for sequence in ended]))
-
     def _wait_for_weights(self, version: int) -> None:
-        """Wait for a version in short turns: the learner may be starting too, and the run may be told to end.
+        """Wait for a version in short turns: the learner may be starting too, and the run may be stopped.
 
-        A learner that gets on (it may train many steps again) is waited for however long that takes.
+        The limit counts from the learner's last progress, since it may have many steps to train again.
         """
         limit_s = self.topology.limits.ready_s
         turns = left = math.ceil(limit_s / WEIGHTS_TURN_S)  # turns, not time: the machine may be suspended
@@ -384,14 +367,11 @@ class Rollout(Actor):
                 if self.stopping:
                     return
                 left -= 1
-                if (now := self._learners()) != seen:
-                    seen, left = now, turns
+                learners = [(one.pid, one.progress) for one in self.ring.processes() if one.role == "learner"]
+                if learners != seen:
+                    seen, left = learners, turns
                     self.ring.progress()
         raise WeightsTimeout(f"{self.name}: no version {version}, and no progress of a learner for {limit_s:g} s")
-
-    def _learners(self) -> list[tuple[int, int]]:
-        """Who may publish, and how far it is."""
-        return [(one.pid, one.progress) for one in self.ring.processes() if one.role == "learner"]
 
     # -- slots --------------------------------------------------------------------------------------------------
 
@@ -418,20 +398,19 @@ class Rollout(Actor):
         return bool(taken)
 
     def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
-        """What the engine shall do for each claimed slot; a prompt that can not be used is dropped here."""
+        """The request of each claimed slot; a slot whose prompt cannot be used is dropped here."""
         own = self.ring.lines([slot for slot, _ in taken])
         described = zip(*(own[name].tolist() for name in LINE_FIELDS))
-        requests = []
-        for (slot, word), task, values in zip(taken, self._tasks(taken), described):
-            request = self._request(slot, word, task, dict(zip(LINE_FIELDS, values)))
-            if request is not None:
-                requests.append(request)
-        return requests
+        made = [
+            self._request(slot, word, task, dict(zip(LINE_FIELDS, values)))
+            for (slot, word), task, values in zip(taken, self._tasks(taken), described)
+        ]
+        return [request for request in made if request is not None]
 
     def _tasks(self, taken: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The prompts' lines; an empty one, which renders as no prompt, for a slot that can not be read."""
+        """The prompts' lines; an empty one, which renders as no prompt, for a slot that cannot be read."""
         try:
-            return read_many_generated(self.ring, taken, "task")
+            return read_copies(self.ring, taken, "task")
         except UNREADABLE:
             return [self._task(slot) for slot, _ in taken]
 
@@ -441,7 +420,7 @@ class Rollout(Actor):
         return b""
 
     def _left_behind(self) -> bool:
-        """A worker that new weights do not reach starts nothing that would be too old before it is trained."""
+        """Whether new weights do not reach this worker: what it starts would be too old before it is trained."""
         bound = 0 if self.limits.waves else self.limits.max_staleness
         behind = self.ring.header(HeaderWord.VERSION_STEP) - self.steps.step_of(self.version)
         if bound is None or self.topology.experiments.forced_age != 0 or behind < max(1, bound):
@@ -457,16 +436,16 @@ class Rollout(Actor):
     def _request(self, slot: int, word: int, task: bytes, line: dict[str, Any]) -> Request | None:
         version, step = line["version"], line["step"]
         if (own := self.steps.step_of(self.version)) < step:
-            # Admitted with newer weights than these: say so now, the learner counts its age from it.
+            # Admitted with newer weights than these: write it now, since the learner counts the age from it.
             version, step = self.version, own
             self.ring.set(slot, word, version=version, step=step)
-        self.held[slot] = Task(word, line["uid"], version, step)
+        self.held[slot] = ClaimedSlot(word, line["uid"], version, step)
         segments = segments_of(word)
         try:
             prompt = self._prompt_ids(slot, word, task, segments)
             prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_TOKENS
         except UNREADABLE as problem:
-            self._drop(slot, word, Fate.MALFORMED, f"an earlier segment can not be read: {problem}")
+            self._drop(slot, word, Fate.MALFORMED, f"an earlier segment cannot be read: {problem}")
             return None
         if prompt is None:
             return None
@@ -476,14 +455,8 @@ class Rollout(Actor):
             prompt_tokens=len(prompt), earlier=len(prefix), tokens=cut.tokens, last=cut.last
         )
         return Request(
-            key=slot,
-            uid=line["uid"],
-            segment=segments,
-            prompt_ids=prompt,
-            prefix_ids=prefix,
-            max_new_tokens=cut.tokens,
-            temperature=line["temperature"],
-            top_p=line["top_p"],
+            key=slot, uid=line["uid"], segment=segments, prompt_ids=prompt, prefix_ids=prefix,
+            max_new_tokens=cut.tokens, temperature=line["temperature"], top_p=line["top_p"],
             seed=self.topology.run.seed,
         )
 
@@ -505,22 +478,22 @@ class Rollout(Actor):
         return ids
 
     def _commit(self, sequence: Finished) -> bool:
-        """Commit a segment that ended. True if the sample is done with here: its answer is whole, or it was dropped."""
+        """Commit a segment that ended. True if this worker is done with the sample: its answer is whole or dropped."""
         if self.restart is not None:
-            sequence = self.restart.whole(sequence)
+            sequence = self.restart.merged(sequence)
         slot, task = sequence.key, self.held.pop(sequence.key)
         word = task.word
         if sequence.refused:
             self._drop(slot, word, Fate.UNRENDERED, sequence.refused)
             return True
-        if sequence.finish == ABORTED:  # not its fault: whoever claims it next begins this segment again
+        if sequence.finish == ABORTED:  # not its fault: the next worker begins this segment again
             self.ring.release(slot, word, State.QUEUED)
             return False
         if not len(sequence.token_ids):
             why = f"its prompt leaves no room in the engine's {self.engine.max_length} tokens"
             self._drop(slot, word, Fate.LONG, why)
             return True
-        segment, whole = segments_of(word), not self._goes_on(task, sequence)
+        segment, whole = segments_of(word), not self._is_cut(task, sequence)
         part = Generated(sequence.token_ids, sequence.logprobs, sequence.versions)
         try:
             write_segment(self.ring, slot, word, segment, part)
@@ -543,14 +516,14 @@ class Rollout(Actor):
         ids: Ids = read_generated(self.ring, slot, "tokens", segment + 1) if segment else sequence.token_ids
         return self.engine.decode(ids, sequence.finish == EOS)
 
-    def _goes_on(self, task: Task, sequence: Finished) -> bool:
-        """Whether the segment was cut by its own length alone: not by the answer's limit, and by no fault."""
+    def _is_cut(self, task: ClaimedSlot, sequence: Finished) -> bool:
+        """Whether only the segment's own length ended it: not the answer's limit, and no fault."""
         if task.last or sequence.finish == EOS or len(sequence.token_ids) < task.tokens:
             return False
         room = self.engine.max_length - task.prompt_tokens - task.earlier - len(sequence.token_ids)
         return room > 0 and math.isfinite(sequence.logprobs[-1])
 
-    def _note(self, slot: int, task: Task, sequence: Finished, whole: bool) -> None:
+    def _note(self, slot: int, task: ClaimedSlot, sequence: Finished, whole: bool) -> None:
         """Fill the control line. The oldest version is that of admission, or of older weights that made a token."""
         oldest = int(sequence.versions[0])  # versions only grow
         version, step = task.version, task.step

@@ -1,23 +1,15 @@
-"""What the scheduler's policy is told, and what it tells: the side of it that meets prompts and files.
+"""The scheduler: which prompt enters the ring next, and when.
 
-Talks to the prompts (`busrl.data`) and to `scheduler.jsonl` of the run directory. Decisions are the policy's; slots and
-messages are the role's. Knows nothing of credit or admission.
+Talks to the ring (FREE -> RESERVED* -> QUEUED, fates, the header word next_admission), to the prompts, and to the bus
+(NEW_TASK to every worker that asked). Consumes prompts and learner states; waits for credit, unblocked by a new
+version. `busrl.scheduling` makes all decisions; this loop feeds them and carries them out. Knows nothing of tokens.
 
-- A policy that does not learn is told nothing, so that it costs nothing.
-- What is lost here with the process costs order, never a sample.
-
-The scheduler: which prompt enters the ring next, and when. The door by which prompts come in.
-
-Talks to the ring (FREE -> RESERVED* -> QUEUED, fates, the header word next_admission) and the bus (NEW_TASK to every
-worker that asked). Consumes prompts and learner states; waits for credit, unblocked by a new version. All decisions
-are made by `busrl.scheduling`; this loop feeds them and carries them out. Knows nothing of tokens.
-
-Invariants:
 - A member of an open group is dispatched before any new group, so that no group stays half open; but siblings of a
   probe wait while it is generated (`busrl.scheduling.admission`).
 - A group is opened only under the group credit and while fewer than B are in flight (`busrl.scheduling.admission`).
 - With a damaged fate table nothing is dispatched: what it says to do is wrong.
-- Nothing is remembered that ring and fates do not say: a successor goes on where this process was killed.
+- Nothing is remembered that ring and fates do not say: a successor continues where this process was killed. What is
+  lost of the dispatch policy with the process costs order, never a sample.
 """
 
 from __future__ import annotations
@@ -27,8 +19,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from busrl.config import Topology
@@ -38,11 +32,10 @@ from busrl.errors import DiskFull, SamplesUsedUp
 from busrl.paths import RunPaths
 from busrl.protocol import is_address
 from busrl.protocol import messages as m
-from busrl.ring import State
+from busrl.ring import State, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
 from busrl.roles.segments import waves_of
-from busrl.roles.trajectory import seq_of
 from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, kept_back, not_ahead
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupScanner, GroupView, Lines, in_a_row, uid_of
@@ -50,23 +43,27 @@ from busrl.scheduling.lengths import Candidate, Guard
 from busrl.scheduling.pool import FinishedAnswers, LearnerState, Record
 from busrl.states import HeaderWord, RunPhase, SampleClass
 
-# -- What the scheduler's policy is told, and what it tells: the side of it that meets prompts and files --------------
-
-
+log = logging.getLogger("busrl")
 RECORDS_A_LINE = 64
 TAG_KEY = "tag"
+STATE_EVERY_S = 1.0
+LOOK_EVERY_S = 0.25
+PREDECESSOR_LOOK_S = 0.02
+WAVE_TICK_S = 0.01
+WORKER_FORGOTTEN_S = 10.0
+PROBING_TICK_S = 0.02  # an ended probe is seen after this: rows may be waiting for its siblings
+NO_END = 1 << 62
 
 
 class DispatchFeed:
-    """The policy of a run, which asks `predictor`. `warn` is told of what can not be written."""
+    """The dispatch policy of a run with its inputs (prompts, open groups, finished answers) and `scheduler.jsonl`.
+
+    The policy asks `predictor`; `warn` gets what cannot be written. A policy that does not learn is fed nothing, so
+    that it costs nothing.
+    """
 
     def __init__(
-        self,
-        topology: Topology,
-        paths: RunPaths,
-        stream: JsonlStream,
-        predictor: Guard,
-        warn: Callable[[str], None],
+        self, topology: Topology, paths: RunPaths, stream: JsonlStream, predictor: Guard, warn: Callable[[str], None]
     ) -> None:
         self.topology, self.paths, self.stream = topology, paths, stream
         self.predictor, self._warn = predictor, warn
@@ -79,14 +76,12 @@ class DispatchFeed:
         self._answers = FinishedAnswers()
         self._records: list[Record] = []
 
-    # -- told to the policy ---------------------------------------------------------------------------------------
-
     def look(self, view: GroupView, lines: Lines, rows: int) -> None:
-        """What finished since the last look, what is open, and how much workers can run."""
+        """Feed the policy what finished since the last look, what is open, and how many rows the workers have."""
         if not self.policy.learns:
             return
         open_draws = view.draws.tolist()
-        self.policy.adopt(self.candidates(self.policy.unknown(open_draws)))
+        self.policy.adopt(self._candidates(self.policy.unknown(open_draws)))
         uids, tokens = self._answers.look(lines)
         if len(uids):
             self.policy.finished((uids // (2 * view.group_size)).tolist(), tokens.tolist())
@@ -94,29 +89,24 @@ class DispatchFeed:
         self._write(self.policy.take_records())
 
     def offer(self, view: GroupView, groups: int, arrived: int) -> None:
-        """Supply the policy with what lies within its horizon and is there: draws below `arrived`."""
+        """Supply the policy with the draws within its horizon that have arrived: those below `arrived`."""
         draws = view.unopened_draws(self.policy.horizon + groups)
         missing = self.policy.missing(draw for draw in draws if draw < arrived)
         if missing:
-            self.policy.offer(self.candidates(missing))
+            self.policy.offer(self._candidates(missing))
 
-    def candidates(self, draws: Sequence[int]) -> list[Candidate]:
+    def _candidates(self, draws: Sequence[int]) -> list[Candidate]:
         """The groups of these draws, read from the prompts."""
-        return [self._candidate(draw) for draw in draws]
-
-    def _candidate(self, draw: int) -> Candidate:
-        record = self.stream.record(self.stream.item(draw))
-        prompt = plain_text(record[self.topology.data.prompt_key])
-        return Candidate(draw, prompt, self.topology.generation.max_new_tokens, str(record.get(TAG_KEY, "")))
-
-    # -- told by it -----------------------------------------------------------------------------------------------
+        prompt_key, limit = self.topology.data.prompt_key, self.topology.generation.max_new_tokens
+        records = [(draw, self.stream.record(self.stream.item(draw))) for draw in draws]
+        return [Candidate(draw, plain_text(one[prompt_key]), limit, str(one.get(TAG_KEY, ""))) for draw, one in records]
 
     def metrics(self) -> dict[str, float]:
         """Numbers about policy and predictor, for SCHEDULER_STATE and `scheduler.jsonl`."""
         if not self.policy.learns:
             return {}
-        measures = self.predictor.measures()
-        return self.policy.told() | {name: value for name, value in measures.items() if math.isfinite(value)}
+        measures = self.predictor.metrics()
+        return self.policy.metrics() | {name: value for name, value in measures.items() if math.isfinite(value)}
 
     def _write(self, records: Sequence[Record], least: int = RECORDS_A_LINE) -> None:
         """Append ended groups to `scheduler.jsonl`, one list per number and line, and how good the predictions are."""
@@ -134,21 +124,8 @@ class DispatchFeed:
             self._warn(f"{len(line['draw'])} groups are missing from {self.paths.scheduler_log.name}: {problem}")
 
     def close(self) -> None:
-        """The last records."""
+        """Write the last records."""
         self._write(self.policy.take_records(), least=1)
-
-
-# -- The scheduler: which prompt enters the ring next, and when. The door by which prompts come in --------------------
-
-
-log = logging.getLogger("busrl")
-STATE_EVERY_S = 1.0
-LOOK_EVERY_S = 0.25
-PREDECESSOR_LOOK_S = 0.02
-WAVE_TICK_S = 0.01
-WORKER_FORGOTTEN_S = 10.0
-PROBING_TICK_S = 0.02  # an ended probe is seen after this: its siblings may be what rows are waiting for
-NO_END = 1 << 62
 
 
 class Scheduler(Actor):
@@ -159,15 +136,15 @@ class Scheduler(Actor):
     def setup(self) -> None:
         data, derived = self.topology.data, self.topology.derived
         self.group_size = self.topology.groups.size
-        # Answers are the reward's business: a Python function may need no key of that name.
+        # The answer key is not checked here: a Python reward may need none.
         self.stream = JsonlStream(data.train, self.topology.run.seed, data.shuffle, data.prompt_key)
         limits = admission_limits(self.topology)
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)
-        self.predictor = PredictorState(self.topology, self.paths, self.stream, self._complain)
+        warn = partial(self.warn, "scheduler")
+        self.predictor = PredictorState(self.topology, self.paths, self.stream, warn)
         self.predictor.restore()
-        guard = self.predictor.guard
-        self.feed = DispatchFeed(self.topology, self.paths, self.stream, guard, self._complain)
+        self.feed = DispatchFeed(self.topology, self.paths, self.stream, self.predictor.guard, warn)
         self.policy = self.feed.policy
         self.probes = Probes(derived.W if self.topology.scheduler.probe else 0)
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
@@ -178,7 +155,7 @@ class Scheduler(Actor):
         self.bell = Doorbell()
         self.room = Room(0, "starting")
         self.held = 0  # groups that wait for their probes
-        self.trained = 0  # groups, as far as the learner said
+        self.trained = 0  # groups, by the learner's last message
         self._next_state = self._next_look = 0.0
         self._signs_seen: tuple[int, ...] = ()
         self._reap_predecessor()
@@ -189,14 +166,13 @@ class Scheduler(Actor):
             self._announced(message)
         elif isinstance(message, m.LearnerStateUpdate) and math.isfinite(message.entropy):
             self.policy.feedback(LearnerState(message.step, message.entropy))
-            self.trained = _told(message, "groups_total") or self.trained
+            self.trained = _count(message, "groups_total") or self.trained
 
     def _announced(self, message: m.TaskRequest) -> None:
-        """What a worker says of itself is believed as far as it can be true: a name that it can be rung by, not more
-        rows than there are slots."""
+        """Note a worker: its name must be one that a topic can hold, and its rows count up to the number of slots."""
         rows, now = min(max(message.rows, message.capacity), self.ring.n_slots), time.monotonic()
         if not is_address(message.worker_id) or not self.rows.announce(message.worker_id, rows, now):
-            text = f"TASK_REQUEST of {message.sender!r} for {message.worker_id!r} is not heard: "
+            text = f"TASK_REQUEST of {message.sender!r} for {message.worker_id!r} is ignored: "
             why = "too many workers" if is_address(message.worker_id) else "no topic can have such a name"
             self.warn("scheduler", text + why, kind="TASK_REQUEST")
 
@@ -226,11 +202,11 @@ class Scheduler(Actor):
         return False
 
     def _signs(self, now: float) -> tuple[int, ...]:
-        """What must change before there is anything to dispatch: a slot came free, the learner got on, or where these
-        hold it back a probe ended, an engine took a sample, a prompt arrived.
+        """Numbers of which one must change before there is anything to dispatch: a slot came free, the learner made
+        progress, or, where these hold it back, a probe ended, an engine took a sample, a prompt arrived.
 
-        Read before the scan: what happens during it shows at the next pass. They save looks; LOOK_EVERY_S bounds what
-        a sign that is missed may cost.
+        Read before the scan, so that what happens during it shows at the next pass. They save looks; LOOK_EVERY_S
+        bounds what a missed change may cost.
         """
         words = (HeaderWord.STEP, HeaderWord.VERSION, HeaderWord.UNPUBLISHED_GROUPS)
         ends: tuple[State, ...] = (State.QUEUED, State.REWARDED) if self.waves is not None else ()
@@ -252,8 +228,8 @@ class Scheduler(Actor):
         self.held = int(held.sum())
 
     def _finish_open(self, view: GroupView, groups: np.ndarray) -> int:
-        """Members of open groups: missing ones after a crash, siblings of probes, re-rolls. Allowed while a slot is
-        free: the group credit keeps them back."""
+        """Dispatch members of open groups while a slot is free: missing ones after a crash, siblings of probes,
+        re-rolls. The group credit keeps slots for them."""
         sent = 0
         for todo, members in in_a_row(view.todo_of(groups)):
             index = todo.admission if todo.admission >= 0 else self._newest_index()
@@ -297,12 +273,12 @@ class Scheduler(Actor):
         members = 1 if probe else self.group_size
         sent = self._put(uid_of(draw, 0, 0, self.group_size), 0, members, self._fields(draw, index, probe))
         if sent:
-            # After its members: who sees the index counted finds the whole group in the ring.
+            # After its members: once the index is counted the whole group is in the ring.
             self.ring.set_header(HeaderWord.NEXT_ADMISSION, index + 1)
         return sent
 
     def _newest_index(self) -> int:
-        """For a re-roll of a group whose slots are all gone, so that nobody knows its index any more.
+        """For a re-roll of a group whose slots are all gone, and its index with them.
 
         It shares the newest one: a new index would shift the rounds of `sync`, which are cut by counting.
         """
@@ -336,22 +312,20 @@ class Scheduler(Actor):
             prompts = most // (2 * self.group_size)
             raise SamplesUsedUp(
                 f"{self.paths.fates} is full: a run has at most {most} samples, {prompts} prompts with groups.size = "
-                f"{self.group_size}, as each may be tried twice; go on in a new run directory, with model.path = the "
-                "newest checkpoint's model folder"
+                f"{self.group_size}, as each may be tried twice; continue in a new run directory, with model.path = "
+                "the newest checkpoint's model folder"
             )
 
-    # -- telling ------------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------
 
     def _announce(self, view: GroupView) -> None:
-        """One coalesced doorbell to each worker that asked lately; nobody has to have heard it."""
+        """One coalesced doorbell to each worker that asked lately; work does not depend on its arrival."""
         now = time.monotonic()
         workers = self.rows.workers(now)
         message = self.bell.take()
         if isinstance(message, m.NewTask):
             for name in workers:
-                self.bus.send(m.NewTask(
-                    worker_id=name, slot_id=message.slot_id, seq=message.seq, uid=message.uid, count=message.count
-                ), name)
+                self.bus.send(msgspec.structs.replace(message, worker_id=name), name)
         if now >= self._next_state:
             self._next_state = now + STATE_EVERY_S
             self._publish_state(view)
@@ -360,26 +334,15 @@ class Scheduler(Actor):
 
     def _publish_state(self, view: GroupView) -> None:
         waiting = self.room.reason + (f" (group {self.room.group})" if self.room.group is not None else "")
-        self.bus.send(
-            m.SchedulerState(
-                admitted=self.ring.header(HeaderWord.NEXT_ADMISSION),
-                open_groups=len(view),
-                free=view.free_slots,
-                credit=max(0, self.room.groups),
-                waiting=waiting,
-                queued=view.queued,
-                values=self._values(view),
-            )
-        )
-
-    def _values(self, view: GroupView) -> dict[str, float]:
-        """What policy, probes and predictor tell; nothing under fifo."""
-        found = self.feed.metrics()
-        if found:
-            found["rows"] = self.rows.total(view.generating)
+        values = self.feed.metrics()
+        if values:
+            values["rows"] = self.rows.total(view.generating)
         if self.probes.on:
-            found["probing"] = self.held
-        return found
+            values["probing"] = self.held
+        self.bus.send(m.SchedulerState(
+            admitted=self.ring.header(HeaderWord.NEXT_ADMISSION), open_groups=len(view), free=view.free_slots,
+            credit=max(0, self.room.groups), waiting=waiting, queued=view.queued, values=values,
+        ))
 
     def teardown(self) -> None:
         self.feed.close()
@@ -390,7 +353,7 @@ class Scheduler(Actor):
     def _reap_predecessor(self) -> None:
         """Wait until no slot is RESERVED by an earlier scheduler: its sample might be dispatched a second time.
 
-        Its lock is free a moment before its death is proven (docs/models.md, `a scheduler does not wait`).
+        The kernel frees its lock a moment before its death is proven (docs/models.md, `a scheduler does not wait`).
         """
         with self.activity("reap the predecessor", self.topology.limits.ready_s):
             self.ring.reap()
@@ -413,13 +376,13 @@ class Scheduler(Actor):
             highest = int(live["admission"].max()) + 1
             self.ring.set_header(HeaderWord.NEXT_ADMISSION, max(self.ring.header(HeaderWord.NEXT_ADMISSION), highest))
 
-    def _complain(self, text: str) -> None:
-        self.warn("scheduler", text)
-
     def _without_fates(self, samples: int) -> None:
-        """By the fates these were never dispatched, and samples that were trained look new: nothing may be sent out.
-        `launch` ends the run for it."""
-        text = f"dispatch pauses: {samples} samples in slots have no fate in {self.paths.fates}, which others changed"
+        """By the fates these were never dispatched, and trained samples look new: nothing may be dispatched. `launch`
+        ends the run for it."""
+        text = (
+            f"dispatch pauses: {samples} samples in slots have no fate in {self.paths.fates}, which another program "
+            "changed"
+        )
         self.warn("scheduler", text, "error", kind="no fates")
 
     def _wait_for_disk(self, problem: DiskFull) -> None:
@@ -435,8 +398,8 @@ def make_arrivals(topology: Topology) -> Arrivals | None:
     return Arrivals([task.arrival_s or 0.0 for task in trace.read(topology.data.train, topology.data.prompt_key)])
 
 
-def _told(message: m.LearnerStateUpdate, name: str) -> int | None:
-    """A count among the learner's numbers; None if there is none."""
+def _count(message: m.LearnerStateUpdate, name: str) -> int | None:
+    """A count among the learner's metrics; None if there is none."""
     found = message.metrics.get(name)
     return int(found) if found is not None and math.isfinite(found) else None
 

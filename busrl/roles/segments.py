@@ -1,13 +1,9 @@
-"""Claims of a worker: the ring's own best, or in rounds of segments those that this wave allows.
+"""Segments as a worker sees them: which queued slots it may claim, and how long the next segment may be.
 
-Talks to the ring, for the rollout role and for the keeper's stand-ins. Knows nothing of what is generated.
+Joins the topology, `busrl.scheduling` and this process's clock readings; talks to the ring for claims. Used by the
+rollout role and by the keeper for remote workers. Knows nothing of what is generated.
 
-A worker's view of [segments]: how long the next segment may be, fed with what this process sees.
-
-Joins the topology, `busrl.scheduling.segments` and this process's clock readings; says in the log when a length of
-"auto" changes. Used by the rollout role and by the keeper for remote workers. Knows nothing of slots.
-
-- Validation answers are made in one go: nobody waits for a round in pieces.
+- Validation answers are made in one segment: no round waits for pieces of them.
 """
 
 from __future__ import annotations
@@ -22,7 +18,8 @@ from busrl.scheduling.limits import Limits
 from busrl.scheduling.segments import Cut, SegmentPlan
 from busrl.states import HeaderWord, SampleClass
 
-# -- Claims of a worker: the ring's own best, or in rounds of segments those that this wave allows --------------------
+log = logging.getLogger("busrl")
+BETA = 0.9  # smoothing of the two times
 
 
 def waves_of(limits: Limits) -> Waves | None:
@@ -44,15 +41,8 @@ def take_queued(ring: Ring, waves: Waves | None, limit: int, most_attempts: int)
     return taken
 
 
-# -- A worker's view of [segments]: how long the next segment may be, fed with what this process sees -----------------
-
-
-log = logging.getLogger("busrl")
-BETA = 0.9  # smoothing of the two times
-
-
 class SegmentCuts:
-    """`next` for every claim; `finished`, `fetched` and `stepped` only matter to a length of "auto"."""
+    """`next` for every claim; `finished`, `fetched` and `stepped` only matter to `segments.length = "auto"`."""
 
     def __init__(self, plan: SegmentPlan, trains_last_only: bool = False, waves: Waves | None = None) -> None:
         self.plan, self.trains_last_only, self.waves = plan, trains_last_only, waves
@@ -80,7 +70,7 @@ class SegmentCuts:
             log.info("segments.length = auto: %d tokens now, %d before", chosen, before)
 
     def fetched(self, seconds: float) -> None:
-        """New weights were taken over; until then no token was made."""
+        """New weights were loaded, which took so long."""
         self._sync_s = _smooth(self._sync_s, seconds)
 
     def stepped(self, seconds: float) -> None:

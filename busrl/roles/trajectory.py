@@ -13,8 +13,8 @@
 
 Talks to the ring only. Arrays come back as views of the slot: they are valid while the reader owns the slot.
 
-- Who wrote a slot may be another program: a tensor that is missing, broken or of another type is one of `UNREADABLE`,
-  and costs its sample (fate M), never the reader.
+- Another program may have written a slot: a tensor that is missing, broken or of another type raises one of
+  `UNREADABLE`, and costs its sample (fate M), never the reader.
 """
 
 from __future__ import annotations
@@ -28,14 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.ring import NO_SEGMENT, BadTensor, NoSuchTensor, Ring, SlotTooSmall, segments_of, seq_of
-
-__all__ = [
-    "UNREADABLE", "Generated", "read_generated", "read_many_generated", "read_parts", "read_prompt_ids", "read_segment",
-    "read_task",
-    "read_text", "segments_of", "seq_of", "text_of", "write_parts", "write_segment", "write_text",
-]
-
+from busrl.ring import NO_SEGMENT, BadTensor, NoSuchTensor, Ring, SlotTooSmall
 
 UNREADABLE = (BadTensor, NoSuchTensor)
 DTYPES = {
@@ -45,7 +38,6 @@ DTYPES = {
         ("versions", np.uint32), ("text", np.uint8), ("reward_parts", np.float32), ("part_names", np.uint8),
     )
 }
-
 
 
 @dataclass(frozen=True)
@@ -96,8 +88,8 @@ def read_parts(ring: Ring, slot: int) -> dict[str, float]:
         return {}
     names = [f"part_{number}" for number in range(1, len(values) + 1)]
     with contextlib.suppress(*UNREADABLE):
-        told = _get(ring, slot, "part_names", NO_SEGMENT).tobytes().decode("utf-8", "replace").split("\n")
-        names = told if len(told) == len(values) else names
+        given = _get(ring, slot, "part_names", NO_SEGMENT).tobytes().decode("utf-8", "replace").split("\n")
+        names = given if len(given) == len(values) else names
     return {name: value for name, value in zip(names, values) if math.isfinite(value)}
 
 
@@ -122,8 +114,8 @@ def read_segment(ring: Ring, slot: int, name: str, segment: int) -> npt.NDArray[
     return _get(ring, slot, name, segment)
 
 
-def read_many_generated(ring: Ring, held: Sequence[tuple[int, int]], name: str) -> list[bytes]:
-    """Copies of one tensor of each slot that we hold (of its last segment); `UNREADABLE` if any can not be read."""
+def read_copies(ring: Ring, held: Sequence[tuple[int, int]], name: str) -> list[bytes]:
+    """Copies of one tensor of each slot that we hold (of its last segment); `UNREADABLE` if any cannot be read."""
     last = name not in ("task", "prompt_ids")
     return ring.copies(held, name, DTYPES[name], last_segment=last)
 

@@ -26,12 +26,12 @@ from busrl.config.rules import batch_varies
 from busrl.config.rules import due as due_by
 from busrl.data import JsonlStream
 from busrl.data.prompts import lines_of, mean_over_prompts
-from busrl.ledger.log import LineFile, json_lines
+from busrl.files import LineFile, json_lines
 from busrl.protocol import messages as m
-from busrl.ring import BadTensor, State
+from busrl.ring import BadTensor, State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
-from busrl.roles.trajectory import UNREADABLE, read_generated, read_parts, segments_of
+from busrl.roles.trajectory import UNREADABLE, read_generated, read_parts
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass
 
 log = logging.getLogger("busrl")

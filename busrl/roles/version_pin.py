@@ -1,9 +1,10 @@
-"""The validation hold: one word of the ring's header by which a validator pins the published version.
+"""The validation hold: one word of the ring's header by which a validator pins the published policy version.
 
-Used by validator (takes and lets go), learner (waits) and keeper (clears what a dead one left). Talks to the ring only.
+Used by the validator (pins and unpins), the learner (waits) and the keeper (clears the hold of a dead one). Talks to
+the ring only. A module of its own because three roles share it.
 
 - The word names one life of one process: index in the process table and its epoch there. Indexes are used again, so an
-  index alone would let a hold outlive its holder in the name of whoever came after it.
+  index alone would let a hold outlive its holder.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ INDEX_BITS = 16
 
 
 def token(ring: Ring) -> int:
-    """What stands in the word while this process holds; never 0."""
+    """The word while this process holds; never 0."""
     epoch = next(entry.epoch for entry in ring.processes() if entry.index == ring.index)
     return epoch << INDEX_BITS | ring.index
 
 
 def pin(ring: Ring) -> bool:
-    """Take the hold if nobody living has it."""
+    """Take the hold if no living process has it."""
     seen = ring.header(HeaderWord.HOLD)
     return (not seen or is_stale(ring, seen)) and ring.cas_header(HeaderWord.HOLD, seen, token(ring))
 
 
 def unpin(ring: Ring) -> None:
-    """Give up the hold if it is ours."""
+    """Give up the hold if this process has it."""
     ring.cas_header(HeaderWord.HOLD, token(ring), 0)
 
 
@@ -51,6 +52,6 @@ def is_stale(ring: Ring, seen: int) -> bool:
 
 
 def name_of(ring: Ring, seen: int) -> str:
-    """The holder for people."""
+    """The holder as messages name it."""
     index = seen & ((1 << INDEX_BITS) - 1)
     return next((f"{one.label} (pid {one.pid})" for one in ring.processes() if one.index == index), f"process {index}")

@@ -44,7 +44,7 @@ import torch
 
 from busrl import checksums, device
 from busrl.errors import DiskFull
-from busrl.ledger.log import REPLACED, finish_replacements
+from busrl.files import REPLACED, finish_replacements, sync
 
 # -- Directories that appear whole or not at all, and the removal of old ones -----------------------------------------
 
@@ -135,15 +135,6 @@ def sync_tree(root: Path, moved: Callable[[], None] = lambda: None) -> None:
             sync(Path(folder) / name)
             moved()
         sync(Path(folder))
-
-
-def sync(path: Path) -> None:
-    """fsync of one file or directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -- Checkpoints: `checkpoints/global_step_<n>/` with the model as a Hugging Face folder, the optimiser, random ... ---

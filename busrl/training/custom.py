@@ -28,7 +28,7 @@ from busrl.algorithms import advantages, losses
 from busrl.algorithms.advantages import AdvantageEstimator
 from busrl.algorithms.losses import LossFunction, LossInputs, LossSettings
 from busrl.errors import FunctionRefused, cause
-from busrl.ledger.log import SampleRecord
+from busrl.ledger.wal import SampleRecord
 
 LOSS, ADVANTAGE, METRICS = "learner.loss", "learner.advantage", "learner.metrics"
 TRIAL_S = 90  # to load and try all of them; the process that asked has given up before

@@ -1,18 +1,23 @@
 """What a weight transport is: a sender in the learner, a receiver in every process that runs the model.
 
-The learner role and the engines' roles talk to these protocols alone. Knows nothing of the bus (its WEIGHTS_PUBLISHED
-is only a reason to look at `newest`), of models or of optimisers, and imports no torch.
+The learner and the rollout processes talk to these protocols alone. This module knows nothing of the bus (its
+WEIGHTS_PUBLISHED is only a hint to look at `newest`), of models or of optimisers, and imports no torch.
 
-- Versions only grow. A receiver hands out complete versions only, never a mixture of two.
-- `newest` never blocks; every other call has a deadline, after which its error names who was late.
+- Versions only grow. A receiver gives complete versions only, never a mixture of two.
+- `newest` never blocks; every other call has a deadline, after which its error names the process that was late.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from busrl.errors import WeightsTimeout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,50 +25,34 @@ if TYPE_CHECKING:
     import torch
 
 NOTHING = (-1, -1)  # (version, step) where no version has been published
+LOOK_EVERY_S = 0.005
 Kind = Literal["tensors", "adapter", "folder"]
-
-
-@dataclass(frozen=True)
-class GroupChange:
-    """A group of engines was formed: its epoch, who is in it, and what happened since the one before."""
-
-    epoch: int
-    members: tuple[str, ...]
-    why: str
-
-
-@dataclass(frozen=True)
-class News:
-    """Who hears what becomes of the groups: `formed(change)`, and `missing(name, text)` of a member that is left out
-    without having said that it leaves; the text names it too. Called by a thread of the sender."""
-
-    formed: Callable[[GroupChange], None]
-    missing: Callable[[str, str], None]
-
-
 Hook = Callable[[str], None]
 
 
+# -- the learner's side ----------------------------------------------------------------------------------------
+
+
 class Sender(Protocol):
-    """The learner's side. `hook`, if there is one, is called at each piece of a publication, with its name."""
+    """What the learner publishes with. `hook`: see `Instrumented`."""
 
     hook: Hook | None
 
     def newest(self) -> tuple[int, int]:
-        """The last version that was published here, also by an earlier process; NOTHING if there is none."""
+        """The last version published here, also by an earlier process; NOTHING if there is none."""
         ...
 
     def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
-        """Make the tensors available as `version`. They may be changed again as soon as this returns."""
+        """Make the tensors available as `version`. The caller may change them again once this returns."""
         ...
 
     @property
     def begun(self) -> bool:
-        """Whether engines stand still, because of `begin`, for a version that is not published yet."""
+        """Whether `begin` has paused the engines for a version that is not published yet."""
         ...
 
     def begin(self, version: int, step: int) -> None:
-        """The weights are about to be changed to this version: where engines share them, wait until they pause."""
+        """Before the weights change to this version: where engines share them, wait until the engines pause."""
         ...
 
     def check(self) -> None:
@@ -73,48 +62,104 @@ class Sender(Protocol):
     def close(self) -> None: ...
 
 
-class Copies:
-    """The part of a sender that gives copies away: the learner's weights are its own, so nobody has to stand still."""
+@dataclass(frozen=True)
+class GroupChange:
+    """A broadcast group that was formed: its epoch, its members, and what changed since the group before."""
+
+    epoch: int
+    members: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class GroupCallbacks:
+    """What a broadcasting sender reports: `formed(change)` for each group, `missing(name, text)` for a member that it
+    left out. `text` names the member too. A thread of the sender makes the calls."""
+
+    formed: Callable[[GroupChange], None]
+    missing: Callable[[str, str], None]
+
+
+class Instrumented:
+    """A transport that calls `hook`, if one is set, with the name of each point that it reaches: a tensor copied, a
+    bucket sent, a phase begun. The learner reports progress with it; fault tests kill or stop a process there."""
+
+    hook: Hook | None = None
+
+    def _reached(self, point: str) -> None:
+        if self.hook is not None:
+            self.hook(point)
+
+
+class CopyingSender(Instrumented):
+    """The part of a sender that publishes copies: the learner's weights are its own, so no engine has to pause."""
 
     begun = False
-    hook: Hook | None = None
 
     def begin(self, version: int, step: int) -> None: ...
 
     def check(self) -> None: ...
 
 
-class Receiver(Protocol):
-    """The side of a process that runs the model.
+# -- the side of a process that runs the model -----------------------------------------------------------------
 
-    `kind` says what a version is. "tensors": `fetch` writes it into the model. "adapter" and "folder" are receivers
-    with `take` beside it (`FolderReceiver`), whose `fetch` raises.
-    """
 
-    @property
-    def kind(self) -> Kind: ...
+class VersionSource(Protocol):
+    """What all receivers have in common."""
 
     def newest(self) -> tuple[int, int]:
-        """The newest complete version that `fetch` would give, and the learner's step of it; NOTHING if none."""
+        """The newest complete version that can be had, and the learner's step of it; NOTHING if there is none."""
         ...
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
         """Block until at least `version` is there; WeightsTimeout after the deadline."""
         ...
 
-    def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
-        """Write the newest complete version into `params`, in place; returns which it was."""
-        ...
-
     def close(self) -> None: ...
 
 
-class FolderReceiver(Receiver, Protocol):
+class TensorReceiver(VersionSource, Protocol):
+    """A receiver whose versions are values for the model's tensors."""
+
+    @property
+    def kind(self) -> Literal["tensors"]: ...
+
+    def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
+        """Write the newest complete version into `params`, in place; returns (version, step)."""
+        ...
+
+
+class FileReceiver(VersionSource, Protocol):
     """A receiver whose versions are directories: a whole model ("folder") or an adapter for one ("adapter")."""
+
+    @property
+    def kind(self) -> Literal["adapter", "folder"]: ...
 
     def take(self) -> tuple[int, int, Path]:
         """Version, step and complete directory of the newest version; it stays until the next `take`."""
         ...
+
+
+Receiver = TensorReceiver | FileReceiver  # `kind` tells which
+
+
+class PollingReceiver(Instrumented, ABC):
+    """The part of a receiver that looks: nothing in another process's memory or directory can be waited on."""
+
+    @abstractmethod
+    def newest(self) -> tuple[int, int]: ...
+
+    @abstractmethod
+    def _writer(self) -> str:
+        """Where versions come from, and what the writer is doing; the start of an error."""
+
+    def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
+        deadline, pause = time.monotonic() + timeout_s, threading.Event()
+        while (found := self.newest())[0] < version:
+            if time.monotonic() > deadline:
+                raise WeightsTimeout(f"{self._writer()}: no version {version} after {timeout_s:g} s, newest {found[0]}")
+            pause.wait(LOOK_EVERY_S)
+        return found
 
 
 class VersionSteps:

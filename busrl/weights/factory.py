@@ -1,83 +1,41 @@
-"""The part of a transport's settings that versions as folders need, and the two ends made from it.
+"""Makes the sender or the receiver that `weights.transport` names.
 
-Used by `factory`. Talks to the topology and to the model folder (its fingerprint). Imports no torch.
+Used by the learner, by every process that runs the model, and by vLLM's workers. The one module that knows all
+transports. A transport that needs torch is imported when it is made, so a process without tensors can read `Settings`.
 
-Makes the sender or receiver that `weights.transport` names.
-
-Used by `busrl.weights.make_sender` and `make_receiver`. The one place that knows all transports.
-Importing it imports no torch: an engine without tensors of its own needs `Settings` too.
+A new transport is a module of this package, its entry in `make_sender` and `make_receiver`, and its name in the choices
+of `weights.transport`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from busrl import device as devices
 from busrl.config.machine import held_versions, kept_versions
-from busrl.config.schema import ADAPTERS, FOLDERS, RESTARTS
+from busrl.config.schema import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS
 from busrl.errors import BugError, UserError
-from busrl.weights import bridge_file, store_file
-from busrl.weights.base import News, Receiver, Sender
+from busrl.weights.base import GroupCallbacks, Receiver, Sender
 from busrl.weights.folders import FolderReceiver, FolderSender, Write
 from busrl.weights.tensors import fingerprint
 
 if TYPE_CHECKING:
     from busrl.config import Topology
     from busrl.paths import RunPaths
-
-
-
-# -- The part of a transport's settings that versions as folders need, and the two ends made from it ------------------
-
-
-def folder_settings(topology: Topology, paths: RunPaths) -> dict[str, Any]:
-    """Fields of `factory.Settings`; none for a transport of tensors."""
-    transport = topology.weights.transport
-    if transport not in FOLDERS:
-        return {}
-    adapters = transport in ADAPTERS
-    return {
-        "folders": str(paths.adapters if adapters else paths.published),
-        "kept": kept_versions(topology),
-        "held": held_versions(topology),
-        "base": topology.model.path if adapters else "",
-    }
-
-
-def folder_sender(settings: Settings, write: Write | None) -> FolderSender:
-    if write is None:
-        raise BugError(f"{settings.transport} publishes folders, and nobody said how their files are made")
-    root = Path(settings.folders)
-    if not settings.base:
-        return FolderSender(root, write, kind="checkpoint", kept=settings.kept)
-    return FolderSender(root, write, kind="adapter", kept=settings.kept, base=fingerprint(Path(settings.base)))
-
-
-def folder_receiver(settings: Settings, name: str) -> FolderReceiver:
-    return FolderReceiver(
-        Path(settings.folders),
-        name,
-        kind="folder" if settings.transport in RESTARTS else "adapter",
-        held=settings.held,
-        base=Path(settings.base) if settings.base else None,
-        timeout_s=settings.timeout_s,
-    )
-
-
-# -- Makes the sender or receiver that `weights.transport` names ------------------------------------------------------
+    from busrl.weights.shared import OneCopyReceiver
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a transport needs, as plain data: `plain()` goes over any wire, `from_plain` rebuilds it elsewhere.
+    """What a transport needs, as plain data: `plain()` fits any wire, `from_plain` rebuilds it in another process.
 
-    `segment` is the file in shared memory, `address_file` says where a broadcasting learner is found; both are paths
+    `segment` is the file in shared memory, `address_file` says where a broadcasting learner listens; both are paths
     on this host. `checksum`: every receiver checks the bytes of each version against a digest that came with it.
-    `bucket_bytes` is the piece of a broadcast with a deadline of its own, `backend` what carries it. `sparse_threshold`
-    is a share of the bytes of all values, `key_every` a number of versions (docs/sparse.md).
+    `bucket_bytes` is the piece of a broadcast with its own deadline, `backend` what carries it. `sparse_threshold` is
+    a share of the bytes of all values, `key_every` a number of versions (docs/sparse.md).
     """
 
     transport: str
@@ -90,18 +48,18 @@ class Settings:
     sparse: bool = False
     sparse_threshold: float = 0.1
     key_every: int = 32
-    folders: str = ""  # where versions lie that are folders; empty: they are tensors
-    kept: int = 2  # of these, by the learner ...
-    held: int = 1  # ... and by each engine
+    folders: str = ""  # the directory of versions that are folders; empty: versions are tensors
+    kept: int = 2  # versions that the learner keeps there, ...
+    kept_by_engine: int = 1  # ... and that each engine keeps links to
     base: str = ""  # model folder that adapters belong to; empty: versions are whole checkpoints
 
     @classmethod
     def of(cls, topology: Topology, paths: RunPaths) -> Settings:
         weights = topology.weights
-        return cls(
+        made = cls(
             transport=weights.transport,
             segment=str(paths.weights_file),
-            address_file=str(store_file(paths)),
+            address_file=str(paths.runtime_dir / "weights.store"),
             timeout_s=weights.timeout_s,
             checksum=weights.checksum,
             bucket_bytes=weights.bucket_mb << 20,
@@ -109,7 +67,16 @@ class Settings:
             sparse=weights.sparse.enabled,
             sparse_threshold=weights.sparse.threshold,
             key_every=weights.sparse.key_every,
-            **folder_settings(topology, paths),
+        )
+        if weights.transport not in FOLDERS:
+            return made
+        adapters = weights.transport in ADAPTERS
+        return replace(
+            made,
+            folders=str(paths.adapters if adapters else paths.published),
+            kept=kept_versions(topology),
+            kept_by_engine=held_versions(topology),
+            base=topology.model.path if adapters else "",
         )
 
     def plain(self) -> dict[str, Any]:
@@ -124,46 +91,67 @@ class Settings:
             raise UserError(f"settings of the weights: {unknown[0]!r} is unknown here; both sides must run one version")
         return cls(**plain)
 
+    @property
+    def threshold(self) -> float:
+        """The share of changed bytes up to which updates are sparse; 0: never."""
+        return self.sparse_threshold if self.sparse else 0.0
 
-def sender(
-    settings: Settings, news: News | None = None, write: Write | None = None
-) -> Sender:
-    """`news` hears of groups of engines, where there are such; `write` fills the folder of a version that is one."""
+    @property
+    def bridge_file(self) -> Path:
+        """Where an engine says which memory its weights are in, beside the address of a broadcast."""
+        return Path(self.address_file).with_name("weights.bridge")
+
+    @property
+    def memory(self) -> str:
+        """The device whose memory a broadcast uses: the host with gloo, else the device that this process works on."""
+        return str(devices.choose(devices.kind_of(self.backend)))
+
+
+def make_sender(settings: Settings, callbacks: GroupCallbacks | None = None, write: Write | None = None) -> Sender:
+    """The learner's side. `callbacks` gets the changes of a broadcast's groups; `write` makes the files of a version,
+    where versions are folders."""
     if settings.folders:
-        return folder_sender(settings, write)
+        return _folder_sender(settings, write)
     if settings.transport == "shm":
         from busrl.weights.shm import ORDERED_STORES, ShmSender
 
         return ShmSender(
             settings.segment,
             checksums=settings.checksum or not ORDERED_STORES,
-            threshold=settings.sparse_threshold if settings.sparse else 0.0,
+            threshold=settings.threshold,
             key_every=settings.key_every,
         )
     if settings.transport == "broadcast":
-        from busrl.weights.broadcast.sender import BroadcastSender, Sparse
+        from busrl.weights.broadcast.sender import BroadcastSender, SparseSettings
 
         return BroadcastSender(
             settings.address_file,
             timeout_s=settings.timeout_s,
             bucket_bytes=settings.bucket_bytes,
             checksum=settings.checksum,
-            sparse=Sparse(settings.sparse_threshold if settings.sparse else 0.0, settings.key_every),
+            sparse=SparseSettings(settings.threshold, settings.key_every),
             backend=settings.backend,
-            device=_memory_of(settings),
-            news=news,
+            device=settings.memory,
+            callbacks=callbacks,
         )
-    if settings.transport == "cuda_ipc":
+    if settings.transport == ONE_COPY:
         from busrl.weights.shared import OneCopySender
 
-        at = bridge_file(Path(settings.address_file))
-        return OneCopySender(at, settings.segment, timeout_s=settings.timeout_s)
+        return OneCopySender(settings.bridge_file, settings.segment, timeout_s=settings.timeout_s)
     raise _unknown(settings.transport)
 
 
-def receiver(settings: Settings, name: str) -> Receiver:
+def make_receiver(settings: Settings, name: str) -> Receiver:
+    """An engine's side; `name` is the process, which errors call it by."""
     if settings.folders:
-        return folder_receiver(settings, name)
+        return FolderReceiver(
+            Path(settings.folders),
+            name,
+            kind="folder" if settings.transport in RESTARTS else "adapter",
+            kept=settings.kept_by_engine,
+            base=Path(settings.base) if settings.base else None,
+            timeout_s=settings.timeout_s,
+        )
     if settings.transport == "shm":
         from busrl.weights.shm import ShmReceiver
 
@@ -171,20 +159,27 @@ def receiver(settings: Settings, name: str) -> Receiver:
     if settings.transport == "broadcast":
         from busrl.weights.broadcast.receiver import BroadcastReceiver
 
-        where = _memory_of(settings)
-        return BroadcastReceiver(settings.address_file, name, timeout_s=settings.timeout_s, device=where)
-    if settings.transport == "cuda_ipc":
-        from busrl.weights.shared import OneCopyReceiver
-
-        at = bridge_file(Path(settings.address_file))
-        return OneCopyReceiver(at, settings.segment, name, timeout_s=settings.timeout_s)
+        return BroadcastReceiver(settings.address_file, name, timeout_s=settings.timeout_s, device=settings.memory)
+    if settings.transport == ONE_COPY:
+        return one_copy_receiver(settings, name)
     raise _unknown(settings.transport)
 
 
-def _memory_of(settings: Settings) -> str:
-    """Where the blocks of a broadcast are: on the host with gloo, else on the device that this process works on."""
-    return str(devices.choose(devices.kind_of(settings.backend)))
+def one_copy_receiver(settings: Settings, name: str) -> OneCopyReceiver:
+    """For an engine whose own tensors the learner trains: the engine shares them with it first."""
+    from busrl.weights.shared import OneCopyReceiver
+
+    return OneCopyReceiver(settings.bridge_file, settings.segment, name, timeout_s=settings.timeout_s)
+
+
+def _folder_sender(settings: Settings, write: Write | None) -> FolderSender:
+    if write is None:
+        raise BugError(f"{settings.transport} publishes folders: its sender needs the function that writes them")
+    root, base = Path(settings.folders), settings.base
+    if not base:
+        return FolderSender(root, write, kind="checkpoint", kept=settings.kept)
+    return FolderSender(root, write, kind="adapter", kept=settings.kept, base=fingerprint(Path(base)))
 
 
 def _unknown(transport: str) -> UserError:
-    return UserError(f'weights.transport is {transport!r}; docs/weights.md has those there are')
+    return UserError(f"weights.transport is {transport!r}; docs/weights.md lists the transports")

@@ -1,58 +1,17 @@
-"""Which process it is, beyond its number: a pid together with the moment at which that process began.
+"""One copy of the weights on one device: the engine owns the memory, the learner's parameters are views of it.
 
-Used where one process has to know whether another one, whose memory it uses, still lives. Talks to /proc only.
-
-- A number that was given to a new process is another mark: nobody is taken for a dead one.
-
-Handles of memory that another process can map: a CUDA allocation, or on the CPU a file in shared memory.
-
-Used by the bridge. A handle is numbers and bytes (as hex digits), no pickle: whoever reads it can name memory, nothing
-more. Knows nothing of tensors' names or of versions.
-
-- A storage is exported in place: every tensor that is a view of it stays one, and shares it from then on.
-- CPU: the file has no name, it is reached through the exporter's descriptor, and the kernel frees it with its last
-  mapping. Who maps it keeps it after the exporter's death.
-- CUDA: the memory belongs to the exporter. After its death what a mapping shows is undefined.
-
-Which rows of an engine's tensors are which tensor of the checkpoint: engines fuse projections with equal inputs.
-
-Used by the bridge when one process's model is made of another's tensors. Works on names and shapes alone: knows nothing
-of devices, processes or torch.
-
-- Every name of the checkpoint has its rows, and every tensor of the engine is covered: a tensor that would stay as it
-  was while the others are trained is an error, not a surprise.
-- Fused rows lie in the order q, k, v and gate, up. Rows beyond the vocabulary are padding and belong to nobody.
-
-The fence around a change of shared weights: one page of shared memory, which says whether they are at rest.
-
-Used by both sides of `weights.one_copy`. Knows nothing of tensors.
+OneCopySender in the learner, OneCopyReceiver in the engine. The *bridge*, a file, says where the engine's tensors are;
+the *fence*, a page of shared memory, says when they may change. Knows nothing of models or optimisers.
 
     at rest (version v) --learner: begin--> to be changed --engine: paused--> being changed --learner: end--> at rest
                                                                                                      (version v + 1)
-- The learner changes no weight before the engine has said that it is paused for this very change.
-- State, version and step share one 64-bit word, so nobody sees one of them without the others.
-- Little-endian words: 0 magic, 1 layout, 2-3 the engine's pid and start, 4-5 the learner's, 8 the state
-  (step << 32 | version << 1 | 1 while it is to be changed), 16 the state word that the engine is paused for.
-
-The bridge: a file by which one process makes its model's tensors another's, without a copy.
-
-Written by the engine, which owns the memory; read by the learner, whose parameters become views of it. JSON of handles
-(`weights.handles`), the engine's tensors in them (shape, dtype, strides) and, by the checkpoint's names, the rows of
-those tensors (`weights.fusing`). Talks to files and memory; knows nothing of versions or of when anything may change.
-
-- Mode 0600, and whole from the moment it has its name: a reader never sees half of it.
-- Nothing in it is executed or unpickled; what does not fit is refused with the first difference.
-
-One copy of the weights on one device: the engine owns the memory, the learner's parameters are views of it.
-
-Used by the learner (OneCopySender) and the engine (OneCopyReceiver), behind `weights.base`. The bridge says where the
-tensors are, the fence when they may change. Knows nothing of models or optimisers.
-
-- A new version is no copy: the learner asks the engine to pause, changes the weights in place, and says that they are
-  at rest. The engine pauses between two decoding steps, in `fetch`, and goes on with the new version.
+- A new version is no copy: the learner asks the engine to pause, changes the weights in place, and sets them at rest.
+  The engine pauses between two decoding steps, in `fetch`, and continues with the new version.
+- The learner changes no weight before the engine has confirmed that it is paused for this very change.
 - Parameters of another dtype than the engine's (float32 for an engine in bfloat16) are copied inside the fence.
-- Engine dead: the learner stops with WeightsOwnerLost. Learner dead while it changes them: the engine stops with
-  WeightsTimeout, for they are half of two versions. Either is started again and finds the other.
+- If the engine dies, the learner stops with WeightsOwnerLost. If the learner dies while it changes the weights, the
+  engine stops with WeightsTimeout: they are half of two versions. Whichever is started again finds the other.
+- The files have mode 0600, and nothing in them is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -66,23 +25,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from busrl import device as devices
+from busrl import files
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
-from busrl.private import exposed, write_private
+from busrl.private import exposed
 from busrl.weights.base import NOTHING, Hook
 
-if TYPE_CHECKING:
-    import torch
-
-
-
-# -- Which process it is, beyond its number: a pid together with the moment at which that process began ---------------
+# -- which process ---------------------------------------------------------------------------------------------
 
 
 STATE, STARTED = 0, 19  # fields of /proc/PID/stat after the name
@@ -91,7 +46,8 @@ ENDED = ("Z", "X")
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process. `started` is in clock ticks since the machine began; (0, 0) is nobody."""
+    """A pid with the moment at which that process began (`started`, clock ticks since boot), so that a later process
+    with the same number is not taken for it. (0, 0) is nobody."""
 
     pid: int
     started: int
@@ -108,7 +64,7 @@ class ProcessIdentity:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs (or is stopped); not if it has ended and only waits to be buried."""
+        """Whether it runs or is stopped; False for a zombie."""
         fields = _stat(self.pid) if self.pid else []
         return bool(fields) and fields[STATE] not in ENDED and int(fields[STARTED]) == self.started
 
@@ -127,7 +83,10 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-# -- Handles of memory that another process can map: a CUDA allocation, or on the CPU a file in shared memory ---------
+# -- handles of memory -----------------------------------------------------------------------------------------
+# A handle is numbers and bytes (as hex digits): a process that reads it can name memory, nothing more.
+# CPU: a file without a name, reached through the exporter's descriptor. The kernel frees it with its last mapping, so
+# a mapping outlives the exporter. CUDA: the memory belongs to the exporter; after its death a mapping is undefined.
 
 
 Handle = dict[str, Any]
@@ -135,10 +94,10 @@ CUDA_FIELDS = ("handle", "nbytes", "offset", "counter", "counter_offset", "event
 
 
 def export_handle(storage: torch.UntypedStorage) -> Handle:
-    """A handle of the storage, which stays where it is for whoever uses it here."""
+    """A handle of the storage, exported in place: every tensor that is a view of it stays one, and shares it too."""
     kind = storage.device.type
     if kind not in EXPORT:
-        raise UserError(f"weights on a {kind} device can not be shared between processes; use another transport")
+        raise UserError(f"processes cannot share weights on a {kind} device; use another weights.transport")
     return {"kind": kind, "nbytes": storage.nbytes(), **EXPORT[kind](storage)}
 
 
@@ -146,13 +105,10 @@ def map_handle(handle: Handle, device: torch.device, owner: ProcessIdentity) -> 
     """The memory behind a handle, writable. WeightsOwnerLost if its owner is gone, UserError if it is no handle."""
     kind = handle.get("kind")
     if kind != device.type:
-        raise UserError(f"the weights are on a {kind} device, this process works on {device.type}; both must be one")
+        raise UserError(f"the weights are on a {kind} device, this process works on {device.type}; both must use one")
     if not owner.alive:
-        raise WeightsOwnerLost(f"the process that holds the weights is gone ({owner})")
+        raise WeightsOwnerLost(f"the process that owns the weights is gone ({owner})")
     return MAP[device.type](handle, device, owner)
-
-
-# ---------------------------------------------------------------------------------------------------------- CPU
 
 
 def _export_file(storage: torch.UntypedStorage) -> Handle:
@@ -165,23 +121,20 @@ def _map_file(handle: Handle, device: torch.device, owner: ProcessIdentity) -> t
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as problem:
-        raise WeightsOwnerLost(f"{path} can not be opened ({problem.strerror}): weights of {owner}") from None
+        raise WeightsOwnerLost(f"{path} cannot be opened ({problem.strerror}): weights of {owner}") from None
     try:
         status = os.fstat(descriptor)
         if status.st_ino != handle["inode"] or status.st_size < handle["nbytes"]:
-            raise WeightsOwnerLost(f"{path} is another file by now: weights of {owner}")
+            raise WeightsOwnerLost(f"{path} is another file now: weights of {owner}")
         mapping = mmap.mmap(descriptor, handle["nbytes"])
     finally:
         os.close(descriptor)
     return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
 
 
-# --------------------------------------------------------------------------------------------------------- CUDA
-
-
 def _export_cuda(storage: torch.UntypedStorage) -> Handle:
-    """What torch gives for another process. Its counter of users stays at one however often the handle is mapped: the
-    memory is kept by its owner, which outlives all that map it or takes them along."""
+    """torch's handle for another process. Its counter of users stays at one however often the handle is mapped: the
+    owner keeps the memory, and outlives the processes that map it or ends them."""
     share: Any = storage._share_cuda_
     _, handle, nbytes, offset, counter, counter_offset, event, sync = share()
     return {
@@ -206,17 +159,21 @@ MAP: Mapping[str, Callable[[Handle, torch.device, ProcessIdentity], torch.Untype
 }
 
 
-# -- Which rows of an engine's tensors are which tensor of the checkpoint: engines fuse projections with equal ... ----
+# -- the rows of fused tensors ---------------------------------------------------------------------------------
+# Engines fuse projections with equal inputs, in the order q, k, v and gate, up. Every name of the checkpoint has its
+# rows, and every tensor of the engine is covered: one that stayed as it was while others train would be a silent bug.
+# Rows beyond the vocabulary are padding and belong to nobody.
 
 
 Shape = tuple[int, ...]
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+REMEDY = 'this architecture cannot share its weights: use weights.transport = "shm"'
 PADDED = ("embed_tokens.weight", "lm_head.weight", "wte.weight")  # engines round the vocabulary up
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor of the checkpoint: rows `start` to `stop` of the engine's tensor; a tensor without rows has 0 to 0."""
+class FusedRows:
+    """A tensor of the checkpoint: rows `start` to `stop` of the engine's `tensor`; a scalar has 0 to 0."""
 
     name: str
     tensor: str
@@ -224,26 +181,26 @@ class Part:
     stop: int
 
 
-def fused_parts(engine: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[Part]:
+def fused_rows(engine: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[FusedRows]:
     """Where each wanted tensor lies among the engine's. UserError names the first that has no place."""
     found = [_place(name, shape, engine, wanted) for name, shape in wanted.items()]
-    left = engine.keys() - {part.tensor for part in found}
-    if left:
-        raise UserError(f"weights: {_first(left)} of the engine is no tensor of the checkpoint; {_remedy()}")
+    if left := engine.keys() - {part.tensor for part in found}:
+        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        raise UserError(f"weights: {min(left)}{more} of the engine is no tensor of the checkpoint; {REMEDY}")
     return found
 
 
-def _place(name: str, shape: Shape, engine: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Part:
+def _place(name: str, shape: Shape, engine: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> FusedRows:
     if name in engine:
         _check_whole(name, shape, engine[name])
-        return Part(name, name, 0, shape[0] if shape else 0)
+        return FusedRows(name, name, 0, shape[0] if shape else 0)
     for fused, pieces in FUSED.items():
         for piece in pieces:
             tensor = name.replace(f".{piece}.", f".{fused}.")
             if tensor != name and tensor in engine:
                 siblings = [name.replace(f".{piece}.", f".{other}.") for other in pieces]
                 return _slice(name, tensor, siblings, engine, wanted)
-    raise UserError(f"weights: the engine has no {name}, alone or fused; {_remedy()}")
+    raise UserError(f"weights: the engine has no {name}, alone or fused; {REMEDY}")
 
 
 def _check_whole(name: str, shape: Shape, own: Shape) -> None:
@@ -254,7 +211,7 @@ def _check_whole(name: str, shape: Shape, own: Shape) -> None:
 
 def _slice(
     name: str, tensor: str, siblings: list[str], engine: Mapping[str, Shape], wanted: Mapping[str, Shape]
-) -> Part:
+) -> FusedRows:
     missing = [sibling for sibling in siblings if sibling not in wanted]
     if missing:
         raise UserError(f"weights: {tensor} of the engine holds {missing[0]} too, which the checkpoint does not have")
@@ -266,19 +223,10 @@ def _slice(
             "in the checkpoint (is the engine split over several devices?)"
         )
     start = sum(rows[: siblings.index(name)])
-    return Part(name, tensor, start, start + wanted[name][0])
+    return FusedRows(name, tensor, start, start + wanted[name][0])
 
 
-def _first(names: set[str]) -> str:
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return min(names) + more
-
-
-def _remedy() -> str:
-    return 'this architecture can not share its weights: use weights.transport = "shm"'
-
-
-# -- The fence around a change of shared weights: one page of shared memory, which says whether they are at rest ------
+# -- the fence -------------------------------------------------------------------------------------------------
 
 
 FENCE_MAGIC = int.from_bytes(b"busrlfnc", "little")
@@ -312,7 +260,11 @@ class FenceState:
 
 
 class Fence:
-    """A mapping of the page."""
+    """A mapping of the page. State, version and step share one 64-bit word, so nobody reads one without the others.
+
+    Little-endian words: 0 magic, 1 layout, 2-3 the engine's pid and start, 4-5 the learner's, 8 the state
+    (step << 32 | version << 1 | 1 while it is to be changed), 16 the state word that the engine is paused for.
+    """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -322,26 +274,17 @@ class Fence:
 
     @classmethod
     def create(cls, path: Path) -> Fence:
-        """A new page of this process's under that name, at rest with version 0; readable by this user only."""
-        draft = path.with_name(f"{path.name}.{os.getpid()}.new")
-        draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
+        """A new page of this process under that name, at rest with version 0; readable by this user only."""
+        with files.replacing(path, durable=False) as descriptor:
             os.posix_fallocate(descriptor, 0, SIZE)
             made = cls(path, descriptor)
             made._words[:2] = FENCE_MAGIC, FENCE_LAYOUT
-            made._set_mark(W_OWNER, ProcessIdentity.mine())
-            os.rename(draft, path)
-            return made
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
+            made._set_identity(W_OWNER, ProcessIdentity.mine())
+        return made
 
     @classmethod
     def attach(cls, path: Path) -> Fence | None:
-        """The page of that name, None if there is no such file; UserError if it is no page, or another user's."""
+        """The page of that name, None if there is no such file; UserError if it is no fence, or another user's."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -370,29 +313,29 @@ class Fence:
     @property
     def owner(self) -> ProcessIdentity:
         """The engine's process."""
-        return self._mark(W_OWNER)
+        return self._identity(W_OWNER)
 
     @property
     def learner(self) -> ProcessIdentity:
-        return self._mark(W_LEARNER)
+        return self._identity(W_LEARNER)
 
     @learner.setter
-    def learner(self, mark: ProcessIdentity) -> None:
-        self._set_mark(W_LEARNER, mark)
+    def learner(self, process: ProcessIdentity) -> None:
+        self._set_identity(W_LEARNER, process)
 
     def pause_for(self, state: FenceState) -> None:
-        """The engine: nothing of it reads the weights until they are at rest again."""
+        """The engine reads no weights until they are at rest again."""
         self._words[W_PAUSED] = state.word
 
     def paused_for(self, state: FenceState) -> bool:
         return int(self._words[W_PAUSED]) == state.word
 
     def forget_pause(self) -> None:
-        """Whatever a predecessor was told does not count any more."""
+        """A pause for an earlier change, perhaps of an earlier learner, does not count."""
         self._words[W_PAUSED] = 0
 
     def still_named(self) -> bool:
-        """Whether the path still leads to this page (a restarted engine puts its own there)."""
+        """Whether the path still leads to this page (a restarted engine replaces it)."""
         try:
             return os.stat(self.path).st_ino == self.inode
         except FileNotFoundError:
@@ -402,14 +345,14 @@ class Fence:
         self._words = np.zeros(SIZE // 8, np.uint64)
         self._map.close()
 
-    def _mark(self, at: int) -> ProcessIdentity:
+    def _identity(self, at: int) -> ProcessIdentity:
         return ProcessIdentity(int(self._words[at]), int(self._words[at + 1]))
 
-    def _set_mark(self, at: int, mark: ProcessIdentity) -> None:
-        self._words[at : at + 2] = mark.pid, mark.started
+    def _set_identity(self, at: int, process: ProcessIdentity) -> None:
+        self._words[at : at + 2] = process.pid, process.started
 
 
-# -- The bridge: a file by which one process makes its model's tensors another's, without a copy ----------------------
+# -- the bridge ------------------------------------------------------------------------------------------------
 
 
 BRIDGE_MAGIC, BRIDGE_LAYOUT = "busrl-bridge", 1
@@ -418,7 +361,8 @@ Named = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Bridge:
-    """What the file says. `tensors`: name, storage, offset in items, shape, strides, dtype; `parts` as in `fusing`."""
+    """What the file holds. `tensors`: name, storage, offset in items, shape, strides, dtype; `parts`: their rows by the
+    checkpoint's names. It appears whole, so a reader never sees half of it."""
 
     id: str
     name: str  # of the process that wrote it
@@ -426,7 +370,7 @@ class Bridge:
     device: str  # identity of the device
     storages: list[Handle]
     tensors: list[dict[str, Any]]
-    parts: list[Part]
+    parts: list[FusedRows]
 
     def to_json(self) -> str:
         return json.dumps(
@@ -443,7 +387,7 @@ def describe_bridge(name: str, named: Named, wanted: Mapping[str, Shape] | None 
     """Export the tensors of this process's model, in place. `wanted`: the checkpoint's names and shapes, where the
     engine has fused its own; None: the names are the checkpoint's."""
     shapes = {key: tuple(tensor.shape) for key, tensor in named.items()}
-    parts = fused_parts(shapes, wanted if wanted is not None else shapes)
+    parts = fused_rows(shapes, wanted if wanted is not None else shapes)
     storages: dict[int, int] = {}
     handles: list[Handle] = []
     tensors: list[dict[str, Any]] = []
@@ -464,12 +408,8 @@ def describe_bridge(name: str, named: Named, wanted: Mapping[str, Shape] | None 
     return Bridge(uuid.uuid4().hex, name, ProcessIdentity.mine(), devices.identity(where), handles, tensors, parts)
 
 
-def write_bridge(path: Path, bridge: Bridge) -> None:
-    write_private(path, bridge.to_json())
-
-
 def read_bridge(path: Path) -> Bridge | None:
-    """What the file says; None if there is none. UserError if it is another user's, open to others, or not ours."""
+    """The bridge in the file; None if there is none. UserError if it is damaged, another user's or open to others."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -489,7 +429,7 @@ def _parse(data: dict[str, Any]) -> Bridge:
     if (data["magic"], data["layout"]) != (BRIDGE_MAGIC, BRIDGE_LAYOUT):
         raise ValueError(f"magic {data['magic']!r}, layout {data['layout']!r}")
     pid, started = data["owner"]
-    parts = [Part(str(n), str(t), int(a), int(b)) for n, t, a, b in data["parts"]]
+    parts = [FusedRows(str(n), str(t), int(a), int(b)) for n, t, a, b in data["parts"]]
     return Bridge(str(data["id"]), str(data["name"]), ProcessIdentity(int(pid), int(started)), str(data["device"]),
                   list(data["storages"]), list(data["tensors"]), parts)
 
@@ -533,15 +473,17 @@ def check_bridge(views: Named, own: Named, *, same_dtype: bool) -> None:
             )
 
 
-# -- One copy of the weights on one device: the engine owns the memory, the learner's parameters are views of it ------
+# -- engine and learner ----------------------------------------------------------------------------------------
 
 
-LOOK_EVERY_S = 0.0005  # an engine is paused for as long as this takes: nothing wakes across processes
+LOOK_EVERY_S = 0.0005  # an engine is paused at least that long: no process can wake another here
 SEARCH_EVERY_S = 0.02
 
 
 class OneCopyReceiver:
-    """The engine's side. `share` before anything else; then as any receiver."""
+    """The engine's side. Call `share` first; then it is a receiver like the others."""
+
+    kind: Literal["tensors"] = "tensors"
 
     def __init__(self, bridge_file: str | Path, fence_file: str | Path, name: str, *, timeout_s: float = 10.0) -> None:
         self.bridge_file, self.fence_file = Path(bridge_file), Path(fence_file)
@@ -551,27 +493,23 @@ class OneCopyReceiver:
         self._kept: list[torch.Tensor] = []
         self._device: torch.device | None = None
 
-    @property
-    def kind(self) -> Literal["tensors"]:
-        return "tensors"
-
     def share(self, named: Mapping[str, torch.Tensor], wanted: Mapping[str, Shape] | None = None) -> None:
-        """Let the learner have the tensors of this process's model (its parameters, by name, each once).
+        """Share the tensors of this process's model with the learner (its parameters, by name, each once).
 
         `wanted`: the checkpoint's names and shapes, for an engine that has fused its own.
         """
-        self._kept = list(named.values())  # what is shared stays, whatever becomes of the model
+        self._kept = list(named.values())  # shared memory has to outlive the model
         self._device = self._kept[0].device
         described = describe_bridge(self.name, named, wanted)
         self._fence = Fence.create(self.fence_file)
-        write_bridge(self.bridge_file, described)
+        files.replace(self.bridge_file, described.to_json().encode())
 
     def newest(self) -> tuple[int, int]:
-        """The version at rest, or the one that the learner asks for a pause for: `fetch` waits until it is complete."""
+        """The version at rest, or the one that the learner asks to pause for: `fetch` waits until it is complete."""
         return NOTHING if self._fence is None else self._fence.state.stamp
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
-        """For an engine that has nothing running: it is paused for every change."""
+        """For an engine without running requests: it pauses for every change."""
         deadline, pause = time.monotonic() + timeout_s, Event()
         while True:
             state = self._shared().state
@@ -579,21 +517,21 @@ class OneCopyReceiver:
                 return state.stamp
             self._pause_for(state)
             if time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self.name}: no version {version} after {timeout_s:g} s: {self._told(state)}")
+                raise WeightsTimeout(f"{self.name}: no version {version} after {timeout_s:g} s: {self._status(state)}")
             pause.wait(LOOK_EVERY_S)
 
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
-        """Be paused until the weights are at rest; returns which version they are. Nothing is copied into `params`."""
+        """Pause until the weights are at rest; returns their (version, step). Copies nothing into `params`."""
         deadline, pause = time.monotonic() + self._timeout_s, Event()
         while (state := self._shared().state).changing:
             self._pause_for(state)
             if time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self.name}: paused for {self._timeout_s:g} s: {self._told(state)}")
+                raise WeightsTimeout(f"{self.name}: paused for {self._timeout_s:g} s: {self._status(state)}")
             pause.wait(LOOK_EVERY_S)
         return state.version, state.step
 
     def close(self) -> None:
-        """Take the weights away, once the learner has let go of them: it may be writing its last checkpoint."""
+        """Remove the shared weights, once the learner has released them: it may be writing its last checkpoint."""
         if self._fence is None:
             return
         deadline, pause = time.monotonic() + self._timeout_s, Event()
@@ -607,7 +545,7 @@ class OneCopyReceiver:
         self._fence, self._kept = None, []
 
     def _pause_for(self, state: FenceState) -> None:
-        """Nothing of ours reads the weights from here on; said once for each change."""
+        """Tell the learner, once for each change, that this engine reads no weights from here on."""
         fence = self._shared()
         if state.changing and not fence.paused_for(state):
             if self._device is not None:
@@ -619,7 +557,7 @@ class OneCopyReceiver:
             raise UserError(f"{self.name}: its weights are not shared yet")
         return self._fence
 
-    def _told(self, state: FenceState) -> str:
+    def _status(self, state: FenceState) -> str:
         learner = self._shared().learner
         if not state.changing:
             return f"the learner ({learner}) has published nothing beyond version {state.version}"
@@ -628,11 +566,12 @@ class OneCopyReceiver:
 
 
 class OneCopySender:
-    """The learner's side. `connect`, then a fence (`begin` ... `publish`) around every change of the weights."""
+    """The learner's side. Call `connect`; then a fence (`begin` ... `publish`) around every change of the weights."""
+
+    hook: Hook | None = None  # nothing is copied, so there is no point to report
 
     def __init__(self, bridge_file: str | Path, fence_file: str | Path, *, timeout_s: float = 10.0) -> None:
         self.bridge_file, self.fence_file = Path(bridge_file), Path(fence_file)
-        self.hook: Hook | None = None  # nothing is copied: one piece
         self._timeout_s = timeout_s
         self._fence: Fence | None = None
         self._bridge: Bridge | None = None
@@ -647,9 +586,10 @@ class OneCopySender:
         self, own: Mapping[str, torch.Tensor], device: torch.device, wait_s: float,
         stopping: Callable[[], object] = lambda: False,
     ) -> dict[str, torch.Tensor] | None:
-        """The engine's weights, by the checkpoint's names; None if it was told to stop while it waited for them.
+        """The engine's weights, by the checkpoint's names; None if `stopping()` became true meanwhile.
 
-        `own` is what this process has loaded: names and shapes must be equal. WeightsTimeout after `wait_s`.
+        `own` are the weights that this process has loaded: names and shapes must be equal. WeightsTimeout after
+        `wait_s`.
         """
         deadline, pause = time.monotonic() + wait_s, Event()
         while not stopping():
@@ -660,13 +600,13 @@ class OneCopySender:
                 self._bridge, self._device = found, device
                 return self._views
             if time.monotonic() > deadline:
-                who = "no engine has shared its weights" if found is None else f"{found.name} is {found.owner}"
-                raise WeightsTimeout(f"{self.bridge_file}: {who} after {wait_s:g} s; is the rollout process up?")
+                why = "no engine has shared its weights" if found is None else f"{found.name} is {found.owner}"
+                raise WeightsTimeout(f"{self.bridge_file}: {why} after {wait_s:g} s; is the rollout process up?")
             pause.wait(SEARCH_EVERY_S)
         return None
 
     def _attach(self, found: Bridge) -> bool:
-        """Whether the fence of that bridge is there; a restarted engine makes its fence before its bridge."""
+        """Whether the fence of that bridge exists; a restarted engine makes its fence before its bridge."""
         fence = Fence.attach(self.fence_file)
         if fence is None:
             return False
@@ -680,11 +620,11 @@ class OneCopySender:
         return True
 
     def check(self) -> None:
-        """WeightsOwnerLost if the engine is gone: what the parameters show is nobody's any more."""
+        """WeightsOwnerLost if the engine is gone: the memory behind the parameters is no longer valid."""
         if self._bridge is not None and not self._bridge.owner.alive:
             raise WeightsOwnerLost(
-                f"{self._bridge.name} ({self._bridge.owner}) held the weights and is gone, they with it; this learner "
-                "goes on from its checkpoint and log, with the weights of its successor"
+                f"{self._bridge.name} ({self._bridge.owner}) held the weights and is gone, and the weights with it; "
+                "this learner has to restart from its checkpoint and log, with the weights of the engine's successor"
             )
 
     def begin(self, version: int, step: int) -> None:
@@ -709,7 +649,7 @@ class OneCopySender:
         return self._fence is not None and self._fence.state.changing
 
     def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
-        """The weights are at rest, as `version`. Tensors that are no views of the engine's are copied into them."""
+        """Set the weights at rest, as `version`. Copies tensors that are not views of the engine's into them."""
         fence = self._connected()
         if not fence.state.changing:
             if version <= fence.state.version:
@@ -722,10 +662,8 @@ class OneCopySender:
         fence.state = FenceState(version, step, False)
 
     def write(self, named: Mapping[str, torch.Tensor]) -> int:
-        """Copy what is no view of the engine's weights into them, and wait for the device; returns the bytes copied.
-        Inside the fence only."""
-        import torch
-
+        """Copy tensors that are not views of the engine's weights into them, and wait for the device; returns the bytes
+        copied. Inside the fence only."""
         copied = 0
         with torch.no_grad():
             for name, view in self._views.items():
@@ -737,7 +675,7 @@ class OneCopySender:
         return copied
 
     def close(self) -> None:
-        """Let go of the weights: the engine may take them away. The views must not be used any more."""
+        """Release the weights: the engine may remove them, and the views must not be used any more."""
         self._views, self._bridge = {}, None
         if self._fence is not None:
             self._fence.learner = NOBODY

@@ -1,6 +1,8 @@
-"""The shared-memory segment of the weights: its bytes, how it is made and how it is recognised.
+"""Weights through shared memory: the learner writes one of two buffers, engines on the host copy the newest one.
 
-Used by the sender and the receivers of `weights.shm`. Knows nothing of who publishes when.
+ShmSender in the learner, ShmReceiver in every process with an engine; VersionReceiver alone for a process without a
+model (the scripted engine), which then never loads torch. They talk to one file in /dev/shm and know nothing of the bus
+or of models.
 
 Little-endian, 8-byte words: a 4096-byte header, the manifest as JSON, two buffers, and behind each a log of changes,
 all at multiples of 4096.
@@ -9,35 +11,20 @@ all at multiples of 4096.
     0x48 bytes of a log      0x50 offset of log 0                0x58 offset of log 1
     0x80 + 64 k, buffer k:   +0 seq (odd: being written)  +8 version  +16 step  +24 digest  +32 version being written
                              +40 bytes of its log in use
-A log holds frames of `weights.sparse`; with none, buffer k is of its version and step, else of the last frame's.
+A log holds frames of `weights.sparse`. If it is empty, buffer k has its own version and step, else the last frame's.
 
-- A segment appears under its name complete, by a rename; a file that is not complete never has that name.
-- The writer never touches the newest complete buffer, so one complete version is always there after the first.
-- Bytes 1 and 2 of the file are locks (of open files, so that the kernel gives up those of the dead): who reads buffer
-  k shares lock k, who writes it holds it alone. A reader needs no write access for that.
-
-Which version of the weights is newest in the shared-memory segment, read without torch and without copying it.
-
-Used by the receiver of `weights.shm`, which adds the copy, and as it stands by a process that has no model (the
-scripted engine). Talks to one file in /dev/shm (`weights.segment`). Knows nothing of tensors.
-
-- A version is named only if its buffer is complete and was not written to while its words were read.
-
-Weights through shared memory: the learner writes one of two buffers, engines on the host copy the newest one.
-
-Used by the learner and by everybody with an engine, behind `weights.base`. Talks to one file in /dev/shm
-(`weights.segment`); which version is newest is read by `weights.versions`, what changed by `weights.sparse`. Knows
-nothing of the bus or of models.
-
-- One copy each way: the tensors go straight into a buffer, a buffer straight into the tensors. The writer leaves a
-  buffer alone while somebody reads it, and each buffer has a sequence word, odd while it is written: a copy that was
-  overtaken all the same (its reader was stopped), or whose writer died in its middle, is made again before `fetch`
-  returns. So the engine, which waits in `fetch`, never runs with half a version; a `fetch` that raises after it has
-  begun says that the model may not be used.
-- Where the machine may reorder memory accesses (all but x86-64) a digest of the values decides as well, elsewhere if
-  the learner was asked to write one (weights.checksum).
-- With sparse updates a version may be a frame in the log behind the newest full one; who has that full version takes
-  the frames since, who has not takes it and all its frames.
+- A segment appears under its name complete, by a rename.
+- The writer never touches the newest complete buffer, so there is always a complete version after the first.
+- Bytes 1 and 2 of the file are locks (of open files, so the kernel releases those of a dead process): a reader of
+  buffer k shares lock k, its writer holds it alone. A reader needs no write access for that.
+- One copy each way: tensors to buffer, buffer to tensors. A copy that was overtaken all the same (its reader was
+  stopped), or whose writer died in the middle, shows in the buffer's sequence word and is made again before `fetch`
+  returns. So an engine, which waits in `fetch`, never runs with half a version. The error of a `fetch` that has begun
+  to copy says that the model must not be used.
+- Where the machine may reorder stores (all but x86-64) a digest of the values decides as well; elsewhere only if
+  weights.checksum asks for one.
+- With sparse updates a version may be a frame in the log behind the newest full version. A receiver that has that full
+  version takes the frames since; any other takes it and all its frames.
 """
 
 from __future__ import annotations
@@ -50,31 +37,24 @@ import mmap
 import os
 import platform
 import struct
-import threading
 import time
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from busrl import files
 from busrl.errors import SharedMemoryFull, UserError, WeightsTimeout
-from busrl.weights.base import NOTHING, Copies, Hook, Kind
-from busrl.weights.sparse import Refused, Shadow, apply, foot_of, split, unpack
-from busrl.weights.tensors import BoundTensors, Manifest, is_plain
+from busrl.weights.base import NOTHING, CopyingSender, PollingReceiver
+from busrl.weights.sparse import FrameError, Shadow, apply, foot_of, split, unpack
+from busrl.weights.tensors import BoundTensors, Manifest, block_of, is_plain, new_block
 
 if TYPE_CHECKING:
     import torch
 
-
-
-# -- The shared-memory segment of the weights: its bytes, how it is made and how it is recognised ---------------------
-
-
+log = logging.getLogger("busrl")
 MAGIC = int.from_bytes(b"busrlwts", "little")
 LAYOUT = 2
 HEADER = 4096
@@ -85,13 +65,18 @@ BUFFER_WORDS, FIRST_BUFFER_WORD = 8, 16
 SEQ, VERSION, STEP, CHECKSUM, WRITING, LOGGED = 0, 1, 2, 3, 4, 5
 POPULATE_READ, POPULATE_WRITE, HUGE_PAGES = 22, 23, 14  # advice that Python has no names for
 LOCK_LOOK_S = 0.001
+ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
+PATIENCE_S = 1.0  # a copy takes a fraction of it; a reader that was stopped in one repeats it
 
 Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 
 
+# -- the file --------------------------------------------------------------------------------------------------
+
+
 class Segment:
-    """A mapping of the file; `inode` tells whether the name means another file by now."""
+    """A mapping of the file; `inode` tells whether its name leads to another file by now."""
 
     def __init__(self, path: Path, descriptor: int, writable: bool) -> None:
         status = os.fstat(descriptor)
@@ -129,17 +114,17 @@ class Segment:
         return (version, step) if size else (int(self.buffer[k][VERSION]), int(self.buffer[k][STEP]))
 
     def prefault(self) -> None:
-        """Map all pages of both buffers now, and in large ones where the machine has them: a fault in the middle of
-        a copy costs more than the copy of its page."""
+        """Map all pages of both buffers now, large ones where the machine has them: a fault in the middle of a copy
+        costs more than the copy of its page."""
         for k in range(2):
             start, size = int(self.words[W_BUFFERS + k]), _round_up(len(self.data[k]))
             for advice in (HUGE_PAGES, POPULATE_WRITE if self._writable else POPULATE_READ):
-                with contextlib.suppress(OSError):  # an older kernel, or none to be had: the pages come one by one
+                with contextlib.suppress(OSError):  # an older kernel or no memory: pages come one by one
                     if size:
                         self._map.madvise(advice, start, size)
 
     def lock(self, k: int, alone: bool, patience_s: float = 0.0) -> bool:
-        """Take the lock of buffer k; False if it is not to be had before the deadline."""
+        """Take the lock of buffer k; False if another process keeps it past the deadline."""
         deadline = time.monotonic() + patience_s
         kind = fcntl.F_WRLCK if alone else fcntl.F_RDLCK
         while not self._set_lock(k, kind):
@@ -163,7 +148,7 @@ class Segment:
         return int(self.words[W_PID])
 
     def still_named(self) -> bool:
-        """Whether the path still leads to this file (a restarted learner may have put another one there)."""
+        """Whether the path still leads to this file (a restarted learner may have replaced it)."""
         try:
             return os.stat(self.path).st_ino == self.inode
         except FileNotFoundError:
@@ -178,7 +163,7 @@ class Segment:
         try:
             self._map.close()
         except BufferError:
-            pass  # a view of it is still alive somewhere; the mapping ends with it
+            pass  # a view of it is still alive; the mapping ends with the view
 
 
 def attach_segment(path: Path, writable: bool = False) -> Segment | None:
@@ -205,33 +190,24 @@ def attach_segment(path: Path, writable: bool = False) -> Segment | None:
 
 
 def create_segment(path: Path, manifest: Manifest, log_bytes: int = 0) -> Segment:
-    """A new segment under that name, in place of one that may be there; readable by this user only."""
+    """A new segment under that name, in place of an older one; readable by this user only."""
     text = manifest.to_json()
     first = _round_up(HEADER + len(text))
     second = first + _round_up(manifest.nbytes)
     logs = second + _round_up(manifest.nbytes)
     size = logs + 2 * _round_up(log_bytes)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
+    with files.replacing(path, durable=False) as descriptor:
         _allocate(descriptor, path, size)
         words = np.zeros(HEADER // 8, np.uint64)
         words[: W_PID + 1] = (MAGIC, LAYOUT, size, HEADER, len(text), manifest.nbytes, first, second, os.getpid())
         words[W_LOG_BYTES : W_LOGS + 2] = (log_bytes, logs, logs + _round_up(log_bytes))
         os.pwrite(descriptor, words.tobytes(), 0)
         os.pwrite(descriptor, text, HEADER)
-        os.rename(temporary, path)
         return Segment(path, descriptor, writable=True)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
 
 
 def _allocate(descriptor: int, path: Path, size: int) -> None:
-    """Reserve all pages now: running out later would be a bus error in the middle of a copy."""
+    """Reserve all pages now: running out later would be a SIGBUS in the middle of a copy."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as problem:
@@ -248,92 +224,11 @@ def _round_up(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-# -- Which version of the weights is newest in the shared-memory segment, read without torch and without copying it ---
+# -- the sender ------------------------------------------------------------------------------------------------
 
 
-LOOK_EVERY_S = 0.005
-
-
-class VersionReceiver:
-    """Follows the newest version; a fetch only notes which one it is. `timeout_s` bounds a fetch."""
-
-    kind: Kind = "tensors"
-
-    def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
-        self.path = Path(path)
-        self._timeout_s = timeout_s
-        self._segment: Segment | None = None
-
-    def newest(self) -> tuple[int, int]:
-        segment = self._current()
-        while segment is not None and (k := segment.newest()) is not None:
-            seq, stamp = int(segment.buffer[k][SEQ]), segment.stamp(k)
-            if not seq & 1 and int(segment.buffer[k][SEQ]) == seq:
-                return stamp
-        return NOTHING
-
-    def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
-        """Nothing in another process's memory can be waited on, so this looks every few milliseconds."""
-        deadline, pause = time.monotonic() + timeout_s, threading.Event()
-        while (found := self.newest())[0] < version:
-            if time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self._where()}: no version {version} after {timeout_s:g} s, newest {found[0]}")
-            pause.wait(LOOK_EVERY_S)
-        return found
-
-    def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            segment = self._current()
-            stamp = None if segment is None else self._take(segment, params)
-            if stamp is not None:
-                return stamp
-            if segment is None or segment.newest() is None or time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self._where()}: no complete version within {self._timeout_s:g} s{self._why()}")
-
-    def close(self) -> None:
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
-
-    def _take(self, segment: Segment, params: dict[str, torch.Tensor]) -> tuple[int, int] | None:
-        """Make the newest complete version one's own; None if it was written to meanwhile. Here: take note of it."""
-        stamp = self.newest()
-        return None if stamp == NOTHING else stamp
-
-    def _current(self) -> Segment | None:
-        """The segment that the path leads to now."""
-        if self._segment is not None and not self._segment.still_named():
-            self.close()
-        if self._segment is None:
-            self._segment = attach_segment(self.path)
-        return self._segment
-
-    def _why(self) -> str:
-        """What a fetch that found a version has against it; empty if it found none."""
-        return ""
-
-    def _where(self) -> str:
-        """The path, and what its writer was doing."""
-        if self._segment is None:
-            return f"{self.path} is not there: the learner has published nothing yet"
-        pid = self._segment.writer_pid
-        alive = "alive" if os.path.exists(f"/proc/{pid}") else "dead"
-        torn = [int(words[WRITING]) for words in self._segment.buffer if int(words[SEQ]) & 1]
-        doing = f", in the middle of version {torn[0]}" if torn else ""
-        return f"{self.path}: writer pid {pid} is {alive}{doing}"
-
-
-# -- Weights through shared memory: the learner writes one of two buffers, engines on the host copy the newest one ----
-
-
-log = logging.getLogger("busrl")
-ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
-PATIENCE_S = 1.0  # a copy takes a fraction of it; a reader that was stopped in one does it again
-
-
-class ShmSender(Copies):
-    """Writes versions. One at a time per path: the learner's lock sees to that. `threshold` 0: no sparse updates."""
+class ShmSender(CopyingSender):
+    """Writes versions. The learner's lock allows one sender per path. `threshold` 0: no sparse updates."""
 
     def __init__(
         self,
@@ -344,12 +239,11 @@ class ShmSender(Copies):
         key_every: int = 32,
     ) -> None:
         self.path = Path(path)
-        self.hook: Hook | None = None  # called with the name of each tensor copied
         self._checksums = checksums
         self._threshold, self._key_every = threshold, key_every
         self._shadow: Shadow | None = None
         self._segment = attach_segment(self.path, writable=True)
-        self._inherited = self._segment is not None  # from a learner before this one, perhaps of another run
+        self._inherited = self._segment is not None  # of an earlier learner, perhaps of another run
 
     def newest(self) -> tuple[int, int]:
         k = None if self._segment is None else self._segment.newest()
@@ -372,12 +266,12 @@ class ShmSender(Copies):
     def _write_all(self, segment: Segment, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
         k = 1 - (segment.newest() or 0)  # never the newest complete one; 1 if there is none
         if not segment.lock(k, alone=True, patience_s=PATIENCE_S):
-            log.warning("weights: a reader of version %d is stopped in its copy; writing over it", segment.stamp(k)[0])
+            log.warning("weights: a reader of version %d is stopped in its copy; overwriting it", segment.stamp(k)[0])
         words = segment.buffer[k]
         words[WRITING] = version
         words[SEQ] = (int(words[SEQ]) + 1) | 1  # odd, also over what a dead writer left
         words[LOGGED] = 0
-        flat = torch.from_numpy(segment.data[k])
+        flat = block_of(segment.data[k])
         segment.manifest.gather(named, flat, self.hook)
         words[VERSION], words[STEP] = version, step
         digest = segment.manifest.digest(segment.manifest.views(flat), version, step) if self._checksums else 0
@@ -391,7 +285,7 @@ class ShmSender(Copies):
         if not len(segment.log[0]):
             return
         if self._shadow is None:
-            block = torch.empty(segment.manifest.nbytes, dtype=torch.uint8)
+            block = new_block(segment.manifest.nbytes)
             self._shadow = Shadow(segment.manifest, block, self._threshold, self._checksums)
         self._shadow.block.copy_(flat)
         self._shadow.full()
@@ -399,7 +293,7 @@ class ShmSender(Copies):
     def _write_changes(
         self, segment: Segment, newest: int, version: int, step: int, named: dict[str, torch.Tensor]
     ) -> bool:
-        """Append what changed to the log of the newest buffer; False if all values shall be written."""
+        """Append what changed to the log of the newest buffer; False if all values have to be written."""
         k, shadow = segment.newest(), self._shadow
         if k is None or shadow is None or shadow.since_key + 1 >= self._key_every:
             return False
@@ -409,15 +303,14 @@ class ShmSender(Copies):
         if frame is None:
             return False
         area[used : used + len(frame)] = np.frombuffer(frame, np.uint8)
-        if self.hook is not None:
-            self.hook("frame")
+        self._reached("frame")
         words[LOGGED] = used + len(frame)  # from here on it counts
         return True
 
     def _for(self, named: dict[str, torch.Tensor], above: bool) -> Segment:
-        """The segment for this layout: the one there is, or a new one in place of another run's or model's.
+        """The segment for this layout: the present one, or a new one if that is of another run or model.
 
-        Or of one whose file was removed: whoever maps it still has its old versions, and nobody would get a new one.
+        Also a new one if the file was removed: processes that map it would keep its old versions and see no new one.
         """
         inherited, self._inherited = self._inherited, False
         mine = self._segment
@@ -428,19 +321,84 @@ class ShmSender(Copies):
             return mine
         self.close()
         manifest = Manifest.of(named)
-        log_bytes = manifest.nbytes // 2 if self._threshold and Shadow.fits(manifest) else 0
-        self._segment = create_segment(self.path, manifest, log_bytes)
+        self._segment = create_segment(self.path, manifest, manifest.nbytes // 2 if self._sparse(manifest) else 0)
         self._segment.prefault()
         return self._segment
 
     def _suits(self, segment: Segment, named: dict[str, torch.Tensor]) -> bool:
-        return segment.manifest.matches(named) and bool(len(segment.log[0])) == (
-            bool(self._threshold) and Shadow.fits(segment.manifest)
-        )
+        return segment.manifest.matches(named) and bool(len(segment.log[0])) == self._sparse(segment.manifest)
+
+    def _sparse(self, manifest: Manifest) -> bool:
+        return bool(self._threshold) and Shadow.fits(manifest)
+
+
+# -- receivers -------------------------------------------------------------------------------------------------
+
+
+class VersionReceiver(PollingReceiver):
+    """Follows the newest version without its values; `fetch` only says which one it is, within `timeout_s`.
+
+    A version counts only if its buffer is complete and was not written to while its words were read.
+    """
+
+    kind: Literal["tensors"] = "tensors"
+
+    def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
+        self.path = Path(path)
+        self._timeout_s = timeout_s
+        self._segment: Segment | None = None
+
+    def newest(self) -> tuple[int, int]:
+        segment = self._current()
+        while segment is not None and (k := segment.newest()) is not None:
+            seq, stamp = int(segment.buffer[k][SEQ]), segment.stamp(k)
+            if not seq & 1 and int(segment.buffer[k][SEQ]) == seq:
+                return stamp
+        return NOTHING
+
+    def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            segment = self._current()
+            if segment is not None and (stamp := self._copy(segment, params)) is not None:
+                return stamp
+            if segment is None or segment.newest() is None or time.monotonic() > deadline:
+                raise WeightsTimeout(f"{self._writer()}: no complete version within {self._timeout_s:g} s{self._why()}")
+
+    def close(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+    def _copy(self, segment: Segment, params: dict[str, torch.Tensor]) -> tuple[int, int] | None:
+        """Take the newest complete version (here only its number); None if it was written to meanwhile."""
+        stamp = self.newest()
+        return None if stamp == NOTHING else stamp
+
+    def _current(self) -> Segment | None:
+        """The segment that the path leads to now."""
+        if self._segment is not None and not self._segment.still_named():
+            self.close()
+        if self._segment is None:
+            self._segment = attach_segment(self.path)
+        return self._segment
+
+    def _why(self) -> str:
+        """Why `fetch` did not accept the version that it found; empty if it found none."""
+        return ""
+
+    def _writer(self) -> str:
+        if self._segment is None:
+            return f"{self.path} does not exist: the learner has published nothing yet"
+        pid = self._segment.writer_pid
+        alive = "alive" if os.path.exists(f"/proc/{pid}") else "dead"
+        torn = [int(words[WRITING]) for words in self._segment.buffer if int(words[SEQ]) & 1]
+        doing = f", in the middle of version {torn[0]}" if torn else ""
+        return f"{self.path}: writer pid {pid} is {alive}{doing}"
 
 
 @dataclass
-class _At:
+class _Position:
     """Where in a segment the values in the model come from."""
 
     segment: Segment
@@ -455,13 +413,12 @@ class ShmReceiver(VersionReceiver):
 
     def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
         super().__init__(path, timeout_s=timeout_s)
-        self.hook: Callable[[str], None] | None = None  # called between a copy and its check; for fault tests
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        self._held = BoundTensors()  # the tensors that `_at` is true of
-        self._at: _At | None = None
+        self._staging: torch.Tensor | None = None
+        self._bound = BoundTensors()  # the tensors that `_at` is true of
+        self._at: _Position | None = None
         self._problem = ""
 
-    def _take(self, segment: Segment, params: dict[str, torch.Tensor]) -> tuple[int, int] | None:
+    def _copy(self, segment: Segment, params: dict[str, torch.Tensor]) -> tuple[int, int] | None:
         k = segment.newest()
         if k is None or not segment.lock(k, alone=False):
             return None
@@ -473,52 +430,54 @@ class ShmReceiver(VersionReceiver):
             stamp = segment.stamp(k)
             if at is None:
                 return None
-            if int(segment.buffer[k][LOGGED]) != at.logged:  # the next turn follows from here
+            if int(segment.buffer[k][LOGGED]) != at.logged:  # the next attempt follows from here
                 self._at = at
-                self._held.take(params)
+                self._bound.bind(params)
                 return None
-        except Refused as problem:
+        except FrameError as problem:
             self._problem = str(problem)
             return None
         finally:
             segment.unlock(k)
         self._at, self._problem = at, ""
-        self._held.take(params)
+        self._bound.bind(params)
         return stamp
 
-    def _follow(self, segment: Segment, k: int, at: _At | None, params: dict[str, torch.Tensor]) -> _At | None:
-        """Put the frames in place that came since; None if the model holds nothing that they follow."""
+    def _follow(
+        self, segment: Segment, k: int, at: _Position | None, params: dict[str, torch.Tensor]
+    ) -> _Position | None:
+        """Apply the frames since `at`; None if the model does not hold what they follow."""
         seq = int(segment.buffer[k][SEQ])
-        if at is None or (at.segment, at.k, at.seq) != (segment, k, seq) or not self._held.same(params):
+        if at is None or (at.segment, at.k, at.seq) != (segment, k, seq) or not self._bound.are(params):
             return None
         try:
             return self._frames(at, params)
-        except Refused as problem:
-            log.warning("weights: %s; all values are taken", problem)
+        except FrameError as problem:
+            log.warning("weights: %s; all values are copied", problem)
             return None
 
-    def _whole(self, segment: Segment, k: int, params: dict[str, torch.Tensor]) -> _At | None:
+    def _whole(self, segment: Segment, k: int, params: dict[str, torch.Tensor]) -> _Position | None:
         """Copy buffer k, and its frames after it; None if it was written to meanwhile."""
         words = segment.buffer[k]
         seq, stamp, digest = int(words[SEQ]), (int(words[VERSION]), int(words[STEP])), int(words[CHECKSUM])
         if seq & 1:
             return None
-        flat = self._flat(segment, k)
-        if digest and not all(map(is_plain, params.values())):
+        flat = block_of(segment.data[k])
+        staged = bool(digest) and not all(map(is_plain, params.values()))
+        if staged:
             flat = self._stage(flat)
             self._compare(segment, segment.manifest.views(flat), stamp, digest)
         segment.manifest.scatter(flat, params)
-        if self.hook is not None:
-            self.hook("copied")
+        self._reached("copied")
         if int(words[SEQ]) != seq:
-            self._problem = f"version {stamp[0]} was written over while it was copied"
+            self._problem = f"version {stamp[0]} was overwritten while it was copied"
             return None
-        if digest and flat is not self._staging:
+        if digest and not staged:
             self._compare(segment, params, stamp, digest)
-        return self._frames(_At(segment, k, seq, 0, [0] * len(segment.manifest.entries)), params)
+        return self._frames(_Position(segment, k, seq, 0, [0] * len(segment.manifest.entries)), params)
 
-    def _frames(self, at: _At, params: dict[str, torch.Tensor]) -> _At:
-        """Put the frames of the log in place from where `at` is; Refused if one is damaged or does not fit."""
+    def _frames(self, at: _Position, params: dict[str, torch.Tensor]) -> _Position:
+        """Apply the frames of the log after `at`; FrameError if one is damaged or does not fit."""
         end = int(at.segment.buffer[at.k][LOGGED])
         for data in split(at.segment.log[at.k][at.logged : end]):
             frame = unpack(data)
@@ -532,17 +491,12 @@ class ShmReceiver(VersionReceiver):
         self, segment: Segment, named: dict[str, torch.Tensor], stamp: tuple[int, int], digest: int
     ) -> None:
         if segment.manifest.digest(named, *stamp) != digest:
-            raise Refused(f"the values of version {stamp[0]} do not match their digest")
-
-    def _flat(self, segment: Segment, k: int) -> torch.Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is mapped to be read only, and is only read
-            return torch.from_numpy(segment.data[k])
+            raise FrameError(f"the values of version {stamp[0]} do not match their digest")
 
     def _stage(self, flat: torch.Tensor) -> torch.Tensor:
-        """A copy of one's own, on the way to an accelerator: what is checked there is what arrives."""
-        if len(self._staging) != len(flat):
-            self._staging = torch.empty(len(flat), dtype=torch.uint8)
+        """Copy on the way to an accelerator, so that the bytes that are checked are the bytes that arrive."""
+        if self._staging is None or len(self._staging) != len(flat):
+            self._staging = new_block(len(flat))
         self._staging.copy_(flat)
         return self._staging
 

@@ -1,20 +1,21 @@
 """Sparse updates: a frame holds the values of one version that differ from the version before it (docs/sparse.md).
 
 Used by the senders and receivers of `weights.shm` and `weights.broadcast`. A frame is self-contained bytes: it may lie
-in shared memory or come over a network. Knows nothing of either, of epochs or of who is at which version.
+in shared memory or come over a network. Knows nothing of either, of epochs or of which process has which version.
 
 Frame, little-endian: head (magic, base, version, step, parts, digest of all values or 0) · one row per changed tensor
 (its place in the manifest, bytes of a value, number of values, offset of the indices, offset of the values, sum) ·
 indices (uint32) and new bits of each, at multiples of 8 · foot (version, step, bytes of the frame, digest of it).
 
-- Values are bits, not differences: putting a frame in place is exact, also for NaN and -0.0, and doing it twice is
-  doing it once.
-- A frame's own digest is checked before anything is written; the sum of each tensor after it. The sum is that of all
-  changes since the last full version, so a frame on top of another base is found out.
+- Values are bits, not differences: applying a frame is exact, also for NaN and -0.0, and applying it twice changes
+  nothing more.
+- A frame's digest is checked before anything is written, the sum of each tensor after it. The sum covers all changes
+  since the last full version, so it differs for a frame that is applied to another base.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -40,12 +41,12 @@ THREADS, WORTH_A_THREAD = 4, 16 << 20  # comparing is bound by memory: more thre
 Bytes = npt.NDArray[np.uint8]
 
 
-class Refused(Exception):
-    """A frame that is damaged, or that does not follow what it is put on. Nothing of it may be used."""
+class FrameError(Exception):
+    """A frame is damaged, or does not follow the version that it is applied to. Nothing of it may be used."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorChange:
     """The changed values of one tensor."""
 
     entry: int
@@ -57,17 +58,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Frame:
-    """What one frame says: `version` is `base` with the parts put in place. `whole` is 0 or the digest afterwards."""
+    """`version` is `base` with `parts` applied. `whole`: the digest of all values afterwards, or 0."""
 
     base: int
     version: int
     step: int
     whole: int
-    parts: tuple[Part, ...]
+    parts: tuple[TensorChange, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the indices and values."""
+        return sum(len(part.indices) + len(part.values) for part in self.parts)
 
 
-class _Share:
-    """The tensors that one thread compares, and its room for what it finds."""
+class _ThreadPart:
+    """The tensors that one thread compares, and its room for the changes that it finds."""
 
     def __init__(self, entries: list[int], most_bytes: int) -> None:
         self.entries = entries
@@ -85,16 +91,16 @@ class Shadow:
         self.most_bytes = int(manifest.nbytes * threshold)
         self.checksum = checksum
         self._views = manifest.views(block)
-        self._shares = [_Share(entries, self.most_bytes) for entries in _shares(manifest)]
+        self._thread_parts = [_ThreadPart(entries, self.most_bytes) for entries in _by_thread(manifest)]
         self.full()
 
     @classmethod
     def fits(cls, manifest: Manifest) -> bool:
-        """Whether every value of the model can be named by an index of a frame."""
+        """Whether an index of a frame can name every value of the model."""
         return all(entry.nbytes // width_of(entry) < MOST_VALUES for entry in manifest.entries)
 
     def full(self) -> None:
-        """The block has just been filled as a whole."""
+        """Start again after the whole block was filled."""
         self.sums = [0] * len(self.manifest.entries)
         self.since_key = 0
 
@@ -109,7 +115,7 @@ class Shadow:
         rows = []
         for k, indices, values in found:
             self.sums[k] = (self.sums[k] + self._put(k, indices, values)) & MASK
-            rows.append(Part(k, width_of(self.manifest.entries[k]), indices, values, self.sums[k]))
+            rows.append(TensorChange(k, width_of(self.manifest.entries[k]), indices, values, self.sums[k]))
         self.since_key += 1
         whole = self.manifest.digest(self._views, version, step) if self.checksum else 0
         return pack(Frame(base, version, step, whole, tuple(rows)))
@@ -118,11 +124,10 @@ class Shadow:
         """Indices and new values of each tensor that changed; None if a frame of them would be too long."""
         self.manifest.check(named)
         most -= HEAD.size + FOOT.size
-        with ThreadPoolExecutor(len(self._shares), "changed values") as pool:
-            # Each share has as much room as all, so that changes may lie in one half of the model.
-            told = pool.map(lambda share: self._find_in(share, named, most), self._shares)
+        with ThreadPoolExecutor(len(self._thread_parts), "changed values") as pool:
+            # Each thread has room for all changes: they may lie in one half of the model.
             found: list[tuple[int, Bytes, Bytes]] = []
-            for part in told:
+            for part in pool.map(lambda own: self._find_in(own, named, most), self._thread_parts):
                 if part is None:
                     return None
                 found += part
@@ -131,16 +136,16 @@ class Shadow:
         return found
 
     def _find_in(
-        self, share: _Share, named: Mapping[str, torch.Tensor], left: int
+        self, own: _ThreadPart, named: Mapping[str, torch.Tensor], left: int
     ) -> list[tuple[int, Bytes, Bytes]] | None:
         found = []
-        for k in share.entries:
+        for k in own.entries:
             entry = self.manifest.entries[k]
             width = width_of(entry)
             if left < ROW.size + 16:
                 return None
             room = (left - ROW.size - 16) // (4 + width)
-            indices, values = share.indices[:room], share.values[: room * width]
+            indices, values = own.indices[:room], own.values[: room * width]
             count = self._changed(named[entry.name], entry, width, indices, values)
             if count < 0:
                 return None
@@ -162,20 +167,18 @@ class Shadow:
         return put(self._views[entry.name].data_ptr(), entry.nbytes // width, width, indices, values)
 
 
-def _shares(manifest: Manifest) -> list[list[int]]:
-    """The places of the tensors, in runs of about the same size: one for each thread that is worth its start."""
+def _by_thread(manifest: Manifest) -> list[list[int]]:
+    """The places of the tensors, in runs of about the same size: one for each thread that is worth starting."""
     count = max(1, min(THREADS, os.cpu_count() or 1, manifest.nbytes // WORTH_A_THREAD))
-    shares: list[list[int]] = [[] for _ in range(count)]
+    runs: list[list[int]] = [[] for _ in range(count)]
     for k, entry in enumerate(manifest.entries):
-        shares[min(count - 1, entry.offset * count // max(1, manifest.nbytes))].append(k)
-    return shares
+        runs[min(count - 1, entry.offset * count // max(1, manifest.nbytes))].append(k)
+    return runs
 
 
 def width_of(entry: Entry) -> int:
     """Bytes of what one index names: a value, or half of a complex one of 16 bytes."""
-    count = 1
-    for length in entry.shape:
-        count *= length
+    count = math.prod(entry.shape)
     width = entry.nbytes // count if count else 1
     return 8 if width == 16 else width
 
@@ -201,33 +204,33 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(data: Bytes) -> Frame:
-    """The frame in these bytes, which it goes on using; Refused if they are not what `pack` made."""
+    """The frame in these bytes, which it refers to; FrameError if `pack` did not make them."""
     if len(data) < HEAD.size + FOOT.size:
-        raise Refused(f"a frame of {len(data)} bytes")
+        raise FrameError(f"a frame of {len(data)} bytes")
     version, step, size, seal = FOOT.unpack_from(data.data, len(data) - FOOT.size)
     body = data[: len(data) - FOOT.size]
     magic, base, named_version, named_step, count, whole = HEAD.unpack_from(body.data)
     if magic != MAGIC or size != len(data) or (version, step) != (named_version, named_step):
-        raise Refused("no frame, or one cut short")
+        raise FrameError("no frame, or a truncated one")
     if seal != digest(body, version):
-        raise Refused(f"the frame of version {version} does not match its digest")
+        raise FrameError(f"the frame of version {version} does not match its digest")
     parts = []
     for k in range(count):
         entry, width, values, first, second, total = ROW.unpack_from(body.data, HEAD.size + ROW.size * k)
         parts.append(
-            Part(entry, width, body[first : first + 4 * values], body[second : second + width * values], total)
+            TensorChange(entry, width, body[first : first + 4 * values], body[second : second + width * values], total)
         )
     return Frame(base, version, step, whole, tuple(parts))
 
 
 def split(data: Bytes) -> list[Bytes]:
-    """Frames that lie one after the other, read from the last one's foot; Refused if that does not come out even."""
+    """Frames that lie one after another, read from the foot of the last; FrameError if they do not fill the bytes."""
     frames: list[Bytes] = []
     end = len(data)
     while end:
         size = foot_of(data[:end])[2]
         if not HEAD.size + FOOT.size <= size <= end:
-            raise Refused(f"a frame of {size} bytes in {end}")
+            raise FrameError(f"a frame of {size} bytes in {end}")
         frames.append(data[end - size : end])
         end -= size
     return frames[::-1]
@@ -242,27 +245,27 @@ def foot_of(data: Bytes) -> tuple[int, int, int]:
 
 
 def apply(frame: Frame, manifest: Manifest, named: Mapping[str, torch.Tensor], sums: list[int]) -> None:
-    """Put a frame in place and carry the sums on.
+    """Apply a frame and update the sums.
 
-    Refused if a tensor then is not what the sender has: the tensors and sums are of no use any more, take a full
-    version. The caller has checked the tensors against the manifest.
+    FrameError if a tensor then differs from the sender's: tensors and sums are useless, and a full version has to come.
+    The caller has checked the tensors against the manifest.
     """
     for part in frame.parts:
         if not part.entry < len(manifest.entries):
-            raise Refused(f"version {frame.version} changes tensor {part.entry} of {len(manifest.entries)}")
+            raise FrameError(f"version {frame.version} changes tensor {part.entry} of {len(manifest.entries)}")
         entry = manifest.entries[part.entry]
         if part.width != width_of(entry):
-            raise Refused(f"version {frame.version}: {entry.name!r} has values of another size")
+            raise FrameError(f"version {frame.version}: {entry.name!r} has values of another size")
         try:
             gained = _put(named[entry.name], entry, part)
         except (IndexError, ValueError) as problem:
-            raise Refused(f"version {frame.version}: {entry.name!r}: {problem}") from None
+            raise FrameError(f"version {frame.version}: {entry.name!r}: {problem}") from None
         sums[part.entry] = (sums[part.entry] + gained) & MASK
         if sums[part.entry] != part.sum:
-            raise Refused(f"version {frame.version} is not what was sent: {entry.name!r} differs from the learner's")
+            raise FrameError(f"version {frame.version}: {entry.name!r} differs from the learner's")
 
 
-def _put(tensor: torch.Tensor, entry: Entry, part: Part) -> int:
+def _put(tensor: torch.Tensor, entry: Entry, part: TensorChange) -> int:
     count = entry.nbytes // part.width
     if is_plain(tensor):
         return put(tensor.data_ptr(), count, part.width, part.indices, part.values)
@@ -277,8 +280,8 @@ def _put(tensor: torch.Tensor, entry: Entry, part: Part) -> int:
     return gained
 
 
-def _put_elsewhere(tensor: torch.Tensor, count: int, part: Part) -> int:
-    """The same where the CPU can not reach, in the device's own arithmetic."""
+def _put_elsewhere(tensor: torch.Tensor, count: int, part: TensorChange) -> int:
+    """The same on a device that the CPU cannot address, in the device's arithmetic."""
     import torch
 
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.width]

@@ -1,32 +1,13 @@
-"""Copies between tensors, all of them in one call where both ends are plain memory of this process.
+"""Named tensors: their layout in one block of bytes, copies into and out of it, and which model they belong to.
 
-Used by `weights.manifest` for both directions of every transport. Knows nothing of names, versions or layouts. torch
-is imported where it is used.
+Used by every transport. Knows nothing of where the bytes are or who publishes when. torch is imported where tensors are
+copied, so a process that only asks for the newest version does without it.
 
-- Plain memory (contiguous, on the CPU, same number type) is copied by `busrl._blocks`, without the interpreter's lock.
-- Everything else (an accelerator, a transposed tensor) goes through `Tensor.copy_`.
-
-The layout of a set of named tensors in one flat run of bytes, and the copies in both directions.
-
-Used by both transports, so that a version is always one contiguous block. Knows nothing of where the bytes are.
-
-- Sender and receiver compare manifests before a single byte is copied: the first name, shape or type that differs is
-  named in the error.
+- Sender and receiver compare manifests before a byte is copied; the error names the first name, shape or type that
+  differs.
 - Tensors start at multiples of 64 bytes, in the order of the sender's names.
-- torch is imported where tensors are copied: who only wants to know which version is newest does without it.
-
-Which tensors a receiver last wrote to: a frame of changes may be put only into those.
-
-Used by the receivers of `weights.shm` and `weights.broadcast`. Holds the tensors, so that no other can come to lie
-where they were.
-
-What a model folder is known by, so that an adapter is never added to another model than the one it was trained on.
-
-Read by the learner and by every receiver of adapters. Talks to the file system only; imports no torch.
-
-- Same folder, or a copy of it: same text. Another architecture, another dtype on disk, other weights: another text.
-- Weights are sampled, not read whole: their names, shapes and sizes, and 32 blocks of 64 KiB spread over each file. A
-  model that differs from another in less than that is not told apart.
+- Plain memory (contiguous, on the CPU, one dtype) is copied by `busrl._blocks`, many tensors in one call and without
+  the interpreter's lock. Everything else (an accelerator, a transposed tensor) goes through `Tensor.copy_`.
 """
 
 from __future__ import annotations
@@ -34,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import warnings
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,15 +23,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from busrl._blocks import move
+from busrl._blocks import digest, move
 from busrl.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
+ALIGNMENT = 64
 
 
-# -- Copies between tensors, all of them in one call where both ends are plain memory of this process -----------------
+# -- copies ----------------------------------------------------------------------------------------------------
 
 
 class CopyBatch:
@@ -79,7 +64,7 @@ class CopyBatch:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the values lie one after the other in memory that this process can address."""
+    """Whether the values lie one after another in memory that this process can address."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
@@ -90,10 +75,22 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-# -- The layout of a set of named tensors in one flat run of bytes, and the copies in both directions -----------------
+def block_of(array: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """The same bytes as a tensor; of a read-only array only to be read."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of every array that is not writable
+        return torch.from_numpy(array)
 
 
-ALIGNMENT = 64
+def new_block(nbytes: int) -> torch.Tensor:
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+# -- the layout ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -120,8 +117,7 @@ class Manifest:
         offset = 0
         for name, tensor in named.items():
             nbytes = tensor.numel() * tensor.element_size()
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append(Entry(name, dtype, tuple(tensor.shape), offset, nbytes))
+            entries.append(Entry(name, _name_of(tensor.dtype), tuple(tensor.shape), offset, nbytes))
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), offset)
 
@@ -138,7 +134,7 @@ class Manifest:
 
     @cached_property
     def expected(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Number type and shape by name."""
+        """dtype and shape by name."""
         import torch
 
         return {entry.name: (getattr(torch, entry.dtype), torch.Size(entry.shape)) for entry in self.entries}
@@ -161,7 +157,7 @@ class Manifest:
         piece: int,
         done: Callable[[str], None] | None = None,
     ) -> Iterator[int]:
-        """As `gather`, in pieces of about that many bytes; yields how many bytes of the block are there by now."""
+        """As `gather`, in pieces of about that many bytes; yields how many bytes of the block are complete."""
         self.check(named)
         begun: list[Entry] = []
         for entry in self.entries:
@@ -192,8 +188,6 @@ class Manifest:
 
     def digest(self, named: Mapping[str, torch.Tensor], version: int, step: int) -> int:
         """64 bits that any change of a value changes; never 0. The tensors are contiguous and on the CPU."""
-        from busrl._blocks import digest
-
         seed = digest(version.to_bytes(8, "little") + step.to_bytes(8, "little"))
         for entry in self.entries:
             seed = digest(bytes_of(named[entry.name]), seed)
@@ -214,8 +208,8 @@ class Manifest:
             tensor = named[name]
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise UserError(
-                    f"weights: {name!r} is {_kind(dtype)}{list(shape)} where published and "
-                    f"{_kind(tensor.dtype)}{list(tensor.shape)} here; both sides must run the same model.path and "
+                    f"weights: {name!r} is {_name_of(dtype)}{list(shape)} where published and "
+                    f"{_name_of(tensor.dtype)}{list(tensor.shape)} here; both sides must run the same model.path and "
                     "model.dtype"
                 )
 
@@ -226,32 +220,30 @@ class Manifest:
         return flat[entry.offset : entry.offset + entry.nbytes].view(dtype).view(entry.shape)
 
 
-def _kind(dtype: torch.dtype) -> str:
+def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# -- Which tensors a receiver last wrote to: a frame of changes may be put only into those ----------------------------
-
-
 class BoundTensors:
-    """The tensors of a model, and where their values lie."""
+    """The tensors that a receiver last wrote to, and where their values lie: a frame of changes may be put only into
+    those. Keeps the tensors alive, so no other can come to lie in their place."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         self._places: list[int] = []
 
-    def take(self, named: dict[str, torch.Tensor]) -> None:
+    def bind(self, named: dict[str, torch.Tensor]) -> None:
         self._tensors, self._places = dict(named), [tensor.data_ptr() for tensor in named.values()]
 
-    def same(self, named: dict[str, torch.Tensor]) -> bool:
-        """Whether these are the tensors taken last, with their values still in the same place."""
+    def are(self, named: dict[str, torch.Tensor]) -> bool:
+        """Whether these are the bound tensors, with their values still in the same place."""
         return self._tensors.keys() == named.keys() and all(
             named[name] is tensor and tensor.data_ptr() == place
             for (name, tensor), place in zip(self._tensors.items(), self._places)
         )
 
 
-# -- What a model folder is known by, so that an adapter is never added to another model than the one it was ... ------
+# -- the fingerprint of a model folder -------------------------------------------------------------------------
 
 
 BLOCKS, BLOCK = 32, 64 << 10
@@ -261,18 +253,23 @@ VOLATILE = ("transformers_version", "_name_or_path", "use_cache", "torch_dtype",
 
 
 def fingerprint(folder: Path) -> str:
-    """Hexadecimal SHA-256; UserError for a folder without configuration or weights."""
-    digest = hashlib.sha256()
+    """Hexadecimal SHA-256 that tells one model folder from another, so that no adapter is added to a wrong base.
+
+    A copy of the folder has the same text; another architecture, dtype on disk or other weights give another. Weights
+    are sampled: their names, shapes and sizes, and 32 blocks of 64 KiB spread over each file, so models that differ in
+    less look equal. UserError for a folder without configuration or weights.
+    """
+    sha = hashlib.sha256()
     try:
-        digest.update(_config(folder))
+        sha.update(_config(folder))
         files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
         if not files:
-            raise UserError(f"{folder}: no weights in it, so adapters can not be told to belong to it; see model.path")
+            raise UserError(f"{folder}: no weights in it, so nothing tells which adapters belong to it; see model.path")
         for path in files:
-            _add(digest, path)
+            _add(sha, path)
     except (OSError, ValueError) as problem:
-        raise UserError(f"{folder}: not a model folder that can be read: {problem}; see model.path") from problem
-    return digest.hexdigest()
+        raise UserError(f"{folder}: not a readable model folder: {problem}; see model.path") from problem
+    return sha.hexdigest()
 
 
 def _config(folder: Path) -> bytes:
@@ -280,17 +277,17 @@ def _config(folder: Path) -> bytes:
     return json.dumps({k: v for k, v in config.items() if k not in VOLATILE}, sort_keys=True).encode()
 
 
-def _add(digest: Any, path: Path) -> None:
+def _add(sha: Any, path: Path) -> None:
     """Name, size, the header of a safetensors file whole, and blocks of the rest."""
     size = path.stat().st_size
-    digest.update(f"{path.name} {size}".encode())
+    sha.update(f"{path.name} {size}".encode())
     with open(path, "rb") as file:
         begin = 0
         if path.suffix == ".safetensors" and size > 8:
             (length,) = struct.unpack("<Q", file.read(8))
             begin = 8 + min(length, HEADER_AT_MOST)
-            digest.update(file.read(begin - 8))
+            sha.update(file.read(begin - 8))
         step = max(BLOCK, (size - begin) // BLOCKS)
         for offset in range(begin, size, step):
             file.seek(offset)
-            digest.update(file.read(BLOCK))
+            sha.update(file.read(BLOCK))

@@ -32,7 +32,7 @@ import live
 import msgspec
 
 from busrl.config import Topology
-from busrl.ledger.log import Record, frames
+from busrl.ledger.wal import Record, frames
 
 ACTORS = 16
 FIRST = 4  # steps left out: buffers fill

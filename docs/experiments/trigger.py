@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from busrl.launch.summary import cpu_of
-from busrl.ledger.log import step_lines
+from busrl.ledger.trainlog import step_lines
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Ring, RingError
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from busrl.gateway import Answer, Desk, Held, Member, Room, Settings, Tally
-from busrl.gateway.checks import tensor
+from busrl.gateway.desk import Desk, GatewaySettings, Tally
+from busrl.gateway.ledger import Answer, Claim, NoRoom, RemoteWorker, tensor
 from busrl.protocol import gateway as g
 from busrl.states import Fate
 
@@ -34,43 +34,43 @@ class Slot:
 
 @dataclass
 class Ledger:
-    """`busrl.gateway.Book` in memory. It outlives every keeper; `kill_in_commit` ends one between its two stores."""
+    """A `RemoteLedger` in memory. It outlives every keeper; `kill_in_commit` ends one between its two stores."""
 
     slots: list[Slot]
-    entries: dict[int, Member] = field(default_factory=dict)
+    entries: dict[int, RemoteWorker] = field(default_factory=dict)
     most_entries: int = 8
     kill_in_commit: bool = False
     commits: list[tuple[int, int, str]] = field(default_factory=list)  # slot, seq, name
     expired: list[tuple[int, int]] = field(default_factory=list)
     told: dict[int, int] = field(default_factory=dict)
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[RemoteWorker]:
         return list(self.entries.values())
 
-    def held(self) -> list[tuple[int, Held]]:
+    def held(self) -> list[tuple[int, Claim]]:
         return [(slot.owner, self._held(i)) for i, slot in enumerate(self.slots) if slot.owner and not slot.ended]
 
-    def _held(self, i: int) -> Held:
+    def _held(self, i: int) -> Claim:
         slot = self.slots[i]
-        return Held(i, slot.seq << 8 | slot.owner, slot.seq, slot.uid, slot.alone)
+        return Claim(i, slot.seq << 8 | slot.owner, slot.seq, slot.uid, slot.alone)
 
     def enter(self, role: str, name: str, life: int) -> int:
         free = next((i for i in range(1, self.most_entries + 1) if i not in self.entries), None)
         if free is None:
-            raise Room("all entries are taken")
+            raise NoRoom("all entries are taken")
         assert all(member.name != name for member in self.entries.values()), "one entry for one name"
-        self.entries[free] = Member(free, role, name, life)
+        self.entries[free] = RemoteWorker(free, role, name, life)
         return free
 
     def leave(self, index: int) -> None:
         assert not any(slot.owner == index for slot in self.slots), "an entry is freed only when it holds nothing"
         del self.entries[index]
 
-    def heard(self, index: int, tasks: int) -> None:
+    def show(self, index: int, tasks: int) -> None:
         assert tasks == sum(slot.owner == index for slot in self.slots)
         self.told[index] = tasks
 
-    def take(self, index: int, role: str, limit: int, idle: bool) -> list[Held]:
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[Claim]:
         assert index in self.entries and limit > 0
         free = [i for i, slot in enumerate(self.slots) if not slot.owner and not slot.ended]
         fresh = [i for i in free if self.slots[i].attempt <= 1]
@@ -81,20 +81,20 @@ class Ledger:
             slot.owner, slot.seq, slot.attempt, slot.alone = index, slot.seq + 1, slot.attempt + 1, alone
         return [self._held(i) for i in taken]
 
-    def task(self, index: int, held: Held) -> g.Task | None:
+    def task(self, index: int, held: Claim) -> g.Task | None:
         self._check(index, held)
         return g.Task(held.task, held.slot, held.seq, held.uid, "{}", max_new_tokens=8)
 
-    def most_tokens(self, held: Held) -> tuple[int, int]:
+    def most_tokens(self, held: Claim) -> tuple[int, int]:
         return 8, 0
 
-    def commit_answer(self, index: int, held: Held, answer: Answer) -> None:
+    def commit_answer(self, index: int, held: Claim, answer: Answer) -> None:
         self._commit(index, held)
 
-    def commit_reward(self, index: int, held: Held, reward: float, parts: dict[str, float]) -> None:
+    def commit_reward(self, index: int, held: Claim, reward: float, parts: dict[str, float]) -> None:
         self._commit(index, held)
 
-    def _commit(self, index: int, held: Held) -> None:
+    def _commit(self, index: int, held: Claim) -> None:
         self._check(index, held)
         slot = self.slots[held.slot]
         slot.last_commit = slot.seq
@@ -104,19 +104,19 @@ class Ledger:
         slot.owner, slot.ended = 0, "done"
         self.commits.append((held.slot, held.seq, self.entries[index].name))
 
-    def give_back(self, index: int, held: Held) -> None:
+    def give_back(self, index: int, held: Claim) -> None:
         self._check(index, held)
         slot = self.slots[held.slot]
         slot.owner, slot.attempt, slot.alone = 0, slot.attempt - 1, False
 
-    def expire(self, index: int, held: Held) -> bool:
+    def expire(self, index: int, held: Claim) -> bool:
         self._check(index, held)
         slot = self.slots[held.slot]
         slot.owner, slot.last_commit = 0, 0
         self.expired.append((held.slot, held.seq))
         return False
 
-    def drop(self, index: int, held: Held, fate: Fate) -> None:
+    def drop(self, index: int, held: Claim, fate: Fate) -> None:
         self._check(index, held)
         slot = self.slots[held.slot]
         slot.owner, slot.ended = 0, fate.letter
@@ -124,7 +124,7 @@ class Ledger:
     def committed(self, slot: int, seq: int, uid: int) -> bool:
         return slot < len(self.slots) and self.slots[slot].uid == uid and self.slots[slot].last_commit == seq
 
-    def _check(self, index: int, held: Held) -> None:
+    def _check(self, index: int, held: Claim) -> None:
         slot = self.slots[held.slot]
         owned = slot.owner == index and slot.seq == held.seq and not slot.ended
         assert owned, "written only under the claim's own word"
@@ -132,8 +132,9 @@ class Ledger:
 
 def settings(
     lease_s: float = LEASE_S, reserved: frozenset[str] = frozenset(), biggest: int = 4096, most_members: int = 8
-) -> Settings:
-    return Settings(lease_s, 1 << 20, biggest, most_members, reserved, g.GatewayWelcome(life=0, max_prompt_tokens=16))
+) -> GatewaySettings:
+    welcome = g.GatewayWelcome(life=0, max_prompt_tokens=16)
+    return GatewaySettings(lease_s, 1 << 20, biggest, most_members, reserved, welcome)
 
 
 def new_desk(ledger: Ledger, now: float = 0.0, **changed: object) -> Desk:

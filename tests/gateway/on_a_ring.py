@@ -10,11 +10,12 @@ from pathlib import Path
 
 from in_memory import answer_to, settings
 
-from busrl.gateway import Desk, Limits, Tally
+from busrl.gateway.desk import Desk, Tally
+from busrl.gateway.ledger import AnswerLimits
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
-from busrl.roles.keeper import RemoteBook
+from busrl.roles.keeper import RingLedger
 from busrl.roles.segments import SegmentCuts
 from busrl.scheduling.segments import SegmentPlan
 from busrl.weights.base import VersionSteps
@@ -33,9 +34,9 @@ class Keeper:
         self.ring.bind_fates(*self.fates)
         self.bells: list[m.Message] = []
         self.steps = VersionSteps()
-        book = RemoteBook(self.ring, self.steps, self.bells.append, CUTS)
+        book = RingLedger(self.ring, self.steps, self.bells.append, CUTS)
         self.desk = Desk(book, settings(LEASE_S), Tally(), 0.0)
-        self.desk.limits = Limits(16, 0, self.ring.header("version"))
+        self.desk.limits = AnswerLimits(16, 0, self.ring.header("version"))
         self.now = 0.0
 
     def ask(self, sender: str, message: g.Remote) -> list[m.Message]:
@@ -51,7 +52,7 @@ class Keeper:
         back = []
         for _ in range(int(LEASE_S) + 1):
             self.now += 1.0
-            back += [lease.held.task for lease in self.desk.tick(self.now)]
+            back += [lease.claim.task for lease in self.desk.tick(self.now)]
         return back
 
     def close(self) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_memory import LEASE_S, Ledger, Slot, answer_to, new_desk
 
-from busrl.gateway import Desk, Tally
-from busrl.gateway.checks import tensor
+from busrl.gateway.desk import Desk, Tally
+from busrl.gateway.ledger import tensor
 from busrl.protocol import codec
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
@@ -101,7 +101,7 @@ def test_what_a_claim_or_an_extension_names_is_leased_anew_and_nothing_else(ledg
     ask(desk, g.RemoteClaim(life=1, req=2, capacity=0, holding=[first]), 9.0)
     [answer] = ask(desk, g.RemoteExtend(life=1, holding=[second, "3.1.1"]), 9.0)
     assert answer.lost == ["3.1.1"]
-    assert [lease.held.task for lease in desk.tick(10.0)] == [third]
+    assert [lease.claim.task for lease in desk.tick(10.0)] == [third]
     assert code(ask(desk, answer_to(third), 10.0)) == "late"
     assert code(ask(desk, answer_to(first), 10.0)) == "done"
 

@@ -208,7 +208,7 @@ class Gateway(RuleBasedStateMachine):
         before = {(held.slot, held.seq) for _, held in self.ledger.held()}
         self.desk = new_desk(self.ledger, self.now)
         self.born = self.now
-        after = {(lease.held.slot, lease.held.seq) for lease in self.desk.leases.over(float("inf"))}
+        after = {(lease.claim.slot, lease.claim.seq) for lease in self.desk.leases.over(float("inf"))}
         assert after == before, "a new keeper knows every claim"
         assert all(lease.until - self.desk.clock.time == LEASE_S for lease in self.desk.leases.over(float("inf")))
 
@@ -227,7 +227,7 @@ class Gateway(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_leased_to_its_owner(self) -> None:
-        leases = {(one.held.slot, one.held.seq): one.name for one in self.desk.leases.over(float("inf"))}
+        leases = {(one.claim.slot, one.claim.seq): one.name for one in self.desk.leases.over(float("inf"))}
         held = {(one.slot, one.seq): self.ledger.entries[index].name for index, one in self.ledger.held()}
         assert leases == held
 

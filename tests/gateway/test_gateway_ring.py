@@ -16,7 +16,7 @@ import pytest
 from in_memory import answer_to
 from on_a_ring import Keeper, play
 
-from busrl.gateway.checks import tensor
+from busrl.gateway.ledger import tensor
 from busrl.protocol import gateway as g
 from busrl.ring import NotRegistered, Ring, RingError, RingFull, State
 from busrl.roles.trajectory import read_generated

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from busrl.launch.fates import PutBack, put_back
-from busrl.ledger.log import Record, SampleRecord, Wal
 from busrl.ledger.trained import TrainedSet
+from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates
 

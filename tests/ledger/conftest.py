@@ -13,9 +13,10 @@ import pytest
 
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.audit.snapshot import BOOT_ID, crc32c
-from busrl.ledger.log import Record, SampleRecord, TrainLog, Wal
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.ledger.trained import TrainedSet
+from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.wal import Record, SampleRecord, Wal
 
 LINE_OFF = 0x4000
 NAMES = ["FREE", "RESERVED", "QUEUED", "GENERATING", "GENERATED", "REWARDING", "REWARDED", "TRAINING", "DROPPED"]

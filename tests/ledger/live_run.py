@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 from conftest import LINE_OFF, STATES, FakeRun
 
-from busrl.ledger.log import TrainLog, Wal
 from busrl.ledger.trained import TrainedSet
+from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.wal import Wal
 
 LINE = np.dtype(
     {

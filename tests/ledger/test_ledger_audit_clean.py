@@ -18,8 +18,8 @@ import pytest
 from busrl.errors import NoSuchRun
 from busrl.ledger.audit import audit, render
 from busrl.ledger.audit.readers import Findings, read_fates, read_train_log
-from busrl.ledger.log import Wal
 from busrl.ledger.trained import TrainedSet
+from busrl.ledger.wal import Wal
 
 VALIDATE = 1 << 62
 

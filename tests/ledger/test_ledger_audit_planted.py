@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from busrl.ledger.audit import render
-from busrl.ledger.log import Wal
 from busrl.ledger.openbin import OpenSlot, write_open
+from busrl.ledger.wal import Wal
 
 VALIDATE = 1 << 62
 

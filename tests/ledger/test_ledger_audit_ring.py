@@ -17,8 +17,8 @@ from busrl.ring import Fates, Ring, State
 
 WORK = """
 import sys
-from busrl.ledger.log import Wal
-from busrl.ledger.log import TrainLog
+from busrl.ledger.wal import Wal
+from busrl.ledger.trainlog import TrainLog
 from busrl.ring import Fates, Ring, State
 from conftest import FakeRun
 from pathlib import Path

@@ -12,21 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from busrl import files
 from busrl.errors import DiskFull, FileCorrupt, LedgerError, UserError
+from busrl.files import LineFile, json_lines
 from busrl.ledger.audit import histogram
-from busrl.ledger.log import (
-    DrawsLog,
-    LineFile,
-    Record,
-    TrainLog,
-    json_lines,
-    last_step,
-    read_draws,
-    step_lines,
-    write_whole,
-)
-from busrl.ledger.openbin import OpenSlot, read_open, remove_open, write_open
+from busrl.ledger.openbin import DrawsLog, OpenSlot, read_draws, read_open, remove_open, write_open
 from busrl.ledger.trained import UID_LIMIT, TrainedSet
+from busrl.ledger.trainlog import TrainLog, last_step, step_lines
+from busrl.ledger.wal import Record
 from busrl.states import ACCIDENTS, FATE_NAMES, RULES, Fate, fate_name
 
 
@@ -151,9 +144,9 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
 
 def test_a_whole_file_is_private_and_replaced_at_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    write_whole(path, b"old")
+    files.replace(path, b"old")
     reader = path.open("rb")
-    write_whole(path, b"new")
+    files.replace(path, b"new")
     assert (reader.read(), path.read_bytes()) == (b"old", b"new")
     reader.close()
     assert os.stat(path).st_mode & 0o777 == 0o600

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from busrl import files
 from busrl.errors import FileCorrupt
-from busrl.ledger import trained as mend
-from busrl.ledger.log import TrainLine
-from busrl.ledger.trained import TrainedSet, mend_train_log, mend_trained_set, train_log_is_whole
+from busrl.ledger.trained import RESTORED, TrainedSet, mend_train_log, mend_trained_set, train_log_is_whole
+from busrl.ledger.trainlog import TrainLine
 from busrl.paths import RunPaths
 
 STEPS = {step: list(range(step * 8, step * 8 + 8)) for step in range(1, 6)}
@@ -124,7 +124,7 @@ def test_who_dies_before_a_mended_train_log_is_in_place_leaves_the_damaged_one_w
     def died(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mend, "write_whole", died)
+    monkeypatch.setattr(files, "replace", died)
     with pytest.raises(KeyboardInterrupt):
         mend_train_log(paths.train_log, 4, TrainedSet(), (), lambda uid: 0, 0)
     assert paths.train_log.read_bytes() == before
@@ -148,7 +148,7 @@ def test_a_line_with_an_impossible_uid_is_a_damaged_line(paths: RunPaths, uid: s
     told = mend_train_log(paths.train_log, 4, trained, (), lambda uid: 0, 0)
     assert "line 2: " in told and "the steps of 8 samples are not told apart" in told
     mended = [json.loads(line) for line in paths.train_log.read_text().splitlines()]
-    assert [(line["step"], line["cause"]) for line in mended] == [(step, mend.RESTORED if step == 2 else "count")
+    assert [(line["step"], line["cause"]) for line in mended] == [(step, RESTORED if step == 2 else "count")
                                                                   for step in (1, 2, 3, 4)]
     assert sorted(uid for line in mended for uid, _, _ in line["samples"]) == sorted(trained)
     paths.train_log.write_text('{"step": 1, "samples": [[' + uid + ", 0, 0]]}\n")

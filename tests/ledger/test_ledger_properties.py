@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from busrl.errors import FileCorrupt
 from busrl.ledger.audit import readers
 from busrl.ledger.audit.readers import in_bitmap
-from busrl.ledger.log import HEAD, Record, SampleRecord, Wal
 from busrl.ledger.trained import TrainedSet
+from busrl.ledger.wal import HEAD, Record, SampleRecord, Wal
 
 uids = st.integers(0, 5000)
 samples = st.builds(

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from busrl.errors import DiskFull, FileCorrupt, LedgerError, WriteFailed
-from busrl.ledger.log import HEAD, MARK, OLD_HEAD, Record, SampleRecord, Wal, frames
+from busrl.ledger.wal import HEAD, MARK, OLD_HEAD, Record, SampleRecord, Wal, frames
 
 
 def sample(uid: int, tokens: int = 3) -> SampleRecord:
@@ -167,7 +167,7 @@ def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
 FILL = """
 import resource, sys
 from busrl.errors import DiskFull
-from busrl.ledger.log import Wal, Record
+from busrl.ledger.wal import Record, Wal
 wal = Wal(sys.argv[1])
 wal.append(Record(step=1, version=1, cause="x" * 1000, groups=[], samples=[]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
@@ -230,7 +230,7 @@ def test_a_failed_sync_is_no_commit_and_a_log_that_can_not_be_cut_refuses_more(
 
 APPEND = """
 import sys
-from busrl.ledger.log import Wal, Record
+from busrl.ledger.wal import Record, Wal
 wal = Wal(sys.argv[1], sync=False, segment_bytes=200_000)
 step = wal.last_step
 while True:

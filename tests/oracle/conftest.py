@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from busrl.config import Topology, load
-from busrl.ledger.log import Record, SampleRecord
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.roles.learner.groups import Claimed
 from busrl.roles.learner.history import History

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from busrl.config import Topology, load
 from busrl.config.derive import admission_limits, control_settings, make_plan
-from busrl.ledger.log import Record, SampleRecord
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.roles.learner.control import Control, read_lines
 from busrl.scheduling.controller import Controller, Inputs
 

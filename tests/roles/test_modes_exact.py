@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from busrl.engines import Finished, Request
 from busrl.engines.torch.engine import TorchEngine
 from busrl.errors import WeightsRefused
-from busrl.roles.rollout import Restart
+from busrl.roles.rollout import EngineRestart
 from busrl.training import checkpoint
 from busrl.training.model import Adapter, LoraSettings, load
 from busrl.weights.folders import FolderReceiver, FolderSender
@@ -90,7 +90,7 @@ def test_tokens_before_across_and_after_an_update_have_the_right_log_probabiliti
     learner, root = Learner(base, tmp_path / "published", mode), tmp_path / "published"
     kind: Any = "adapter" if mode == "lora_hotswap" else "folder"
     receiver = FolderReceiver(root, "rollout/0", kind=kind, base=None if learner.whole else base)
-    engine, restart = TorchEngine.load(base, capacity=8, max_length=32), Restart(finish=False)
+    engine, restart = TorchEngine.load(base, capacity=8, max_length=32), EngineRestart(finish=False)
     asked = {key: request(key) for key in range(6)}
     done: dict[int, Finished] = {}
 
@@ -100,17 +100,17 @@ def test_tokens_before_across_and_after_an_update_have_the_right_log_probabiliti
 
     def steps(count: int) -> None:
         for _ in range(count):
-            done.update({one.key: restart.whole(one) for one in engine.step()})
+            done.update({one.key: restart.merged(one) for one in engine.step()})
 
     submit(0, 1)
     for version in (1, 2):
         steps(4)
         learner.publish(version)
         if mode != "lora_hotswap":
-            assert not restart.empty(engine)
+            assert not restart.take_out(engine)
         assert engine.update_weights(receiver) == (version, version)
         if mode != "lora_hotswap":
-            restart.go_on(engine)
+            restart.resume(engine)
         submit(2 * version, 2 * version + 1)
     while engine.active:
         steps(1)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from busrl.ledger.log import SampleRecord
+from busrl.ledger.wal import SampleRecord
 from busrl.roles.learner.step import StaleTokenMask, to_sample
 
 

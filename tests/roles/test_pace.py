@@ -28,7 +28,7 @@ def lines_of(directory: Path, intervals: int) -> list[dict[str, float]]:
 def test_a_file_of_pace_is_thinned_as_it_grows_and_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout, "EVERY_S", 0.0)  # each step ends an interval
+    monkeypatch.setattr(rollout, "PACE_EVERY_S", 0.0)  # each step ends an interval
     assert len(lines_of(tmp_path, 16)) == 16
     with open(tmp_path / "pace" / "rollout-0.jsonl", "ab") as file:
         file.write(b"\n" * (2 * MIB_EACH * MIB))
@@ -39,8 +39,8 @@ def test_a_file_of_pace_is_thinned_as_it_grows_and_after_a_restart(
 
 
 def test_a_week_of_pace_is_small_and_no_line_is_missing_for_minutes() -> None:
-    nbytes, line, left = 0, 300, int(7 * 86400 / rollout.EVERY_S)
+    nbytes, line, left = 0, 300, int(7 * 86400 / rollout.PACE_EVERY_S)
     while left > 0:
         nbytes, left = nbytes + line, left - one_in(nbytes)
     assert nbytes < 20 * MIB
-    assert one_in(1 << 50) * rollout.EVERY_S <= 64
+    assert one_in(1 << 50) * rollout.PACE_EVERY_S <= 64

@@ -18,7 +18,7 @@ from busrl.config import Topology, load
 from busrl.config.schema import Segments
 from busrl.engines.base import Finished, Request
 from busrl.engines.torch.engine import TorchEngine
-from busrl.ledger.log import SampleRecord
+from busrl.ledger.wal import SampleRecord
 from busrl.roles.learner import step as training_step
 from busrl.roles.learner.step import TrainingStep
 

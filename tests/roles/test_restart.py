@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from busrl.engines import LENGTH, Finished, Request
 from busrl.engines.base import PIECE
 from busrl.engines.torch.engine import TorchEngine
-from busrl.roles.rollout import Restart
+from busrl.roles.rollout import EngineRestart
 
 
 def request(key: int, tokens: int = 12, temperature: float = 1.0) -> Request:
@@ -40,20 +40,20 @@ def engine(tmp_path: Path) -> TorchEngine:
 
 def generate(engine: TorchEngine, requests: Sequence[Request], cuts: Sequence[int] = ()) -> dict[int, Finished]:
     """All answers; the engine is emptied and goes on after these steps."""
-    restart, done, steps = Restart(finish=False), {}, 0
+    restart, done, steps = EngineRestart(finish=False), {}, 0
     restart.submitted(requests)
     engine.submit(requests)
     while engine.active:
         if steps in cuts:
-            for ended in restart.empty(engine):
-                done[ended.key] = restart.whole(ended)
+            for ended in restart.take_out(engine):
+                done[ended.key] = restart.merged(ended)
             assert engine.active == 0
             engine._version += 1
-            restart.go_on(engine)
+            restart.resume(engine)
         for ended in engine.step():
-            done[ended.key] = restart.whole(ended)
+            done[ended.key] = restart.merged(ended)
         steps += 1
-    assert not restart._running
+    assert not restart._answers
     return done
 
 
@@ -71,13 +71,13 @@ def test_greedy_answers_are_the_same_however_often_they_are_cut(engine: TorchEng
 
 
 def test_a_piece_draws_from_a_stream_of_its_own(engine: TorchEngine) -> None:
-    restart = Restart(finish=False)
+    restart = EngineRestart(finish=False)
     restart.submitted([request(0)])
     engine.submit([request(0)])
     for _ in range(3):
         assert not engine.step()
-    restart.empty(engine)
-    rest = restart._running[0].rest()
+    restart.take_out(engine)
+    rest = restart._answers[0].rest()
     assert rest.segment == PIECE and len(rest.prefix_ids) == 3 and rest.max_new_tokens == 9
     streams = engine._seats._streams
     first = streams.uniforms(0, 0, 0, 3)
@@ -85,14 +85,14 @@ def test_a_piece_draws_from_a_stream_of_its_own(engine: TorchEngine) -> None:
 
 
 def test_an_engine_that_shall_finish_first_starts_nothing_meanwhile(engine: TorchEngine) -> None:
-    restart = Restart(finish=True)
+    restart = EngineRestart(finish=True)
     assert not restart.waits(engine) and not restart.draining
     engine.submit([request(0, tokens=2)])
     assert restart.waits(engine) and restart.draining
     while engine.active:
         engine.step()
     assert not restart.waits(engine) and not restart.draining
-    assert not Restart(finish=False).waits(engine)
+    assert not EngineRestart(finish=False).waits(engine)
 
 
 def test_what_ended_by_itself_is_told_and_not_started_again() -> None:
@@ -114,10 +114,10 @@ def test_what_ended_by_itself_is_told_and_not_started_again() -> None:
         def submit(self, requests: Sequence[Request]) -> None:
             self.submitted += requests
 
-    restart, other = Restart(finish=False), Ends()
+    restart, other = EngineRestart(finish=False), Ends()
     restart.submitted([request(0), request(1)])
-    (ended,) = restart.empty(other)  # type: ignore[arg-type]
-    restart.go_on(other)  # type: ignore[arg-type]
-    assert ended.key == 0 and restart.whole(ended) is ended
+    (ended,) = restart.take_out(other)  # type: ignore[arg-type]
+    restart.resume(other)  # type: ignore[arg-type]
+    assert ended.key == 0 and restart.merged(ended) is ended
     assert [one.key for one in other.submitted] == [1]
     assert other.submitted[0].segment == 0, "nothing was drawn, so nothing is repeated"

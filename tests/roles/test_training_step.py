@@ -20,8 +20,9 @@ from busrl.config import Topology, load
 from busrl.config.schema import Segments
 from busrl.data import JsonlStream
 from busrl.errors import UserError
-from busrl.ledger.log import Record, SampleRecord, Wal, json_lines
+from busrl.files import json_lines
 from busrl.ledger.trained import TrainedSet
+from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates
 from busrl.roles.learner.history import History

@@ -10,7 +10,7 @@ import numpy as np
 from chat_folders import END_IDS
 from harness import Run
 
-from busrl.ledger.log import Record, frames
+from busrl.ledger.wal import Record, frames
 
 SYSTEM = "Be short."
 JUDGE = """

@@ -12,6 +12,7 @@ import pytest
 
 from busrl.ring import Ring
 from busrl.roles import version_pin
+from busrl.states import HeaderWord
 
 HOLDER = """
 import sys
@@ -74,7 +75,7 @@ def test_a_hold_does_not_pass_to_the_next_process_in_the_same_entry(ring: Ring) 
     assert ring.register("rollout", "rollout/0") == first.index
     assert not ring.is_dead(first.index) and version_pin.pinned_by(ring) == 0
     version_pin.unpin(ring)
-    assert ring.header(version_pin.WORD) != 0, "it was not ours to let go"
+    assert ring.header(HeaderWord.HOLD) != 0, "it was not ours to let go"
     assert version_pin.clear_stale(ring) and version_pin.pin(ring)
     version_pin.unpin(ring)
-    assert ring.header(version_pin.WORD) == 0
+    assert ring.header(HeaderWord.HOLD) == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from busrl.ledger.audit import audit
 from busrl.ledger.audit.report import render
-from busrl.ledger.log import step_lines
+from busrl.ledger.trainlog import step_lines
 from busrl.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,9 +23,10 @@ from busrl.cli.command import main
 from busrl.config import Topology, load
 from busrl.data import JsonlStream
 from busrl.ledger.errors import record_error
-from busrl.ledger.log import DrawsLog, Record, SampleRecord, TrainLog, Wal
-from busrl.ledger.openbin import OpenSlot, write_open
+from busrl.ledger.openbin import DrawsLog, OpenSlot, write_open
 from busrl.ledger.trained import TrainedSet
+from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
 from busrl.ring.locks import taken_back

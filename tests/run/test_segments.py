@@ -12,7 +12,7 @@ from checks import check_end
 from harness import ROOT, Run, running
 from own import make_all
 
-from busrl.ledger.log import Record, SampleRecord, frames
+from busrl.ledger.wal import Record, SampleRecord, frames
 
 LENGTH, LIMIT = 8, 24
 CUT_BY_LIMIT = 2

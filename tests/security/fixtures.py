@@ -19,7 +19,7 @@ from busrl.bus import tcp_pair
 SERVE = """
 import signal, sys, threading
 from pathlib import Path
-from busrl.bus import Door, run_broker
+from busrl.bus import CurveListener, run_broker
 from busrl.ring import OfdLock
 directory, endpoint, files = sys.argv[1:4]
 stop = threading.Event()
@@ -27,7 +27,7 @@ signal.signal(signal.SIGTERM, lambda *_: stop.set())
 say = lambda text: print(text, flush=True)
 run_broker(f"ipc://{directory}/pub.sock", f"ipc://{directory}/sub.sock", OfdLock(f"{directory}/bus.lock"), stop,
            on_ready=lambda: say("ready"), on_progress=lambda: say("progress"), ping_s=0.05,
-           door=Door(endpoint, Path(files)) if endpoint else None, on_refused=say)
+           listener=CurveListener(endpoint, Path(files)) if endpoint else None, on_refused=say)
 """
 PATIENCE_S = 30.0
 

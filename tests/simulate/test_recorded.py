@@ -13,9 +13,9 @@ from busrl.engines.base import Statistics
 from busrl.launch.summary import ResidenceTimes
 from busrl.quickstart import ensure
 from busrl.roles import rollout
-from busrl.simulate import World
 from busrl.simulate.fit import fit
 from busrl.simulate.settings import Asked, make
+from busrl.simulate.world import World
 
 
 def test_stays_follow_littles_law() -> None:
@@ -32,7 +32,7 @@ def test_stays_follow_littles_law() -> None:
 def test_pace_writes_intervals_whose_parts_do_not_exceed_the_wall_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout, "EVERY_S", 0.0)
+    monkeypatch.setattr(rollout, "PACE_EVERY_S", 0.0)
     counted = rollout.Pace(tmp_path / "pace", "rollout-0", lambda: None)
     begun = time.monotonic_ns()
     counted.joined += 3
@@ -49,7 +49,7 @@ def test_pace_writes_intervals_whose_parts_do_not_exceed_the_wall_time(
 def test_each_line_of_the_pace_ends_with_what_the_engine_tells_of_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout, "EVERY_S", 0.0)
+    monkeypatch.setattr(rollout, "PACE_EVERY_S", 0.0)
     told = iter([Statistics(4, 0, False, 0), Statistics(4, 1, False, 7, errors=2)])
     counted = rollout.Pace(tmp_path / "pace", "rollout-0", lambda: next(told))
     counted.stepped(4, 4, 1)

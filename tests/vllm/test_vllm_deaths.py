@@ -17,7 +17,7 @@ from vllm_scene import HERE, ROOT, START_S, Scene, request
 
 from busrl.errors import EngineDisagrees, EngineLost
 from busrl.weights import factory
-from busrl.weights.base import News
+from busrl.weights.base import GroupCallbacks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 LATE_S = 20.0  # for the kernel and a loaded machine
@@ -121,7 +121,7 @@ def test_an_engine_in_which_new_weights_come_out_wrong_is_refused_with_both_numb
     scene = Scene(tmp_path, tied=False)
     pids = scene.engine.core.pids()
     settings = scene.settings("shm")
-    sender, receiver = factory.sender(settings), scene.engine.receiver(settings, "rollout-0")
+    sender, receiver = factory.make_sender(settings), scene.engine.receiver(settings, "rollout-0")
     try:
         assert receiver is not None
         scene.engine.core.rpc("busrl_corrupt")
@@ -139,7 +139,7 @@ def test_an_engine_in_which_new_weights_come_out_wrong_is_refused_with_both_numb
 def test_new_weights_are_checked_at_the_temperature_of_the_samples(tmp_path: Path, mode: str) -> None:
     scene = Scene(tmp_path, tied=False, temperature=0.5, extra=(("logprobs_mode", mode),))
     settings = scene.settings("shm")
-    sender, receiver = factory.sender(settings), scene.engine.receiver(settings, "rollout-0")
+    sender, receiver = factory.make_sender(settings), scene.engine.receiver(settings, "rollout-0")
     try:
         assert receiver is not None
         sender.publish(1, 10, scene.tensors(1))
@@ -161,9 +161,9 @@ def test_a_vllm_killed_in_the_middle_of_a_broadcast_is_left_out_by_name_and_the_
     pids = scene.engine.core.pids()
     settings = replace(scene.settings("broadcast"), bucket_bytes=4096)
     told: list[str] = []
-    news = News(lambda change: told.append(str(change)), lambda name, text: told.append(text))
-    sender: Any = factory.sender(settings, news=news)
-    receiver, other = scene.engine.receiver(settings, "rollout-0"), factory.receiver(settings, "rollout-1")
+    callbacks = GroupCallbacks(lambda change: told.append(str(change)), lambda name, text: told.append(text))
+    sender: Any = factory.make_sender(settings, callbacks=callbacks)
+    receiver, other = scene.engine.receiver(settings, "rollout-0"), factory.make_receiver(settings, "rollout-1")
     assert receiver is not None
 
     def kill(point: str) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from vllm_scene import EXACT, Scene, model_of, request, save
 
 from busrl.errors import WeightsRefused
-from busrl.weights.factory import folder_receiver, folder_sender
+from busrl.weights.factory import make_receiver, make_sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 RANK, ALPHA = 4, 8
@@ -124,9 +124,9 @@ def test_adapters_by_restart_keep_the_model_and_one_that_is_refused_leaves_the_o
         settings = replace(
             scene.settings("lora_restart"), folders=str(tmp_path / "published"), base=str(scene.folder), held=2
         )
-        sends = folder_sender(settings, lambda folder, named: adapter(scene, folder, *named["what"]) and None)
+        sends = make_sender(settings, write=lambda folder, named: adapter(scene, folder, *named["what"]) and None)
         assert engine.receiver(settings, "rollout/0") is None
-        takes, first = folder_receiver(settings, "rollout/0"), engine.core.pids()
+        takes, first = make_receiver(settings, "rollout/0"), engine.core.pids()
         sends.publish(1, 10, {"what": (1,)})
         assert engine.update_weights(takes) == (1, 10)
         assert engine.core.pids() == first, "there was no adapter to be rid of"

@@ -27,7 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 @pytest.mark.parametrize("transport", ["shm", "broadcast"])
 def test_both_workers_load_the_same_version_between_two_steps(pair: Scene, transport: str) -> None:
     engine, settings = pair.engine, pair.settings(transport)
-    sender, receiver = factory.sender(settings), engine.receiver(settings, "rollout-0")
+    sender, receiver = factory.make_sender(settings), engine.receiver(settings, "rollout-0")
     assert receiver is not None
     try:
         for version in (engine.version + 1, engine.version + 2):

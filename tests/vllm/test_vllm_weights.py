@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 @pytest.mark.parametrize("transport", ["shm", "broadcast"])
 def test_tokens_before_across_and_after_an_update_are_those_of_their_version(scene: Scene, transport: str) -> None:
     engine, settings = scene.engine, scene.settings(transport)
-    sender, receiver = factory.sender(settings), engine.receiver(settings, "rollout-0")
+    sender, receiver = factory.make_sender(settings), engine.receiver(settings, "rollout-0")
     assert receiver is not None
     first = engine.version + 1
     try:
@@ -76,7 +76,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_engine_lives_on(
     scene: Scene, spoil: Callable[[Any], Any], said: str
 ) -> None:
     engine, settings = scene.engine, scene.settings("shm", spoil.__name__)
-    sender, receiver = factory.sender(settings), engine.receiver(settings, "rollout-0")
+    sender, receiver = factory.make_sender(settings), engine.receiver(settings, "rollout-0")
     assert receiver is not None
     old = engine.version
     try:
@@ -99,7 +99,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_engine_lives_on(
 
 def test_an_engine_whose_load_failed_half_way_answers_nothing_until_a_whole_load(scene: Scene) -> None:
     engine, settings = scene.engine, scene.settings("shm", "half")
-    sender, receiver = factory.sender(settings), engine.receiver(settings, "rollout-0")
+    sender, receiver = factory.make_sender(settings), engine.receiver(settings, "rollout-0")
     assert receiver is not None
     version = engine.version + 1
     try:
@@ -124,7 +124,7 @@ def test_a_learner_that_trains_vllms_own_tensors_changes_them_between_two_steps_
     """weights.transport = "cuda_ipc", on the CPU through shared memory: one copy, views of vLLM's fused tensors."""
     pytest.importorskip("busrl.weights.shared")
     engine, settings = scene.engine, scene.settings("cuda_ipc")
-    receiver, sender = engine.receiver(settings, "rollout-0"), factory.sender(settings)
+    receiver, sender = engine.receiver(settings, "rollout-0"), factory.make_sender(settings)
     assert receiver is not None
     views = sender.connect(scene.tensors(engine.version), torch.device("cpu"), 60.0)
     assert all(torch.equal(views[name], tensor) for name, tensor in scene.tensors(engine.version).items())

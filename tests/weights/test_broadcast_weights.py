@@ -14,7 +14,7 @@ import torch
 from members import members, settle
 
 from busrl.errors import UserError, WeightsTimeout
-from busrl.weights import NOTHING, News
+from busrl.weights.base import NOTHING, GroupCallbacks
 from busrl.weights.broadcast.receiver import BroadcastReceiver
 from busrl.weights.broadcast.sender import BroadcastSender
 
@@ -116,7 +116,7 @@ def missing() -> list[str]:
 def sender(cast: Cast, missing: list[str]) -> Iterator[BroadcastSender]:
     made = BroadcastSender(
         cast.file, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET,
-        news=News(lambda change: None, lambda name, text: missing.append(name)),
+        callbacks=GroupCallbacks(lambda change: None, lambda name, text: missing.append(name)),
     )
     yield made
     made.close()

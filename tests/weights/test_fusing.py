@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from busrl.errors import UserError
-from busrl.weights.shared import Part, Shape, fused_parts
+from busrl.weights.shared import FusedRows, Shape, fused_rows
 
 HEADS, KV_HEADS, WIDTH, HIDDEN, INNER, VOCABULARY = 4, 2, 8, 32, 48, 30
 LAYER = "model.layers.0."
@@ -49,10 +49,10 @@ def engine(bias: bool = False, tied: bool = True, padding: int = 0) -> dict[str,
 
 
 def test_each_projection_has_its_rows_of_the_fused_tensor() -> None:
-    found = {part.name.removeprefix(LAYER): part for part in fused_parts(engine(), checkpoint())}
+    found = {part.name.removeprefix(LAYER): part for part in fused_rows(engine(), checkpoint())}
     assert found.keys() == {name.removeprefix(LAYER) for name in checkpoint()}
     qkv = LAYER + "self_attn.qkv_proj.weight"
-    assert found["self_attn.q_proj.weight"] == Part(LAYER + "self_attn.q_proj.weight", qkv, 0, 32)
+    assert found["self_attn.q_proj.weight"] == FusedRows(LAYER + "self_attn.q_proj.weight", qkv, 0, 32)
     assert (found["self_attn.k_proj.weight"].start, found["self_attn.k_proj.weight"].stop) == (32, 48)
     assert (found["self_attn.v_proj.weight"].start, found["self_attn.v_proj.weight"].stop) == (48, 64)
     assert (found["mlp.up_proj.weight"].tensor, found["mlp.up_proj.weight"].start) == (
@@ -61,7 +61,7 @@ def test_each_projection_has_its_rows_of_the_fused_tensor() -> None:
 
 
 def test_biases_are_fused_like_weights_and_padding_belongs_to_nobody() -> None:
-    found = {part.name: part for part in fused_parts(engine(True, False, padding=34), checkpoint(True, False))}
+    found = {part.name: part for part in fused_rows(engine(True, False, padding=34), checkpoint(True, False))}
     assert (found[LAYER + "self_attn.v_proj.bias"].start, found[LAYER + "self_attn.v_proj.bias"].stop) == (48, 64)
     assert found["lm_head.weight"].stop == found["model.embed_tokens.weight"].stop == VOCABULARY
 
@@ -91,11 +91,11 @@ def test_what_would_not_be_trained_or_not_be_right_is_refused(
     own = engine()
     change(own)
     with pytest.raises(UserError, match=said):
-        fused_parts(own, checkpoint())
+        fused_rows(own, checkpoint())
 
 
 def test_a_checkpoint_without_one_of_the_fused_projections_is_refused() -> None:
     wanted = checkpoint()
     del wanted[LAYER + "self_attn.v_proj.weight"]
     with pytest.raises(UserError, match=r"holds model.layers.0.self_attn.v_proj.weight too"):
-        fused_parts(engine(), wanted)
+        fused_rows(engine(), wanted)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from members import BUCKET, PATIENCE_S, Child, engine, learner, members, settle, tensors
 
-from busrl.weights import GroupChange, News
+from busrl.weights.base import GroupCallbacks, GroupChange
 from busrl.weights.broadcast.group import ControlConnection, secret_of
 from busrl.weights.broadcast.sender import BroadcastSender, Phase
 
@@ -38,7 +38,8 @@ class Scene:
         self.missing: dict[str, str] = {}
         self.groups: list[GroupChange] = []
         self.sender = BroadcastSender(
-            file, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET, news=News(self.groups.append, self.missing.__setitem__)
+            file, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET,
+            callbacks=GroupCallbacks(self.groups.append, self.missing.__setitem__),
         )
 
     def publish(self, version: int) -> None:
@@ -109,7 +110,7 @@ def test_one_that_falls_while_it_joins_costs_the_others_at_most_the_timeout(
     if how is signal.SIGSTOP:
         joiner.go_on()
         joiner.until(2)
-    third = start(engine, str(scene.file), "d", TIMEOUT_S)  # the door is still open
+    third = start(engine, str(scene.file), "d", TIMEOUT_S)  # the server is still open
     third.until(2)
 
 
@@ -182,15 +183,15 @@ def test_a_second_process_of_a_name_takes_the_place_of_the_first(scene: Scene, s
 
 
 def test_who_does_not_know_the_secret_is_turned_away(scene: Scene) -> None:
-    wire = ControlConnection.to(scene.file.read_text(), TIMEOUT_S)
-    wire.send({"say": "join", "secret": "0" * 32, "name": "a", "pid": 1, "have": -1})
+    connection = ControlConnection.to(scene.file.read_text(), TIMEOUT_S)
+    connection.send({"say": "join", "secret": "0" * 32, "name": "a", "pid": 1, "have": -1})
     with pytest.raises(ConnectionError):
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            wire.read()
+            connection.read()
             threading.Event().wait(0.01)
     assert scene.sender.phase is Phase.WAITING and members(scene.sender) == []
-    wire.close()
+    connection.close()
 
 
 def wait_for_group(scene: Scene, *names: str) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from busrl.errors import SharedMemoryFull, UserError, WeightsTimeout
-from busrl.weights import NOTHING, shm
+from busrl.weights import shm
+from busrl.weights.base import NOTHING
 from busrl.weights.shm import ShmReceiver, ShmSender
 from busrl.weights.tensors import Manifest
 

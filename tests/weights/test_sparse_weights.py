@@ -18,9 +18,9 @@ from busrl.errors import WeightsTimeout
 from busrl.weights import shm as layout
 from busrl.weights import sparse
 from busrl.weights.broadcast.receiver import ReceivedVersion
-from busrl.weights.broadcast.sender import Outbox, Sparse
+from busrl.weights.broadcast.sender import SendBuffer, SparseSettings
 from busrl.weights.shm import ShmReceiver, ShmSender
-from busrl.weights.sparse import Refused, Shadow, apply, pack, split, unpack
+from busrl.weights.sparse import FrameError, Shadow, apply, pack, split, unpack
 from busrl.weights.tensors import Manifest
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex128]
@@ -105,7 +105,7 @@ def test_a_frame_with_any_flipped_bit_is_refused_before_anything_is_written(plac
     data = bytearray(shadow.frame(sent, 1, 2, 20, 1 << 30) or b"")
     data[place % len(data)] ^= 1 << bit
     before = copy_of(here)
-    with pytest.raises(Refused):
+    with pytest.raises(FrameError):
         apply(unpack(np.frombuffer(bytes(data), np.uint8)), manifest, here, [0] * len(sent))
     assert same_bits(here, before)
 
@@ -118,18 +118,18 @@ def test_a_frame_on_another_base_is_found_out() -> None:
     data = shadow.frame(sent, 1, 2, 20, 1 << 30)
     assert data is not None
     here = {"w": torch.full((100,), 7.0), "v": torch.zeros(4)}
-    with pytest.raises(Refused, match="'w' differs from the learner's"):
+    with pytest.raises(FrameError, match="'w' differs from the learner's"):
         apply(unpack(np.frombuffer(data, np.uint8)), manifest, here, [0, 0])
 
 
 def test_an_index_beyond_the_tensor_and_a_part_beyond_the_manifest_are_refused() -> None:
     manifest = Manifest.of({"w": torch.zeros(4)})
-    far = sparse.Part(0, 4, np.array([4], np.uint32).view(np.uint8), np.zeros(4, np.uint8), 0)
-    other = sparse.Part(7, 4, np.array([1], np.uint32).view(np.uint8), np.zeros(4, np.uint8), 0)
-    wide = sparse.Part(0, 8, np.array([1], np.uint32).view(np.uint8), np.zeros(8, np.uint8), 0)
+    far = sparse.TensorChange(0, 4, np.array([4], np.uint32).view(np.uint8), np.zeros(4, np.uint8), 0)
+    other = sparse.TensorChange(7, 4, np.array([1], np.uint32).view(np.uint8), np.zeros(4, np.uint8), 0)
+    wide = sparse.TensorChange(0, 8, np.array([1], np.uint32).view(np.uint8), np.zeros(8, np.uint8), 0)
     for part, said in ((far, "beyond the tensor"), (other, "tensor 7 of 1"), (wide, "values of another size")):
         data = np.frombuffer(pack(sparse.Frame(1, 2, 2, 0, (part,))), np.uint8)
-        with pytest.raises(Refused, match=said):
+        with pytest.raises(FrameError, match=said):
             apply(unpack(data), manifest, {"w": torch.zeros(4)}, [0])
 
 
@@ -150,7 +150,7 @@ def test_frames_in_a_row_come_apart_again_and_cut_ones_are_refused() -> None:
     data = np.frombuffer(b"".join(frames), np.uint8)
     assert [unpack(one).version for one in split(data)] == [1, 2, 3]
     for end in (1, 40, len(data) - 1):
-        with pytest.raises(Refused):
+        with pytest.raises(FrameError):
             [unpack(one) for one in split(data[:end])]
 
 
@@ -289,24 +289,24 @@ casts = st.lists(
 @settings(max_examples=80, deadline=None)
 @given(casts, st.integers(1, 5))
 def test_a_broadcast_ends_bit_identical_or_is_refused(todo: list[tuple[str, Any]], key_every: int) -> None:
-    """Outbox and fronts without the sockets between: every parcel may be lost for one of two engines."""
+    """Send buffer and received versions without sockets between: every transfer may be lost for one of two."""
     kinds = [torch.float32, torch.bfloat16, torch.int8]
     sent = model(kinds)
-    box = Outbox(lambda: None, bucket_bytes=512, sparse=Sparse(0.3, key_every), checksum=True)
-    fronts, tensors = [ReceivedVersion(), ReceivedVersion()], [model(kinds), model(kinds)]
+    box = SendBuffer(lambda: None, bucket_bytes=512, sparse=SparseSettings(0.3, key_every), checksum=True)
+    received, tensors = [ReceivedVersion(), ReceivedVersion()], [model(kinds), model(kinds)]
     manifest, version, history = Manifest.of(sent), 1, {1: copy_of(sent)}
     box.put(version, version, sent)
 
     def send(skip: int) -> None:
-        haves = {front.stamp[0] if front.usable else -1 for front in fronts}
-        parcel = box.take(haves.pop() if len(haves) == 1 else None)
-        for k, front in enumerate(fronts):
+        haves = {one.stamp[0] if one.usable else -1 for one in received}
+        transfer = box.take(haves.pop() if len(haves) == 1 else None)
+        for k, one in enumerate(received):
             if k == skip:
                 continue
-            if parcel.base < 0:
-                front.replace(manifest, parcel.data.clone(), (parcel.version, parcel.step), parcel.sums)
-            elif front.usable:
-                front.follow([unpack(one) for one in split(parcel.data.numpy())])
+            if transfer.base < 0:
+                one.replace(manifest, transfer.data.clone(), (transfer.version, transfer.step), transfer.sums)
+            elif one.usable:
+                one.follow([unpack(one) for one in split(transfer.data.numpy())])
         box.sent()
 
     for deed, value in [*todo, ("send", 0), ("fetch", 0), ("fetch", 1)]:
@@ -318,9 +318,9 @@ def test_a_broadcast_ends_bit_identical_or_is_refused(todo: list[tuple[str, Any]
         elif deed in ("send", "lose"):
             send(value if deed == "lose" else -1)
         elif deed == "join":
-            fronts[value], tensors[value] = ReceivedVersion(), model(kinds)
-        elif fronts[value].usable:
-            fronts[value].fetch(tensors[value])
-            assert same_bits(tensors[value], history[fronts[value].stamp[0]])
-    assert all(front.stamp[0] == version and front.usable for front in fronts)
+            received[value], tensors[value] = ReceivedVersion(), model(kinds)
+        elif received[value].usable:
+            received[value].fetch(tensors[value])
+            assert same_bits(tensors[value], history[received[value].stamp[0]])
+    assert all(one.stamp[0] == version and one.usable for one in received)
     assert all(same_bits(here, sent) for here in tensors)

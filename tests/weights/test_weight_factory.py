@@ -16,10 +16,9 @@ import torch
 
 from busrl.config.schema import Weights
 from busrl.errors import UserError
-from busrl.weights import make_receiver, make_sender
 from busrl.weights.broadcast.receiver import BroadcastReceiver
 from busrl.weights.broadcast.sender import BroadcastSender
-from busrl.weights.factory import Settings
+from busrl.weights.factory import Settings, make_receiver, make_sender
 from busrl.weights.shm import ShmReceiver, ShmSender
 
 
@@ -39,8 +38,8 @@ def topology(transport: str) -> Any:
     [("shm", ShmSender, ShmReceiver), ("broadcast", BroadcastSender, BroadcastReceiver)],
 )
 def test_a_version_goes_from_sender_to_receiver(paths: Any, transport: str, sends: type, receives: type) -> None:
-    sender = make_sender(topology(transport), paths)
-    receiver = make_receiver(topology(transport), paths, "rollout/0")
+    sender = make_sender(Settings.of(topology(transport), paths))
+    receiver = make_receiver(Settings.of(topology(transport), paths), "rollout/0")
     assert isinstance(sender, sends) and isinstance(receiver, receives)
     sender.publish(1, 7, {"w": torch.ones(4)})
     here = {"w": torch.zeros(4)}
@@ -54,12 +53,12 @@ def test_a_version_goes_from_sender_to_receiver(paths: Any, transport: str, send
 @pytest.mark.parametrize("transport", ["shm", "broadcast"])
 def test_another_process_rebuilds_the_receiver_from_plain_data(paths: Any, transport: str) -> None:
     sent = json.dumps(Settings.of(topology(transport), paths).plain())
-    sender = make_sender(topology(transport), paths)
+    sender = make_sender(Settings.of(topology(transport), paths))
     sender.publish(3, 7, {"w": torch.ones(4)})
     code = (
         "import json, sys, torch\n"
-        "from busrl.weights.factory import Settings, receiver\n"
-        "made = receiver(Settings.from_plain(json.loads(sys.argv[1])), 'worker/0')\n"
+        "from busrl.weights.factory import Settings, make_receiver\n"
+        "made = make_receiver(Settings.from_plain(json.loads(sys.argv[1])), 'worker/0')\n"
         "made.wait_for(3, 60)\n"
         "here = {'w': torch.zeros(4)}\n"
         "print(made.kind, made.fetch(here), here['w'].tolist())\n"
@@ -77,4 +76,4 @@ def test_settings_of_another_version_are_refused_by_the_name_of_the_field() -> N
 
 def test_another_word_is_refused(paths: Any) -> None:
     with pytest.raises(UserError, match="'pigeon'"):
-        make_sender(topology("pigeon"), paths)
+        make_sender(Settings.of(topology("pigeon"), paths))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from members import PATIENCE_S, Child, descendants, open_files, resident_kb, soldier, write_folder
 
-from busrl.weights.factory import Settings, sender
+from busrl.weights.factory import Settings, make_sender
 from busrl.weights.tensors import Manifest
 
 SIZES = {f"w{k}": (64, 1 + 30 * k) for k in range(20)}  # 1.5 MB in all
@@ -101,7 +101,7 @@ def held() -> tuple[int, int, int]:
 
 def soak(tmp_path: Path, start: Start, transport: str, sparse: bool, updates: int, seed: int = 5) -> Crowd:
     settings = settings_of(tmp_path, transport, sparse)
-    sends = sender(settings, write=write_folder if transport == FOLDERS else None)
+    sends = make_sender(settings, write=write_folder if transport == FOLDERS else None)
     named = {name: torch.zeros(shape) for name, shape in SIZES.items()}
     manifest, generator = Manifest.of(named), torch.Generator().manual_seed(seed)
     crowd = Crowd(start, settings, seed)

@@ -32,7 +32,7 @@ from typing import Any
 import report
 import zmq
 
-from busrl.ledger.log import step_lines
+from busrl.ledger.trainlog import step_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPOLOGY = ROOT / "configs" / "quickstart.toml"

@@ -25,7 +25,7 @@ from judge import Log, written  # noqa: E402
 
 from busrl.bus import Endpoint  # noqa: E402
 from busrl.bus.broker import Proxy  # noqa: E402
-from busrl.ledger.log import Record, SampleRecord, Wal  # noqa: E402
+from busrl.ledger.wal import Record, SampleRecord, Wal  # noqa: E402
 from busrl.protocol import DataGenerated, NewTask  # noqa: E402
 from busrl.ring import Fates, Ring, State  # noqa: E402
 

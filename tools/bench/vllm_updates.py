@@ -103,8 +103,8 @@ def make(folder: Path, hidden: int, layers: int) -> Any:
 
 def measure(engine: VllmEngine, model: Any, folder: Path, transport: str, updates: int) -> dict[str, Any]:
     settings, named, write = published(transport, model, folder, updates + 4)
-    receiver = engine.receiver(settings, "bench") or factory.receiver(settings, "bench")
-    sender: Any = factory.sender(settings, write=write)
+    receiver = engine.receiver(settings, "bench") or factory.make_receiver(settings, "bench")
+    sender: Any = factory.make_sender(settings, write=write)
     if transport == ONE_COPY:
         source, named = named, sender.connect(named, torch.device("cpu"), 60.0)
     took: dict[str, list[float]] = {"publish_s": [], "take_s": [], "apply_s": [], "update_s": [], "step_s": []}

@@ -34,7 +34,7 @@ import report  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from busrl.weights.factory import Settings, receiver, sender  # noqa: E402
+from busrl.weights.factory import Settings, make_receiver, make_sender  # noqa: E402
 
 DEADLINE_S = 120.0
 
@@ -46,7 +46,7 @@ def engine(plain: dict[str, Any], name: str, mb: float, dtype: str) -> None:
     """Says when it has each version and how long the copy into its tensors took."""
     torch.set_num_threads(1)
     here = model(mb, dtype)
-    mine = receiver(Settings.from_plain(plain), name)
+    mine = make_receiver(Settings.from_plain(plain), name)
     say("ready")
     version = 0
     for line in sys.stdin:
@@ -148,7 +148,7 @@ class Rig:
         self.settings = Settings(
             transport, f"/dev/shm/busrl.bench.{os.getpid()}.weights", str(folder / "store"), **more
         )
-        self.sender = sender(self.settings)
+        self.sender = make_sender(self.settings)
         plain = json.dumps(self.settings.plain())
         self.engines = [spawn("--engine", plain, f"engine/{k}", str(mb), dtype) for k in range(peers)]
         for one in self.engines:
@@ -246,7 +246,7 @@ def pause(mb: float, args: argparse.Namespace) -> dict[str, float]:
     one.submit([Request(k, k, 0, ids, none, 480, 1.0, 1.0, 0) for k in range(8)])
     named = {name: tensor.detach().clone() for name, tensor in one.parameters().items()}
     settings = Settings("shm", f"/dev/shm/busrl.bench.{os.getpid()}.weights", "")
-    sends, mine = sender(settings), receiver(settings, "engine/0")
+    sends, mine = make_sender(settings), make_receiver(settings, "engine/0")
     steps, stands, copies = [], [], []
     for turn in range(args.rounds * 4):
         begun = time.perf_counter()

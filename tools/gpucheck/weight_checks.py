@@ -11,7 +11,7 @@ import torch
 
 from busrl import device as devices
 from busrl.errors import WeightsOwnerLost
-from busrl.weights.factory import Settings, sender
+from busrl.weights.factory import Settings, make_sender
 from busrl.weights.shared import OneCopySender
 from gpucheck import shapes
 from gpucheck.frame import GIGA, Context, Peer, Skipped, peer
@@ -69,7 +69,7 @@ def broadcast(context: Context, size: str) -> None:
 def _transport(context: Context, size: str, transport: str, one: int) -> None:
     device, settings = devices.choose(context.device), _settings(context, transport)
     own = shapes.tensors(shapes.checkpoint_shapes(size), device, DTYPE)
-    source = sender(settings)
+    source = make_sender(settings)
     try:
         with _model(context, settings, size, False) as other:
             other.read()
@@ -87,8 +87,8 @@ def _transport(context: Context, size: str, transport: str, one: int) -> None:
     finally:
         source.close()
         _paths(context)[0].unlink(missing_ok=True)
-    _tell(context, f"{size} {transport}: publish", one, min(published), "device to host, pageable")
-    _tell(context, f"{size} {transport}: fetch", one, min(fetched), "host to device, pageable")
+    _figures(context, f"{size} {transport}: publish", one, min(published), "device to host, pageable")
+    _figures(context, f"{size} {transport}: fetch", one, min(fetched), "host to device, pageable")
     context.bar(f"{size} {transport}: every tensor arrived", float(right), at_least=1.0)
 
 
@@ -96,7 +96,7 @@ def one_copy(context: Context, size: str) -> None:
     """The learner changes the engine's own tensors: a fence and no copy; and, for comparison, a copy inside it."""
     one = _need(context, size, 2, 1 if context.device == "cpu" else 0)
     settings = _settings(context, "cuda_ipc")
-    source = sender(settings)
+    source = make_sender(settings)
     assert isinstance(source, OneCopySender)
     try:
         with _model(context, settings, size, True) as other:
@@ -163,10 +163,10 @@ def _copy_inside(context: Context, size: str, one: int, source: OneCopySender, o
         source.publish(turn, turn, own)
         seconds.append(time.perf_counter() - begun)
         other.read()
-    _tell(context, f"{size} cuda_ipc: copied inside the fence", one, min(seconds), "device to device")
+    _figures(context, f"{size} cuda_ipc: copied inside the fence", one, min(seconds), "device to device")
 
 
-def _tell(context: Context, what: str, one: int, seconds: float, copy: str) -> None:
+def _figures(context: Context, what: str, one: int, seconds: float, copy: str) -> None:
     """Seconds, bytes per second, and the share of the plain copy of that name."""
     rate = one / seconds / GIGA
     context.figure(f"{what} s", seconds)

@@ -1,4 +1,4 @@
-"""What the structs of the messages do not say: the sender and readers of each, its reach, and its first version.
+"""What the structs of the messages do not say: sender and readers of each, its reach, its first version.
 
 Read by `protocol_page` (the tables of docs/protocol.md) and by the tests; knows nothing of sockets. A message or a field
 that is in the codec's `ALL` but not here makes `check` fail, which names what to add.

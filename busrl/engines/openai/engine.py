@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from busrl.config.schema import Openai
     from busrl.data import Prompt
     from busrl.engines.tokens import Tokens
-    from busrl.weights.base import FolderReceiver, Receiver
+    from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
 log = logging.getLogger("busrl")
@@ -197,7 +197,8 @@ class ServedEngine:
         begun = time.monotonic()
         deadline = begun + self._update_limit_s
         self._restore.wait(min(self._settings.patience_s, self._update_limit_s))  # it reads files that `take` may end
-        version, step, path = cast("FolderReceiver", receiver).take()  # the rules of a topology allow no other kind
+        assert receiver.kind != "tensors"  # the rules of a topology allow no other kind
+        version, step, path = receiver.take()
         paused, self._updating = self._pauses.on, True
         try:
             self._done += self._pause("wait" if self._chat else "keep", deadline - time.monotonic())

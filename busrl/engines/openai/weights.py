@@ -28,11 +28,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from busrl.engines.openai.client import Client
 from busrl.errors import BugError, BusrlError, PeerLost, PeerTimeout, UserError
-from busrl.weights.base import NOTHING, Kind
+from busrl.weights.base import NOTHING
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ class Restore:
 class FixedReceiver:
     """A receiver of weights that never come: the endpoint keeps those that it was started with, version 0."""
 
-    kind: Kind = "tensors"
+    kind: Literal["tensors"] = "tensors"
 
     def newest(self) -> tuple[int, int]:
         return NOTHING

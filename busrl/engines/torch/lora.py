@@ -3,10 +3,10 @@
 Used by the torch engine between two decoding steps; talks to the model's live parameters and to folders that a
 receiver has taken and verified. Knows nothing of versions, of how folders came here, or of the engine's rows.
 
-- Everything is read and compared with the model before a parameter is touched: what is refused changes nothing.
+- Everything is read and compared with the model before a parameter is touched: a refused folder changes nothing.
 - W = W0 + (alpha / rank) B A, always from the base W0, so that adapters replace each other and never add up. Hot
   swapping keeps a copy of W0 of the adapted layers; an engine that restarts reads it again from its folder.
-- Only what a plain LoRA is: no DoRA, no bias, no layers trained in full, no rank or alpha of a layer's own.
+- Plain LoRA only: no DoRA, no bias, no layers trained in full, one rank and alpha for all layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from busrl.errors import WeightsRefused
 
 if TYPE_CHECKING:
-    from busrl.weights.base import FolderReceiver, Receiver
+    from busrl.weights.base import Receiver
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -101,13 +101,13 @@ class WeightLoader:
         """The newest version of a receiver of any kind; (version, learner's step)."""
         if receiver.kind == "tensors":
             return receiver.fetch(dict(self._model.named_parameters()))
-        version, step, folder = cast("FolderReceiver", receiver).take()
+        version, step, folder = receiver.take()
         (self.swap if receiver.kind == "adapter" else self.restart)(folder)
         return version, step
 
     @torch.no_grad()
     def swap(self, folder: Path) -> None:
-        """Put that adapter in the place of the one before."""
+        """Replace the adapter before by that one."""
         adapter, parameters = self._fitting(folder)
         for name in self._kept.keys() - adapter.layers.keys():
             parameters[name].copy_(self._kept[name])
@@ -145,7 +145,7 @@ class WeightLoader:
 
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True)
-        except Exception as problem:  # a library of readers, each with errors of its own
+        except Exception as problem:  # a library of readers, each with its own errors
             raise WeightsRefused(f"{folder}: no model that can be loaded: {problem}") from problem
         if (key := _first_difference(model.config.to_dict(), self._model.config.to_dict())) is not None:
             raise WeightsRefused(f"{folder}: another architecture: {key} of its configuration differs")

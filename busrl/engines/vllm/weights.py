@@ -27,13 +27,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from busrl import files
 from busrl.config.machine import model_facts
 from busrl.config.schema import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
-from busrl.weights.base import NOTHING, Kind
+from busrl.weights.base import NOTHING
 
 if TYPE_CHECKING:
     import torch
@@ -118,18 +119,14 @@ class Page:
 
     def _create(self) -> None:
         """A new file under that name, readable by this user only; whoever maps an old one keeps it."""
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.ftruncate(descriptor, SIZE)
-        os.close(descriptor)
-        os.rename(temporary, self.path)
+        with files.replacing(self.path, durable=False) as descriptor:
+            os.ftruncate(descriptor, SIZE)
 
 
 class WorkerReceiver:
     """What the rollout role sees of the receivers in vLLM's workers: one page each."""
 
-    kind: Kind = "tensors"
+    kind: Literal["tensors"] = "tensors"
 
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
@@ -334,19 +331,19 @@ class Updates:
 
     # -- adapters and folders -------------------------------------------------------------------------------------
 
-    def _folder(self, receiver: Any) -> tuple[int, int]:
-        engine, kind = self._engine, receiver.kind
-        if kind not in ("adapter", "folder"):
-            raise UserError(f"vLLM takes no weights of kind {kind!r} from a receiver outside of its workers")
+    def _folder(self, receiver: Receiver) -> tuple[int, int]:
+        engine = self._engine
+        if receiver.kind == "tensors":
+            raise UserError("vLLM takes tensors from the receivers in its workers alone")
         # The first adapter goes into the model without one; later folders need a vLLM that starts again.
-        restarts = kind == "folder" and (self.adapter is None or self.adapter.request is not None)
+        restarts = receiver.kind == "folder" and (self.adapter is None or self.adapter.request is not None)
         if not restarts and self.adapter is not None:
             self._make_room()
         version, step, path = receiver.take()
         if restarts:
-            self._start_again(version, Path(path))
+            self._start_again(version, path)
         else:
-            self._add(version, Path(path))
+            self._add(version, path)
             engine.version = version
         return version, step
 

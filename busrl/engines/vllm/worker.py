@@ -20,15 +20,19 @@ import os
 import signal
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from busrl.config.schema import ONE_COPY
 from busrl.engines.vllm import cpu_patches
 from busrl.engines.vllm.weights import Line, Page
 from busrl.errors import BusrlError, UserError
-from busrl.weights.base import NOTHING, Receiver
-from busrl.weights.factory import Settings, receiver
+from busrl.weights.base import NOTHING, TensorReceiver
+from busrl.weights.factory import Settings, make_receiver, one_copy_receiver
+
+if TYPE_CHECKING:
+    from busrl.weights.shared import OneCopyReceiver
 
 log = logging.getLogger("busrl")
 LOOK_EVERY_S = 0.005
@@ -39,7 +43,7 @@ PR_SET_PDEATHSIG = 1
 class WorkerWeights:
     """Weights of one worker, staged beside the live `model`, whose own `load_weights` knows how names map to it."""
 
-    def __init__(self, model: Any, source: Receiver, staging: dict[str, torch.Tensor], page: Page) -> None:
+    def __init__(self, model: Any, source: TensorReceiver, staging: dict[str, torch.Tensor], page: Page) -> None:
         self._model, self._source, self._staging, self._page = model, source, staging, page
         self._staged = self._loaded = NOTHING
         self._staged_at = 0.0
@@ -132,7 +136,7 @@ class SharedWeights:
     its change; `commit` returns when the change is complete.
     """
 
-    def __init__(self, model: Any, source: Any, shapes: dict[str, tuple[int, ...]], page: Page) -> None:
+    def __init__(self, model: Any, source: OneCopyReceiver, shapes: dict[str, tuple[int, ...]], page: Page) -> None:
         self._source, self._page = source, page
         self._loaded = NOTHING
         source.share(dict(model.named_parameters()), shapes)
@@ -142,7 +146,7 @@ class SharedWeights:
         self._thread.start()
 
     def prepare(self, hold: bool) -> tuple[int, int]:
-        newest: tuple[int, int] = self._source.newest()
+        newest = self._source.newest()
         return newest if newest[0] > self._loaded[0] else NOTHING
 
     def commit(self, hold: bool) -> tuple[int, int]:
@@ -183,11 +187,13 @@ class Extension:
         name = f"{given['name']}.{self.rank}" if self.rank else given["name"]
         self.busrl_close()
         page = Page(f"{given['page']}.{self.rank}", create=True)
-        source = receiver(Settings.from_plain(given["settings"]), name)
-        if hasattr(source, "share"):
+        settings = Settings.from_plain(given["settings"])
+        if settings.transport == ONE_COPY:
             shapes = {name: tuple(t.shape) for name, t in wanted.items()}
-            self.busrl_weights = SharedWeights(model, source, shapes, page)
+            self.busrl_weights = SharedWeights(model, one_copy_receiver(settings, name), shapes, page)
         else:
+            source = make_receiver(settings, name)
+            assert source.kind == "tensors"  # folders and adapters do not come through the workers
             staging = {name: torch.empty_like(t, device="cpu") for name, t in wanted.items()}
             self.busrl_weights = WorkerWeights(model, source, staging, page)
         return str(page.path)

@@ -25,7 +25,8 @@ import msgspec
 from busrl.config import Topology
 from busrl.config.derive import control_settings
 from busrl.errors import MachineError
-from busrl.ledger.log import LineFile, Record, SampleRecord, json_lines
+from busrl.files import LineFile, json_lines
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.ring import Ring
 from busrl.scheduling.controller import Controller, Decision, Inputs
 from busrl.scheduling.trigger import LearnerPlan

@@ -30,17 +30,16 @@ from busrl.config.trial import tools_of_chats
 from busrl.data import plain_text, prompt_of
 from busrl.data.chat import LightTokenizer
 from busrl.errors import DataError
-from busrl.ledger.log import SampleRecord
-from busrl.ring import Ring, State
+from busrl.ledger.wal import SampleRecord
+from busrl.ring import Ring, State, segments_of
 from busrl.roles.trajectory import (
     UNREADABLE,
-    read_many_generated,
+    read_copies,
     read_parts,
     read_prompt_ids,
     read_segment,
     read_task,
     read_text,
-    segments_of,
 )
 from busrl.states import Fate
 
@@ -164,7 +163,7 @@ def _payloads(ring: Ring, owned: Sequence[tuple[int, int]]) -> Iterable[Payload]
     there are several."""
     if all(segments_of(word) == 1 for _, word in owned):
         with contextlib.suppress(*UNREADABLE):  # which slot it is, is found one by one below
-            whole = zip(*(read_many_generated(ring, owned, name) for name in ("prompt_ids", *SEGMENTED)))
+            whole = zip(*(read_copies(ring, owned, name) for name in ("prompt_ids", *SEGMENTED)))
             return [(payload, []) for payload in whole]
     return [_payload(ring, position, slot, segments_of(word)) for position, (slot, word) in enumerate(owned)]
 

@@ -27,8 +27,9 @@ import numpy as np
 from busrl.config import Topology
 from busrl.data import JsonlStream
 from busrl.errors import DiskFull, UserError, WriteFailed
-from busrl.ledger.log import Record, TrainLog, Wal, last_step
 from busrl.ledger.trained import TrainedSet, mend_train_log, mend_trained_set, newest_checkpoint, train_log_is_whole
+from busrl.ledger.trainlog import TrainLog, last_step
+from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates
 from busrl.roles import predictor_state

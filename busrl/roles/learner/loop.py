@@ -46,7 +46,7 @@ from busrl.config.derive import admission_limits, checkpoint_is_due, make_plan
 from busrl.config.schema import RESTARTS
 from busrl.engines.base import LENGTH
 from busrl.errors import DiskFull, EngineDisagrees, FateRefused, NothingToTrain, WriteFailed
-from busrl.ledger.log import Record, SampleRecord
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline

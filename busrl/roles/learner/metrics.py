@@ -63,7 +63,9 @@ import numpy.typing as npt
 from busrl.config import Topology
 from busrl.engines.base import LENGTH
 from busrl.errors import MachineError
-from busrl.ledger.log import LineFile, Record, SampleRecord, json_lines, last_step, tail
+from busrl.files import LineFile, json_lines, tail
+from busrl.ledger.trainlog import last_step
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.scheduling.groups import GroupView
 from busrl.states import ACCIDENTS, Fate, fate_name

@@ -32,7 +32,8 @@ from busrl.ring import State
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.states import HeaderWord
-from busrl.weights import GroupChange, News, make_sender
+from busrl.weights.base import GroupCallbacks, GroupChange
+from busrl.weights.factory import Settings, make_sender
 from busrl.weights.shared import OneCopySender
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ class Publisher:
         # Filled by the thread of the sender.
         self._groups: deque[GroupChange] = deque(maxlen=GROUPS_KEPT)
         self._missing: deque[tuple[str, str]] = deque(maxlen=GROUPS_KEPT)
-        news = News(self._groups.append, lambda name, text: self._missing.append((name, text)))
-        self.sender = make_sender(actor.topology, actor.paths, news, write)
+        callbacks = GroupCallbacks(self._groups.append, lambda name, text: self._missing.append((name, text)))
+        self.sender = make_sender(Settings.of(actor.topology, actor.paths), callbacks, write)
         self.sender.hook = lambda _: self.ring.progress()
         self._work_s = actor.topology.limits.work_s
         self.version = max(highest, self.ring.header(HeaderWord.VERSION))

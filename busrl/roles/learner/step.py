@@ -36,7 +36,7 @@ from busrl.algorithms.losses import WITHOUT_PROXIMAL
 from busrl.config import Topology
 from busrl.config.schema import ADAPTERS, ONE_COPY, Learner
 from busrl.errors import UserError
-from busrl.ledger.log import Record, SampleRecord
+from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
 from busrl.training import checkpoint
 from busrl.training.batch import Sample, all_sound

@@ -1,23 +1,17 @@
-"""The control connections of a broadcast: JSON lines between the learner's door and each engine that came through it.
+"""The connections of a broadcast: control connections between learner and engines, and a process group per epoch.
 
-Used by `weights.broadcast` (the door) and `weights.broadcast_receiver` (a wire). The address and a secret stand in a
-file that only this user can read. Knows nothing of epochs, versions or tensors.
+Used by both sides (`sender`, `receiver`). Control messages are JSON lines over TCP on this host; the address and a
+secret stand in a file that only this user can read. A group is formed through a store that the learner opens for its
+epoch. Knows nothing of versions or of which engines are members.
 
-- A process that dies closes its wire, so its death is known at once; a stopped one is found by a deadline alone.
+- A process that dies closes its connection, so its death is known at once; a stopped one only misses a deadline.
 - No call blocks for longer than the time that it is given.
-- Who does not say the secret in its first line is turned away, and so is a line that is too long.
-- Any user of the machine can connect: at most `MOST_UNKNOWN` connections wait for their first line, the oldest goes for
-  a new one, and who they belong to is told.
-
-Process groups of one epoch, and how the timeout is divided.
-
-Used by both sides of the broadcast. The learner opens a store for each epoch and names its port over the control
-connection (`weights.door`); the group is formed through it and the store goes with the group. Knows nothing of
-versions or of who the members are.
-
+- A connection that does not send the secret in its first line, or sends too long a line, is closed.
+- Any user of the machine can connect: at most MAX_UNIDENTIFIED connections wait for their first line. A new one closes
+  the oldest, and a warning names its user.
 - The store listens on the learner's host alone, and its keys lie below a secret prefix.
-- Forming a group may block for as long as its timeout: both sides do it in a thread of its own (`Forming`), which is
-  left to itself when the epoch has been given up.
+- Forming a group may block for its whole timeout, so both sides do it in a thread (`GroupSetup`), which is abandoned
+  when the epoch is given up.
 """
 
 from __future__ import annotations
@@ -40,22 +34,25 @@ from typing import Any
 import torch
 import torch.distributed
 
+from busrl import files
 from busrl.device import device_group, own_stream
-from busrl.private import write_private
 
-# -- The control connections of a broadcast: JSON lines between the learner's door and each engine that came ... ------
-
-
+log = logging.getLogger("busrl")
+dist: Any = torch.distributed  # its stub exports neither the stores nor the options of the backends
+Message = dict[str, Any]
 HOST = "127.0.0.1"  # the only one that is served
 LONGEST_LINE = 64 << 20  # a manifest of a large model has about a hundred bytes per tensor
 LONGEST_FROM_ENGINE = 64 << 10
 SEND_PATIENCE_S = 1.0
 INTRODUCE_S = 5.0
-MOST_UNKNOWN = 64
-MOST_AT_ONCE = 32  # let in before others are heard
-TOLD_EVERY_S = 60.0
-log = logging.getLogger("busrl")
-Message = dict[str, Any]
+MAX_UNIDENTIFIED = 64
+MAX_ACCEPTED = 32  # connections in a row, before other events are handled
+WARN_EVERY_S = 60.0
+IN_FLIGHT = 2
+DEVICE_CONNECT_S = 60.0
+
+
+# -- control connections ---------------------------------------------------------------------------------------
 
 
 class ControlConnection:
@@ -66,14 +63,14 @@ class ControlConnection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connected
         self.since = time.monotonic()
-        self.known = False  # has said the secret
+        self.identified = False  # has sent the secret
         self._longest = longest
         self._rest = b""
         self._ended = False
 
     @classmethod
     def to(cls, address: str, timeout_s: float) -> ControlConnection:
-        """Connect to a door."""
+        """Connect to a ControlServer."""
         host, _, port = address.partition("/")[0].rpartition(":")
         return cls(socket.create_connection((host, int(port)), timeout_s))
 
@@ -92,7 +89,7 @@ class ControlConnection:
                     raise TimeoutError(f"it has read nothing for {SEND_PATIENCE_S:g} s") from None
 
     def read(self) -> list[Message]:
-        """The lines that have come; ConnectionError once there are no more and never will be."""
+        """The lines that have arrived; ConnectionError once there can be no more."""
         while not self._ended:
             try:
                 piece = self.socket.recv(1 << 16)
@@ -105,7 +102,7 @@ class ControlConnection:
             if len(self._rest) > self._longest:
                 if b"\n" not in self._rest:
                     raise ConnectionError(f"a line of more than {self._longest} bytes")
-                break  # who sends without end is heard again, after the others
+                break  # a peer that sends without end is read again after the others
         *lines, self._rest = self._rest.split(b"\n")
         if self._ended and not lines:
             raise ConnectionError("its connection closed")
@@ -115,8 +112,8 @@ class ControlConnection:
         self.socket.close()
 
 
-class Bell:
-    """Wakes a thread that waits on wires."""
+class Waker:
+    """Wakes a thread that waits on connections."""
 
     def __init__(self) -> None:
         self._in, self._out = socket.socketpair()
@@ -126,11 +123,11 @@ class Bell:
     def fileno(self) -> int:
         return self._out.fileno()
 
-    def ring(self) -> None:
-        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody waits
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake already; closed: nobody waits
             self._in.send(b"!")
 
-    def still(self) -> None:
+    def clear(self) -> None:
         with contextlib.suppress(OSError):
             while self._out.recv(4096):
                 pass
@@ -141,82 +138,82 @@ class Bell:
 
 
 class ControlServer:
-    """Where engines come in. One thread uses it; any may `bell.ring()`."""
+    """The learner's side of the control connections. One thread uses it; any thread may call `waker.wake()`."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.host = file, HOST
-        self.bell = Bell()
+        self.waker = Waker()
         self._listener = socket.create_server((HOST, 0), backlog=128)
         self._listener.setblocking(False)
         self._secret = secrets.token_hex(16)
-        self._wires: set[ControlConnection] = set()
-        self._turned_away, self._next_told = 0, 0.0
+        self._connections: set[ControlConnection] = set()
+        self._rejected, self._next_warning = 0, 0.0
         self.address = f"{HOST}:{self._listener.getsockname()[1]}/{self._secret}"
-        write_private(file, self.address)
+        files.replace(file, self.address.encode())
 
     def poll(self, timeout_s: float) -> list[tuple[ControlConnection, Message | None]]:
-        """What has been said since, None for a wire that is gone; returns early when there is something."""
-        waited: list[Any] = [self._listener, self.bell, *self._wires]
-        heard: list[tuple[ControlConnection, Message | None]] = []
+        """Messages that have arrived, None for a connection that is gone; returns early when there is something."""
+        waited: list[Any] = [self._listener, self.waker, *self._connections]
+        received: list[tuple[ControlConnection, Message | None]] = []
         for one in ready(waited, timeout_s):
             if one is self._listener:
-                heard += [said for wire in self._let_in() for said in self._hear(wire)]
-            elif one is self.bell:
-                self.bell.still()
+                received += [message for connection in self._accept() for message in self._read(connection)]
+            elif one is self.waker:
+                self.waker.clear()
             else:
-                heard += self._hear(one)
-        self._turn_away()
-        return heard
+                received += self._read(one)
+        self._close_unidentified()
+        return received
 
-    def shut(self, wire: ControlConnection) -> None:
-        """End one connection."""
-        self._wires.discard(wire)
-        wire.close()
+    def disconnect(self, connection: ControlConnection) -> None:
+        self._connections.discard(connection)
+        connection.close()
 
     def close(self) -> None:
-        for wire in list(self._wires):
-            self.shut(wire)
+        for connection in list(self._connections):
+            self.disconnect(connection)
         self._listener.close()
-        self.bell.close()
+        self.waker.close()
         with contextlib.suppress(OSError):
             if self.file.read_text() == self.address:  # not that of a successor
                 self.file.unlink()
 
-    def _let_in(self) -> list[ControlConnection]:
-        """Those who knocked; who belongs here has sent its line already."""
+    def _accept(self) -> list[ControlConnection]:
+        """New connections; an engine has sent its first line already."""
         new: list[ControlConnection] = []
         with contextlib.suppress(OSError):
-            while len(new) < MOST_AT_ONCE:
+            while len(new) < MAX_ACCEPTED:
                 new.append(ControlConnection(self._listener.accept()[0], LONGEST_FROM_ENGINE))
-                self._wires.add(new[-1])
+                self._connections.add(new[-1])
         return new
 
-    def _turn_away(self) -> None:
-        """End connections that have said nothing for too long, or that are too many."""
-        unknown = sorted((wire for wire in self._wires if not wire.known), key=lambda wire: wire.since)
-        late = [wire for wire in unknown if time.monotonic() - wire.since > INTRODUCE_S]
-        late += unknown[len(late) : max(len(late), len(unknown) - MOST_UNKNOWN)]
-        for wire in late:
-            if not self._turned_away or time.monotonic() > self._next_told:
-                self._next_told = time.monotonic() + TOLD_EVERY_S
+    def _close_unidentified(self) -> None:
+        """Close connections that have not sent the secret in time, and the oldest of too many."""
+        unknown = sorted((one for one in self._connections if not one.identified), key=lambda one: one.since)
+        late = [one for one in unknown if time.monotonic() - one.since > INTRODUCE_S]
+        late += unknown[len(late) : max(len(late), len(unknown) - MAX_UNIDENTIFIED)]
+        for connection in late:
+            if not self._rejected or time.monotonic() > self._next_warning:
+                self._next_warning = time.monotonic() + WARN_EVERY_S
                 log.warning(
-                    "weights: %d connections to port %d said nothing and were ended, the latest of %s",
-                    self._turned_away + len(late), self._listener.getsockname()[1], owner_of(wire.socket),
+                    "weights: closed %d connections to port %d that did not send the secret, the latest of %s",
+                    self._rejected + len(late), self._listener.getsockname()[1], owner_of(connection.socket),
                 )
-            self._turned_away += 1
-            self.shut(wire)
+            self._rejected += 1
+            self.disconnect(connection)
 
-    def _hear(self, wire: ControlConnection) -> list[tuple[ControlConnection, Message | None]]:
+    def _read(self, connection: ControlConnection) -> list[tuple[ControlConnection, Message | None]]:
         try:
-            said = wire.read()
-            if said and not wire.known:
-                wire.known = hmac.compare_digest(str(said[0].get("secret")).encode(), self._secret.encode())
-                if not wire.known:
+            messages = connection.read()
+            if messages and not connection.identified:
+                given = str(messages[0].get("secret")).encode()
+                connection.identified = hmac.compare_digest(given, self._secret.encode())
+                if not connection.identified:
                     raise ConnectionError("it does not know the secret")
-            return [(wire, message) for message in said]
+            return [(connection, message) for message in messages]
         except (OSError, ValueError):
-            self.shut(wire)
-            return [(wire, None)]
+            self.disconnect(connection)
+            return [(connection, None)]
 
 
 def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> list[Any]:
@@ -228,7 +225,7 @@ def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> li
 
 
 def owner_of(connected: socket.socket) -> str:
-    """Whose the other end of a connection on this machine is, as far as the kernel says."""
+    """The user at the other end of a connection on this machine, as far as the kernel says."""
     try:
         port = connected.getpeername()[1]
         with open("/proc/net/tcp") as table:
@@ -254,18 +251,13 @@ def _parsed(line: bytes) -> Message:
     return message
 
 
-# -- Process groups of one epoch, and how the timeout is divided ------------------------------------------------------
-
-
-dist: Any = torch.distributed  # its stub exports neither the stores nor the options of the backends
-IN_FLIGHT = 2
-DEVICE_CONNECT_S = 60.0
+# -- process groups --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GroupTimeouts:
-    """The timeout of the topology in three parts, so that a member that is stopped costs the others less than all of
-    it: a part until it is missed (in the connection, a bucket or the commit), a part in the roll call without it."""
+    """The timeout of the topology in three parts, so that a stopped member costs the others less than all of it: a part
+    until it misses a deadline (connecting, a bucket or the commit), a part in the roll call that leaves it out."""
 
     timeout_s: float
 
@@ -275,14 +267,14 @@ class GroupTimeouts:
         return self.timeout_s / 3
 
     def connecting_s(self, backend: str) -> float:
-        """Longest wait for a group to stand. The first one between devices makes their contexts too."""
+        """Longest wait for a group to form. The first one between devices makes their contexts too."""
         return 1.5 * self.phase_s if backend == "gloo" else max(1.5 * self.phase_s, DEVICE_CONNECT_S)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one process stands in an epoch. `store` is host:port/prefix; `backend` is gloo, nccl or hccl, and `device`
-    is where its memory is."""
+class Rendezvous:
+    """One process's part in an epoch: rank `rank` of `size`, rank 0 sends. `store` is host:port/prefix; `backend` is
+    gloo, nccl or hccl; `device` is the one whose memory is sent."""
 
     epoch: int
     rank: int
@@ -294,38 +286,38 @@ class Place:
 
 
 class Group:
-    """A connected group; rank 0 sends."""
+    """A connected process group."""
 
-    def __init__(self, process_group: Any, store: Any, place: Place) -> None:
-        self.epoch = place.epoch
+    def __init__(self, process_group: Any, store: Any, rendezvous: Rendezvous) -> None:
+        self.epoch = rendezvous.epoch
         self._group, self._store = process_group, store
-        self._timeout, self._between_devices = timedelta(seconds=place.timeout_s), place.backend != "gloo"
+        self._timeout, self._between_devices = timedelta(seconds=rendezvous.timeout_s), rendezvous.backend != "gloo"
         self._works: list[Any] = []
 
     def broadcast(self, piece: torch.Tensor) -> None:
-        """Begin to send (rank 0) or receive; waits for the one before the last. RuntimeError: somebody is gone."""
+        """Begin to send (rank 0) or receive; waits for the piece before the last. RuntimeError: a member is gone."""
         self._works.append(self._group.broadcast(piece, root=0))
         if len(self._works) > IN_FLIGHT:
             self._works.pop(0).wait(self._timeout)
 
     def finish(self) -> None:
-        """Wait for all that has begun."""
+        """Wait for all pieces."""
         while self._works:
             self._works.pop(0).wait(self._timeout)
 
     def abandon(self) -> None:
-        """Let go of it; call it outside of every lock. Connections of Gloo close at once, which the others notice. NCCL
-        takes its time, and would end the process if its destructor took too long: it is aborted by a thread."""
+        """Drop the group; call it outside of every lock. Connections of Gloo close at once, which the others notice. A
+        thread aborts NCCL: that is slow, and a destructor that took too long would end the process."""
         group, self._group, self._works = self._group, None, []
         if self._between_devices and group is not None:
             threading.Thread(target=_abort, args=(group,), name="weights abort", daemon=True).start()
 
 
 def open_store(host: str, timeout_s: float) -> tuple[Any, str]:
-    """A store on a free port of `host`, and how the others find it."""
+    """A store on a free port of `host`, and its address for the others."""
     listener = socket.create_server((host, 0), backlog=128)
     port = listener.getsockname()[1]
-    # The bound socket is handed over because the store by itself would listen on every interface.
+    # The store takes a bound socket, because it would listen on every interface itself.
     store = dist.TCPStore(
         host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
         master_listen_fd=listener.detach(),
@@ -337,29 +329,30 @@ def join_store(address: str, timeout_s: float) -> Any:
     """A connection to the store of another process."""
     where = address.partition("/")[0]
     host, _, port = where.rpartition(":")
-    # A store that is gone refuses at once; the store's own client would try until its timeout.
+    # Here a store that is gone refuses at once; its own client would try until its timeout.
     socket.create_connection((host, int(port)), timeout_s).close()
     return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def connect(place: Place, store: Any = None) -> Group:
-    """Connect with all other ranks; raises when one does not come before the timeout."""
-    host, _, prefix = place.store.partition("/")
-    store = store if store is not None else join_store(place.store, place.timeout_s)
+def connect(rendezvous: Rendezvous, store: Any = None) -> Group:
+    """Connect with all other ranks; raises if one does not connect before the timeout."""
+    host, _, prefix = rendezvous.store.partition("/")
+    store = store if store is not None else join_store(rendezvous.store, rendezvous.timeout_s)
     below = dist.PrefixStore(prefix, store)
-    if place.backend != "gloo":
-        return _between_devices(place, below, store)
+    if rendezvous.backend != "gloo":
+        return _between_devices(rendezvous, below, store)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host.rpartition(":")[0])]
-    options._timeout = timedelta(seconds=place.timeout_s)
+    options._timeout = timedelta(seconds=rendezvous.timeout_s)
     options._threads = 1
-    return Group(dist.ProcessGroupGloo(below, place.rank, place.size, options), store, place)
+    return Group(dist.ProcessGroupGloo(below, rendezvous.rank, rendezvous.size, options), store, rendezvous)
 
 
-def _between_devices(place: Place, below: Any, store: Any) -> Group:
-    """A group of NCCL or HCCL. It connects in its first call: here, where a thread may be left to itself."""
-    group = Group(device_group(place.backend, below, place.rank, place.size, place.timeout_s), store, place)
-    group.broadcast(torch.zeros(1, dtype=torch.uint8, device=place.device))
+def _between_devices(rendezvous: Rendezvous, below: Any, store: Any) -> Group:
+    """A group of NCCL or HCCL. It connects in its first call: here, in a thread that may be abandoned."""
+    made = device_group(rendezvous.backend, below, rendezvous.rank, rendezvous.size, rendezvous.timeout_s)
+    group = Group(made, store, rendezvous)
+    group.broadcast(torch.zeros(1, dtype=torch.uint8, device=rendezvous.device))
     group.finish()
     return group
 
@@ -368,23 +361,23 @@ def _abort(group: Any) -> None:
     try:
         group.abort()
     except (RuntimeError, AttributeError) as problem:  # HCCL has none
-        log.debug("weights: a group was left as it is: %s", first_line(problem))
+        log.debug("weights: a group was not aborted: %s", first_line(problem))
 
 
-class Forming:
-    """A group that is being formed by a thread; `done` is called at its end. Forget it to give it up."""
+class GroupSetup:
+    """Forms a group in a thread, which calls `done` at its end and sets `ended`; then `group` or `problem` is set."""
 
-    def __init__(self, place: Place, done: Callable[[], None], store: Any = None) -> None:
-        self.place = place
+    def __init__(self, rendezvous: Rendezvous, done: Callable[[], None], store: Any = None) -> None:
+        self.rendezvous = rendezvous
         self.group: Group | None = None
         self.problem = ""
         self.ended = threading.Event()
-        self._given_up = False
+        self._cancelled = False
         self._done, self._store = done, store
-        threading.Thread(target=self._run, name=f"weights epoch {place.epoch}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"weights epoch {rendezvous.epoch}", daemon=True).start()
 
-    def give_up(self) -> None:
-        self._given_up = True
+    def cancel(self) -> None:
+        self._cancelled = True
         group, self.group = self.group, None
         if group is not None:
             group.abandon()
@@ -392,11 +385,11 @@ class Forming:
     def _run(self) -> None:
         begun = time.monotonic()
         try:
-            own_stream(self.place.device)
-            self.group = connect(self.place, self._store)
-            if self._given_up:
-                self.give_up()
-        except Exception as problem:  # of sockets, of torch, of a backend that is not there: all are told
+            own_stream(self.rendezvous.device)
+            self.group = connect(self.rendezvous, self._store)
+            if self._cancelled:
+                self.cancel()
+        except Exception as problem:  # of sockets, of torch, of a missing backend: all are reported
             self.problem = f"{first_line(problem)} (after {time.monotonic() - begun:.1f} s)"
         finally:
             self._store = None

@@ -1,22 +1,13 @@
-"""The versions that a broadcasting learner has to send: two blocks, and the frames of changes that lead to the newest.
+"""Weights by broadcast, the learner's side: a new group, a new epoch, whenever the members change.
 
-Used by `weights.broadcast`: the learner's thread puts versions in, the sending thread takes them out. Knows nothing of
-members or groups.
+`publish` copies into a SendBuffer and returns; a thread reads the engines' messages from the ControlServer, forms
+groups and sends. Knows nothing of the bus or of models; `callbacks` reports the members of each group.
+docs/membership.md has the states and the deadlines.
 
-- `put` returns when the tensors may change again; a version may be sent while it is still being copied.
-- The block that is being sent is not written to; a version that was overtaken before its turn is never sent.
-- Frames follow each other without a gap up to the newest version, or there are none.
-
-Weights by broadcast, the learner's side: a group that is formed anew, as a new epoch, whenever its members change.
-
-Used by the learner behind `weights.base`. `publish` copies into the outbox and returns; a thread hears the engines
-through the door (`weights.door`), forms groups (`weights.group`) and sends. Knows nothing of the bus or of models;
-`news` hears who is in each group. docs/membership.md has the states and the deadlines.
-
-- A group is used until something in it fails once, or somebody joins or leaves; then the next epoch begins.
-- No phase waits longer than its deadline. Who is late is left out, named with the phase and the seconds; it may come
-  back. Who closes its connection (a process that died) is not waited for at all.
-- A member has a version when it said so; before that the version counts as not sent.
+- A group is used until something in it fails once, or an engine joins or leaves; then the next epoch begins.
+- No phase waits longer than its deadline. A late member is left out, named with the phase and the seconds, and may come
+  back. A member that closes its connection (a process that died) is not waited for at all.
+- A member has a version when it has confirmed it; until then the version counts as not sent.
 """
 
 from __future__ import annotations
@@ -35,15 +26,15 @@ import torch
 
 from busrl.device import finish_stream, own_stream
 from busrl.errors import UserError
-from busrl.weights.base import NOTHING, Copies, GroupChange, Hook, News
+from busrl.weights.base import NOTHING, CopyingSender, GroupCallbacks, GroupChange
 from busrl.weights.broadcast.group import (
     ControlConnection,
     ControlServer,
-    Forming,
     Group,
+    GroupSetup,
     GroupTimeouts,
     Message,
-    Place,
+    Rendezvous,
     first_line,
     open_store,
     pieces,
@@ -51,12 +42,16 @@ from busrl.weights.broadcast.group import (
 from busrl.weights.sparse import Shadow
 from busrl.weights.tensors import Manifest
 
-# -- The versions that a broadcasting learner has to send: two blocks, and the frames of changes that lead to ... -----
+log = logging.getLogger("busrl")
+IDLE_S = 1.0
+
+
+# -- what there is to send -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """What is to be sent: all values in `data`, with the sums that the next frames go on from, or frames from version
+class Transfer:
+    """One version to send: all values in `data`, with the sums that the next frames continue, or frames from version
     `base` on."""
 
     version: int
@@ -70,12 +65,12 @@ class Parcel:
 class _Block:
     data: torch.Tensor
     stamp: tuple[int, int] = NOTHING
-    ready: int = 0  # bytes that are there
+    ready: int = 0  # bytes that are complete
     shadow: Shadow | None = None
 
 
 @dataclass(frozen=True)
-class Sparse:
+class SparseSettings:
     """`weights.sparse`; threshold 0: never."""
 
     threshold: float = 0.0
@@ -83,8 +78,8 @@ class Sparse:
 
 
 @dataclass
-class _Chain:
-    """Frames, each (version before it, bytes), that end at the newest version."""
+class _Frames:
+    """Frames, each (version before it, bytes), that lead to the newest version without a gap."""
 
     frames: list[tuple[int, bytes]] = field(default_factory=list)
     nbytes: int = 0
@@ -99,39 +94,43 @@ class _Chain:
         self.frames, self.nbytes = [], 0
 
     def since(self, version: int) -> bytes | None:
-        """The frames that lead from that version to the newest."""
+        """The frames from that version to the newest, None if they do not reach back so far."""
         for k, (base, _) in enumerate(self.frames):
             if base == version:
                 return b"".join(frame for _, frame in self.frames[k:])
         return None
 
 
-class Outbox:
-    """Between the two threads. `bell` is called when there is something new."""
+class SendBuffer:
+    """The learner's thread puts versions in, the sending thread takes them out; `wake` is called for a new version.
+
+    - `put` returns when the tensors may change again; a version may be sent while it is still being copied.
+    - The block that is being sent is not written to. A version that was overtaken before its turn is never sent.
+    """
 
     def __init__(
         self,
-        bell: Callable[[], None],
+        wake: Callable[[], None],
         *,
         bucket_bytes: int,
-        sparse: Sparse | None = None,
+        sparse: SparseSettings | None = None,
         checksum: bool = False,
         device: str = "cpu",
     ) -> None:
         self.manifest: Manifest | None = None
         self.change = threading.Condition()
-        self._bell, self._bucket, self._checksum, self._device = bell, bucket_bytes, checksum, device
-        self._sparse = sparse or Sparse()
+        self._wake, self._bucket, self._checksum, self._device = wake, bucket_bytes, checksum, device
+        self._sparse = sparse or SparseSettings()
         self._blocks: list[_Block] = []
         self._sending: _Block | None = None
-        self._chain = _Chain()
+        self._frames = _Frames()
 
     def newest(self) -> tuple[int, int]:
         with self.change:
             return max((block.stamp for block in self._blocks), default=NOTHING)
 
     def put(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
-        """Take a version over."""
+        """Copy a version in."""
         newest = self.newest()[0]
         if version <= newest:
             raise UserError(f"version {version} is not above {newest}, which is published; versions grow")
@@ -139,35 +138,35 @@ class Outbox:
         if not self._put_changes(version, step, named):
             self._put_all(version, step, named)
 
-    def take(self, common: int | None) -> Parcel:
-        """The newest version, as frames if the members all have version `common` and frames lead on from it."""
+    def take(self, common: int | None) -> Transfer:
+        """The newest version; as frames if all members have version `common` and frames lead from it to the newest."""
         with self.change:
             block = max(self._blocks, key=lambda one: one.stamp)
-            frames = None if common is None else self._chain.since(common)
+            frames = None if common is None else self._frames.since(common)
             if frames is not None and common is not None:
-                return Parcel(*block.stamp, torch.from_numpy(np.frombuffer(bytearray(frames), np.uint8)), common)
+                return Transfer(*block.stamp, torch.from_numpy(np.frombuffer(bytearray(frames), np.uint8)), common)
             self._sending = block
             sums = () if block.shadow is None or block.ready < len(block.data) else tuple(block.shadow.sums)
-            return Parcel(*block.stamp, block.data, sums=sums)
+            return Transfer(*block.stamp, block.data, sums=sums)
 
-    def wait_for(self, parcel: Parcel, end: int, timeout_s: float) -> None:
-        """Until the bytes before `end` are there; RuntimeError if they do not come."""
+    def wait_for(self, transfer: Transfer, end: int, timeout_s: float) -> None:
+        """Until the bytes before `end` are complete; RuntimeError after the timeout."""
         block = self._sending
-        if parcel.base >= 0 or block is None:
+        if transfer.base >= 0 or block is None:
             return
         with self.change:
-            there = self.change.wait_for(lambda: block.ready >= end or block.stamp == NOTHING, timeout_s)
-            if not there or block.stamp == NOTHING:
-                raise RuntimeError(f"the learner did not copy version {parcel.version} within {timeout_s:.1f} s")
+            complete = self.change.wait_for(lambda: block.ready >= end or block.stamp == NOTHING, timeout_s)
+            if not complete or block.stamp == NOTHING:
+                raise RuntimeError(f"the learner did not copy version {transfer.version} within {timeout_s:.1f} s")
 
-    def digest(self, parcel: Parcel) -> int:
-        """Of all values of a parcel that is not sparse; 0 if none is wanted."""
-        if not self._checksum or self.manifest is None:
+    def digest(self, transfer: Transfer) -> int:
+        """Of all values; 0 if no digest is wanted or the transfer is sparse."""
+        if not self._checksum or self.manifest is None or transfer.base >= 0:
             return 0
-        return self.manifest.digest(self.manifest.views(parcel.data.cpu()), parcel.version, parcel.step)
+        return self.manifest.digest(self.manifest.views(transfer.data.cpu()), transfer.version, transfer.step)
 
     def sent(self) -> None:
-        """The parcel taken last is not needed any more."""
+        """The last transfer taken is not needed any more."""
         with self.change:
             self._sending = None
             self.change.notify_all()
@@ -178,11 +177,11 @@ class Outbox:
             size = self.manifest.nbytes
             self._blocks = [_Block(torch.empty(size, dtype=torch.uint8, device=self._device)) for _ in range(2)]
             for block in self._blocks if self._device == "cpu" else []:
-                block.data.zero_()  # a page that is touched for the first time in a copy costs more than its bytes
+                block.data.zero_()  # the first touch of a page in a copy costs more than its bytes
         self.manifest.check(named)
 
     def _put_changes(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> bool:
-        """Make a frame of what changed and carry the newest block on; False if all values shall be copied."""
+        """Make a frame of what changed and update the newest block; False if all values have to be copied."""
         with self.change:
             block = max(self._blocks, key=lambda one: one.stamp)
             if block.shadow is None or block is self._sending or block.stamp == NOTHING:
@@ -193,10 +192,10 @@ class Outbox:
             frame = block.shadow.frame(named, base, version, step, len(block.data))
             if frame is None:
                 return False
-            self._chain.add(base, frame, len(block.data) // 2)
+            self._frames.add(base, frame, len(block.data) // 2)
             block.stamp = (version, step)
             self.change.notify_all()
-        self._bell()
+        self._wake()
         return True
 
     def _put_all(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
@@ -206,8 +205,8 @@ class Outbox:
             block.stamp, block.ready = (version, step), 0
             if block.shadow is not None:
                 block.shadow.full()
-            self._chain.clear()
-        self._bell()
+            self._frames.clear()
+        self._wake()
         try:
             for ready in self.manifest.gather_pieces(named, block.data, self._bucket):
                 finish_stream(self._device)  # the sending thread has a stream of its own
@@ -219,25 +218,16 @@ class Outbox:
                 block.stamp = NOTHING
                 self.change.notify_all()
             raise
-        self._start_shadow(block)
-
-    def _start_shadow(self, block: _Block) -> None:
-        assert self.manifest is not None
-        if not self._sparse.threshold or self._device != "cpu" or not Shadow.fits(self.manifest):
-            return
-        if block.shadow is None:
+        sparse = self._sparse.threshold and self._device == "cpu" and Shadow.fits(self.manifest)
+        if sparse and block.shadow is None:
             block.shadow = Shadow(self.manifest, block.data, self._sparse.threshold, self._checksum)
 
 
-# -- Weights by broadcast, the learner's side: a group that is formed anew, as a new epoch, whenever its members ... --
-
-
-log = logging.getLogger("busrl")
-IDLE_S = 1.0
+# -- sending it ------------------------------------------------------------------------------------------------
 
 
 class Phase(enum.Enum):
-    """What the sending thread is at. WAITING -> ROLL_CALL -> CONNECTING -> WAITING: an epoch was formed.
+    """What the sending thread does. WAITING -> ROLL_CALL -> CONNECTING -> WAITING: an epoch was formed.
     WAITING -> SENDING -> COMMITTING -> WAITING: a version went out. Any -> WAITING: it failed, or members changed."""
 
     WAITING = "waiting"
@@ -249,18 +239,21 @@ class Phase(enum.Enum):
 
 @dataclass
 class Member:
-    """An engine that came in: its connection, the epoch that it has answered to, the version that it has."""
+    """An engine that has joined: its connection, the last epoch whose roll call it answered, the version it has."""
 
     name: str
     pid: int
-    wire: ControlConnection
+    connection: ControlConnection
     answered: int = 0
     have: int = -1
-    told: bool = False  # the manifest
+    has_manifest: bool = False
 
 
-class BroadcastSender(Copies):
-    """Rank 0 of every epoch. `backend` other than gloo sends from memory of `device`, to the same kind of device."""
+class BroadcastSender(CopyingSender):
+    """Rank 0 of every epoch. A `backend` other than gloo sends from memory of `device`, to the same kind of device.
+
+    `hook` is called with the name of each phase and with "bucket <n>".
+    """
 
     def __init__(
         self,
@@ -269,28 +262,27 @@ class BroadcastSender(Copies):
         timeout_s: float = 10.0,
         bucket_bytes: int = 16 << 20,
         checksum: bool = False,
-        sparse: Sparse | None = None,
+        sparse: SparseSettings | None = None,
         device: str = "cpu",
         backend: str = "gloo",
-        news: News | None = None,
+        callbacks: GroupCallbacks | None = None,
     ) -> None:
         self.file = Path(file)
         self.epoch = 0
         self.phase = Phase.WAITING
-        self.hook: Hook | None = None  # called with each phase, "bucket <n>" too
-        self._limits, self._bucket = GroupTimeouts(timeout_s), bucket_bytes
+        self._timeouts, self._bucket = GroupTimeouts(timeout_s), bucket_bytes
         self._backend, self._device = backend, device
-        self._news = news or News(lambda change: None, lambda name, text: None)
-        self._door = ControlServer(self.file)
-        self._outbox = Outbox(
-            self._door.bell.ring, bucket_bytes=bucket_bytes, sparse=sparse, checksum=checksum, device=device
+        self._callbacks = callbacks or GroupCallbacks(lambda change: None, lambda name, text: None)
+        self._server = ControlServer(self.file)
+        self._buffer = SendBuffer(
+            self._server.waker.wake, bucket_bytes=bucket_bytes, sparse=sparse, checksum=checksum, device=device
         )
         self._members: dict[str, Member] = {}
-        self._by_wire: dict[ControlConnection, Member] = {}
-        self._broken = False  # the group is not what it should be: form it anew
+        self._by_connection: dict[ControlConnection, Member] = {}
+        self._broken = False  # the group has failed or its members have changed: form another
         self._group: Group | None = None
-        self._whys: list[str] = []
-        self._trouble = ""
+        self._reasons: list[str] = []
+        self._failure = ""
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._thread.start()
@@ -299,39 +291,39 @@ class BroadcastSender(Copies):
     # -- the learner's thread -----------------------------------------------------------------------------------
 
     def newest(self) -> tuple[int, int]:
-        return self._outbox.newest()
+        return self._buffer.newest()
 
     def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
-        self._outbox.put(version, step, named)
+        self._buffer.put(version, step, named)
 
     def close(self) -> None:
         """End the thread; a transfer in progress ends by its own timeout at the latest."""
         atexit.unregister(self.close)
         self._stopping = True
-        self._door.bell.ring()
-        self._thread.join(self._limits.timeout_s)
+        self._server.waker.wake()
+        self._thread.join(self._timeouts.timeout_s)
         self._drop_group()
-        self._door.close()
+        self._server.close()
 
-    # -- the sending thread: who is there -----------------------------------------------------------------------
+    # -- the sending thread: members --------------------------------------------------------------------------
 
     def _serve(self) -> None:
         own_stream(self._device)
         while not self._stopping:
             try:
                 self._turn()
-            except Exception as problem:  # must not end the thread: say so, and form the group anew
-                log.warning("weights: epoch %d failed (%s); it is formed anew", self.epoch, first_line(problem))
-                self._fell_apart(f"{self.phase.value}: {first_line(problem)}")
+            except Exception as problem:  # must not end the thread: report it and form another group
+                log.warning("weights: epoch %d failed (%s); the learner forms another", self.epoch, first_line(problem))
+                self._give_up_group(f"{self.phase.value}: {first_line(problem)}")
             self._enter(Phase.WAITING)
 
     def _turn(self) -> None:
         idle = not self._wants_epoch() and not self._wants_sending()
-        self._listen(IDLE_S if idle else 0.0)
+        self._read_messages(IDLE_S if idle else 0.0)
         if self._wants_epoch():
             self._form()
         if self._wants_sending() and self._group is not None:
-            self._send(self._group)
+            self._send_version(self._group)
 
     def _wants_epoch(self) -> bool:
         stands = self._group is not None and not self._broken
@@ -344,27 +336,27 @@ class BroadcastSender(Copies):
         newest = self.newest()[0]
         return all(member.have >= newest for member in self._members.values())
 
-    def _listen(self, timeout_s: float) -> None:
-        """Hear what the engines say, for at most that long."""
-        for wire, message in self._door.poll(timeout_s):
+    def _read_messages(self, timeout_s: float) -> None:
+        """Read and handle the engines' messages, for at most that long."""
+        for connection, message in self._server.poll(timeout_s):
             if message is None:
-                self._lose(self._by_wire.get(wire), "its connection closed")
+                self._lose(self._by_connection.get(connection), "its connection closed")
             elif message.get("say") == "join":
-                self._take_in(wire, message)
-            elif wire in self._by_wire:
-                self._hear(self._by_wire[wire], message)
+                self._join(connection, message)
+            elif connection in self._by_connection:
+                self._handle(self._by_connection[connection], message)
 
-    def _take_in(self, wire: ControlConnection, message: Message) -> None:
+    def _join(self, connection: ControlConnection, message: Message) -> None:
         name = str(message["name"])
         if (before := self._members.get(name)) is not None:
-            self._tell(before, {"say": "replaced"})
+            self._send_to(before, {"say": "replaced"})
             self._remove(before)
-        member = Member(name, int(message["pid"]), wire, have=int(message["have"]))
-        self._members[name] = self._by_wire[wire] = member
+        member = Member(name, int(message["pid"]), connection, have=int(message["have"]))
+        self._members[name] = self._by_connection[connection] = member
         self._broken = True
-        self._whys.append(f"{name} joined")
+        self._reasons.append(f"{name} joined")
 
-    def _hear(self, member: Member, message: Message) -> None:
+    def _handle(self, member: Member, message: Message) -> None:
         epoch, say = message.get("epoch"), message.get("say")
         if say == "here":
             member.answered, member.have = int(message["epoch"]), int(message["have"])
@@ -373,53 +365,52 @@ class BroadcastSender(Copies):
         elif say == "broken" and epoch == self.epoch:
             member.have = int(message["have"])
             self._broken = True
-            self._trouble = f"epoch {epoch} broke at {member.name} in {message['phase']}: {message['why']}"
-            log.info("weights: %s", self._trouble)
+            self._failure = f"epoch {epoch} broke at {member.name} in {message['phase']}: {message['why']}"
+            log.info("weights: %s", self._failure)
         elif say == "leave":
             self._lose(member, "left")
 
     def _lose(self, member: Member | None, why: str) -> None:
         if member is None:
             return
-        self._remove(member)
-        self._whys.append(f"{member.name} {why}")
-        if why == "left":
-            return
         where = "" if self.phase is Phase.WAITING else f" in the {self.phase.value} of epoch {self.epoch}"
-        self._leave_out(member, f"{why}{where}" + (f"; {self._trouble}" if self._trouble else ""))
-
-    def _leave_out(self, member: Member, why: str) -> None:
-        text = f"{member.name} (pid {member.pid}): {why}"
-        self._news.missing(member.name, text)
-
-    def _late(self, member: Member, seconds: float) -> None:
-        """A member that is alive as far as one knows, but silent."""
+        self._reasons.append(f"{member.name} {why}")
         self._remove(member)
+        if why != "left":
+            self._report_missing(member, why + where)
+
+    def _drop_late(self, member: Member, seconds: float) -> None:
+        """Leave out a member that may be alive, but has not answered in time."""
         what = "has not answered the roll call" if self.phase is Phase.ROLL_CALL else "has not confirmed its version"
-        why = f"{what} of epoch {self.epoch} for {seconds:.1f} s" + (f"; {self._trouble}" if self._trouble else "")
-        self._whys.append(f"{member.name} {why}")
-        self._leave_out(member, why)
+        why = f"{what} of epoch {self.epoch} for {seconds:.1f} s"
+        self._reasons.append(f"{member.name} {why}" + (f"; {self._failure}" if self._failure else ""))
+        self._remove(member)
+        self._report_missing(member, why)
+
+    def _report_missing(self, member: Member, why: str) -> None:
+        cause = f"; {self._failure}" if self._failure else ""
+        self._callbacks.missing(member.name, f"{member.name} (pid {member.pid}): {why}{cause}")
 
     def _remove(self, member: Member) -> None:
         self._members.pop(member.name, None)
-        self._by_wire.pop(member.wire, None)
+        self._by_connection.pop(member.connection, None)
         self._broken = True
-        self._door.shut(member.wire)
+        self._server.disconnect(member.connection)
 
-    def _tell(self, member: Member, message: Message) -> None:
+    def _send_to(self, member: Member, message: Message) -> None:
         try:
-            member.wire.send(message)
+            member.connection.send(message)
         except OSError as problem:
-            self._lose(member, f"does not listen ({problem})")
+            self._lose(member, f"does not read its messages ({problem})")
 
-    def _tell_all(self, message: Message) -> None:
+    def _send_all(self, message: Message) -> None:
         for member in list(self._members.values()):
-            self._tell(member, message)
+            self._send_to(member, message)
 
-    # -- the sending thread: an epoch ---------------------------------------------------------------------------
+    # -- the sending thread: an epoch -------------------------------------------------------------------------
 
     def _form(self) -> None:
-        """One attempt at an epoch; whatever happens meanwhile, `_broken` says whether it is to be tried again."""
+        """One attempt at an epoch; afterwards `_broken` says whether another is needed."""
         self._drop_group()
         self.epoch += 1
         self._broken = False
@@ -428,109 +419,105 @@ class BroadcastSender(Copies):
         if not self._call_the_roll(members):
             return
         self._enter(Phase.CONNECTING)
-        forming = self._connect(len(members) + 1)
-        if forming.group is None or self._broken:
-            forming.give_up()
+        setup = self._connect(len(members) + 1)
+        if setup.group is None or self._broken:
+            setup.cancel()
             self._broken = True
-            if forming.problem:
-                self._trouble = f"epoch {self.epoch} did not connect: {forming.problem}"
-                log.warning("weights: %s", self._trouble)
+            if setup.problem:
+                self._failure = f"epoch {self.epoch} did not connect: {setup.problem}"
+                log.warning("weights: %s", self._failure)
             return
-        self._group = forming.group
-        self._announce()
+        self._group = setup.group
+        self._report_group()
 
     def _call_the_roll(self, members: list[Member]) -> bool:
-        """Whether all members answered; who did not is not one any more."""
+        """Whether all members answered; the others are left out."""
         begun, size = time.monotonic(), len(members) + 1
         for rank, member in enumerate(members, 1):
             call: Message = {"say": "epoch", "epoch": self.epoch, "rank": rank, "size": size}
-            if not member.told and self._outbox.manifest is not None:
-                call["manifest"] = self._outbox.manifest.to_json().decode()
-                member.told = True
-            self._tell(member, call)
-        deadline = begun + self._limits.phase_s
+            if not member.has_manifest and self._buffer.manifest is not None:
+                call["manifest"] = self._buffer.manifest.to_json().decode()
+                member.has_manifest = True
+            self._send_to(member, call)
+        return self._all_in_time(begun, lambda: [member for member in members if member.answered != self.epoch])
+
+    def _all_in_time(self, begun: float, missing: Callable[[], list[Member]]) -> bool:
+        """Handle messages until no member is `missing`; leave out those that are when the phase's time is over."""
+        deadline = begun + self._timeouts.phase_s
         while not self._broken and not self._stopping:
-            late = [member for member in members if member.answered != self.epoch]
+            late = missing()
             if not late:
                 return True
             if time.monotonic() >= deadline:
                 for member in late:
-                    self._late(member, time.monotonic() - begun)
+                    self._drop_late(member, time.monotonic() - begun)
                 return False
-            self._listen(deadline - time.monotonic())
+            self._read_messages(deadline - time.monotonic())
         return False
 
-    def _connect(self, size: int) -> Forming:
-        """Form the group; ends early when somebody is lost meanwhile."""
-        store, where = open_store(self._door.host, self._limits.phase_s)
-        place = Place(self.epoch, 0, size, where, self._limits.phase_s, self._backend, self._device)
-        self._tell_all({"say": "connect", "epoch": self.epoch, "store": where, "timeout_s": self._limits.phase_s,
+    def _connect(self, size: int) -> GroupSetup:
+        """Form the group; returns early if a member is lost meanwhile."""
+        store, where = open_store(self._server.host, self._timeouts.phase_s)
+        rendezvous = Rendezvous(self.epoch, 0, size, where, self._timeouts.phase_s, self._backend, self._device)
+        self._send_all({"say": "connect", "epoch": self.epoch, "store": where, "timeout_s": self._timeouts.phase_s,
                         "backend": self._backend})
-        forming = Forming(place, self._door.bell.ring, store)
-        limit_s = self._limits.connecting_s(self._backend)
+        setup = GroupSetup(rendezvous, self._server.waker.wake, store)
+        limit_s = self._timeouts.connecting_s(self._backend)
         deadline = time.monotonic() + limit_s
-        while not forming.ended.is_set() and not self._broken and not self._stopping and time.monotonic() < deadline:
-            self._listen(0.25)
-        if not forming.ended.is_set() and time.monotonic() >= deadline:
-            forming.problem = f"still connecting after {limit_s:.1f} s"
-        return forming
+        while not setup.ended.is_set() and not self._broken and not self._stopping and time.monotonic() < deadline:
+            self._read_messages(0.25)
+        if not setup.ended.is_set() and time.monotonic() >= deadline:
+            setup.problem = f"still connecting after {limit_s:.1f} s"
+        return setup
 
-    def _announce(self) -> None:
-        why = "; ".join(self._whys[-8:]) or self._trouble
-        self._news.formed(GroupChange(self.epoch, tuple(sorted(self._members)), why))
-        self._whys, self._trouble = [], ""
+    def _report_group(self) -> None:
+        why = "; ".join(self._reasons[-8:]) or self._failure
+        self._callbacks.formed(GroupChange(self.epoch, tuple(sorted(self._members)), why))
+        self._reasons, self._failure = [], ""
 
-    # -- the sending thread: a version --------------------------------------------------------------------------
+    # -- the sending thread: a version ------------------------------------------------------------------------
 
-    def _send(self, group: Group) -> None:
+    def _send_version(self, group: Group) -> None:
         """Send the newest version to the group."""
         common = {member.have for member in self._members.values()}
-        parcel = self._outbox.take(common.pop() if len(common) == 1 else None)
+        transfer = self._buffer.take(common.pop() if len(common) == 1 else None)
         begun = time.monotonic()
         self._enter(Phase.SENDING)
-        spans, n = pieces(len(parcel.data), self._bucket), 0
+        spans, n = pieces(len(transfer.data), self._bucket), 0
         try:
-            self._tell_all(self._letter(parcel, group))
+            self._send_all(self._announcement(transfer, group))
             for n, (start, end) in enumerate(spans):
-                self._outbox.wait_for(parcel, end, self._limits.phase_s)
-                self._call_hook(f"bucket {n}")
-                group.broadcast(parcel.data[start:end])
+                self._buffer.wait_for(transfer, end, self._timeouts.phase_s)
+                self._reached(f"bucket {n}")
+                group.broadcast(transfer.data[start:end])
             group.finish()
-            digest = self._outbox.digest(parcel) if parcel.base < 0 else 0
+            digest = self._buffer.digest(transfer)
         except RuntimeError as problem:
             seconds = time.monotonic() - begun
-            where = f"bucket {n} of {len(spans)} of version {parcel.version}"
-            self._fell_apart(f"epoch {group.epoch} broke in {where} after {seconds:.1f} s: {first_line(problem)}")
+            where = f"bucket {n} of {len(spans)} of version {transfer.version}"
+            self._give_up_group(f"epoch {group.epoch} broke in {where} after {seconds:.1f} s: {first_line(problem)}")
             return
         finally:
-            self._outbox.sent()
-        self._commit(parcel, digest)
+            self._buffer.sent()
+        self._commit(transfer, digest)
 
-    def _letter(self, parcel: Parcel, group: Group) -> Message:
+    def _announcement(self, transfer: Transfer, group: Group) -> Message:
         return {
-            "say": "send", "epoch": group.epoch, "version": parcel.version, "step": parcel.step, "base": parcel.base,
-            "nbytes": len(parcel.data), "bucket": self._bucket, "sums": list(parcel.sums),
+            "say": "send", "epoch": group.epoch, "version": transfer.version, "step": transfer.step,
+            "base": transfer.base, "nbytes": len(transfer.data), "bucket": self._bucket, "sums": list(transfer.sums),
         }
 
-    def _commit(self, parcel: Parcel, digest: int) -> None:
-        """Wait until all members have the version in one piece."""
+    def _commit(self, transfer: Transfer, digest: int) -> None:
+        """Wait until all members have confirmed the version."""
         self._enter(Phase.COMMITTING)
-        self._tell_all({"say": "commit", "epoch": self.epoch, "version": parcel.version, "digest": digest})
-        begun = time.monotonic()
-        deadline = begun + self._limits.phase_s
-        while not self._broken and not self._stopping:
-            late = [member for member in self._members.values() if member.have < parcel.version]
-            if not late:
-                return
-            if time.monotonic() >= deadline:
-                for member in late:
-                    self._late(member, time.monotonic() - begun)
-                return
-            self._listen(deadline - time.monotonic())
+        self._send_all({"say": "commit", "epoch": self.epoch, "version": transfer.version, "digest": digest})
+        self._all_in_time(
+            time.monotonic(), lambda: [member for member in self._members.values() if member.have < transfer.version]
+        )
 
-    def _fell_apart(self, why: str) -> None:
-        log.warning("weights: %s; the group is formed anew", why)
-        self._trouble = why
+    def _give_up_group(self, why: str) -> None:
+        log.warning("weights: %s; the learner forms another group", why)
+        self._failure = why
         self._drop_group()
 
     def _drop_group(self) -> None:
@@ -542,8 +529,4 @@ class BroadcastSender(Copies):
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         if phase is not Phase.WAITING:
-            self._call_hook(phase.value)
-
-    def _call_hook(self, point: str) -> None:
-        if self.hook is not None:
-            self.hook(point)
+            self._reached(phase.value)

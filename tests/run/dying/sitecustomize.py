@@ -26,4 +26,4 @@ def hook(self, reached):
 
 
 if NAME in ("learner", "rollout/0"):
-    (BroadcastSender if NAME == "learner" else BroadcastReceiver)._call_hook = hook
+    (BroadcastSender if NAME == "learner" else BroadcastReceiver)._reached = hook

@@ -1,4 +1,4 @@
-"""The learner's door for engines: any user of the machine can connect to its port, and few of them cost anything."""
+"""The control server of a broadcast: any user of the machine can connect to its port, and few of them cost anything."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from busrl.weights.broadcast.group import MOST_UNKNOWN, ControlConnection, ControlServer, ready
+from busrl.weights.broadcast.group import MAX_UNIDENTIFIED, ControlConnection, ControlServer, ready
 
-MANY = 4 * MOST_UNKNOWN
+MANY = 4 * MAX_UNIDENTIFIED
 PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[ControlServer]:
+def server(tmp_path: Path) -> Iterator[ControlServer]:
     made = ControlServer(tmp_path / "weights.store")
     yield made
     made.close()
 
 
-def silent(door: ControlServer, count: int) -> list[socket.socket]:
-    """Connections that say nothing; the door looks in between, as it does all the time."""
+def silent(server: ControlServer, count: int) -> list[socket.socket]:
+    """Connections that say nothing; the server polls in between, as it does all the time."""
     made = []
-    port = int(door.address.partition("/")[0].rpartition(":")[2])
+    port = int(server.address.partition("/")[0].rpartition(":")[2])
     for _ in range(count):
         one = socket.socket()
         one.setblocking(False)
@@ -37,25 +37,25 @@ def silent(door: ControlServer, count: int) -> list[socket.socket]:
         end = time.monotonic() + PATIENCE_S
         while not ready([one], 0.0, select.POLLOUT):  # others may fill the queue
             assert time.monotonic() < end, f"no connection within {PATIENCE_S:g} s"
-            door.poll(0.01)
+            server.poll(0.01)
         one.setblocking(True)
         made.append(one)
-        door.poll(0.01)
+        server.poll(0.01)
     return made
 
 
-def test_connections_that_say_nothing_take_a_bounded_number_of_descriptors_and_their_owner_is_named(door, caplog):
+def test_connections_that_say_nothing_take_a_bounded_number_of_descriptors_and_their_owner_is_named(server, caplog):
     before = len(os.listdir("/proc/self/fd"))
-    strangers = silent(door, MANY)
-    assert len(os.listdir("/proc/self/fd")) - before <= MANY + MOST_UNKNOWN
-    assert f"user {os.getuid()}" in caplog.text and caplog.text.count("said nothing") <= 2
+    strangers = silent(server, MANY)
+    assert len(os.listdir("/proc/self/fd")) - before <= MANY + MAX_UNIDENTIFIED
+    assert f"user {os.getuid()}" in caplog.text and caplog.text.count("did not send the secret") <= 2
     for one in strangers:
         one.close()
 
 
-def test_an_engine_comes_in_and_stays_while_strangers_flood_the_port(door):
+def test_an_engine_comes_in_and_stays_while_strangers_flood_the_port(server):
     stop = threading.Event()
-    address, _, secret = door.address.partition("/")
+    address, _, secret = server.address.partition("/")
     port = int(address.rpartition(":")[2])
 
     def flood() -> None:
@@ -70,14 +70,14 @@ def test_an_engine_comes_in_and_stays_while_strangers_flood_the_port(door):
         for one in held:
             one.close()
 
-    wires: list[ControlConnection] = []
+    connections: list[ControlConnection] = []
 
     def engine() -> None:
-        while not wires and not stop.is_set():
+        while not connections and not stop.is_set():
             try:
-                wire = ControlConnection.to(door.address, 1)
-                wire.send({"secret": secret, "name": "rollout-0"})
-                wires.append(wire)
+                connection = ControlConnection.to(server.address, 1)
+                connection.send({"secret": secret, "name": "rollout-0"})
+                connections.append(connection)
             except OSError:
                 stop.wait(0.01)
 
@@ -85,10 +85,10 @@ def test_an_engine_comes_in_and_stays_while_strangers_flood_the_port(door):
     for one in others:
         one.start()
     try:
-        assert heard(door)["name"] == "rollout-0"
-        silent(door, MANY)
-        wires[0].send({"still": "here"})
-        assert heard(door) == {"still": "here"}
+        assert heard(server)["name"] == "rollout-0"
+        silent(server, MANY)
+        connections[0].send({"still": "here"})
+        assert heard(server) == {"still": "here"}
     finally:
         stop.set()
         for one in others:
@@ -98,26 +98,26 @@ def test_an_engine_comes_in_and_stays_while_strangers_flood_the_port(door):
 @pytest.mark.parametrize(
     "line", [b"[" * 60_000, b'{"secret": "\\ud800"}', b"7", b"\xff\xfe"], ids=["deep", "surrogate", "number", "bytes"]
 )
-def test_a_stranger_s_line_ends_its_own_connection_and_nothing_else(door, line):
-    (stranger,) = silent(door, 1)
+def test_a_stranger_s_line_ends_its_own_connection_and_nothing_else(server, line):
+    (stranger,) = silent(server, 1)
     stranger.sendall(line + b"\n")
     end = time.monotonic() + PATIENCE_S
-    while not (said := door.poll(0.01)):
+    while not (said := server.poll(0.01)):
         assert time.monotonic() < end, f"nothing was heard within {PATIENCE_S:g} s"
     assert [message for _, message in said] == [None]
     stranger.close()
 
 
-def test_a_stranger_that_sends_lines_without_end_is_turned_away_and_not_read_on(door):
+def test_a_stranger_that_sends_lines_without_end_is_turned_away_and_not_read_on(server):
     mine, others = socket.socketpair()
     with mine, others:
         mine.setblocking(False)
         sent = 0
-        wire = ControlConnection(TcpLike(others), longest=1000)
+        connection = ControlConnection(TcpLike(others), longest=1000)
         with contextlib.suppress(BlockingIOError):
             while True:
                 sent += mine.send(b"{}\n" * 20_000)
-        assert 0 < len(wire.read()) * 3 <= (1 << 16) + 1000 < sent
+        assert 0 < len(connection.read()) * 3 <= (1 << 16) + 1000 < sent
 
 
 class TcpLike:
@@ -132,11 +132,11 @@ class TcpLike:
         return getattr(self._connected, name)
 
 
-def heard(door: ControlServer) -> dict[str, object]:
+def heard(server: ControlServer) -> dict[str, object]:
     """The first message that comes in."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
-        for _, message in door.poll(0.01):
+        for _, message in server.poll(0.01):
             if message is not None:
                 return message
     raise AssertionError(f"no engine was heard within {PATIENCE_S:g} s")

@@ -1,0 +1,82 @@
+"""The train log, `train.jsonl`: one line per optimiser step, for people and for the audit.
+
+Written by the learner after a step; talks to one file. `step_lines` and `last_step` read metrics.jsonl as well. Knows
+nothing of the write-ahead log's bytes, of the ring or of tensors.
+
+- A line with step s takes the place of all earlier lines with a step >= s: that is how a replay after a restart, or a
+  return to a checkpoint with `wal = "off"`, shows. Nothing in the file is ever changed.
+- `crc` is the crc32 of the prompt line, so the file proves which prompt each uid was trained on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from busrl.files import LineFile, json_lines
+from busrl.ledger.wal import Record, SampleRecord
+
+TRAIN_TAIL_BYTES = 1 << 20  # of lines of thousands of samples
+
+
+class TrainLine(msgspec.Struct, kw_only=True):
+    """One step; each sample is [uid, attempt, crc]."""
+
+    step: int
+    version: int
+    cause: str
+    samples: list[tuple[int, int, int]]
+
+
+def of_step(row: Mapping[str, Any]) -> bool:
+    """Whether a line of train.jsonl or metrics.jsonl is a step's: one with a `kind` tells of groups that ended without
+    a step, under the number of the step before them."""
+    return "kind" not in row
+
+
+def step_lines(path: Path, tail: int = 0) -> list[dict[str, Any]]:
+    """The lines of steps, in order: what every reader of metrics.jsonl means by its rows. Empty where there is no file;
+    `tail`: only of its last bytes."""
+    return [row for row in json_lines(path, tail) if of_step(row)]
+
+
+def last_step(path: Path) -> int:
+    """The newest step that has a line, by the end of the file; 0 if none has."""
+    for tail in (TRAIN_TAIL_BYTES, 0):  # the whole file only where its end is damaged
+        steps = [int(row["step"]) for row in step_lines(path, tail) if isinstance(row.get("step"), int)]
+        if steps:
+            return steps[-1]
+    return 0
+
+
+class TrainLog:
+    """Appends to `train.jsonl`; half a line of a killed predecessor is cut at opening."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._lines = LineFile(path)
+
+    def append(self, record: Record) -> None:
+        """The line of a record that was trained, also when it was replayed."""
+        self.append_step(record.step, record.version, record.cause, record.samples)
+
+    def append_step(self, step: int, version: int, cause: str, samples: Iterable[SampleRecord]) -> None:
+        """The line of a step that has no record."""
+        entries = [(sample.uid, sample.attempt, sample.prompt_crc) for sample in samples]
+        line = TrainLine(step=step, version=version, cause=cause, samples=entries)
+        self._lines.append(msgspec.json.encode(line))
+
+    @property
+    def shortened(self) -> bool:
+        """Whether somebody took lines away while it was open."""
+        return self._lines.shortened
+
+    def flush(self) -> None:
+        """Make all lines durable: before a checkpoint, so that its samples have their lines after a power cut too."""
+        self._lines.flush()
+
+    def close(self) -> None:
+        self._lines.close()
