@@ -1,7 +1,7 @@
 """Rules about what runs the model: weight transports, engines, vLLM's versions and sizes, devices and cores.
 
-One small function per subject, each yielding findings as those of `rules` do; a new transport adds its line to ENGINES
-and its own function to CHECKS. Reads the metadata of installed packages and never imports vLLM, which takes seconds.
+One small function per subject, each yielding findings as those of `rules` do; a new transport adds its own function to
+CHECKS. Reads the metadata of installed packages and never imports vLLM, which takes seconds.
 docs/weights.md and docs/engines.md have the tables for readers; what a version costs in bytes is in `machine`.
 
 - A combination that cannot work is refused here, before anything starts; a transport or an engine may rely on it.
@@ -17,23 +17,14 @@ from dataclasses import fields
 from importlib import metadata
 
 from busrl.config.rules import Check, Finding
-from busrl.config.schema import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, Openai, Process, Topology, Vllm, Weights
+from busrl.config.schema import ADAPTERS, ENGINES, FOLDERS, ONE_COPY, RESTARTS, Openai, Process, Topology, Vllm, Weights
 from busrl.device import BACKEND
 
 # -- weight transports -----
 
 ONE_HOST = ("shm", "broadcast", "cuda_ipc", *FOLDERS)  # those that reach the learner's host alone: so far all
 SPARSE = ("shm", "broadcast")  # transports of values, which can send the changed ones alone, and a digest with them
-# The engines that a transport can give weights to. One that is not busrl's own (openai) has rules of its own.
-ENGINES: dict[str, tuple[str, ...]] = {
-    "shm": ("torch", "vllm", "mock"),
-    "broadcast": ("torch", "vllm"),
-    "cuda_ipc": ("torch", "vllm"),
-    "lora_hotswap": ("torch", "vllm"),
-    "lora_restart": ("torch", "vllm"),
-    "checkpoint_restart": ("torch", "vllm"),
-}
-OURS = ("torch", "vllm", "mock")
+OURS = tuple(dict.fromkeys(engine for engines in ENGINES.values() for engine in engines))
 
 
 def rollouts(t: Topology) -> Iterator[tuple[int, Process]]:
