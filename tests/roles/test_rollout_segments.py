@@ -15,7 +15,6 @@ import pytest
 from planned_engine import EOS_ID, PlannedEngine, logprobs_of
 
 from busrl.config import load
-from busrl.config.derive import admission_limits
 from busrl.config.schema import Segments, Topology
 from busrl.engines.base import Finished, Request
 from busrl.protocol import messages as m
@@ -37,7 +36,7 @@ class Worker(Rollout):
 
     def __init__(self, topology: Topology, ring: Ring, engine: PlannedEngine) -> None:
         self.topology, self.ring, self.engine, self.name = topology, ring, engine, "rollout/0"
-        self.held, self.alone, self.limits = {}, False, admission_limits(topology)
+        self.held, self.alone, self.limits = {}, False, topology.derived.limits
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.segments = SegmentCuts.of(topology)
         self.waves = self.segments.waves

@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.config import Topology
-from busrl.config.derive import admission_limits, checkpoint_is_due, make_plan
+from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.config.schema import RESTARTS
 from busrl.engines.base import LENGTH
 from busrl.errors import DiskFull, EngineDisagrees, FateRefused, NothingToTrain, WriteFailed
@@ -187,9 +187,9 @@ class Learner(Actor):
 
     def setup(self) -> None:
         self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
-        limits = admission_limits(self.topology)
+        limits = self.topology.derived.limits
         streaming = TrainingStep.streamable(self.config) and not self.config.deterministic
-        self.plan = make_plan(self.topology, limits, streaming=streaming)
+        self.plan = make_plan(self.topology, streaming=streaming)
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
