@@ -24,6 +24,7 @@ from busrl.roles.learner.groups import Claimed, claim_group
 from busrl.roles.rollout import Pace, Rollout
 from busrl.roles.segments import SegmentCuts
 from busrl.roles.trajectory import read_generated, read_text
+from busrl.scheduling.limits import derive
 from busrl.weights.base import VersionSteps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +108,9 @@ def in_waves(n_min: int) -> Topology:
     """Synchronous rounds of segments, of so many groups each."""
     base = topology(rounds="segments")
     learner = dataclasses.replace(base.learner, trigger=dataclasses.replace(base.learner.trigger, n_min=n_min))
-    return dataclasses.replace(base, learner=learner, weights=dataclasses.replace(base.weights, mode="sync"))
+    limits = derive("sync", n_min, 0, base.groups.size, waves=base.segments.waves)
+    derived, weights = dataclasses.replace(base.derived, limits=limits), dataclasses.replace(base.weights, mode="sync")
+    return dataclasses.replace(base, learner=learner, weights=weights, derived=derived)
 
 
 def dispatch(ring: Ring, uids: Sequence[int], cls: int = 0, step: int = 0, version: int = 0) -> None:
