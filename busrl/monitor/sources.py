@@ -25,7 +25,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from busrl.bus.tap import Heard, Tap
+from busrl.bus.tap import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
 from busrl.monitor.runfiles import RunFiles, whole
 from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
@@ -344,7 +344,7 @@ class Watcher:
         if self._reader is not None:
             self._reader.close()
 
-    def _fold(self, heard: Heard, wall: float, now: float) -> float | None:
+    def _fold(self, heard: TapMessage, wall: float, now: float) -> float | None:
         """One message into the picture; how late it is in seconds, where that says how far behind we are."""
         name, run = heard.name, self.run
         if name in (LOOK, REPLAY):
