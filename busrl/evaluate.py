@@ -118,7 +118,7 @@ class Evaluation:
         )
 
     def _requests(self, engine: Engine) -> Iterator[Request]:
-        """One for each sample; a prompt that can not be asked has its row already."""
+        """One for each sample; a prompt that cannot be asked has its row already."""
         limit, generation = self.topology.max_prompt_tokens, self.topology.generation
         first = VALIDATE_BIT | self.asked.round * self.asked.samples
         for place in range(self.asked.samples):

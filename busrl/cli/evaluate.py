@@ -74,7 +74,7 @@ def _writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise UserError(f"{out}: the rows can not be written there ({problem.strerror}); give --out FILE") from problem
+        raise UserError(f"{out}: the rows cannot be written there ({problem.strerror}); give --out FILE") from problem
 
 
 def find(named: Path, checkpoint: str, overrides: list[str]) -> Target:

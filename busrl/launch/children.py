@@ -64,7 +64,7 @@ class Running:
         if self.popen.returncode is None:
             if os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
-            self.kill_group()  # while the pid is still taken, so that the group can not be somebody else's
+            self.kill_group()  # while the pid is still taken, so that the group cannot be somebody else's
             self.on_end(self.pid)
             self.popen.wait()
             if self.mark:
@@ -195,7 +195,7 @@ def last_lines(path: Path, count: int = 12, block: int = 16_384) -> list[str]:
             file.seek(max(0, os.fstat(file.fileno()).st_size - block))
             text = file.read().decode(errors="replace")
     except OSError as error:
-        return [f"(its log can not be read: {error})"]
+        return [f"(its log cannot be read: {error})"]
     return [line for line in text.splitlines() if line.strip()][-count:]
 
 

@@ -1,28 +1,15 @@
-"""Signals to `launch` as something to wait for: the first asks for an orderly stop, a second one kills.
+"""The loop of `launch`: starts the children of a run, watches them, starts them again, stops them in order.
 
-Talks to the kernel; knows nothing of children. Handlers only count; a descriptor becomes readable, so that a wait ends.
-
-- SIGHUP and SIGINT that were ignored when launch began stay ignored: so ask `nohup`, and a shell that starts something
-  in the background. SIGTERM is always heard: by it `busrl stop` asks.
-- Output to a terminal that belongs to another job (SIGTTOU, under `stty tostop`) does not stop launch.
-
-The end of a run with all its roles stopped: `open.bin`, nothing left in shared memory, and the audit.
-
-Talks to the ring, the ledger's files and the audit. Knows nothing of processes; it must be called when none is left.
-
-- The order is: reclaim what the dead held, write and sync open.bin and the fates, then unlink the ring. Killed in
-  between, the next start adopts the ring and forgets open.bin.
-
-The loop of `launch`: starts the children, watches them, starts them again, stops them in order.
-
-Talks to the children (pids, exit codes), to the ring's process table (reading), to the bus (progress for display, STOP)
-and to the terminal. What to do about a child is decided in `supervisor.py`, in which order to stop in `shutdown.py`.
-Knows nothing of samples, groups or weights.
+Talks to the children (pids, exit codes), to the ring's process table (reading), to the bus (progress for the display,
+STOP), to the display and to the signals that ask for an end. `supervisor.py` decides what to do about a child and in
+which order to stop. Knows nothing of samples, groups or weights.
 
 - The run has reached its goal when the learner has ended with 0 after setting `run_state` to finished, and the
   validator, if there is one, with 0 after that; and only then.
 - Everything is done in one thread, with one wait: for a death, a signal, or the next look.
 - Nothing here depends on the bus: with every message lost the picture is poorer and the run the same.
+- At the end: reclaim what the dead held, write and sync open.bin and the fates, then unlink the ring. Killed in
+  between, the next start adopts the ring and forgets open.bin.
 """
 
 from __future__ import annotations
@@ -67,7 +54,7 @@ from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import HeaderWord, RunPhase
 
-# -- Signals to `launch` as something to wait for: the first asks for an orderly stop, a second one kills -------------
+# -- signals -----------------------------------------------------------------------------------------------------------
 
 
 ORDERLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -132,7 +119,7 @@ class Signals:
         os.close(self._writer)
 
 
-# -- The end of a run with all its roles stopped: `open.bin`, nothing left in shared memory, and the audit ------------
+# -- closing -----------------------------------------------------------------------------------------------------------
 
 
 def close_run(run: OpenRun) -> int:
@@ -162,7 +149,7 @@ def close_run(run: OpenRun) -> int:
 
 
 def _abandon(run: OpenRun) -> int:
-    """The run directory is not where it was, or can not be written: nothing is written in its place. Without a ring and
+    """The run directory is not where it was, or cannot be written: nothing is written in its place. Without a ring and
     an open.bin the next start, wherever it is, generates again what was open."""
     unlink_segments(run.paths.ring_name)
     remove_runtime_dir(run.paths)
@@ -188,7 +175,7 @@ def audit_run(root: Path, topology: Topology) -> AuditReport | str:
         return str(problem)
 
 
-# -- The loop of `launch`: starts the children, watches them, starts them again, stops them in order ------------------
+# -- the loop ----------------------------------------------------------------------------------------------------------
 
 
 TICK_S = 0.2
@@ -295,7 +282,7 @@ class Launch:
             self._say(line)
         if gone := self._run.ring_gone():
             record_error(self._paths, "launch", "critical", "ledger", gone)
-            return Outcome("failed", f"{child.name} can not be started: {gone}", 1)
+            return Outcome("failed", f"{child.name} cannot be started: {gone}", 1)
         try:
             process, topology = self._processes[child.name], self._run.topology
             crash = crash_environment(topology.faults, child.name, child.restarts + 1)
@@ -414,7 +401,7 @@ class Launch:
                 self._say(f"  | {line}")
         elif child.name in self._unlogged:
             words = f"it had no log: {self._unlogged[child.name]}"
-        what = "can not do what was asked" if hopeless else death.why.removeprefix("it ")
+        what = "cannot do what was asked" if hopeless else death.why.removeprefix("it ")
         return Outcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
 
     def _did(self, child: Child) -> int | None:

@@ -247,7 +247,7 @@ def _maps(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def fates(path: Path) -> dict[str, int]:
-    """How many samples have each fate, most interesting first; empty where the table can not be read."""
+    """How many samples have each fate, most interesting first; empty where the table cannot be read."""
     counts = np.zeros(256, np.int64)
     with suppress(OSError), open(path, "rb") as file:
         while block := file.read(CHUNK):

@@ -123,7 +123,7 @@ def holder_of(paths: RunPaths) -> int | None:
 
 
 def living(ring_name: str) -> list[Process]:
-    """Registered processes of a ring that are not proven dead; none if it can not be read."""
+    """Registered processes of a ring that are not proven dead; none if it cannot be read."""
     try:
         ring = Ring.attach(ring_name, read_only=True)
     except RingError:
@@ -144,7 +144,7 @@ class Look:
         self._paths, self._name, self._group_size = paths, ring_name or paths.ring_name, group_size
         self._ring: Ring | None = None
         self._file = (0, 0)
-        self.damage = ""  # why the ring that is there can not be read, with the remedy
+        self.damage = ""  # why the ring that is there cannot be read, with the remedy
         self._fates: Fates | None = None
         self._scanner: GroupScanner | None = None
 
@@ -184,7 +184,7 @@ class Look:
         return self._ring
 
     def _groups(self, ring: Ring) -> tuple[int, int]:
-        """Open groups, and of these the ones that a step could take; -1 where the fates can not be read."""
+        """Open groups, and of these the ones that a step could take; -1 where the fates cannot be read."""
         lines = ring.lines()
         scanner = self._scanner_of(lines)
         if scanner is None:
@@ -374,7 +374,7 @@ class Watcher:
 
 
 def decoded(name: str, body: bytes) -> Message | None:
-    """The message of a known name; None for one that this program can not read."""
+    """The message of a known name; None for one that this program cannot read."""
     kind = BY_NAME.get(name)
     if kind is None:
         return None

@@ -455,7 +455,7 @@ class RunState:
     ended: str = ""  # how the run ended, in words, once it has; then also its last step and version
     ended_step: int = 0
     ended_version: int = 0
-    damage: str = ""  # why its ring can not be read, with the remedy
+    damage: str = ""  # why its ring cannot be read, with the remedy
     replay: str = ""  # what is replayed and how fast, if it is a replay
     replay_over: bool = False
     pace: float = 1.0  # seconds of the run in one of the listener's; 0: a replay as fast as it goes
