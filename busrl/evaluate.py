@@ -185,5 +185,5 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
         for row in rows:
-            told = {key: value for key, value in asdict(row).items() if value not in ("", None)}
-            file.write(msgspec.json.encode(told) + b"\n")
+            known = {key: value for key, value in asdict(row).items() if value not in ("", None)}
+            file.write(msgspec.json.encode(known) + b"\n")

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return 141
     except OSError as error:
-        if not _output_fails():  # another file's: whoever opened it should have named it
+        if not _output_fails():  # another file's: the code that opened it should have named it
             raise
         _discard_output()
         return _tell(MachineError(f"standard output: {error.strerror}; make room where it goes, or send it elsewhere"))
@@ -218,7 +218,7 @@ def _add_stop(verbs: Verbs) -> None:
 
 
 def _add_audit(verbs: Verbs) -> None:
-    more = "Exit code 0 if every promise holds, 1 if not. It works on a run that goes on, has ended, or was killed."
+    more = "Exit code 0 if every promise holds, 1 if not. It works on a run that is running, has ended, or was killed."
     made = _verb(verbs, "audit", "run:audit", "recompute the fate of every sample from the files of a run", more)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     made.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,7 +1,7 @@
 """`busrl ring list | inspect | clean`: the shared memory that runs of this user have, or left behind.
 
 Maps rings read-only and asks the ring for proof of life. Removes files only in `clean`. Knows nothing of runs beyond
-the names that `paths` gives; what is known of one sample is told by `sample.py`.
+the names that `paths` gives; `sample.py` shows what is known of one sample.
 
 - `clean` refuses while a launch has the ring or a registered process lives: what it wrote would be lost without
   anybody noticing.
@@ -160,7 +160,7 @@ def render_slots(ring: Ring) -> list[str]:
 
 
 def processes(ring: Ring) -> list[dict[str, Any]]:
-    """Registered processes as plain data; `busy` is the share of time spent working, None where nobody told."""
+    """Registered processes as plain data; `busy` is the share of time spent working, None where it is not known."""
     rows = []
     for process in ring.processes():
         total = process.busy_ns + process.idle_ns

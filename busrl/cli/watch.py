@@ -56,7 +56,7 @@ def _once(watcher: Watcher, target: Target, as_json: bool, seconds: float | None
     screen.settle(watcher, patience)
     if target.paths is None and not watcher.run.traffic.count and not watcher.run.replay:
         raise NoSuchRun(
-            f"{target.endpoint}: nothing was heard there within {patience:g} s; name the tap of a run (`tap` in its "
+            f"{target.endpoint}: nothing was received there within {patience:g} s; name the tap of a run (`tap` in its "
             "run.json), or the endpoint that `busrl replay` printed"
         )
     print(json.dumps(screen.as_data(watcher), ensure_ascii=False) if as_json else screen.as_text(watcher))

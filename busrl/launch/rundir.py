@@ -70,7 +70,7 @@ MISSING = object()
 
 @dataclass
 class Start:
-    """One start of a run: what it goes on from, what differs from the one before, and what a person should read."""
+    """One start of a run: what it continues from, what differs from the one before, and what a person should read."""
 
     step: int = 0
     changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -99,7 +99,7 @@ def compare(paths: RunPaths, topology: Topology, before: dict[str, Any], resume:
     """
     start = Start(files=digests(topology))
     if not before:
-        start.notes += _strangers(paths)
+        start.notes += _foreign_files(paths)
         return start
     if not resume:
         raise UserError(
@@ -111,14 +111,14 @@ def compare(paths: RunPaths, topology: Topology, before: dict[str, Any], resume:
     start.changes = _changes(modern(before), json.loads(topology.to_json()))
     _check_identity(paths, topology, before, start, known)
     run = RunState()  # run.json need not be there
-    RunFiles(paths).tell(run)
+    RunFiles(paths).fold_into(run)
     start.step = run.at_step
-    start.notes += [*_told(start.changes), *_files_told(start.files, known, topology)]
+    start.notes += [*_change_lines(start.changes), *_file_lines(start.files, known, topology)]
     _check_goal(paths, topology, run.at_step)
     if run.at_step:
         first, last = run.first_reward, run.steps.recent(lambda one: one.reward)
         reward = f", reward {first:.3f} → {last:.3f}" if first is not None and last is not None else ""
-        start.notes.append(f"goes on after step {run.at_step} of {topology.run.max_steps}{reward}")
+        start.notes.append(f"continues after step {run.at_step} of {topology.run.max_steps}{reward}")
     return start
 
 
@@ -152,7 +152,7 @@ def _check_goal(paths: RunPaths, topology: Topology, done: int) -> None:
         return
     remedy = (
         f"to go on set run.max_steps above {done} (--set run.max_steps={2 * done}), to measure what it "
-        f"learned `busrl evaluate {paths.root}`, to begin anew choose another run directory"
+        f"learned `busrl evaluate {paths.root}`, to begin again choose another run directory"
     )
     if done > goal:
         raise UserError(f"run.max_steps = {goal}: the run in {paths.root} has done {done} steps; {remedy}")
@@ -185,14 +185,14 @@ def _flat(found: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flat(value, f"{at}.{key}" if at else str(key))
 
 
-def _told(changes: dict[str, tuple[Any, Any]]) -> Iterator[str]:
-    told = [f"{key} {was!r} → {now!r}" for key, (was, now) in changes.items()]
-    if told:
-        more = f"; and {len(told) - SHOWN} more, see starts.jsonl" if len(told) > SHOWN else ""
-        yield f"changed since the last start: {'; '.join(told[:SHOWN])}{more}"
+def _change_lines(changes: dict[str, tuple[Any, Any]]) -> Iterator[str]:
+    said = [f"{key} {was!r} → {now!r}" for key, (was, now) in changes.items()]
+    if said:
+        more = f"; and {len(said) - SHOWN} more, see starts.jsonl" if len(said) > SHOWN else ""
+        yield f"changed since the last start: {'; '.join(said[:SHOWN])}{more}"
 
 
-def _files_told(now: dict[str, str], known: dict[str, Any], topology: Topology) -> Iterator[str]:
+def _file_lines(now: dict[str, str], known: dict[str, Any], topology: Topology) -> Iterator[str]:
     """Files that may change, and what their change means."""
     def differs(name: str) -> bool:
         return known.get(name, now.get(name)) != now.get(name) and name in now
@@ -235,12 +235,12 @@ def _digest(path: Path) -> str:
         with open(path, "rb") as file:
             while block := file.read(BLOCK):
                 found.update(block)
-    except OSError:  # whoever needs it says so
+    except OSError:  # the process that needs it says so
         return ""
     return found.hexdigest()
 
 
-def _strangers(paths: RunPaths) -> list[str]:
+def _foreign_files(paths: RunPaths) -> list[str]:
     """A directory without a run: refused if it looks like half of one, what else lies there is named."""
     if paths.run_json.exists():
         return []
@@ -282,7 +282,7 @@ class OpenRun:
     guard: RingGuard
     notes: list[str] = field(default_factory=list)
     displaced: str = ""  # by whom
-    _told: str = ""
+    _last_problem: str = ""
 
     def turn(self) -> str | None:
         """See that run.lock is what it was; what was done, or why this launch has lost its turn (`displaced`)."""
@@ -294,7 +294,7 @@ class OpenRun:
             pid = OfdLock(self.lock.path).holder()
         except RingError as problem:
             text = f"{problem}; another launch cannot be kept out of {self.paths.root} until that is mended"
-            known, self._told = self._told, text
+            known, self._last_problem = self._last_problem, text
             return None if known == text else text
         self.displaced = (
             f"another launch (pid {pid or 'unknown'}) has run in {self.paths.root} since somebody removed run.lock; "
@@ -339,7 +339,7 @@ class OpenRun:
     def restore(self) -> list[str]:
         """Write again what somebody removed or changed of the files that every process of the run reads; what was done.
 
-        A child that starts later, and whoever looks at the run or audits it, is to see what the others saw.
+        A child that starts later, `status` and the audit are to see what the others saw.
         """
         done: list[str] = []
         if self.moved():
@@ -434,7 +434,7 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
 
 
 def _wait_for_those_without_a_name(paths: RunPaths, timeout_s: float) -> None:
-    """Whoever holds a run.lock that somebody removed runs here all the same: no new lock shows it, /proc does."""
+    """A launch that holds a removed run.lock runs here all the same: no new lock shows it, /proc does."""
     end = time.monotonic() + timeout_s
     while holders := _holders(f"{paths.lock('run')} (deleted)"):
         launch = next((pid for pid in holders if is_titled(pid, "launch")), 0)

@@ -294,8 +294,8 @@ class Child:
         """It ended for want of space in a run that had some: it is started again until there is, and nothing counts.
         What to tell a person, the first time."""
         self.phase, self.pid, self.due = Phase.BACKOFF, 0, now + SPACE_PAUSE_S
-        told, self.waits_for_space = self.waits_for_space, True
-        return "" if told else f"{self.name} cannot go on without space ({how}); it is started again until there is"
+        before, self.waits_for_space = self.waits_for_space, True
+        return "" if before else f"{self.name} cannot go on without space ({how}); it is started again until there is"
 
     def stop(self) -> None:
         """It is to end now and not to be started again."""
@@ -332,7 +332,7 @@ class ForeignProcesses:
         """The table was read, `passed_s` after the last time; pid and reason of each that has to be killed."""
         theirs = [one for one in entries if not one.remote and one.label in self._names]
         here = {(one.pid, one.index): one for one in theirs if one.pid not in ours}
-        self._known = {key: self._known.get(key) or self._met(one) for key, one in here.items()}
+        self._known = {key: self._known.get(key) or self._new(one) for key, one in here.items()}
         condemned = []
         for key, child in self._known.items():
             one = here[key]
@@ -341,7 +341,7 @@ class ForeignProcesses:
                 condemned.append((one.pid, f"{kill.why}; this launch did not start it, and it holds a lock of the run"))
         return condemned
 
-    def _met(self, process: Process) -> Child:
+    def _new(self, process: Process) -> Child:
         child = Child(process.label, self._patience)
         child.started(process.pid, 0.0)
         child.became_ready()
