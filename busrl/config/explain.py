@@ -275,7 +275,7 @@ def warnings(t: Topology) -> list[str]:
     if text := trial.ends(t):
         found.append(text)
     for kind in sorted({t.device_of(one.name) for one in t.processes() if has_model(one.spec)} - {"auto"}):
-        if not device.there(kind):
+        if not device.likely(kind):
             text = f"this machine shows no {kind} device, or torch was not built for one: a start here would end"
             found.append(f'model.device = "{kind}": {text}; "auto" takes what there is')
     return found

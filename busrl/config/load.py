@@ -153,7 +153,7 @@ def _dtype(draft: Topology) -> str:
     """The number type, decided once for all processes: bfloat16 where each of them works on a device that has it."""
     if draft.model.dtype != "auto":
         return draft.model.dtype
-    kinds = {device.likely(draft.device_of(process.name)) for process in draft.processes() if has_model(process.spec)}
+    kinds = {device.expected(draft.device_of(process.name)) for process in draft.processes() if has_model(process.spec)}
     return "bfloat16" if kinds and all(map(device.has_bfloat16, kinds)) else "float32"
 
 

@@ -31,7 +31,7 @@ from busrl import device
 from busrl.bus import Endpoint
 from busrl.config import ProcessName, Topology, machine
 from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY
-from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, BusrlError, FateRefused
+from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.gateway.desk import FairClock
 from busrl.launch.children import Running, last_lines, last_words, start
@@ -420,10 +420,10 @@ class Launch:
         return None
 
     def _is_hopeless(self, child: Child, how: str) -> bool:
-        """A process of busrl's own says so by its exit code; one that was ready before may only have met a bad moment."""
+        """A process of busrl's own says so by its exit code; one that was ready may only have met a bad moment."""
         if self._processes[child.name].spec.command:
             return False
-        return how == f"exit code {ENDS_RUN}" or (how == f"exit code {NO_USE}" and not child.was_ready)
+        return how == f"exit code {RUN_FAILED}" or (how == f"exit code {NEEDS_FIX}" and not child.was_ready)
 
     def _signalled(self) -> Outcome | None:
         if not self._signals.count:

@@ -25,14 +25,14 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from busrl.bus.tap import Heard, Tap
+from busrl.bus.tap import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
 from busrl.monitor.runfiles import RunFiles, whole
 from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import BY_NAME, Message, Rejected, codec
 from busrl.ring import Fates, OfdLock, Process, Ring
-from busrl.scheduling import GroupScanner
+from busrl.scheduling.groups import GroupScanner
 from busrl.states import HeaderWord, SampleClass, State
 
 # -- which run is meant -----------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class Watcher:
         if self._reader is not None:
             self._reader.close()
 
-    def _fold(self, heard: Heard, wall: float, now: float) -> float | None:
+    def _fold(self, heard: TapMessage, wall: float, now: float) -> float | None:
         """One message into the state; how late it is in seconds, where that says how far behind we are."""
         name, run = heard.name, self.run
         if name in (LOOK, REPLAY):

@@ -146,7 +146,7 @@ class PredictorState:
         """Save, and say how good it was."""
         self.save()
         if self.guard.answers or self.guard.fallbacks:
-            told = (f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in self.guard.measures().items())
+            told = (f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in self.guard.metrics().items())
             log.info("predictor %s: %s", self.guard.name, ", ".join(told))
 
 
