@@ -25,7 +25,7 @@ from busrl.data.prompts import Item as Line
 from busrl.data.prompts import lines_of, mean_over_prompts, standard_error
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.errors import UserError
-from busrl.rewards import Item, Outcome, RewardPool
+from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.states import VALIDATE_BIT
 
 READY_S = 120.0

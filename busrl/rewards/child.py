@@ -1,10 +1,10 @@
 """The process in which a reward function runs: `python -m busrl.rewards.child PARENT_PID`.
 
-Talks to its parent over stdin and stdout only (see `frames`). Whatever the user's code prints goes to stderr. It may
-raise, hang, crash or call exit: the parent (`pool`) sees that and goes on. Knows nothing of rings or groups.
+Talks to its parent over stdin and stdout only (frames of `busrl.rewards.process`). What the user's code prints goes to
+stderr. It may raise, hang, crash or call exit: the parent sees that and continues. Knows nothing of rings or groups.
 
-- Items are judged in the order they came, each answer is written before the next item begins: when the process is
-  killed or dies, the first item without an answer is the one it was at.
+- Items are judged in their order, and each answer is written before the next item begins: when the process dies, the
+  first item without an answer is the one that it was judging.
 - It dies with its parent, also in the middle of user code.
 """
 
@@ -44,29 +44,29 @@ def main() -> int:
         write(answers, Answer(READY, 0.0, {}, "not_loaded", text))
         return 1
     write(answers, Answer(READY, 0.0, {}, "", ""))
-    serve(function, setup.weights, requests, answers)
+    serve(function, requests, answers)
     return 0
 
 
-def serve(function: RewardFunction, weights: dict[str, float], requests: BinaryIO, answers: int) -> None:
+def serve(function: RewardFunction, requests: BinaryIO, answers: int) -> None:
     """Judge batches until the parent closes the pipe."""
     while (body := read_frame(requests)) is not None:
         for request in _batches.decode(body):
             begun = time.monotonic()
-            answer = judge(function, weights, request)
+            answer = judge(function, request)
             answer.seconds = time.monotonic() - begun
             write(answers, answer)
 
 
-def judge(function: RewardFunction, weights: dict[str, float], request: Request) -> Answer:
+def judge(function: RewardFunction, request: Request) -> Answer:
     """The answer to one request; user code may raise anything, SystemExit included."""
     try:
         record: dict[str, Any] = msgspec.json.decode(request.record_line)
-        value, parts = settle(function(record, request.completion, request.token_ids), weights)
+        value, parts = settle(function(record, request.completion, request.token_ids))
     except (MalformedReward, msgspec.DecodeError) as problem:
-        return Answer(request.seq, 0.0, {}, "malformed", _text(problem))
+        return Answer(request.seq, 0.0, {}, "malformed", str(problem)[-TEXT_LIMIT:])
     except BaseException as problem:
-        # What was raised stands first: whoever shows one line of it shows that.
+        # The cause stands first: messages that show one line show that.
         trace = traceback.format_exc()[-TEXT_LIMIT:]
         return Answer(request.seq, 0.0, {}, "raised", f"{cause(problem)[:TEXT_LIMIT]}\n{trace}")
     return Answer(request.seq, value, parts, "", "")
@@ -110,10 +110,6 @@ def write(fd: int, answer: Answer) -> None:
             data = data[os.write(fd, data) :]
     except BrokenPipeError:
         os._exit(0)
-
-
-def _text(problem: BaseException) -> str:
-    return f"{problem}"[-TEXT_LIMIT:]
 
 
 if __name__ == "__main__":
