@@ -197,8 +197,8 @@ def lane(tmp_path: Path) -> Iterator[LaneAt]:
     lanes = []
 
     def build(now: float) -> Lane:
-        setup = Setup("python", "judge.py:judge", "", "", str(tmp_path), {})
-        lanes.append(Lane(setup, poller, 5.0, 120.0, (), now))
+        setup = Setup("python", "judge.py:judge", "", "", str(tmp_path))
+        lanes.append(Lane(setup, poller, 5.0, 120.0, now))
         while not lanes[-1].serving:
             assert poller.poll(60)
             assert lanes[-1].collect(now, 0.0) == []
