@@ -288,16 +288,11 @@ def _add_record(verbs: Verbs) -> None:
 
 def _add_replay(verbs: Verbs) -> None:
     more = "It begins when somebody listens. An endpoint is ipc:///path."
-    made = _verb(verbs, "replay", replay, "publish a recording again, for a monitor or an actor", more)
+    made = _verb(verbs, "replay", replay, "publish a recording again, for a monitor or another listener", more)
     made.add_argument("file", type=Path, metavar="FILE", help="what `busrl record` wrote")
     made.add_argument("--speed", default="1", metavar="N|max", help="1: as it was (default); N times as fast; max")
     made.add_argument(
         "--bind", default="", metavar="ENDPOINT", help="where listeners connect (default: one of its own)"
-    )
-    made.add_argument("--frontend", default="", metavar="ENDPOINT", help="where an actor under development publishes")
-    made.add_argument(
-        "--run-dir", type=Path, metavar="DIR",
-        help="for actors that take a run directory: make DIR with a run.json that leads here; implies a frontend",
     )
     made.add_argument("--wait", type=positive, default=60.0, metavar="S", help="limit of the wait for a listener (60)")
     made.add_argument("--info", action="store_true", help="say what the file holds, and publish nothing")
@@ -339,7 +334,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-    from busrl.launch.display import status as show
+    from busrl.monitor.status import status as show
 
     print(show(options.run_dir, as_json=options.json))
     return 0
@@ -394,11 +389,9 @@ def record(options: argparse.Namespace) -> int:
 
 
 def replay(options: argparse.Namespace) -> int:
-    from busrl.cli.watch import Where
     from busrl.cli.watch import replay as publish
 
-    where = Where(options.bind, options.frontend, options.run_dir)
-    return publish(options.file, options.speed, where, options.wait, options.info)
+    return publish(options.file, options.speed, options.bind, options.wait, options.info)
 
 
 def simulate(options: argparse.Namespace) -> int:

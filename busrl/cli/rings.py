@@ -19,7 +19,8 @@ from typing import Any
 
 from busrl.errors import RunInUse, UserError
 from busrl.launch.rundir import unlink_segments
-from busrl.launch.story import newest_run, printable
+from busrl.monitor.sources import newest_run
+from busrl.monitor.text import printable
 from busrl.paths import SHM, RunPaths
 from busrl.ring import UID_NONE, WORKING, Ring, RingError, RingGuard, State
 from busrl.states import VALIDATE_BIT

@@ -30,9 +30,9 @@ from busrl.config.explain import require_cores, require_disk, require_memory, wa
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
 from busrl.launch import launch
 from busrl.launch.rundir import belongs_to_another
-from busrl.launch.story import printable
 from busrl.ledger.audit import audit as look
 from busrl.ledger.audit import render
+from busrl.monitor.text import printable
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock
 

@@ -13,25 +13,23 @@ Chooses an endpoint where none is named, and says how to listen there. Knows not
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from busrl.errors import NoSuchRun, UserError
-from busrl.launch.story import duration
 from busrl.monitor import screen
 from busrl.monitor.recording import Bounds, Recorder, Recording, summary
-from busrl.monitor.replay import Replayer, own_endpoint, stage
+from busrl.monitor.replay import Replayer, own_endpoint
 from busrl.monitor.screen import give_way
 from busrl.monitor.sources import Target, Watcher, find
+from busrl.monitor.text import duration
 
 # -- `busrl monitor`: the live screen, plain lines where there is no terminal, or one snapshot. Changes nothing -------
 
@@ -58,7 +56,7 @@ def monitor(named: str | None, once: bool, as_json: bool, plain: bool, seconds: 
 def _once(watcher: Watcher, target: Target, as_json: bool, seconds: float | None) -> int:
     patience = seconds if seconds is not None else LISTEN_S if target.paths else REPLAY_S
     screen.settle(watcher, patience)
-    if target.paths is None and not watcher.picture.traffic.count and not watcher.picture.replay:
+    if target.paths is None and not watcher.run.traffic.count and not watcher.run.replay:
         raise NoSuchRun(
             f"{target.endpoint}: nothing was heard there within {patience:g} s; name the tap of a run (`tap` in its "
             "run.json), or the endpoint that `busrl replay` printed"
@@ -70,11 +68,6 @@ def _once(watcher: Watcher, target: Target, as_json: bool, seconds: float | None
 def _until_quit(watcher: Watcher, plain: bool) -> None:
     terminal = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if plain or not terminal:
-        screen.run_plain(watcher, sys.stdout)
-    elif importlib.util.find_spec("rich") is None:
-        print(
-            "busrl: the live view needs `rich`: pip install 'busrl[monitor]'; plain lines until then", file=sys.stderr
-        )
         screen.run_plain(watcher, sys.stdout)
     else:
         screen.run_live(watcher, sys.stdin)
@@ -110,16 +103,7 @@ def record(named: str | None, out: Path, seconds: float | None, limit_mib: float
 # -- `busrl replay`: publish a recording again for a monitor or an actor under development, or say what it holds ------
 
 
-@dataclass(frozen=True)
-class Where:
-    """Endpoints and directory of a replay; empty or None: one of its own, or none."""
-
-    bind: str
-    frontend: str
-    run_dir: Path | None
-
-
-def replay(file: Path, speed: str, where: Where, wait_s: float, info: bool) -> int:
+def replay(file: Path, speed: str, bind: str, wait_s: float, info: bool) -> int:
     """Publish the recording once."""
     if info:
         print("\n".join(_described(file)))
@@ -128,32 +112,13 @@ def replay(file: Path, speed: str, where: Where, wait_s: float, info: bool) -> i
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     try:
-        with Recording(file) as recording, own_endpoint() as own:
-            frontend = where.frontend or (own.replace("bus.sock", "pub.sock") if where.run_dir else "")
-            _publish(recording, Where(where.bind or own, frontend, where.run_dir), factor, wait_s)
+        with Recording(file) as recording, own_endpoint() as own, Replayer(recording, bind or own, speed=factor) as one:
+            print(f"waiting for a listener: busrl monitor {bind or own}", flush=True)
+            count = one.run(wait_s, lambda: print("publishing", flush=True))
+            print(f"published {count:,} messages{f'; {recording.torn}' if recording.torn else ''}")
     except KeyboardInterrupt:
         print("stopped")
     return 0
-
-
-def _publish(recording: Recording, where: Where, speed: float, wait_s: float) -> None:
-    directory = where.run_dir
-    with (
-        Replayer(recording, where.bind, frontend=where.frontend, speed=speed) as replayer,
-        stage(directory, recording, where.frontend, where.bind) if directory else nullcontext(),
-    ):
-        if directory:
-            print(f"an actor finds this replay in {directory}, where run.json names its endpoints")
-        if replayer.workers:
-            print(f"it holds work for: {', '.join(replayer.workers)} (BUSRL_NAME)")
-        print(f"waiting for {'an actor' if where.frontend else 'a listener'}: busrl monitor {where.bind}", flush=True)
-        count = replayer.run(wait_s, lambda: say("publishing"), lambda: say("over; ends with its last listener"))
-    print(f"published {count:,} messages{f'; {recording.torn}' if recording.torn else ''}")
-
-
-def say(line: str) -> None:
-    """A line at once."""
-    print(line, flush=True)
 
 
 def speed_of(text: str) -> float:

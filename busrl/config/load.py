@@ -153,7 +153,7 @@ def _dtype(draft: Topology) -> str:
     """The number type, decided once for all processes: bfloat16 where each of them works on a device that has it."""
     if draft.model.dtype != "auto":
         return draft.model.dtype
-    kinds = {device.likely(draft.device_of(process.name)) for process in draft.processes() if has_model(process.spec)}
+    kinds = {device.expected(draft.device_of(process.name)) for process in draft.processes() if has_model(process.spec)}
     return "bfloat16" if kinds and all(map(device.has_bfloat16, kinds)) else "float32"
 
 
@@ -197,7 +197,7 @@ def _placed(source: Source, draft: Topology, item: files.KeyProblem) -> Problem:
 
 
 def _place(source: Source, keys: Sequence[str]) -> str:
-    """The first of the keys that is written down; a default stands nowhere."""
+    """The place of the first key that is written down; a default has none."""
     for key in keys:
         if _path(key) in source.lines or _path(key) in source.overridden:
             return source.place(_path(key))

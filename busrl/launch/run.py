@@ -44,24 +44,26 @@ from busrl import device
 from busrl.bus import Endpoint
 from busrl.config import ProcessName, Topology, machine
 from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY
-from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, BusrlError, FateRefused
+from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.gateway.desk import FairClock
 from busrl.launch.children import Running, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
-from busrl.launch.display import Display, Watch
+from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
 from busrl.launch.guardian import Guardian, mark
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
-from busrl.launch.story import Progress, Story, printable
-from busrl.launch.summary import EventLog, Outcome, ResidenceTimes, Usage
-from busrl.launch.supervisor import Ask, Child, ForeignProcesses, Patience, Phase, Shutdown
+from busrl.launch.summary import EventLog, Outcome, Progress, ResidenceTimes, Usage
+from busrl.launch.supervisor import Ask, Child, ForeignProcesses, Patience, Phase, Shutdown, Sight
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
+from busrl.monitor.runfiles import RunFiles, run_of_files
+from busrl.monitor.sources import ring_record
+from busrl.monitor.text import printable
 from busrl.protocol import address, topic
 from busrl.protocol import messages as m
-from busrl.ring import UID_NONE, Fates, State
+from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import HeaderWord, RunPhase
 
@@ -214,7 +216,7 @@ class Launch:
         # Who has to end in order, after the last step, for the goal to be reached.
         self._goal = {"learner", "validator"} & self._processes.keys()
         self._done: set[str] = set()
-        self._watch = Watch(opened.ring)
+        self._entries: dict[int, Process] = {}  # the process table of the last look, by pid
         self._fates = FateWatch(self._paths.fates, self._paths.validate_fates, opened.ring, opened.topology.groups.size)
         own = [name for name, one in self._processes.items() if not one.spec.command]
         self._chronicle = EventLog(opened.paths, self.children, own)
@@ -224,8 +226,9 @@ class Launch:
         self._selector.register(signals, selectors.EVENT_READ)
         self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         topology = opened.topology
-        self.progress = Progress(topology.run.name, topology.run.max_steps, clock(), faults=describe(topology.faults))
-        self.progress.recall(Story.of(opened.paths))
+        self.progress = Progress(
+            run_of_files(RunFiles(opened.paths)), self.children, clock(), faults=describe(topology.faults)
+        )
         self._bus = Endpoint(
             "launch",
             opened.paths.frontend,
@@ -249,7 +252,7 @@ class Launch:
             self._say(f"ending: {outcome.why}")
             if not self._run.displaced:  # who has lost its turn asks nobody to stop: the others would hear it too
                 self._stop_all(outcome)
-            self._picture(self._clock())
+            self.progress.run.look(ring_record(self._run.ring), self._clock())
             self._display.show(self.progress)
             return outcome
         finally:
@@ -337,7 +340,7 @@ class Launch:
     def _why_finished(self) -> str:
         """Of a run that made its last step the newest line of metrics.jsonl is that step's."""
         step, goal = self._run.ring.header(HeaderWord.STEP), self.topology.run.max_steps
-        if step < goal and Story.of(self._paths).idle:
+        if step < goal and run_of_files(RunFiles(self._paths)).idle:
             return (
                 f"after {step} of {goal} steps all answers get the best reward seen: nothing is left to learn, or the "
                 "policy has collapsed (limits.idle_groups; see errors.jsonl)"
@@ -360,8 +363,8 @@ class Launch:
 
     def _see_last(self, child: Child) -> None:
         """It may have become ready since the last look; the ring says so until the entry is reaped."""
-        self._watch.look()
-        sight = self._watch.sight(child.pid)
+        self._read_table()
+        sight = self._sight(child)
         if sight is not None and sight.ready:
             child.became_ready()
 
@@ -433,7 +436,7 @@ class Launch:
         """A process of busrl's own says so by its exit code; one that was ready before may only have met a moment."""
         if self._processes[child.name].spec.command:
             return False
-        return how == f"exit code {ENDS_RUN}" or (how == f"exit code {NO_USE}" and not child.was_ready)
+        return how == f"exit code {RUN_FAILED}" or (how == f"exit code {NEEDS_FIX}" and not child.was_ready)
 
     def _signalled(self) -> Outcome | None:
         if not self._signals.count:
@@ -463,7 +466,7 @@ class Launch:
             if isinstance(message, m.Error):
                 for line in self._chronicle.heard(message, self._clock()):
                     self._say(line)
-            for line in self.progress.hear(message):
+            for line in self.progress.handle(message, self._clock()):
                 self._say(line)
 
     def _greeted(self, hello: m.Hello) -> None:
@@ -475,12 +478,12 @@ class Launch:
     def _look(self) -> None:
         now = self._clock()
         passed = self._fair.passed(now)
-        self._watch.look()
-        self._chronicle.met(self._watch.entries.values())
+        self._read_table()
+        self._chronicle.met(self._entries.values())
         for line in self._chronicle.tick(now):
             self._say(line)
         for child in self.children:
-            sight = self._watch.sight(child.pid) if child.pid else None
+            sight = self._sight(child)
             if sight is not None and sight.ready and child.became_ready():
                 self._note(f"{child.name} (pid {child.pid}) is ready")
             kill = child.looked(sight, passed)
@@ -492,28 +495,25 @@ class Launch:
             self._note("somebody ended the guardian, which ends what outlives launch; there is another one now")
         pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
         step, stats = self._run.ring.header(HeaderWord.STEP), self._run.ring.stats()
-        self.usage.look(pids, self._watch.entries, step, now)
+        self.usage.look(pids, self._entries, step, now)
         self.stays.look(stats.occupancy, stats.transitions, step, now)
-        self._picture(now)
+        self.progress.run.look(ring_record(self._run.ring), now)
 
     def _look_at_strangers(self, passed: float) -> None:
         ours = {running.pid for running in self._running.values()}
-        for pid, why in self._strangers.look(self._watch.entries.values(), ours, passed):
+        for pid, why in self._strangers.look(self._entries.values(), ours, passed):
             self._say(why)
             self._chronicle.warn(why)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _picture(self, now: float) -> None:
-        ring = self._run.ring
-        self.progress.rows = self._watch.rows(self.children, now)
-        self.progress.ring(
-            step=ring.header(HeaderWord.STEP),
-            version=ring.header(HeaderWord.VERSION),
-            tokens=self._watch.tokens(),
-            slots=self._watch.slots(),
-            now=now,
-        )
+    def _read_table(self) -> None:
+        self._entries = {process.pid: process for process in self._run.ring.processes()}
+
+    def _sight(self, child: Child) -> Sight | None:
+        """What the ring says about a child; None if it does not map the ring (yet)."""
+        one = self._entries.get(child.pid) if child.pid else None
+        return Sight.of(one) if one is not None else None
 
     # the end
 

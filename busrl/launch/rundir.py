@@ -47,13 +47,14 @@ from busrl.config import Topology
 from busrl.config.names import modern
 from busrl.config.schema import TINY
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunFinished, RunInUse, UserError
-from busrl.files import LineFile
+from busrl.files import LineFile, json_lines
 from busrl.launch.fates import PutBack, lost_fates, put_back
-from busrl.launch.guardian import end_left_behind
-from busrl.launch.story import Story, as_map, read_map, tail_rows
+from busrl.launch.guardian import end_left_behind, stat_of
 from busrl.launch.supervisor import is_titled
 from busrl.ledger.openbin import remove_open
 from busrl.ledger.trained import mend_trained_set
+from busrl.monitor.runfiles import RunFiles, as_map, read_map
+from busrl.monitor.state import RunState
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Ring, RingError, RingGuard
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
@@ -111,19 +112,20 @@ def compare(paths: RunPaths, topology: Topology, before: dict[str, Any], resume:
         raise UserError(
             f"{paths.root} holds a run already, and it is not to be resumed; choose another directory, or remove it"
         )
-    starts = tail_rows(paths.starts)
+    starts = list(json_lines(paths.starts))
     # Of each file the newest digest: one that could not be read at some start is the same file all the same.
     known = {name: found for row in starts for name, found in as_map(row.get("files")).items()}
     start.changes = _changes(modern(before), json.loads(topology.to_json()))
     _check_identity(paths, topology, before, start, known)
-    story = Story.of(paths)
-    start.step = story.step
+    run = RunState()  # run.json need not be there
+    RunFiles(paths).tell(run)
+    start.step = run.at_step
     start.notes += [*_told(start.changes), *_files_told(start.files, known, topology)]
-    _check_goal(paths, topology, story)
-    if story.step:
-        first, last = story.first_reward, story.recent("reward")
+    _check_goal(paths, topology, run.at_step)
+    if run.at_step:
+        first, last = run.first_reward, run.steps.recent(lambda one: one.reward)
         reward = f", reward {first:.3f} → {last:.3f}" if first is not None and last is not None else ""
-        start.notes.append(f"goes on after step {story.step} of {topology.run.max_steps}{reward}")
+        start.notes.append(f"goes on after step {run.at_step} of {topology.run.max_steps}{reward}")
     return start
 
 
@@ -150,19 +152,19 @@ def _check_identity(
         )
 
 
-def _check_goal(paths: RunPaths, topology: Topology, story: Story) -> None:
+def _check_goal(paths: RunPaths, topology: Topology, done: int) -> None:
     """Nothing is started for a goal that is behind us. Where groups are counted, only the learner knows."""
     goal, summary = topology.run.max_steps, read_map(paths.summary)
-    if topology.run.max_groups or story.step < goal:
+    if topology.run.max_groups or done < goal:
         return
     remedy = (
-        f"to go on set run.max_steps above {story.step} (--set run.max_steps={2 * story.step}), to measure what it "
+        f"to go on set run.max_steps above {done} (--set run.max_steps={2 * done}), to measure what it "
         f"learned `busrl evaluate {paths.root}`, to begin anew choose another run directory"
     )
-    if story.step > goal:
-        raise UserError(f"run.max_steps = {goal}: the run in {paths.root} has done {story.step} steps; {remedy}")
+    if done > goal:
+        raise UserError(f"run.max_steps = {goal}: the run in {paths.root} has done {done} steps; {remedy}")
     if summary.get("outcome") == "finished" and not paths.ring_file.exists():
-        raise RunFinished(f"the run in {paths.root} is finished: {story.step} of {goal} steps are done; {remedy}")
+        raise RunFinished(f"the run in {paths.root} is finished: {done} of {goal} steps are done; {remedy}")
 
 
 def _newest(paths: RunPaths) -> str:
@@ -427,7 +429,7 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
         raise UserError(f"{paths.root}: {problem}; move away what is there") from None
     if not acquired:
         holder = lock.holder()
-        if holder and Path(f"/proc/{holder}").exists():
+        if holder and stat_of(holder):
             raise RunInUse(
                 f"{paths.root}: another launch is running there (pid {holder}); watch it with "
                 f"`busrl status {paths.root}`, or choose another run directory"

@@ -150,6 +150,11 @@ class Sight:
     deadline_s: float = 0.0
     samples: int = 0
 
+    @classmethod
+    def of(cls, entry: Process) -> Sight:
+        """By its entry in the process table."""
+        return cls(entry.state == "ready", entry.progress, entry.activity, entry.deadline_s, entry.samples)
+
 
 @dataclass(frozen=True)
 class Kill:

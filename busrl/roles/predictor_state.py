@@ -131,7 +131,7 @@ class PredictorState:
         """Save, and log how good it was."""
         self.save()
         if self.guard.answers or self.guard.fallbacks:
-            found = self.guard.measures().items()
+            found = self.guard.metrics().items()
             shown = ", ".join(f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in found)
             log.info("predictor %s: %s", self.guard.name, shown)
 

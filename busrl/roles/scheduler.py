@@ -105,8 +105,8 @@ class DispatchFeed:
         """Numbers about policy and predictor, for SCHEDULER_STATE and `scheduler.jsonl`."""
         if not self.policy.learns:
             return {}
-        measures = self.predictor.measures()
-        return self.policy.told() | {name: value for name, value in measures.items() if math.isfinite(value)}
+        measures = self.predictor.metrics()
+        return self.policy.metrics() | {name: value for name, value in measures.items() if math.isfinite(value)}
 
     def _write(self, records: Sequence[Record], least: int = RECORDS_A_LINE) -> None:
         """Append ended groups to `scheduler.jsonl`, one list per number and line, and how good the predictions are."""

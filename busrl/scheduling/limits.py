@@ -1,6 +1,6 @@
 """How many groups may be in flight (B) and how far the learner looks ahead (W): the sums behind a staleness bound.
 
-Talks to nothing: arithmetic on four numbers of the topology. Knows nothing of slots' contents, clocks or the ring.
+Arithmetic on a few numbers of the topology. Knows nothing of slots' contents, clocks or the ring.
 
 - batch-async: B + W <= (max_staleness + 1) x n_lo + 1. A group is trained after at most B - 1 older and W - 1 younger
   ones, and every step takes at least n_lo of them, so its age is at most (B + W - 2) // n_lo <= max_staleness.

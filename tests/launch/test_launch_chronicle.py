@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from busrl.bus import Endpoint
-from busrl.launch import status
 from busrl.launch.summary import MOST_SENDERS, OTHERS, EventLog
 from busrl.launch.supervisor import Child, Patience
+from busrl.monitor.status import status
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 

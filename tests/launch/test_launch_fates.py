@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from busrl.launch import status
+from busrl.monitor.status import status
 from busrl.paths import RunPaths
 
 MODES = {"keeper": "well", "rollout/0": "well", "learner": "learner"}
