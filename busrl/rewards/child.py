@@ -6,16 +6,22 @@ stderr. It may raise, hang, crash or call exit: the parent sees that and continu
 - Items are judged in their order, and each answer is written before the next item begins: when the process dies, the
   first item without an answer is the one that it was judging.
 - It dies with its parent, also in the middle of user code.
+
+`python -m busrl.rewards.child trial` loads and tries a reward before a run: it reads one JSON line from stdin (the
+settings, a record, the answers to try) and writes one line per event to stdout: loaded, then a result for each answer.
+The parent (`busrl.config.trial`) has the deadlines and kills it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
 import traceback
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import msgspec
@@ -31,6 +37,8 @@ _batches = msgspec.msgpack.Decoder(list[Request])
 
 
 def main() -> int:
+    if sys.argv[1] == "trial":
+        return trial()
     die_with_parent(int(sys.argv[1]))
     requests, answers = private_pipes()
     first = read_frame(requests)
@@ -45,6 +53,28 @@ def main() -> int:
         return 1
     write(answers, Answer(READY, 0.0, {}, "", ""))
     serve(function, requests, answers)
+    return 0
+
+
+def trial() -> int:
+    """Load a reward and try it; exit code 1 if the function cannot be loaded."""
+    requests, answers = private_pipes()
+    asked: dict[str, Any] = json.loads(requests.readline())
+    die_with_parent(asked["parent"])
+
+    def report(event: dict[str, Any]) -> None:
+        os.write(answers, json.dumps(event).encode() + b"\n")
+
+    try:
+        function = build(SimpleNamespace(**asked["reward"]))
+    except BaseException as problem:
+        report({"not_loaded": str(problem) or type(problem).__name__})
+        return 1
+    report({"not_loaded": ""})
+    for number, (completion, token_ids) in enumerate(asked["answers"]):
+        request = Request(seq=number, record_line=asked["record"].encode(), completion=completion, token_ids=token_ids)
+        found = judge(function, request)
+        report({"value": found.value, "parts": found.parts, "error": found.error, "text": found.text})
     return 0
 
 
