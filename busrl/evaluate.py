@@ -21,11 +21,10 @@ import numpy.typing as npt
 
 from busrl.config import Topology
 from busrl.data import JsonlStream, prompt_of
-from busrl.data.prompts import Item as Line
-from busrl.data.prompts import lines_of, mean_over_prompts, standard_error
+from busrl.data.prompts import PromptLine, lines_of, mean_over_prompts, standard_error
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.errors import UserError
-from busrl.rewards import Item, Outcome, RewardPool
+from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.states import VALIDATE_BIT
 
 READY_S = 120.0
@@ -134,7 +133,7 @@ class Evaluation:
                 seed=self.topology.run.seed,
             )
 
-    def _ids(self, engine: Engine, line: Line, row: Row) -> npt.NDArray[np.int32]:
+    def _ids(self, engine: Engine, line: PromptLine, row: Row) -> npt.NDArray[np.int32]:
         try:
             row.prompt = prompt_of(msgspec.json.decode(line.line), self.topology.data)
             return np.asarray(engine.encode(row.prompt), np.int32)

@@ -197,7 +197,7 @@ def _placed(source: Source, draft: Topology, item: files.KeyProblem) -> Problem:
 
 
 def _place(source: Source, keys: Sequence[str]) -> str:
-    """The first of the keys that is written down; a default stands nowhere."""
+    """The place of the first key that is written down; a default has none."""
     for key in keys:
         if _path(key) in source.lines or _path(key) in source.overridden:
             return source.place(_path(key))

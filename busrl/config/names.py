@@ -161,7 +161,7 @@ _SAYINGS = {
     "output_dir save_path ckpt_path log_dir default_local_dir": "give `busrl launch --run-dir DIR`",
     "wandb report_to use_wandb logger logging_steps tensorboard":
         f"{NONE}: every step is a line of metrics.jsonl in the run directory, and `busrl monitor` shows it",
-    "resume resume_from_checkpoint resume_mode": "a start in the same --run-dir goes on by itself",
+    "resume resume_from_checkpoint resume_mode": "a start with the same --run-dir continues the run",
     "deepspeed fsdp zero_stage strategy gradient_checkpointing": f"{NONE}: one process trains, on one device",
     "trainer actor actor_rollout_ref rollout training train":
         "tables are [model], [data], [groups], [generation], [learner], [reward], ...: see configs/reference.toml",

@@ -28,6 +28,15 @@ ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is 
 FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
 RESTARTS = ("lora_restart", "checkpoint_restart")  # transports that end the engine and start it again
 ONE_COPY = "cuda_ipc"  # the transport with which the learner's weights are the engine's own tensors
+# The engines that a transport can give weights to. An engine that is not busrl's own (openai) has its own rules.
+ENGINES: dict[str, tuple[str, ...]] = {
+    "shm": ("torch", "vllm", "mock"),
+    "broadcast": ("torch", "vllm"),
+    ONE_COPY: ("torch", "vllm"),
+    "lora_hotswap": ("torch", "vllm"),
+    "lora_restart": ("torch", "vllm"),
+    "checkpoint_restart": ("torch", "vllm"),
+}
 MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
 MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT  # what the table of a slot has room for
@@ -468,7 +477,7 @@ class Process:
 class Vllm:
     """[vllm]: rollout processes with engine = "vllm"; see docs/vllm.md."""
 
-    tensor_parallel: int = key(1, "devices that one engine shares out its model over", low=1, high=64)
+    tensor_parallel: int = key(1, "devices that one engine spreads its model over", low=1, high=64)
     gpu_memory_utilization: float = key(0.85, "accelerator: share of the device's memory for weights and cache",
                                         low=0, open_low=True, high=1)
     kv_cache_mb: int | str = key("auto", "key-value cache in MiB; auto = what max_batch sequences can need, on an "

@@ -72,7 +72,7 @@ REFUSED = [
     ("[learner]\nupdates_per_batch = 40", "at most n_min updates", 12),
     ("[learner]\npublish_every = 3", "3 x n_min = 96 > B = 75; publish_every <= 2", 12),
     ('[learner]\npublish_every = 2\n[weights]\nmode = "sync"', "2 x n_min = 64 > B = 32; publish_every <= 1", 12),
-    ("[scheduler]\nprobe = true", "a probe tells how long its siblings will be, and fifo does not ask", 12),
+    ("[scheduler]\nprobe = true", "a probe shows how long its siblings will be, and fifo does not use", 12),
     ('[scheduler]\npolicy = "ljf"\nhorizon = 1', "ljf has nothing to choose from within a horizon of one draw", 13),
     (
         '[scheduler]\npolicy = "adaptive"\nhorizon = 31\n[weights]\nmode = "sync"',
@@ -92,8 +92,8 @@ REFUSED = [
         "only rollout and reward may be another program",
         15,
     ),
-    ('[[process]]\nrole = "reward"\ncommand = ["sh", "{rundir}"]', "{rundir} is none of the words", 13),
-    ('[[process]]\nrole = "reward"\ncommand = ["{here}/judge"]', "judge is no program that can be executed", 13),
+    ('[[process]]\nrole = "reward"\ncommand = ["sh", "{rundir}"]', "{rundir} is not one of the words", 13),
+    ('[[process]]\nrole = "reward"\ncommand = ["{here}/judge"]', "judge is not an executable program", 13),
     ("[ring]\nprocesses = 8", "11 entries are needed", 12),
     ("[bus]\nmax_message_bytes = 4096\n", "do not fit; set it to", 12),
 ]

@@ -67,7 +67,7 @@ class MadeRun:
         self.metrics = StepMetrics(self.paths, lambda draw, fate: fate.encode() in self.fates[draw * 2 * SIZE :][:SIZE])
         self.history.load(self.training, lambda meta, folder: None)
         for record in self.history.to_replay():
-            self.training.old.at(record.version, record.step - 1)
+            self.training.stale.at(record.version, record.step - 1)
             stats = self.training.replay(record)
             self.history.finished(record)
             self.metrics.replayed(record, stats)
@@ -94,11 +94,11 @@ class MadeRun:
         samples = [record for group in groups for record in group.records]
         record = Record(
             step=step, version=version, cause="count", groups=[group.group for group in groups], samples=samples,
-            dmmpt=self.training.skip_mastered,
+            dmmpt=self.training.trainer.skip_mastered,
         )
         self.flat_group(step)
         self.history.append(record)
-        self.training.old.at(version, step - 1)
+        self.training.stale.at(version, step - 1)
         if TrainingStep.streamable(self.topology.learner):
             self.training.accumulate([one for group in groups[:2] for one in group.records], version)
             self.training.accumulate([one for group in groups[2:] for one in group.records], version)
