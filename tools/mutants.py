@@ -253,7 +253,7 @@ MUTANTS = (
     Mutant("validation is greedy", VALIDATOR,
            "temperature=self.topology.validation.temperature", "temperature=0.0", RUN),
     Mutant("samples of a prompt weigh more the more there are", "busrl/data/prompts.py",
-           "np.mean([np.mean(found) for found in of_prompt.values()])", "np.mean(sum(of_prompt.values(), []))",
+           "return [float(np.mean(found)) for found in of_prompt.values()]", "return sum(of_prompt.values(), [])",
            ("tests/roles/test_validation_rounds.py",)),
     Mutant("an answer of two versions is not mixed", VALIDATOR,
            "oldest=int(versions.min())", "oldest=int(versions.max())", ("tests/roles/test_validation_rounds.py",)),

@@ -2,7 +2,7 @@
 
 Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch: that is what
 `generation.max_prompt_tokens = "auto"` comes to, and which prompts a given limit leaves out. The reward runs in a
-process of its own (`busrl.rewards.trial`) with deadlines, since it is foreign code: it may raise, hang or print.
+process of its own (`busrl.rewards.child`) with deadlines, since it is foreign code: it may raise, hang or print.
 Knows nothing of other keys' rules, or of how a report looks.
 
 - A file of up to ALL prompts is counted whole; of a larger one the longest by bytes and some spread evenly are, and
@@ -407,7 +407,7 @@ def call(t: Topology, line: str, answers: Answers) -> tuple[str, list[Tried]]:
     environment = {**os.environ, **(entry.env if entry else {})}
     with tempfile.TemporaryFile() as printed:  # a file: whatever user code prints, it never waits for a reader
         child = subprocess.Popen(
-            [sys.executable, "-m", "busrl.rewards.trial"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "busrl.rewards.child", "trial"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=printed, env=environment, start_new_session=True,
         )
         try:
