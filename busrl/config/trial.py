@@ -2,7 +2,7 @@
 
 Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch: that is what
 `generation.max_prompt_tokens = "auto"` comes to, and which prompts a given limit leaves out. The reward runs in a
-process of its own (`busrl.rewards.trial`) with deadlines, since it is foreign code: it may raise, hang or print.
+process of its own (`busrl.rewards.child`) with deadlines, since it is foreign code: it may raise, hang or print.
 Knows nothing of other keys' rules, or of how a report looks.
 
 - A file of up to ALL prompts is counted whole; of a larger one the longest by bytes and some spread evenly are, and
@@ -46,7 +46,7 @@ ALL_BYTES = 16 << 20  # if they are not more than this
 SOME = 5_000  # of a larger file: so many of the longest, and so many spread evenly
 BATCH = 1_000
 TOO_MANY = 0.01  # share of prompts above a given limit that a run is not started with
-UNKNOWN = 1  # tokens, where prompts can not be looked at: no rule about long ones is broken by it
+UNKNOWN = 1  # tokens, where prompts cannot be looked at: no rule about long ones is broken by it
 BYTES_PER_TOKEN = 4  # of a scripted engine
 
 
@@ -60,7 +60,7 @@ class Counted:
     tokens: tuple[int, ...]
     lines: tuple[int, ...]
     spread: tuple[bool, ...]
-    bound: int  # no prompt is longer, as far as can be told
+    bound: int  # no prompt is longer, as far as is known
     how: str
 
     @property
@@ -271,7 +271,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Trial:
-    """Lines for `busrl check`; what the reward did; why it can not be loaded."""
+    """Lines for `busrl check`; what the reward did; why it cannot be loaded."""
 
     lines: tuple[str, ...] = ()
     tried: tuple[Tried, ...] = ()
@@ -315,7 +315,7 @@ def first_of(t: Topology) -> First | None:
             _, line = next(prompt_lines(file))
         record = json.loads(line)
     except (OSError, ValueError, DataError, StopIteration):
-        return None  # what is wrong with the file is told elsewhere
+        return None  # `files` reports what is wrong with the file
     return First(f"{path}:1", line.decode(), record) if isinstance(record, dict) else None
 
 
@@ -347,7 +347,7 @@ def _prompt(t: Topology, first: First, tokenizer: LightTokenizer | None) -> Iter
         text = tokenizer.text(prompt) if tokenizer else prompt
         ids = tokenizer.ids(prompt) if tokenizer else []
     except DataError as problem:
-        yield f"  can not be written: {problem}"
+        yield f"  cannot be written: {problem}"
         return
     yield f"  as the model reads it: {_short(text)}"
     if ids:
@@ -397,7 +397,7 @@ Answers = list[tuple[str, str, list[int]]]
 
 
 def call(t: Topology, line: str, answers: Answers) -> tuple[str, list[Tried]]:
-    """Why the reward can not be loaded ("" if it can), and what it did with each answer until one hung."""
+    """Why the reward cannot be loaded ("" if it can), and what it did with each answer until one hung."""
     own = t.reward
     asked = {
         "parent": os.getpid(), "record": line, "answers": [answer[1:] for answer in answers],
@@ -407,7 +407,7 @@ def call(t: Topology, line: str, answers: Answers) -> tuple[str, list[Tried]]:
     environment = {**os.environ, **(entry.env if entry else {})}
     with tempfile.TemporaryFile() as printed:  # a file: whatever user code prints, it never waits for a reader
         child = subprocess.Popen(
-            [sys.executable, "-m", "busrl.rewards.trial"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "busrl.rewards.child", "trial"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=printed, env=environment, start_new_session=True,
         )
         try:
