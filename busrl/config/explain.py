@@ -261,7 +261,7 @@ def warnings(t: Topology) -> list[str]:
         found.append(text)
     if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
         found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
-    if (asked := t.run.max_steps * t.derived.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
+    if (asked := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
         text = f"at least {asked} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
         found.append(f"run.max_steps: {text}, and the run ends by name there")
     if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):

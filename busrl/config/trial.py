@@ -2,7 +2,7 @@
 
 Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch: that is what
 `generation.max_prompt_tokens = "auto"` comes to, and which prompts a given limit leaves out. The reward runs in a
-process of its own (`busrl.rewards.trial`) with deadlines, since it is foreign code: it may raise, hang or print.
+process of its own (`busrl.rewards.child`) with deadlines, since it is foreign code: it may raise, hang or print.
 Knows nothing of other keys' rules, or of how a report looks.
 
 - A file of up to ALL prompts is counted whole; of a larger one the longest by bytes and some spread evenly are, and
@@ -403,7 +403,7 @@ def call(t: Topology, line: str, answers: Answers) -> tuple[str, list[Tried]]:
         "parent": os.getpid(), "record": line, "answers": [answer[1:] for answer in answers],
         "reward": {"kind": own.kind, "function": own.function, "extract": own.extract, "answer_key": own.answer_key},
     }
-    with _foreign(t, "reward", "busrl.rewards.trial") as (child, printed):
+    with _foreign(t, "reward", "busrl.rewards.child", "trial") as (child, printed):
         return _conversation(child, asked, answers, own.timeout_s, printed)
 
 
