@@ -117,7 +117,7 @@ class Evaluation:
         )
 
     def _requests(self, engine: Engine) -> Iterator[Request]:
-        """One for each sample; a prompt that can not be asked has its row already."""
+        """One for each sample; a prompt that cannot be asked has its row already."""
         limit, generation = self.topology.max_prompt_tokens, self.topology.generation
         first = VALIDATE_BIT | self.asked.round * self.asked.samples
         for place in range(self.asked.samples):
@@ -184,5 +184,5 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
         for row in rows:
-            told = {key: value for key, value in asdict(row).items() if value not in ("", None)}
-            file.write(msgspec.json.encode(told) + b"\n")
+            known = {key: value for key, value in asdict(row).items() if value not in ("", None)}
+            file.write(msgspec.json.encode(known) + b"\n")

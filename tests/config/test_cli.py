@@ -174,7 +174,7 @@ def test_a_ring_that_can_not_be_read_is_kept_without_force(tmp_path: Path) -> No
     paths = RunPaths.of(tmp_path)
     paths.ring_file.write_bytes(b"something else")
     try:
-        assert "can not be read" in told(busrl("ring", "clean", tmp_path))
+        assert "cannot be read" in told(busrl("ring", "clean", tmp_path))
         assert paths.ring_file.exists()
         assert busrl("ring", "clean", tmp_path, "--force").returncode == 0
     finally:
