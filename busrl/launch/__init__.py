@@ -80,7 +80,7 @@ def _conclude(
         outcome = Outcome("failed", f"the goal was reached, but {said}", 1)
     summary = build(
         outcome, running.progress, report, still_open, time.monotonic(), running.usage.summary(),
-        running.stays.summary(), running.crashes.missing(),
+        running.residence.summary(), running.crashes.missing(),
     )
     paths = RunPaths.of(root)
     try:

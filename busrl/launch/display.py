@@ -119,7 +119,7 @@ class Outlet:
                 self._changed.notify_all()
 
     def _put(self, data: bytes) -> None:
-        """All of it, or nothing more if whoever read it is gone: the run is not about being watched."""
+        """All of it, or nothing more if its reader is gone: a run does not depend on being watched."""
         while data:
             try:
                 data = data[os.write(self._fd, data[:PIECE]) :]

@@ -242,7 +242,7 @@ class EventLog:
     def __init__(self, paths: RunPaths, children: Sequence[Child], own: Collection[str]) -> None:
         self._paths, self._children = paths, children
         self._own = {address(name) for name in own} | {"launch"}
-        self._met: set[tuple[int, int]] = set()
+        self._noted: set[tuple[int, int]] = set()
         self._throttle, self._shown, self._tally = Throttle(), Throttle(), Tally()
         self._deaths: dict[str, str] = {}
         self._changed, self._next_save = True, 0.0
@@ -257,19 +257,19 @@ class EventLog:
         """Anything else that launch itself saw or did."""
         record_error(self._paths, "launch", severity, "supervisor", text, uids=uids)
 
-    def met(self, entries: Iterable[Process]) -> None:
+    def note_entries(self, entries: Iterable[Process]) -> None:
         """The process table: a role of busrl that somebody else started files its warnings itself."""
         for one in entries:
-            if not one.remote and (one.pid, one.index) not in self._met:
-                self._met.add((one.pid, one.index))
+            if not one.remote and (one.pid, one.index) not in self._noted:
+                self._noted.add((one.pid, one.index))
                 if is_titled(one.pid, one.label):
                     self._own.add(one.label.replace("/", "-"))
 
-    def heard(self, error: m.Error, now: float) -> list[str]:
+    def received(self, error: m.Error, now: float) -> list[str]:
         """An ERROR came; the lines that a person should read now."""
         severity = error.severity if error.severity in m.SEVERITIES else m.SEVERITIES[0]
         if error.sender in self._own:
-            return self._heard_own((error.sender, severity, error.where, error.text), now)
+            return self._received_own((error.sender, severity, error.where, error.text), now)
         sender = self._known(error.sender)
         self._tally.add(sender, severity, text=first_line(error.text))
         self._changed = True
@@ -277,22 +277,22 @@ class EventLog:
         return [self._file(line)] if self._throttle.admit(sender, line, now) else []
 
     def tick(self, now: float, everything: bool = False) -> list[str]:
-        """What was held back of strangers and is due: filed, and the lines to show. Saves the counts."""
-        told = []
+        """What was held back of foreign programs and is due: filed, and the lines to show. Saves the counts."""
+        lines = []
         for count, (sender, severity, where, text, trace), _ in self._throttle.due(now, everything):
-            told.append(self._file((sender, severity, where, f"{count} more from it, the latest: {text}", trace)))
+            lines.append(self._file((sender, severity, where, f"{count} more from it, the latest: {text}", trace)))
         for count, (sender, severity, where, text), _ in self._shown.due(now, everything):
-            told.append(f"{shown(sender, severity, where, text)} ({count} more like this)")
+            lines.append(f"{shown(sender, severity, where, text)} ({count} more like this)")
         if self._changed and (everything or now >= self._next_save):
             self._changed, self._next_save = False, now + SAVE_EVERY_S
             files.show(self._paths.supervisor, self.plain())
-        return told
+        return lines
 
     def close(self, now: float) -> list[str]:
         """Everything that was held back."""
         return self.tick(now, everything=True)
 
-    def _heard_own(self, line: tuple[str, str, str, str], now: float) -> list[str]:
+    def _received_own(self, line: tuple[str, str, str, str], now: float) -> list[str]:
         """It files and holds back itself; this is for one that does not, or that is none of ours."""
         sender, _, where, text = line
         kind = f"{sender}/{where}/{alike(text)[:TEXT]}"
@@ -347,10 +347,10 @@ def build(
     still_open: int,
     now: float,
     usage: dict[str, dict[str, Any]],
-    stays: dict[str, dict[str, float]],
+    residence: dict[str, dict[str, float]],
     crashes_missing: list[str],
 ) -> dict[str, Any]:
-    """The content of summary.json; `usage` as `Usage.summary` gives it, "launch" included; `stays` as
+    """The content of summary.json; `usage` as `Usage.summary` gives it, "launch" included; `residence` as
     `ResidenceTimes.summary` does; `crashes_missing`: planned deaths that never came."""
     run = progress.run
     return {
@@ -384,7 +384,7 @@ def build(
                 for child in progress.children
             },
         },
-        "slots": stays,
+        "slots": residence,
         "faults": progress.faults,
         "faults_that_never_came": crashes_missing,
         "open_samples": still_open,
@@ -433,8 +433,8 @@ def _waste(report: AuditReport | None) -> list[str]:
     if report is None:
         return []
     ended = sum(report.rules.values()) + sum(report.accidents.values()) + report.counts.trained
-    told = [f"{count / ended:.0%} {in_words(name)}" for name, count in report.rules.items() if 100 * count >= ended]
-    return [f"not trained: {', '.join(told)} of {short(ended)} samples"] if told else []
+    shares = [f"{count / ended:.0%} {in_words(name)}" for name, count in report.rules.items() if 100 * count >= ended]
+    return [f"not trained: {', '.join(shares)} of {short(ended)} samples"] if shares else []
 
 
 def _ledger(summary: dict[str, Any], report: AuditReport | None) -> str:

@@ -49,7 +49,7 @@ class Replayer:
         self._messages = self._missed = 0
         self._stopped = False
         self._subscribed_at = 0.0
-        self._heard_by: set[bytes] = set()  # topics that somebody is subscribed to
+        self._subscribed: set[bytes] = set()  # topics that somebody is subscribed to
         refuse_if_served(bind)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._bound()
@@ -62,7 +62,7 @@ class Replayer:
         try:
             self._publish_all()
         except PeerTimeout:
-            if self._heard_by or not self._stopped:
+            if self._subscribed or not self._stopped:
                 raise
             return self._messages  # a listener that leaves because the run stops has seen all there is for it
         self._mark("over")
@@ -105,16 +105,16 @@ class Replayer:
             if self._complete():
                 return
             if left <= 0:
-                if self._heard_by:  # a foreign listener, which need not have a PING topic
+                if self._subscribed:  # a foreign listener, which need not have a PING topic
                     return
                 raise PeerTimeout(f"nobody listened at {self._bind} within {wait_s:g} s; nothing was published")
 
     def _complete(self) -> bool:
         """Whether a listener has all its subscriptions."""
-        if b"" in self._heard_by or any(one.startswith(PING) for one in self._heard_by):
+        if b"" in self._subscribed or any(one.startswith(PING) for one in self._subscribed):
             return True
         # No telling sign: some other program.
-        return bool(self._heard_by) and time.monotonic() - self._subscribed_at >= QUIET_S
+        return bool(self._subscribed) and time.monotonic() - self._subscribed_at >= QUIET_S
 
     def _publish_all(self) -> None:
         start, first = time.monotonic(), None
@@ -135,7 +135,7 @@ class Replayer:
     def _serve(self, timeout_s: float) -> None:
         if EVERYTHING in self._subscriptions(timeout_s):
             self._mark("running")  # a listener that came later wants to know as well what this is
-        if not self._heard_by:
+        if not self._subscribed:
             raise PeerTimeout(f"the last listener at {self._bind} left after {self._messages} messages")
 
     def _subscriptions(self, timeout_s: float) -> list[bytes]:
@@ -146,7 +146,7 @@ class Replayer:
                 for _ in range(1024):
                     changes.append(self._socket.recv(zmq.NOBLOCK))
         for change in changes:
-            keep = self._heard_by.add if change[:1] == b"\x01" else self._heard_by.discard
+            keep = self._subscribed.add if change[:1] == b"\x01" else self._subscribed.discard
             keep(change[1:])
             self._subscribed_at = time.monotonic()
         return changes

@@ -57,7 +57,7 @@ class Follower:
         self.skipped = 0
 
     def new(self) -> list[bytes]:
-        """Lines that were completed since the last call; all anew if the file was replaced."""
+        """Lines that were completed since the last call; all again if the file was replaced."""
         try:
             with open(self._path, "rb") as file:
                 info = os.fstat(file.fileno())
@@ -128,7 +128,7 @@ class RunFiles:
         return _get(read_map(self._paths.run_json), "tap", "") or self._paths.tap
 
     def first_reward(self) -> float | None:
-        """Mean reward of the first step ever, whoever started the run how often."""
+        """Mean reward of the first step ever, over all starts of the run."""
         try:
             with open(self._paths.metrics, "rb") as file:
                 rows = _maps(file.read(HEAD_BYTES).split(b"\n")[:-1])
@@ -160,7 +160,7 @@ class RunFiles:
         return list(_decoded(self._errors.new(), ErrorRecord))
 
     def errors_before(self) -> int:
-        """How many were filed earlier than what `errors` gave; told once."""
+        """How many were filed earlier than what `errors` gave; 0 from the second call on."""
         known, self._skipped_known = self._skipped_known, True
         return 0 if known else self._errors.skipped
 
@@ -173,7 +173,7 @@ class RunFiles:
         """How the run ended; empty if no summary says so."""
         return read_map(self._paths.summary)
 
-    def tell(self, state: RunState, ended: float | None = None) -> None:
+    def fold_into(self, state: RunState, ended: float | None = None) -> None:
         """Fold what was written since the last call into the state of the run; `ended`: when its newest step did."""
         for row in self.metrics():
             if row.kind:
@@ -194,9 +194,9 @@ class RunFiles:
 
 
 def run_of_files(files: RunFiles) -> RunState:
-    """How far a run is by its files alone, whoever started it how often."""
+    """How far a run is by its files alone, over all its starts."""
     run = RunState(facts=files.facts())
-    files.tell(run)
+    files.fold_into(run)
     return run
 
 
@@ -247,7 +247,7 @@ def _maps(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def fates(path: Path) -> dict[str, int]:
-    """How many samples have each fate, most interesting first; empty where the table can not be read."""
+    """How many samples have each fate, most interesting first; empty where the table cannot be read."""
     counts = np.zeros(256, np.int64)
     with suppress(OSError), open(path, "rb") as file:
         while block := file.read(CHUNK):
@@ -267,8 +267,8 @@ def sample_line(sample: dict[str, Any]) -> str:
         return ""
     prompt, answer, reward = _prompt(sample.get("prompt")), str(sample["completion"]), number(sample.get("reward"))
     shown = safe(prompt, len(prompt))[-PROMPT:]
-    told = safe(answer, len(answer))
-    cut = f"{told[: ANSWER // 2]} … {told[-ANSWER // 2 :]}" if len(told) > ANSWER else told
+    text = safe(answer, len(answer))
+    cut = f"{text[: ANSWER // 2]} … {text[-ANSWER // 2 :]}" if len(text) > ANSWER else text
     return f"{shown!r} → {cut!r}" + (f", reward {reward:g}" if reward is not None else "")
 
 

@@ -156,10 +156,10 @@ def _head(run: RunState, now: float, wall: float, width: int) -> RenderableType:
     title.append(f" {text.headline(run, wall)}", f"bold {style}")
     if run.ended and run.ring is None and not run.damage:
         title.append(f" · {safe(run.ended)}", style)
-    told = f" {text.progress(run, now)} "
+    said = f" {text.progress(run, now)} "
     goal = run.facts.max_steps
-    full, empty = gauge(run.at_step / goal if goal else 0.0, max(4, width - len(told) - 1))
-    return Group(title, Text.assemble(" ", (full, "green"), (empty, "grey30"), (told, "bold"), no_wrap=True))
+    full, empty = gauge(run.at_step / goal if goal else 0.0, max(4, width - len(said) - 1))
+    return Group(title, Text.assemble(" ", (full, "green"), (empty, "grey30"), (said, "bold"), no_wrap=True))
 
 
 def _foot(run: RunState, now: float, errors_only: bool) -> RenderableType:
@@ -186,11 +186,11 @@ def _chart(name: str, course: list[float], style: str, form: str, width: int, he
             Text("no step yet", LABELS), title=name, title_align="left", border_style="grey37", box=box.ROUNDED
         )
     recent = course[-10:]
-    told = f"{course[0]:{form}} → {sum(recent) / len(recent):{form}}"
+    said = f"{course[0]:{form}} → {sum(recent) / len(recent):{form}}"
     lines = chart(course, max(1, width - 4), max(1, height - 2))
     return Panel(
         Text("\n".join(lines), style, no_wrap=True),
-        title=Text.assemble((name, "bold"), "  ", (told, style)), title_align="left",
+        title=Text.assemble((name, "bold"), "  ", (said, style)), title_align="left",
         subtitle=Text(f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps", LABELS),
         subtitle_align="right",
         border_style="grey37", box=box.ROUNDED,
@@ -349,7 +349,7 @@ def as_text(watcher: Watcher) -> str:
 
 
 def run_plain(watcher: Watcher, out: TextIO) -> None:
-    """A line every few seconds until the run or the replay has ended, or whoever reads is gone."""
+    """A line every few seconds until the run or the replay has ended, or the reader is gone."""
     watcher.refresh(time.monotonic(), force=True)
     print(as_text(watcher), file=out, flush=True)
     give_way(NICE)

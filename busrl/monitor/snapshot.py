@@ -96,7 +96,7 @@ def _trigger(run: RunState) -> dict[str, Any]:
 
 
 def _control(run: RunState) -> dict[str, Any] | None:
-    """None without a controller, or before it was heard of."""
+    """None without a controller, or before it is known."""
     newest = run.steps.newest
     if newest is None or not newest.control_n_min:
         return None
@@ -119,7 +119,7 @@ def _staleness(run: RunState) -> dict[str, Any]:
 
 
 def _policy(run: RunState) -> dict[str, Any]:
-    """Means over the newest steps; None where no step told."""
+    """Means over the newest steps; None where no step has them."""
     steps = run.steps
     return {
         "flat_share": _round(steps.flat_share(run.idle)),

@@ -94,7 +94,7 @@ def living_runs() -> Iterator[Path]:
 
 
 def run_dir_of(ring_name: str) -> Path | None:
-    """The directory of the run that uses this ring, told by one of its living processes."""
+    """The directory of the run that uses this ring, as one of its living processes shows it."""
     for process in living(ring_name):
         with suppress(OSError):
             # Not from its environment: setting the title of a process overwrites that.
@@ -123,7 +123,7 @@ def holder_of(paths: RunPaths) -> int | None:
 
 
 def living(ring_name: str) -> list[Process]:
-    """Registered processes of a ring that are not proven dead; none if it can not be read."""
+    """Registered processes of a ring that are not proven dead; none if it cannot be read."""
     try:
         ring = Ring.attach(ring_name, read_only=True)
     except RingError:
@@ -144,7 +144,7 @@ class Look:
         self._paths, self._name, self._group_size = paths, ring_name or paths.ring_name, group_size
         self._ring: Ring | None = None
         self._file = (0, 0)
-        self.damage = ""  # why the ring that is there can not be read, with the remedy
+        self.damage = ""  # why the ring that is there cannot be read, with the remedy
         self._fates: Fates | None = None
         self._scanner: GroupScanner | None = None
 
@@ -184,7 +184,7 @@ class Look:
         return self._ring
 
     def _groups(self, ring: Ring) -> tuple[int, int]:
-        """Open groups, and of these the ones that a step could take; -1 where the fates can not be read."""
+        """Open groups, and of these the ones that a step could take; -1 where the fates cannot be read."""
         lines = ring.lines()
         scanner = self._scanner_of(lines)
         if scanner is None:
@@ -291,7 +291,7 @@ class Reader:
             run.facts = self.files.facts()  # a later start may have other goals
         # What stands there already ended when the file was last written; a run that is over has no such clock.
         age = self.files.step_age_s() if self._first and run.ring is not None else None
-        self.files.tell(run, now if not self._first else None if age is None else now - age)
+        self.files.fold_into(run, now if not self._first else None if age is None else now - age)
         self._first = False
 
     def close(self) -> None:
@@ -322,21 +322,21 @@ class Watcher:
 
     def listen(self, now: float) -> int:
         """Fold in what has come, at most one batch; how many messages that were."""
-        heard = self.tap.take(BATCH)
+        messages = self.tap.take(BATCH)
         wall, least = time.time(), None
-        for one in heard:
+        for one in messages:
             late = self._fold(one, wall, now)
             if late is not None:
                 least = late if least is None else min(least, late)
         traffic = self.run.traffic
-        traffic.batch(len(heard), least, now)
+        traffic.batch(len(messages), least, now)
         if traffic.lag_s > BEHIND_S:
             self.tap.reopen()
             traffic.resyncs += 1
             self.refresh(now, force=True)
         # A replay has the gaps of its recording, which the tap counts again.
         traffic.missed, traffic.malformed = max(self.tap.missed, self._missed_in_record), self.tap.malformed
-        return len(heard)
+        return len(messages)
 
     def close(self) -> None:
         """Leave."""
@@ -345,7 +345,7 @@ class Watcher:
             self._reader.close()
 
     def _fold(self, heard: TapMessage, wall: float, now: float) -> float | None:
-        """One message into the picture; how late it is in seconds, where that says how far behind we are."""
+        """One message into the state; how late it is in seconds, where that says how far behind we are."""
         name, run = heard.name, self.run
         if name in (LOOK, REPLAY):
             self._fold_replay(name, heard.body, now)
@@ -374,7 +374,7 @@ class Watcher:
 
 
 def decoded(name: str, body: bytes) -> Message | None:
-    """The message of a known name; None for one that this program can not read."""
+    """The message of a known name; None for one that this program cannot read."""
     kind = BY_NAME.get(name)
     if kind is None:
         return None

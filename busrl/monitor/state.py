@@ -6,7 +6,7 @@ seconds; an age is measured at the moment of the look.
 - The ring and the files are believed first; a message only fills in what they do not hold. So a state that missed
   messages is poorer, never wrong.
 - The learner's file and its bus message tell of the same step, in either order, twice or not at all: a step is known by
-  its number, and the first that told of it is believed.
+  its number, and the first report of it is believed.
 - Memory is bounded, whatever is received.
 """
 
@@ -28,7 +28,7 @@ from busrl.states import HeaderWord, RunPhase
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What does not change while a run goes on. Zeros and empty texts: not known."""
+    """What does not change during a run. Zeros and empty texts: not known."""
 
     name: str = ""
     run_id: str = ""
@@ -107,7 +107,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     groups_ended: float | None = None
     samples: int = 0
     tokens: int = 0
-    n_min: float = 0.0  # in force, 0: not told
+    n_min: float = 0.0  # in force, 0: not known
     control_n_min: float = 0.0  # what the controller would have or has set; 0: there is none
     control_moves: float = 0.0
     entropy_ratio: float = 0.0  # H / H_ref on the probe set, 0: not known yet
@@ -222,26 +222,26 @@ class Steps:
 
     def pace(self, quiet_s: float) -> StepRate | None:
         """How fast steps come when the last one is `quiet_s` ago; None if none of them tells how long it took."""
-        told: list[StepRecord] = []
+        known: list[StepRecord] = []
         span = 0.0
         for number in reversed(self.numbers()):
             one = self._known[number]
             if 0 < one.seconds < math.inf:
-                told.append(one)
+                known.append(one)
                 span += one.seconds
             if span >= PACE_S:
                 break
-        if not told:
+        if not known:
             return None
         # A step under way counts against the speed once it takes longer than those before it: a run may stand still.
-        over = span + max(0.0, quiet_s - span / len(told))
-        samples, tokens = sum(one.samples for one in told), sum(one.tokens for one in told)
-        return StepRate(len(told) / over, samples / over, tokens / over)
+        over = span + max(0.0, quiet_s - span / len(known))
+        samples, tokens = sum(one.samples for one in known), sum(one.tokens for one in known)
+        return StepRate(len(known) / over, samples / over, tokens / over)
 
     def recent(self, of: Callable[[StepRecord], float | None]) -> float | None:
         """Mean of a number over the newest steps that tell it."""
-        told = [value for one in self._recent() if (value := of(one)) is not None and math.isfinite(value)]
-        return sum(told) / len(told) if told else None
+        known = [value for one in self._recent() if (value := of(one)) is not None and math.isfinite(value)]
+        return sum(known) / len(known) if known else None
 
     def flat_share(self, idle: StepRecord | None = None) -> float | None:
         """Share of flat groups among all that ended in the newest steps; `idle`: groups that ended after the last."""
@@ -357,10 +357,10 @@ class RecentErrors:
         self._newest: deque[tuple[ErrorRecord, str]] = deque(maxlen=ERRORS_KEPT)
 
     def add(self, seen: ErrorRecord, source: str) -> bool:
-        """One report by `source` ("file" or "bus"); False if the other source has told of it already."""
-        for at, (known, told_by) in enumerate(self._newest):
-            if told_by and told_by != source and _same(known, seen):
-                self._newest[at] = (known, "")  # both have told: the next report is another event
+        """One report by `source` ("file" or "bus"); False if the other source has reported it already."""
+        for at, (known, reported_by) in enumerate(self._newest):
+            if reported_by and reported_by != source and _same(known, seen):
+                self._newest[at] = (known, "")  # both have reported it: the next is another event
                 return False
         self.count += 1
         self._newest.appendleft((seen, source))
@@ -455,14 +455,14 @@ class RunState:
     ended: str = ""  # how the run ended, in words, once it has; then also its last step and version
     ended_step: int = 0
     ended_version: int = 0
-    damage: str = ""  # why its ring can not be read, with the remedy
+    damage: str = ""  # why its ring cannot be read, with the remedy
     replay: str = ""  # what is replayed and how fast, if it is a replay
     replay_over: bool = False
     pace: float = 1.0  # seconds of the run in one of the listener's; 0: a replay as fast as it goes
     sample: str = ""  # what the model wrote lately, in one line
     first_reward: float | None = None  # mean reward of the first step ever
     idle: MetricsLine | None = None  # groups that ended since the newest step and gave none
-    launched: bool = False  # its launch draws this: it runs, whoever is registered in the ring
+    launched: bool = False  # its launch draws this: it runs, even with nobody registered in the ring
     faults: bool = False  # on purpose
     validating: bool = False
     waiting: str = ""  # for what the scheduler waits
@@ -502,7 +502,7 @@ class RunState:
             del self.validations[next(iter(self.validations))]
 
     def error(self, seen: ErrorRecord, source: str) -> None:
-        """A warning or an error that the file or the bus told of."""
+        """A warning or an error that the file or the bus reported."""
         self.errors.add(seen, source)
 
     def handle(self, message: m.Message, now: float) -> None:

@@ -209,14 +209,14 @@ def staleness(run: RunState) -> str:
 def policy_words(run: RunState) -> str:
     """What the newest steps say of the policy and of what was thrown away; "" before the first."""
     steps = run.steps
-    told = [
+    numbers = [
         ("flat groups", steps.flat_share(run.idle), ".0%"),
         ("cut answers", steps.recent(lambda one: one.cut_share), ".0%"),
         ("entropy", steps.recent(lambda one: one.entropy), ".2f"),
         ("ess", steps.recent(lambda one: one.ess), ".2f"),
         ("k3", steps.recent(lambda one: one.k3), ".2g"),
     ]
-    return " · ".join(f"{name} {value:{form}}" for name, value, form in told if value is not None)
+    return " · ".join(f"{name} {value:{form}}" for name, value, form in numbers if value is not None)
 
 
 def idle(run: RunState) -> str:
@@ -232,7 +232,7 @@ def idle(run: RunState) -> str:
 def bus(run: RunState, now: float) -> str:
     """Messages per second, and whether this picture is complete and of now."""
     traffic = run.traffic
-    parts = [f"{short(traffic.per_s())} messages/s · {short(traffic.count)} heard"]
+    parts = [f"{short(traffic.per_s())} messages/s · {short(traffic.count)} received"]
     if traffic.missed:
         parts.append(f"{short(traffic.missed)} MISSED")
     if traffic.malformed:
@@ -242,7 +242,7 @@ def bus(run: RunState, now: float) -> str:
     if traffic.resyncs:
         parts.append(f"caught up {traffic.resyncs}×")
     if traffic.last_at is None:
-        parts.append("nothing heard yet")
+        parts.append("nothing received yet")
     elif now - traffic.last_at > 3.0 and run.state == "running":
         parts.append(f"silent for {now - traffic.last_at:.0f} s")
     return " · ".join(parts)

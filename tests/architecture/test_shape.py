@@ -16,7 +16,7 @@ ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
 MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 200, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
-LONGER = {"busrl.roles.learner.metrics": 840}  # too long still; nothing may join it
+LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
 # A module of less than SMALL lines whose only user lies in the same package -> why it is a module of its own.
 REASONS: dict[str, str] = {
@@ -40,8 +40,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "report": "", "readers": "report", "snapshot": "readers report", "rules": "readers report snapshot",
     },
     "roles.learner": {
-        "step": "", "metrics": "", "groups": "", "control": "step", "history": "step", "publish": "step",
-        "loop": "control groups history metrics publish step",
+        "step": "", "metrics": "", "alarms": "", "groups": "", "control": "step", "history": "step", "publish": "step",
+        "loop": "alarms control groups history metrics publish step",
     },
     "scheduling": {
         "limits": "", "segments": "", "controller": "", "lengths": "", "groups": "limits", "admission": "groups limits",

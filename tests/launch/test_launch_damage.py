@@ -54,7 +54,7 @@ def test_shared_memory_of_another_user_is_named_with_a_way_out() -> None:
     weights.touch()
     os.seteuid(65534)
     try:
-        with pytest.raises(UserError, match=f"{weights} can not be removed: it belongs to user 0, not to you .65534."):
+        with pytest.raises(UserError, match=f"{weights} cannot be removed: it belongs to user 0, not to you .65534."):
             unlink_segments(name)
     finally:
         os.seteuid(0)

@@ -69,7 +69,7 @@ def test_a_long_file_is_read_at_both_ends_and_bad_lines_are_left_out(run: RunPat
     told = story(run)
     assert (told.first_reward, told.at_step, told.steps.course(lambda one: one.reward)) == (0.01, 8, [0.5])
     empty = RunState()
-    RunFiles(RunPaths.of(run.root / "nothing")).tell(empty)
+    RunFiles(RunPaths.of(run.root / "nothing")).fold_into(empty)
     assert empty == RunState(errors=empty.errors, steps=empty.steps) and not len(empty.steps)
 
 

@@ -244,4 +244,4 @@ def test_an_endpoint_where_nobody_says_anything_is_no_picture_but_an_error(tmp_p
     child = started("monitor", f"ipc://{tmp_path}/nobody", "--once", "--json", "--seconds", "0.2")
     out, error = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 2 and out == ""
-    assert f"ipc://{tmp_path}/nobody: nothing was heard there within 0.2 s" in error
+    assert f"ipc://{tmp_path}/nobody: nothing was received there within 0.2 s" in error

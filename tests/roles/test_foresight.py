@@ -49,7 +49,7 @@ def test_a_missing_file_is_nothing_and_a_damaged_one_is_named(tmp_path: Path) ->
     whole = path.read_bytes()
     for damaged in (b"", b"no archive", whole[:40], whole[:-40], whole[:100] + b"\xff" * 40 + whole[140:]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"state\.npz: can not be read"):
+        with pytest.raises(ValueError, match=r"state\.npz: cannot be read"):
             predictor_state.load_plain(path)
 
 

@@ -24,7 +24,7 @@ from busrl.errors import (
     process_code,
 )
 from busrl.ledger.wal import SampleRecord
-from busrl.roles.learner.loop import EXACT, ROUNDED, TOKENS, LogprobCheck, mixed, tolerance
+from busrl.roles.learner.alarms import EXACT, ROUNDED, TOKENS, LogprobCheck, mixed, tolerance
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
