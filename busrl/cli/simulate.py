@@ -16,7 +16,6 @@ from typing import Any
 
 from busrl import files
 from busrl.config import machine
-from busrl.config.derive import admission_limits
 from busrl.data.trace import Shape, make_trace, write
 from busrl.errors import UserError
 from busrl.simulate import report
@@ -135,8 +134,7 @@ def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -
     if as_json:
         print(json.dumps(_plain(point, setting, found), indent=2))
         return 0
-    limits = admission_limits(point.topology)
-    print(report.page(point.topology, limits, setting, found, took, len(machine.cores())), end="")
+    print(report.page(point.topology, setting, found, took, len(machine.cores())), end="")
     if fitted is not None:
         for note in (*fitted.notes, *_beyond(fitted, [((), found)])):
             print(f"  {note}")

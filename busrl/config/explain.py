@@ -226,8 +226,8 @@ def _answers(t: Topology) -> str:
     lengths = sorted(length for task in trace.read(t.data.train, t.data.prompt_key) for length in task.lengths)
     limit = t.generation.max_new_tokens
     cut = sum(length > limit for length in lengths)
-    told = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
-    return f"scripted answers: {told}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
+    shown = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
+    return f"scripted answers: {shown}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
 
 
 def _model(t: Topology) -> Iterator[str]:
@@ -261,7 +261,7 @@ def warnings(t: Topology) -> list[str]:
         found.append(text)
     if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
         found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
-    if (asked := t.run.max_steps * t.derived.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
+    if (asked := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
         text = f"at least {asked} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
         found.append(f"run.max_steps: {text}, and the run ends by name there")
     if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):

@@ -25,9 +25,10 @@ from busrl.config.derive import resolve
 from busrl.config.reader import KeyPath, Reader, Source, read, show
 from busrl.config.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
 from busrl.errors import Problem, TopologyError, UserError
+from busrl.scheduling.limits import derive
 
 UNRESOLVED = Derived(
-    B=0, W=0, n_lo=0, n_hi=0, n_floor=0, g_min=0, horizon=0, slots=0, train_slots=0, val_reserve=0,
+    limits=derive("sync", 0, 0, 0), horizon=0, slots=0, train_slots=0, val_reserve=0,
     slot_bytes=0, task_bytes=0, train_prompts=0, validation_prompts=0, ring_bytes=0, val_samples=0,
 )
 

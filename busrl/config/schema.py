@@ -18,6 +18,7 @@ from typing import Any
 
 from busrl.config.names import modern
 from busrl.config.values import REQUIRED, Rule, build, key, plain
+from busrl.scheduling.limits import AdmissionLimits
 
 TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
 IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
@@ -540,14 +541,9 @@ class Experiments:
 
 @dataclass(frozen=True)
 class Derived:
-    """What follows from several keys together; `explain` holds the sums as text. Counts B and W are in groups."""
+    """What follows from several keys together; `explain` holds the sums as text."""
 
-    B: int  # admitted groups that may be unfinished
-    W: int  # admission indices that the learner looks at
-    n_lo: int  # smallest count threshold
-    n_hi: int  # largest count threshold
-    n_floor: int  # fewest groups that a step by time may have
-    g_min: int  # survivors that a group needs to be trained
+    limits: AdmissionLimits  # B, W and the thresholds: derived once, used by every process
     horizon: int  # drawn groups among which the policy may reorder
     slots: int  # slots of the ring: train_slots + val_reserve
     train_slots: int
@@ -663,8 +659,9 @@ class Topology:
         return next(named, next(entries, "")) or self.model.device
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, infinity as the word "inf"."""
+        """Plain data, infinity as the word "inf"; the limits stand flat among the derived values."""
         made: dict[str, Any] = plain(dataclasses.asdict(self))
+        made["derived"] = {**made["derived"].pop("limits"), **made["derived"]}
         return made
 
     def to_json(self) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.scheduling.groups import NOT_STARTED, QUEUED, RESERVED, REWARDED, UNKNOWN, Bools, GroupView, Ints
-from busrl.scheduling.limits import Limits
+from busrl.scheduling.limits import AdmissionLimits
 from busrl.states import SampleClass
 
 # -- arrivals ------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def not_ahead(room: Room, ahead: int, waiting: int, group_size: int) -> Room:
 class Admission:
     """Admits groups under the limits: the same arguments give the same answer after any restart."""
 
-    def __init__(self, limits: Limits, over_age: str = "wait") -> None:
+    def __init__(self, limits: AdmissionLimits, over_age: str = "wait") -> None:
         if over_age not in ("wait", "drop"):
             raise ValueError(f"over_age = {over_age!r}: must be wait or drop")
         self.limits, self.over_age = limits, over_age

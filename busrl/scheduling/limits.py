@@ -19,7 +19,7 @@ WINDOW_SHARE = 0.3
 
 
 @dataclass(frozen=True)
-class Limits:
+class AdmissionLimits:
     """Derived numbers of a run, counted in groups. `max_age` is None where nothing bounds it (fully-async)."""
 
     mode: str
@@ -123,7 +123,7 @@ def derive(
     n_floor: int = 0,
     window: int = 0,
     waves: int = 0,
-) -> Limits:
+) -> AdmissionLimits:
     """The limits of a run. `n_lo`, `n_hi`: thresholds that a controller may choose (default: n_min, it does not act);
     `window`: W, 0 to derive it; `waves`: segments of an answer where rounds of sync are made of segments.
 
@@ -140,7 +140,7 @@ def derive(
         width = window or window_of(admitted)
     else:
         admitted, width = _admitted(low, high, max_staleness, window)
-    return Limits(
+    return AdmissionLimits(
         mode=mode,
         n_min=n_min,
         n_lo=low,
@@ -193,7 +193,7 @@ def _largest_admitted(total: int) -> int:
     return admitted
 
 
-def _explain_mode(limits: Limits) -> str:
+def _explain_mode(limits: AdmissionLimits) -> str:
     n, admitted, window = limits.n_lo, limits.B, limits.W
     if limits.waves:
         return (

@@ -23,7 +23,7 @@ import numpy as np
 
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.groups import UNKNOWN, Bools, GroupView, Ints
-from busrl.scheduling.limits import Limits
+from busrl.scheduling.limits import AdmissionLimits
 from busrl.states import RULES, Fate
 
 # -- the anchored window -------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ Action = SetAside | Claim | Fire | Wait
 class LearnerPlan:
     """Pure: its state is the trigger's clock. Call `decide` whenever something changed."""
 
-    def __init__(self, limits: Limits, trigger: Trigger, staleness: Staleness, *, streaming: bool) -> None:
+    def __init__(self, limits: AdmissionLimits, trigger: Trigger, staleness: Staleness, *, streaming: bool) -> None:
         self.limits, self.trigger, self.staleness, self.streaming = limits, trigger, staleness, streaming
 
     def decide(

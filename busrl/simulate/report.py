@@ -17,7 +17,6 @@ from pathlib import Path
 
 from busrl.config import Topology, sketch
 from busrl.errors import TopologyError, UserError
-from busrl.scheduling.limits import Limits
 from busrl.simulate.actors import STATED, reward_workers
 from busrl.simulate.figures import Figures
 from busrl.simulate.fit import Seen
@@ -173,12 +172,12 @@ COLUMNS = (
 )
 
 
-def page(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float, cores: int) -> str:
+def page(topology: Topology, setting: Setting, found: Figures, took_s: float, cores: int) -> str:
     """Everything about one run. `cores`: those of this machine."""
-    lines = [*warning(setting), *_head(topology, limits, setting, found, took_s), ""]
+    lines = [*warning(setting), *_head(topology, setting, found, took_s), ""]
     lines += [*_body(topology, setting, found), ""]
     if not assumed(setting):
-        lines += [*(f"  {line}" for line in advice(topology, limits, setting, found, cores)), ""]
+        lines += [*(f"  {line}" for line in advice(topology, setting, found, cores)), ""]
     lines += _origin(topology, setting)
     return "\n".join(lines) + "\n"
 
@@ -201,8 +200,8 @@ def warning(setting: Setting) -> list[str]:
     ]
 
 
-def _head(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float) -> list[str]:
-    rows = topology.generation.max_batch
+def _head(topology: Topology, setting: Setting, found: Figures, took_s: float) -> list[str]:
+    rows, limits = topology.generation.max_batch, topology.derived.limits
     of = f"of {topology.run.max_steps} " if found.steps < topology.run.max_steps else ""
     return [
         f"{topology.run.name}, simulated: {setting.actors} rollout x {rows} rows, {limits.mode}, "
@@ -254,9 +253,9 @@ def _metrics(found: Figures) -> list[str]:
     return [f"{head:<12}{', '.join(said)}" for head, said in parts.items() if said]
 
 
-def advice(topology: Topology, limits: Limits, setting: Setting, found: Figures, cores: int) -> list[str]:
+def advice(topology: Topology, setting: Setting, found: Figures, cores: int) -> list[str]:
     """What limits the run, and which keys move it."""
-    said = _bottleneck(topology, limits, setting, found, cores)
+    said = _bottleneck(topology, setting, found, cores)
     flat = found.set_aside.get(Fate.FLAT.letter, 0)
     ended = sum(found.set_aside.values()) + sum(row.groups for row in found.rows)
     if flat > FLAT * ended:
@@ -276,7 +275,8 @@ def advice(topology: Topology, limits: Limits, setting: Setting, found: Figures,
     return [f"Neither learner nor rollout is busy, and no single key stands out; the learner waits most for: {waits}."]
 
 
-def _bottleneck(topology: Topology, limits: Limits, setting: Setting, found: Figures, cores: int) -> list[str]:
+def _bottleneck(topology: Topology, setting: Setting, found: Figures, cores: int) -> list[str]:
+    limits = topology.derived.limits
     rows, slots = setting.actors * topology.generation.max_batch, limits.B * limits.group_size
     if found.learner_busy >= BUSY:
         return ["The learner is the bottleneck: more rollout processes would only wait."]

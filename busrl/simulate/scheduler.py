@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from busrl.config import Topology, files
-from busrl.config.derive import admission_limits
 from busrl.data.trace import Task
 from busrl.errors import UserError
 from busrl.roles.segments import waves_of
@@ -49,7 +48,7 @@ class Feed:
         self.guard = Guard(predictor, RulesPredictor(words))
         self.policy: Policy = make_policy(
             scheduler.policy, derived.horizon, self.guard, scheduler.aging,
-            tail_share=scheduler.tail_share, window=derived.W, group_size=topology.groups.size,
+            tail_share=scheduler.tail_share, window=derived.limits.W, group_size=topology.groups.size,
             round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
         )
         self._draws, self._lengths = list[int](), list[int]()
@@ -130,11 +129,11 @@ class Scheduler:
     def __init__(
         self, topology: Topology, answers: Answers, ring: SimRing, counts: Counts, rows: int, *, oracle: bool
     ) -> None:
-        self.limits, self.answers, self.ring, self.counts = admission_limits(topology), answers, ring, counts
+        self.limits, self.answers, self.ring, self.counts = topology.derived.limits, answers, ring, counts
         self.size, self.rows, self.ahead = topology.groups.size, rows, topology.scheduler.ahead
         self.admission = Admission(self.limits, topology.weights.over_age)
         self.feed = Feed(topology, answers, oracle)
-        self.probes = Probes(topology.derived.W if topology.scheduler.probe else 0)
+        self.probes = Probes(topology.derived.limits.W if topology.scheduler.probe else 0)
         self.waves = waves_of(self.limits)
         self.groups: dict[int, Group] = {}
         self.lengths: dict[int, tuple[int, ...]] = {}

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from busrl.config import Topology
-from busrl.config.derive import admission_limits, make_plan
+from busrl.config.derive import make_plan
 from busrl.config.rules import batch_varies, due
 from busrl.errors import UserError
 from busrl.scheduling.groups import GroupScanner, GroupView
@@ -112,7 +112,7 @@ class World:
     ) -> None:
         derived = topology.derived
         self.topology, self.times, self.answers, self.steps = topology, times, answers, steps
-        self.limits = admission_limits(topology)
+        self.limits = topology.derived.limits
         self.size, self.limit = topology.groups.size, topology.generation.max_new_tokens
         self.ring = SimRing(derived.train_slots, self.size)
         self.scanner = GroupScanner(self.ring.fates, self.size, horizon=derived.horizon)
@@ -122,7 +122,7 @@ class World:
         self.scheduler = Scheduler(topology, answers, self.ring, self.counts, rows, oracle=oracle)
         self.feed, self.groups, self.lengths = self.scheduler.feed, self.scheduler.groups, self.scheduler.lengths
         streaming = topology.learner.updates_per_batch == 1 and not topology.learner.deterministic
-        plan = make_plan(topology, self.limits, streaming=streaming)
+        plan = make_plan(topology, streaming=streaming)
         noise = Noise(times.learner_spread, [seed, 4])
         self.learner = Learner(topology, plan, times, self.ring, self.counts, noise, self.lengths)
         self.cuts = cuts_of(topology, segment_length)

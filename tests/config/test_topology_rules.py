@@ -19,15 +19,16 @@ Refused = Callable[..., list[str]]
 
 def test_the_limits_are_those_of_the_worked_example(loaded: Loaded) -> None:
     derived = loaded().derived
-    assert (derived.B, derived.W, derived.n_lo, derived.g_min, derived.n_floor) == (75, 22, 32, 6, 8)
+    limits = derived.limits
+    assert (limits.B, limits.W, limits.n_lo, limits.g_min, limits.n_floor) == (75, 22, 32, 6, 8)
     assert derived.train_slots == derived.slots == 600 and derived.val_reserve == 0
     assert derived.horizon == 64
 
 
 def test_sync_admits_one_round_and_fully_async_has_no_bound(loaded: Loaded) -> None:
-    sync = loaded('[weights]\nmode = "sync"\n').derived
+    sync = loaded('[weights]\nmode = "sync"\n').derived.limits
     assert (sync.B, sync.W) == (32, 32)
-    free = loaded('[weights]\nmode = "fully-async"\n').derived
+    free = loaded('[weights]\nmode = "fully-async"\n').derived.limits
     assert (free.B, free.W) == (128, 38)
 
 
@@ -47,10 +48,10 @@ def test_every_accepted_run_keeps_the_bound_and_can_fire(loaded: Loaded, n_min: 
     text = f"[learner.trigger]\nn_min = {n_min}\n[weights]\nmax_staleness = {stale}\n[groups]\nsize = {size}\n"
     derived = loaded(text).derived
     bound = (stale + 1) * n_min + 1
-    assert bound >= derived.B + derived.W
-    assert n_min <= derived.B and derived.W >= 1
-    assert derived.slots >= size * derived.B
-    assert 2 <= derived.g_min <= size and 1 <= derived.n_floor <= n_min
+    assert bound >= derived.limits.B + derived.limits.W
+    assert n_min <= derived.limits.B and derived.limits.W >= 1
+    assert derived.slots >= size * derived.limits.B
+    assert 2 <= derived.limits.g_min <= size and 1 <= derived.limits.n_floor <= n_min
 
 
 def test_too_few_slots_show_the_sum_and_an_accepted_number(loaded: Loaded, refused: Refused) -> None:

@@ -76,7 +76,7 @@ def test_a_slot_has_room_for_the_tensors_of_every_segment(loaded: Loaded) -> Non
 def test_rounds_of_segments_have_slots_for_as_many_rounds_as_an_answer_has_segments(loaded: Loaded) -> None:
     text = '[segments]\nlength = 16\nmax_segments = 4\nrounds = "segments"\n[weights]\nmode = "sync"\n'
     derived = loaded(text).derived
-    assert (derived.B, derived.W, derived.train_slots) == (128, 128, 1024)
+    assert (derived.limits.B, derived.limits.W, derived.train_slots) == (128, 128, 1024)
     assert any("at most 4 rounds in flight" in line for line in derived.explain)
 
 

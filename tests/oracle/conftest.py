@@ -171,6 +171,8 @@ def _topology(root: Path, folder: Path, tables: dict[str, dict[str, Any]]) -> To
         "run": {"max_steps": 6}, "generation": {"temperature": 0.7, "max_new_tokens": LIMIT},
         "reward": {"kind": "python", "function": JUDGE}, "learner": {}, "trigger": {"n_min": GROUPS},
     }
+    if "derived" in tables:
+        tables = {**tables, "derived": {"limits": dataclasses.replace(base.derived.limits, **tables["derived"])}}
     for name, values in tables.items():
         given[name] = {**given.get(name, {}), **values}
     trigger = dataclasses.replace(base.learner.trigger, **given.pop("trigger"))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from busrl.config.derive import admission_limits, checkpoint_is_due, make_plan
+from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import DiskFull, FateRefused, NothingToTrain, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
@@ -79,9 +79,9 @@ class Learner(Actor):
 
     def setup(self) -> None:
         self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
-        limits = admission_limits(self.topology)
+        limits = self.topology.derived.limits
         streaming = TrainingStep.streamable(self.config) and not self.config.deterministic
-        self.plan = make_plan(self.topology, limits, streaming=streaming)
+        self.plan = make_plan(self.topology, streaming=streaming)
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
@@ -159,12 +159,8 @@ class Learner(Actor):
         self._free_trained()
         view = self.scan(self.scanner, self._shaped_lines())
         actions = self.plan.decide(
-            view,
-            list(self.claimed),
-            step=self.history.step,
-            now=time.monotonic(),
-            next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION),
-            aside=self.metrics.groups_aside,
+            view, list(self.claimed), step=self.history.step, now=time.monotonic(),
+            next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION), aside=self.metrics.groups_aside,
             wave_over=self._wave_over(view),
         )
         self.idling.look(view, [action.draw for action in actions if isinstance(action, SetAside)])

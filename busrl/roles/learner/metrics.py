@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from busrl.training.custom import Metrics
     from busrl.training.trainer import StepStats
 
+DIAGNOSTICS = (
+    "entropy", "log_ratio_mean", "k3", "ess", "clip_low", "clip_high", "dual_clip", "mismatch", "mismatch_begun",
+)  # of a step, as the trainer gives them
 IDLE = "idle"  # `kind` of a line about groups without a step; a step's line has none
 TAIL_BYTES = 1 << 20  # of groups.jsonl, in which a step's line is looked for at a start
 QUARTILES = 4  # of length
@@ -319,17 +322,8 @@ class StepMetrics:
         numbers.update({f"reward_parts/{name}": value for name, value in row.get("reward_parts", {}).items()})
         numbers.update({f"metrics/{name}": value for name, value in row.get("metrics", {}).items()})
         numbers.update(more)
-        return {
-            "entropy": row["entropy"],
-            "version": row["version"],
-            "step": row["step"],
-            "groups": row["groups"],
-            "reward": row["reward"],
-            "tokens": row["tokens"],
-            "samples": row["samples"],
-            "age_mean": row["age_mean"],
-            "metrics": numbers,
-        }
+        fields = ("entropy", "version", "step", "groups", "reward", "tokens", "samples", "age_mean")
+        return {**{name: row[name] for name in fields}, "metrics": numbers}
 
     def close(self) -> None:
         self._metrics.close()
@@ -366,15 +360,7 @@ def _training(stats: StepStats) -> dict[str, Any]:
         "lr": stats.lr,
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
-        "entropy": found.entropy,
-        "log_ratio_mean": found.log_ratio_mean,
-        "k3": found.k3,
-        "ess": found.ess,
-        "clip_low": found.clip_low,
-        "clip_high": found.clip_high,
-        "dual_clip": found.dual_clip,
-        "mismatch": found.mismatch,
-        "mismatch_begun": found.mismatch_begun,
+        **{name: getattr(found, name) for name in DIAGNOSTICS},
         "micro_batches": stats.micro_batches,
         "padding": stats.padding,
         "forward_s": round(stats.forward_s, 5),
