@@ -269,9 +269,8 @@ def _add_keys(verbs: Verbs) -> None:
 
 
 def _with_directory(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    from busrl.keys import default_directory
-
-    made.add_argument("--dir", type=Path, metavar="DIR", help=f"key directory (default {default_directory()})")
+    text = "key directory (default $XDG_CONFIG_HOME/busrl/keys, or ~/.config/busrl/keys)"
+    made.add_argument("--dir", type=Path, metavar="DIR", help=text)
     return made
 
 

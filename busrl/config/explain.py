@@ -226,8 +226,8 @@ def _answers(t: Topology) -> str:
     lengths = sorted(length for task in trace.read(t.data.train, t.data.prompt_key) for length in task.lengths)
     limit = t.generation.max_new_tokens
     cut = sum(length > limit for length in lengths)
-    told = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
-    return f"scripted answers: {told}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
+    shown = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
+    return f"scripted answers: {shown}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
 
 
 def _model(t: Topology) -> Iterator[str]:

@@ -363,7 +363,7 @@ def reward(topology: Topology, found: list[KeyProblem]) -> Trial:
         rule = f"cannot be used: {tried.not_loaded.removeprefix(named)}"
         remedy = "a module has to be importable from the current directory, a file is relative to the topology"
     elif failed := tried.failed:
-        rule = f"fails for {failed.what} to the first prompt: {failed.told()}"
+        rule = f"fails for {failed.what} to the first prompt: {failed.in_words()}"
     if rule:
         found.append(KeyProblem("reward.function", Problem("", "", rule, remedy)))
     return tried

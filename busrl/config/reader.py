@@ -444,8 +444,8 @@ def _remedy_for_unknown(path: KeyPath, known: list[str]) -> str:
     """Where the key has moved, what it is called here, or which key was meant."""
     name, in_table = str(path[-1]), len(path) > 1
     others = _sections_with(name)
-    if told := elsewhere(_dotted(path)) or ("" if others else counterpart(name)):
-        return told
+    if remedy := elsewhere(_dotted(path)) or ("" if others else counterpart(name)):
+        return remedy
     near = difflib.get_close_matches(name, known, n=1)
     if near and (in_table or not others):
         return f"did you mean {near[0]}?"

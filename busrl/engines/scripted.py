@@ -307,7 +307,7 @@ class ScriptedEngine:
         """The ids as numbers: they mean nothing. Answers bring their own text."""
         return " ".join(str(int(i)) for i in ids)
 
-    # -- internals ----------------------------------------------------------------------------------------------
+    # -- internals -----
 
     def _planned(self) -> int:
         """Decoding steps of the next `step`: to the next end of a row, or as many as fit into a slice."""

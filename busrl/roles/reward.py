@@ -82,7 +82,7 @@ class Reward(Actor):
 
     def setup(self) -> None:
         self.pool = RewardPool(self.topology.reward)
-        # Not ready before its function is: one that can not be loaded ends the run instead of being tried for ever.
+        # Not ready before its function is: one that cannot be loaded ends the run instead of many restarts.
         with self.activity("load the reward function", self.topology.limits.ready_s):
             while not self.stopping and not self.pool.wait_ready(LOAD_LOOK_S):
                 pass

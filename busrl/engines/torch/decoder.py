@@ -23,8 +23,7 @@ LOGITS = 1 << 25  # numbers that one forward of a `WholeDecoder` may write where
 StateKey = tuple[str, int, int]  # kind (conv, recurrent), layer, number in the layer
 
 
-# -- the cache --------------------------------------------------------------------------------------------------------
-
+# -- the cache -----
 
 class Staging:
     """Keys and values of one sequence of `length` tokens while it is prefilled in pieces; `done` of them are there."""
@@ -73,7 +72,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self._flat: dict[int, torch.Tensor] = {}
         self._places: dict[int, int] = {}  # of the layers that attend, among themselves: others may lie in between
 
-    # -- what the next forward does -----------------------------------------------------------------------------
+    # -- what the next forward does -----
 
     def plan_prefill(self, rows: torch.Tensor, source: torch.Tensor | None, length: int) -> None:
         """The next forward computes `length` positions of new sequences; sequence `source[i]` goes to row `rows[i]`."""
@@ -91,7 +90,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self._positions, self._active, self._span = positions, len(positions), span
         self._flat.clear()
 
-    # -- what a model calls ---------------------------------------------------------------------------------------
+    # -- what a model calls -----
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -119,7 +118,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return self.max_length
 
-    # -- storage ----------------------------------------------------------------------------------------------------
+    # -- storage -----
 
     def store_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store one position of each active row ([rows, heads, 1, width] or without the 1); returns the used prefix."""
@@ -188,8 +187,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
                 stores[layer] = grown
 
 
-# -- decoders ---------------------------------------------------------------------------------------------------------
-
+# -- decoders -----
 
 class Rows(Protocol):
     """What a decoder keeps of the sequences, row by row; see `RowCache`."""
@@ -308,8 +306,7 @@ def window_of(config: Any) -> int | None:
     return int(window)
 
 
-# -- models that do not keep their past in keys and values alone ------------------------------------------------------
-
+# -- models that do not keep their past in keys and values alone -----
 
 class StateCache(RowCache):
     """A `RowCache` that also plays the part of transformers' cache for convolution and recurrent states."""
@@ -318,7 +315,7 @@ class StateCache(RowCache):
         super().__init__(rows, max_length)
         self.states: dict[StateKey, torch.Tensor] = {}  # [rows, ...] each
 
-    # -- what a model calls ---------------------------------------------------------------------------------------
+    # -- what a model calls -----
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The last inputs of a convolution; None at the beginning. The model may write into it."""
@@ -351,7 +348,7 @@ class StateCache(RowCache):
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    # -- storage ----------------------------------------------------------------------------------------------------
+    # -- storage -----
 
     def adopt(self, staging: Staging, rows: torch.Tensor) -> None:
         super().adopt(staging, rows)

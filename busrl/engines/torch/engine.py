@@ -66,8 +66,7 @@ DEFAULT_MAX_LENGTH = 4096  # where neither the caller nor the model sets one
 quiet: Any = transformers_logging  # it has no type hints
 
 
-# -- sampling ---------------------------------------------------------------------------------------------------------
-
+# -- sampling -----
 
 @dataclass(frozen=True)
 class Sampling:
@@ -112,8 +111,7 @@ def _truncate(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(kept, dim=-1)
 
 
-# -- sequences --------------------------------------------------------------------------------------------------------
-
+# -- sequences -----
 
 class Seats:
     """What the host knows of up to `capacity` sequences of up to `max_length` tokens: plain arrays, a line ("seat")
@@ -236,8 +234,7 @@ class Seats:
         return self._tokens[seat, at].copy(), self._logprobs[seat, at].copy(), self._versions[seat, at].copy()
 
 
-# -- prefill ----------------------------------------------------------------------------------------------------------
-
+# -- prefill -----
 
 class _Piecewise:
     """A prompt that is computed in pieces, and the seats that it is for."""
@@ -379,8 +376,7 @@ class Prefill:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-# -- the engine -------------------------------------------------------------------------------------------------------
-
+# -- the engine -----
 
 class TorchEngine:
     """`capacity` rows of one model on one device. Use `load` for a model folder."""
@@ -437,7 +433,7 @@ class TorchEngine:
         engine._loader.base = Path(path)
         return engine
 
-    # -- the protocol -------------------------------------------------------------------------------------------
+    # -- the protocol -----
 
     @property
     def capacity(self) -> int:
@@ -552,7 +548,7 @@ class TorchEngine:
     def close(self) -> None:
         """Nothing was started."""
 
-    # -- joining and leaving ------------------------------------------------------------------------------------
+    # -- joining and leaving -----
 
     def _used_rows(self) -> list[int]:
         holes = set(self._holes)
@@ -580,7 +576,7 @@ class TorchEngine:
         seats.rows[row] = seat
         return row
 
-    # -- one decoding step --------------------------------------------------------------------------------------
+    # -- one decoding step -----
 
     def _decode(self) -> list[Finished]:
         seats = self._seats

@@ -110,7 +110,7 @@ class FastDecoder(CachedDecoder):
             x = self._finish(x, mixed, block)
         return F.linear(self._normed(x, self._norm), self._head, self._head_bias)
 
-    # -- parts of a block -----------------------------------------------------------------------------------------
+    # -- parts of a block -----
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
@@ -155,8 +155,7 @@ class FastDecoder(CachedDecoder):
         return x + F.linear(gated, block.down, block.down_bias)
 
 
-# -- recognising and fusing -------------------------------------------------------------------------------------------
-
+# -- recognising and fusing -----
 
 def _recognise(model: Any) -> Any:
     """The base model, or NotRecognised with the part that differs."""
@@ -228,8 +227,7 @@ def _rotary_table(rotary: Any, length: int, like: Tensor) -> tuple[Tensor, Tenso
     return cos.contiguous(), sin
 
 
-# -- choosing a decoder -----------------------------------------------------------------------------------------------
-
+# -- choosing a decoder -----
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 LOOSE = 0.15  # bfloat16 and float16: rounding in another order
@@ -286,9 +284,8 @@ def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
     ids = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
     wanted = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
     known = torch.tensor([length // 2, length // 3, length // 2], device=device)  # tokens prefilled, per row
-    order = torch.tensor([2, 0, 1], device=device)
+    order, everyone = torch.tensor([2, 0, 1], device=device), torch.arange(rows, device=device)
     if length // 2:
-        everyone = torch.arange(rows, device=device)
         if decoder.equal_lengths:
             decoder.prefill(ids[[2, 0], : length // 2], everyone[[2, 0]], None)
             decoder.prefill(ids[1:2, : length // 3], everyone[1:2], None)
@@ -298,7 +295,6 @@ def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
         for piece in torch.split(ids[:1, : length // 2], -(-length // 4), dim=1):
             decoder.prefill_piece(piece, staging)
         decoder.cache.adopt(staging, torch.zeros(1, dtype=torch.int64, device=device))
-    everyone = torch.arange(rows, device=device)
     gap = 0.0
     for k in range(length - length // 2):
         positions = known + k

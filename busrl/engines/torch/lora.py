@@ -118,7 +118,7 @@ class WeightLoader:
 
     @torch.no_grad()
     def restart(self, folder: Path) -> None:
-        """Start again with a folder: of a whole model, or of an adapter, which goes on the base as it lies on disk."""
+        """Start again with a folder: of a whole model, or of an adapter, added to the base as it lies on disk."""
         if not (folder / CONFIG).is_file():
             self._load(folder)
             return
