@@ -1,6 +1,6 @@
-"""Sizes and checksums of files, by which a directory that was cut short or changed is known.
+"""Sizes and checksums of files, which show whether a directory is truncated or was changed.
 
-Used for checkpoints and for published versions, whose own modules say what becomes of a difference.
+Used for checkpoints and for published versions of weights; their modules decide what a difference means.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 def listing(directory: Path, files: Iterable[Path]) -> dict[str, list[int]]:
-    """Bytes and CRC-32 of each file, by its name below the directory."""
+    """Size in bytes and CRC-32 of each file, by its name below the directory."""
     return {str(path.relative_to(directory)): [path.stat().st_size, crc(path)] for path in files}
 
 
 def fault_in(directory: Path, listed: Mapping[str, Sequence[int]]) -> str | None:
-    """The first file that is not what was listed, in words; None if all are."""
+    """The first file that differs from the listing, in words; None if there is none."""
     for name, (size, expected) in listed.items():
         path = directory / name
         if not path.is_file():

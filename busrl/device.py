@@ -1,11 +1,11 @@
-"""The one place that knows which kinds of device there are: CPU, CUDA and NPU (Ascend, through torch_npu).
+"""The one module that knows the kinds of device: CPU, CUDA and NPU (Ascend, through torch_npu).
 
-Used by whoever loads a model (learner, torch engine, tools), by the weight plane for its group backend, and by launch
-for the variables that say which devices a process sees. Knows nothing of models, weights or topologies.
+Used by every process that loads a model, by the weight transports for their group backend, and by launch for the
+variables that say which devices a process sees. Knows nothing of models, weights or topologies.
 
-- No other module of busrl names `torch.cuda` or `torch.npu` (a test holds that); torch_npu is imported here alone.
+- No other module of busrl names `torch.cuda` or `torch.npu` (a test checks that), and only this one imports torch_npu.
 - Importing this module imports no torch: launch uses it too.
-- A process sees its own devices only (`visible`), so the one that it uses is always number 0 of them.
+- A process sees only its own devices (`visible`), so it always uses number 0 of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any
 from busrl.errors import DeviceMissing
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import torch
 
 KINDS = ("cpu", "cuda", "npu")
@@ -35,33 +33,32 @@ WANTED = ("auto", *KINDS)
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 BACKEND = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 HCCL_PORTS = {"HCCL_NPU_SOCKET_PORT_RANGE": "auto", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
-# torch's own defaults end the whole process when a peer is late; read when a group is made. HCCL's names have no prefix
-# in older versions of torch_npu.
+# Read when a group is made; torch's defaults end the whole process when a peer is late. Older versions of torch_npu
+# have HCCL's names without a prefix.
 WAITING_RAISES = {
     "TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_HCCL_BLOCKING_WAIT": "1", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "0",
     "HCCL_BLOCKING_WAIT": "1", "HCCL_ASYNC_ERROR_HANDLING": "0",
 }
-ONE_HOST = {"NCCL_SOCKET_IFNAME": "=lo", "HCCL_SOCKET_IFNAME": "=lo"}  # else they meet on a network's interface
+ONE_HOST = {"NCCL_SOCKET_IFNAME": "=lo", "HCCL_SOCKET_IFNAME": "=lo"}  # else ranks connect over a network's interface
 _environment = threading.Lock()
-REGISTER_PORTABLE = 1  # of cudaHostRegister
 
 
-# ------------------------------------------------------------------------------------------------ without torch
+# -- without torch ---------------------------------------------------------------------------------------------
 
 
 def visible(kind: str, devices: str) -> dict[str, str]:
-    """The environment that shows a process only `devices` ("0", "0,1", a UUID); {} where nothing is to be hidden."""
+    """The environment that shows a process only `devices` ("0", "0,1", a UUID); {} if it may see all."""
     if not devices or kind == "cpu":
         return {}
-    names = [VISIBLE[kind]] if kind in VISIBLE else list(VISIBLE.values())  # auto: whichever kind there is
+    names = [VISIBLE[kind]] if kind in VISIBLE else list(VISIBLE.values())  # auto: whichever kind the machine has
     return dict.fromkeys(names, devices)
 
 
 def environment(kind: str, devices: str, known: Mapping[str, str]) -> dict[str, str]:
-    """What a process of that kind of device is started with, beside what is `known`, which stands where it is given.
+    """The variables that a process on that kind of device needs. `known`, the variables that it has, keep their values.
 
-    HCCL listens at port 16666 of the NPU unless it is told otherwise, which two processes on one NPU can not share.
+    HCCL's default is port 16666 of the NPU, which two processes on one NPU cannot share.
     """
     ports = HCCL_PORTS if kind == "npu" else {}
     return {**{name: value for name, value in ports.items() if name not in known}, **visible(kind, devices)}
@@ -72,15 +69,15 @@ def kind_of(backend: str) -> str:
     return next(kind for kind, own in BACKEND.items() if own == backend)
 
 
-def likely(wanted: str) -> str:
-    """The kind of device that `choose` will find, as far as can be told without torch: by drivers and torch's build."""
+def expected(wanted: str) -> str:
+    """The kind of device that `choose` will probably find, by drivers and torch's build, without importing torch."""
     if wanted != "auto":
         return wanted
-    return next(kind for kind in ("cuda", "npu", "cpu") if there(kind))
+    return next(kind for kind in ("cuda", "npu", "cpu") if likely(kind))
 
 
-def there(kind: str) -> bool:
-    """Whether this process seems to see a device of that kind, told by drivers and torch's build."""
+def likely(kind: str) -> bool:
+    """Whether this process probably sees a device of that kind, by drivers and torch's build."""
     return kind == "cpu" or (_driver(kind) and bool(os.environ.get(VISIBLE[kind], "all").strip()))
 
 
@@ -90,10 +87,10 @@ def has_bfloat16(kind: str) -> bool:
         return kind == "npu"
     asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-        return all(float(one) >= 8 for one in told)
+        found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        return all(float(one) >= 8 for one in found)
     except (OSError, ValueError, subprocess.SubprocessError):
-        return True  # no answer: nearly all that are in use do
+        return True  # no answer: nearly all GPUs in use do
 
 
 def _driver(kind: str) -> bool:
@@ -110,11 +107,11 @@ def _driver(kind: str) -> bool:
     return True
 
 
-# -------------------------------------------------------------------------------------------------- which device
+# -- which device ----------------------------------------------------------------------------------------------
 
 
 def choose(wanted: str = "auto") -> torch.device:
-    """The device to work on: the kind that is asked for, or the best there is. DeviceMissing says what is wrong."""
+    """The device to work on: of the wanted kind, or the best one present. DeviceMissing says what is wrong."""
     import torch
 
     if wanted not in WANTED:
@@ -122,12 +119,12 @@ def choose(wanted: str = "auto") -> torch.device:
     if wanted == "auto":
         return torch.device(next(kind for kind in ("cuda", "npu", "cpu") if not missing(kind)))
     if why := missing(wanted):
-        raise DeviceMissing(f'model.device = "{wanted}": {why}; set model.device = "cpu", or "auto" for what there is')
+        raise DeviceMissing(f'model.device = "{wanted}": {why}; set model.device = "cpu", or "auto" for the best one')
     return torch.device(wanted) if wanted == "cpu" else torch.device(wanted, 0)
 
 
 def missing(kind: str) -> str:
-    """Why this process can not use a device of that kind; empty if it can."""
+    """Why this process cannot use a device of that kind; empty if it can."""
     import torch
 
     if kind == "cpu":
@@ -141,11 +138,11 @@ def missing(kind: str) -> str:
 
 
 def _load_npu() -> str:
-    """Import torch_npu, which adds the kind to torch; why it could not be."""
+    """Import torch_npu, which adds the kind to torch; why that failed, empty if it did not."""
     try:
         importlib.import_module("torch_npu")
     except ImportError as problem:
-        return f"torch_npu can not be imported ({problem}); pip install 'busrl[npu]' for your CANN version"
+        return f"torch_npu cannot be imported ({problem}); pip install 'busrl[npu]' for your CANN version"
     except Exception as problem:  # the CANN libraries below it are missing or of another version
         return f"torch_npu does not start ({type(problem).__name__}: {problem}); source CANN's set_env.sh first"
     return ""
@@ -163,27 +160,22 @@ def _why_not(kind: str) -> str:
     return f"torch finds no {kind} device{seen}; is there one, and does its driver answer?"
 
 
-def present(wanted: str = "auto") -> bool:
-    """Whether an accelerator can be used here."""
-    return choose("auto").type != "cpu" if wanted == "auto" else not missing(wanted)
-
-
 def name_of(device: torch.device) -> str:
-    """What a person calls it: "NVIDIA H200", "CPU"."""
+    """The model of the device: "NVIDIA H200", "CPU"."""
     return "CPU" if device.type == "cpu" else str(_module(device).get_device_name(device))
 
 
 class Stopwatch:
-    """Times of work on a device: `mark` before and after it, `seconds` between two marks once all of it is done.
+    """Times work on a device: `mark` before and after it, then `seconds` between the two marks.
 
-    On an accelerator a mark is an event in its queue: marking waits for nothing, asking for the seconds does.
+    On an accelerator a mark is an event in its queue: `mark` does not wait for the device, `seconds` does.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._events: Any = None if device.type == "cpu" else _module(device)
 
     def mark(self) -> Any:
-        """Now, or when the device will have come this far."""
+        """The time now, or when the device will reach this point of its queue."""
         if self._events is None:
             return time.perf_counter()
         event = self._events.Event(enable_timing=True)
@@ -191,7 +183,7 @@ class Stopwatch:
         return event
 
     def seconds(self, before: Any, after: Any) -> float:
-        """What the device needed from one mark to a later one."""
+        """Seconds of the device from one mark to a later one."""
         if self._events is None:
             return float(after - before)
         after.synchronize()
@@ -199,17 +191,17 @@ class Stopwatch:
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:
-    """Of the device's own generator; None of the CPU, whose generator is torch's."""
+    """The state of the device's generator; None for the CPU, whose generator is torch's."""
     return None if device.type == "cpu" else _module(device).get_rng_state(device)
 
 
 def restore_random(device: torch.device, state: torch.Tensor) -> None:
-    """Puts that generator where it was."""
+    """Set the state of the device's generator."""
     _module(device).set_rng_state(state, device)
 
 
 def identity(device: torch.device) -> str:
-    """Which device it is, whatever number a process knows it by: its UUID, or "cpu"."""
+    """The same text in every process, whatever number it has for the device: its UUID, or "cpu"."""
     if device.type == "cpu":
         return "cpu"
     properties = _module(device).get_device_properties(device)
@@ -218,7 +210,7 @@ def identity(device: torch.device) -> str:
 
 
 def device_group(backend: str, store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    """An NCCL or HCCL process group of its own over a store; waiting in it raises after `timeout_s`.
+    """A separate NCCL or HCCL process group over a store; waiting in it raises after `timeout_s`.
 
     Not verified on hardware with more than one device.
     """
@@ -233,7 +225,7 @@ def device_group(backend: str, store: Any, rank: int, size: int, timeout_s: floa
         raise DeviceMissing(f"this torch has no process groups of {backend}; use gloo")
     options = made.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    for name, value in ONE_HOST.items():  # read at the first connection of the process, so it has to stay
+    for name, value in ONE_HOST.items():  # read at the first connection of the process, so it stays set
         os.environ.setdefault(name, value)
     with _waiting_raises():
         return made(store, rank, size, options)
@@ -241,7 +233,7 @@ def device_group(backend: str, store: Any, rank: int, size: int, timeout_s: floa
 
 @contextlib.contextmanager
 def _waiting_raises() -> Iterator[None]:
-    """Groups made inside block the thread that waits and raise there; their watchdog does not end the process."""
+    """A group made inside raises in the thread that waits; its watchdog does not end the process."""
     with _environment:
         before = {name: os.environ[name] for name in WAITING_RAISES if name in os.environ}
         os.environ.update(WAITING_RAISES)
@@ -253,12 +245,12 @@ def _waiting_raises() -> Iterator[None]:
             os.environ.update(before)
 
 
-# --------------------------------------------------------------------------------------------- time and memory
+# -- streams and memory ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device: `free` of `total` for everybody, `used` by this process's tensors."""
+    """Bytes of a device: `free` of `total` for all processes, `used` by this process's tensors."""
 
     free: int
     total: int
@@ -266,7 +258,7 @@ class Memory:
 
 
 def own_stream(device: str) -> None:
-    """What this thread does on the device from now on waits for no other thread's work there, nor they for it."""
+    """Give this thread its own stream: its work on the device and that of other threads do not wait for each other."""
     import torch
 
     if device != "cpu":
@@ -274,7 +266,7 @@ def own_stream(device: str) -> None:
 
 
 def finish_stream(device: str) -> None:
-    """Return when what this thread has queued on the device has been done."""
+    """Return when the device has done what this thread has queued."""
     import torch
 
     if device != "cpu":
@@ -282,7 +274,7 @@ def finish_stream(device: str) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when everything that was queued on the device has been done; nothing to wait for on a CPU."""
+    """Return when the device has done everything that was queued; at once on a CPU."""
     import torch
 
     if device.type != "cpu":
@@ -290,7 +282,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> Memory:
-    """What the device has; on a CPU what the host has available."""
+    """The memory of the device; on a CPU that of the host."""
     if device.type == "cpu":
         total, free = _host_memory()
         return Memory(free, total, 0)
@@ -300,7 +292,7 @@ def memory(device: torch.device) -> Memory:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Hand cached memory back to the device, so that another process can have it."""
+    """Return cached memory to the device, so that another process can have it."""
     if device.type != "cpu":
         _module(device).empty_cache()
 
@@ -317,66 +309,3 @@ def _module(device: torch.device) -> Any:
     import torch
 
     return torch.get_device_module(device)
-
-
-# ----------------------------------------------------------------------------------------------------- pinning
-
-
-@dataclass
-class Pinned:
-    """Host memory that a device may read at full speed. `pinned` is False where it could not be; `why` says so.
-
-    The tensor shows the same bytes as the array, never a copy. Call `release` before the memory is unmapped.
-    """
-
-    tensor: torch.Tensor
-    pinned: bool
-    why: str = ""
-    _registered: int = 0
-
-    def release(self) -> None:
-        """Let the pages go; the bytes stay."""
-        if self._registered:
-            _cudart().cudaHostUnregister(self._registered)
-            self._registered, self.pinned, self.why = 0, False, "released"
-
-
-def pin(memory: npt.NDArray[np.uint8], device: torch.device) -> Pinned:
-    """Pin memory that is there already (a mapping of the ring, a block of weights), in place, for copies to `device`.
-
-    Never fails: where pages can not be pinned (no CUDA, a limit on locked memory) the same bytes come back pageable.
-    """
-    import torch
-
-    tensor = torch.from_numpy(memory)
-    if device.type != "cuda":
-        return Pinned(tensor, False, f"no pages are pinned for a {device.type} device")
-    if not memory.size:
-        return Pinned(tensor, False, "there are no bytes")
-    answer = _cudart().cudaHostRegister(tensor.data_ptr(), memory.nbytes, REGISTER_PORTABLE)
-    if int(answer) != 0:
-        return Pinned(tensor, False, f"cudaHostRegister of {memory.nbytes} bytes answered {int(answer)}")
-    return Pinned(tensor, True, _registered=tensor.data_ptr())
-
-
-def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """A new block of host bytes for copies to `device`: pinned where that is possible."""
-    import torch
-
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
-@contextlib.contextmanager
-def pinned(memory: npt.NDArray[np.uint8], device: torch.device) -> Iterator[Pinned]:
-    """`pin` for the length of a block."""
-    block = pin(memory, device)
-    try:
-        yield block
-    finally:
-        block.release()
-
-
-def _cudart() -> Any:
-    import torch
-
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""Every exception of busrl, sorted by who caused it, so that a message can say who has to act; any one in one line.
+"""Every exception of busrl, sorted by who has to act, the exit codes of processes, and any exception in one line.
 
 `UserError` is for the person at the keyboard, `PeerLost` for another process, `MachineError` for the host (disk,
 shared memory), `BugError` for us. The command line prints the first three as one message without a traceback.
 Knows nothing of the rest of busrl.
 
 - A message holds the value, the rule it broke, the remedy, and the place (file:line, key, process, slot).
-- Every class is in exactly one family; a class that a module raises is named here, so this page is the whole list.
+- A class that a module raises is named here, so this page is the whole list.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ from typing import ClassVar
 class BusrlError(Exception):
     """Base of all; `exit_code` is what the command line ends with."""
 
-    family: ClassVar[str] = "busrl"
     exit_code: ClassVar[int] = 2
 
 
-# ---------------------------------------------------------------------------------------------- yours to fix
+# -- yours to fix -----
 
 
 class UserError(BusrlError):
-    """Something that was asked for can not be done as asked: a file, a key, a command line, a state of a run."""
-
-    family = "yours to fix"
+    """Something that was asked for cannot be done as asked: a file, a key, a command line, a state of a run."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Problem:
 
 
 class TopologyError(UserError):
-    """A topology that can not be run; holds all of its problems, in the order of the file."""
+    """A topology that cannot be run; holds all of its problems, in the order of the file."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -55,11 +52,11 @@ class TopologyError(UserError):
 
 
 class DataError(UserError):
-    """A prompt file that can not be used; the message starts with file:line."""
+    """A prompt file that cannot be used; the message starts with file:line."""
 
 
 class RewardNotLoaded(UserError):
-    """A reward function that can not be imported or called; the message holds the import path and the cause."""
+    """A reward function that cannot be imported or called; the message holds the import path and the cause."""
 
 
 class FunctionRefused(UserError):
@@ -80,11 +77,11 @@ class NothingToTrain(UserError):
 
 
 class ModelNotLoaded(UserError):
-    """A model folder that can not be loaded or trained; the message holds the path, the cause and the remedy."""
+    """A model folder that cannot be loaded or trained; the message holds the path, the cause and the remedy."""
 
 
 class WeightsRefused(UserError):
-    """A published version that can not be used here: torn, changed, for another model, or of another shape."""
+    """A published version that cannot be used here: torn, changed, for another model, or of another shape."""
 
 
 class RunInUse(UserError):
@@ -92,7 +89,7 @@ class RunInUse(UserError):
 
 
 class RunFinished(UserError):
-    """A run that reached its goal was started again: there is nothing to do, and that is no failure."""
+    """A run that reached its goal was started again: nothing is left to do, which is no failure."""
 
     exit_code = 0
 
@@ -102,7 +99,7 @@ class NoSuchRun(UserError):
 
 
 class BadEndpoint(UserError):
-    """A bus address that can not be used, or that would be open to others."""
+    """A bus address that cannot be used, or that would be open to others."""
 
 
 class InsecureDirectory(UserError):
@@ -117,13 +114,11 @@ class BrokerRunning(RunInUse):
     """Another broker holds the lock of this bus; the message names its pid."""
 
 
-# --------------------------------------------------------------------------------------- another process is gone
+# -- another process is gone -----
 
 
 class PeerLost(BusrlError):
     """A process that something waited for is gone or silent; the message names it, its state, and for how long."""
-
-    family = "another process"
 
 
 class BusNotReady(PeerLost):
@@ -154,13 +149,11 @@ class EngineLost(PeerLost):
     """An inference engine in another process died, or did not answer in time; pid, call and seconds are named."""
 
 
-# ------------------------------------------------------------------------------------------------- the machine
+# -- the machine -----
 
 
 class MachineError(BusrlError):
-    """The host can not give what the run needs; the message says how much was needed and how much there is."""
-
-    family = "the machine"
+    """The host cannot give what the run needs; the message says how much was needed and how much there is."""
 
 
 class DiskFull(MachineError):
@@ -168,11 +161,11 @@ class DiskFull(MachineError):
 
 
 class SharedMemoryFull(MachineError):
-    """/dev/shm can not hold the ring or the weights."""
+    """/dev/shm cannot hold the ring or the weights."""
 
 
 class DeviceMissing(MachineError):
-    """The device that was asked for can not be used here; the message names it, the cause and the remedy."""
+    """The device that was asked for cannot be used here; the message names it, the cause and the remedy."""
 
 
 class FileCorrupt(MachineError):
@@ -183,7 +176,7 @@ class WriteFailed(MachineError):
     """A write or sync that must not fail did, for another cause than a full disk; what was written is unknown."""
 
 
-# ------------------------------------------------------------------------------------------------------ the ring
+# -- the ring -----
 
 
 class RingError(BusrlError):
@@ -223,62 +216,45 @@ class ShmTooSmall(RingError, SharedMemoryFull):
 class NotOwner(RingError):
     """A write into a slot that the caller does not own (any more); the claim must be looked at again."""
 
-    family = "busrl itself"
-
 
 class NoSuchTransition(RingError):
     """A step that the state machine does not have; the message names both states."""
-
-    family = "busrl itself"
 
 
 class NoSuchTensor(RingError):
     """A slot has no tensor of that name and segment that the reader may see."""
 
-    family = "busrl itself"
-
 
 class BadTensor(RingError):
     """A descriptor or payload of one slot contradicts itself; costs that sample (fate M), never the process."""
-
-    family = "another process"
 
 
 class NotRegistered(RingError):
     """A call that needs an entry in the process table, before `register`."""
 
-    family = "busrl itself"
-
 
 class RingClosed(RingError):
     """A ring handle was used after it was closed, or in a forked child of the process that opened it."""
-
-    family = "busrl itself"
 
 
 class RingReadOnly(RingError):
     """A write through a handle that was attached read-only."""
 
-    family = "busrl itself"
-
 
 class FateRefused(RingError):
     """No fate table is bound, or the sample's fate forbids the step."""
-
-    family = "busrl itself"
 
 
 class LockTimeout(PeerTimeout):
     """A role lock stayed with another process until the deadline; the message names its pid."""
 
 
-# ------------------------------------------------------------------------------------------------------ our bugs
+# -- our bugs -----
 
 
 class BugError(BusrlError):
     """A rule of busrl's own was broken; please report it with the traceback and the run directory."""
 
-    family = "busrl itself"
     exit_code = 70
 
 
@@ -298,32 +274,34 @@ class BusClosed(BugError):
     """A bus endpoint was used after it was closed, or in a child of the process that opened it."""
 
 
-# ------------------------------------------------------------------------------------------------------ exit codes
+# -- exit codes -----
 
-AGAIN, NO_USE, ENDS_RUN, NO_SPACE = 1, 2, 3, 4
+RETRY, NEEDS_FIX, RUN_FAILED, NO_SPACE = 1, 2, 3, 4
 
 
 def process_code(problem: BusrlError) -> int:
-    """What a process of a run ends with: AGAIN if it may go better another time; NO_USE if somebody has to mend
-    something first, for a process that never was ready; ENDS_RUN if nothing more may be trained as it is; NO_SPACE if
-    it only has to wait until there is room again."""
+    """The exit code of a process of a run.
+
+    RETRY: another start may succeed. NEEDS_FIX: a person has to change something first, if the process never became
+    ready. RUN_FAILED: nothing more may be trained in this run. NO_SPACE: a start succeeds once there is space again.
+    """
     if isinstance(problem, (EngineDisagrees, NothingToTrain, SamplesUsedUp)):
-        return ENDS_RUN
+        return RUN_FAILED
     if isinstance(problem, (DiskFull, SharedMemoryFull)):
         return NO_SPACE
     passing = (RunInUse, WeightsRefused)  # a predecessor that is about to end, a version that another one follows
-    return NO_USE if isinstance(problem, UserError) and not isinstance(problem, passing) else AGAIN
+    return NEEDS_FIX if isinstance(problem, UserError) and not isinstance(problem, passing) else RETRY
 
 
-# ------------------------------------------------------------------------------------------------------ in one line
+# -- in one line -----
 
 TRACE = "Traceback (most recent call last):"
 LIBRARIES = ("<", os.path.dirname(os.__file__), os.path.dirname(__file__))
 
 
 def cause(problem: BaseException) -> str:
-    """What was raised and where, in one line: a message of busrl's own as it is, `KeyError: 'answer' (judge.py:3, in
-    score)` else, with the innermost place that is of the user's own code, if there is one."""
+    """An exception in one line: the message of one of busrl's own, else its type and place, the innermost in the
+    user's own code if there is one: `KeyError: 'answer' (judge.py:3, in score)`."""
     said = " ".join(str(problem).split())
     if isinstance(problem, BusrlError) and said:
         return said
@@ -346,7 +324,7 @@ def _is_library(file: str) -> bool:
 
 
 def first_line(text: str, width: int = 200) -> str:
-    """The first line of a text that may be long; where that begins a traceback, what was raised at its end instead."""
+    """The first line of a text; where a traceback begins there, the line that names the exception instead."""
     head, trace, rest = text.strip().partition(TRACE)
     line = head.strip().split("\n", 1)[0]
     if trace and not head.strip().count("\n"):
@@ -355,6 +333,6 @@ def first_line(text: str, width: int = 200) -> str:
 
 
 def _raised(trace: str) -> str:
-    """The line of a traceback that says what was raised: the first at its margin, of the last of several chained."""
+    """The line of a traceback that names the exception: the first at the margin, of the last of several chained."""
     lines = [line for line in trace.rpartition(TRACE)[2].split("\n") if line.strip()]
     return next((line for line in lines if not line.startswith(" ")), lines[-1].strip() if lines else "(cut off)")

@@ -21,11 +21,10 @@ import numpy.typing as npt
 
 from busrl.config import Topology
 from busrl.data import JsonlStream, prompt_of
-from busrl.data.prompts import Item as Line
-from busrl.data.prompts import lines_of, mean_over_prompts, standard_error
+from busrl.data.prompts import PromptLine, lines_of, mean_over_prompts, standard_error
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.errors import UserError
-from busrl.rewards import Item, Outcome, RewardPool
+from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.states import VALIDATE_BIT
 
 READY_S = 120.0
@@ -118,7 +117,7 @@ class Evaluation:
         )
 
     def _requests(self, engine: Engine) -> Iterator[Request]:
-        """One for each sample; a prompt that can not be asked has its row already."""
+        """One for each sample; a prompt that cannot be asked has its row already."""
         limit, generation = self.topology.max_prompt_tokens, self.topology.generation
         first = VALIDATE_BIT | self.asked.round * self.asked.samples
         for place in range(self.asked.samples):
@@ -134,7 +133,7 @@ class Evaluation:
                 seed=self.topology.run.seed,
             )
 
-    def _ids(self, engine: Engine, line: Line, row: Row) -> npt.NDArray[np.int32]:
+    def _ids(self, engine: Engine, line: PromptLine, row: Row) -> npt.NDArray[np.int32]:
         try:
             row.prompt = prompt_of(msgspec.json.decode(line.line), self.topology.data)
             return np.asarray(engine.encode(row.prompt), np.int32)
@@ -185,5 +184,5 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
         for row in rows:
-            told = {key: value for key, value in asdict(row).items() if value not in ("", None)}
-            file.write(msgspec.json.encode(told) + b"\n")
+            known = {key: value for key, value in asdict(row).items() if value not in ("", None)}
+            file.write(msgspec.json.encode(known) + b"\n")

@@ -73,7 +73,7 @@ def finish_replacements(parent: Path) -> None:
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[int]:
     """The descriptor of a new file of mode 0600, which takes the name `path` when the block ends well and is removed
-    when it does not. What had the name before stays whole for everybody who holds it open. OSError as it comes."""
+    when it does not. A process that has the old file open keeps it whole. Raises OSError."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.new")
     draft.unlink(missing_ok=True)
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -129,7 +129,7 @@ def json_lines(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
 class LineFile:
     """A file of lines that one process appends to; `sync=True` makes each line durable before `append` returns.
 
-    A line goes to the end of the file that has the name now: somebody may empty, remove or rotate it meanwhile.
+    A line goes to the end of the file that has the name now: other programs may empty, remove or rotate it.
     `UserError` where the name is one of something else than a file.
     """
 
@@ -150,7 +150,7 @@ class LineFile:
         if before and os.pread(self._fd, 1, before - 1) != b"\n":
             if self._torn:
                 before = _cut_half_line(self._fd)
-            else:  # somebody else's half a line: ours must not become a part of it
+            else:  # half a line from outside: ours must not become a part of it
                 data = b"\n" + data
         self._torn = True
         try:
@@ -211,7 +211,7 @@ class LineFile:
 
 
 def _no_file(path: Path, why: str) -> UserError:
-    return UserError(f"{path}: can not be opened for lines: {why}; move away what is there, busrl makes a new file")
+    return UserError(f"{path}: cannot be opened for lines: {why}; move away what is there, and busrl makes a new file")
 
 
 def _append_all(fd: int, data: bytes) -> None:
@@ -237,7 +237,7 @@ def _cut_half_line(fd: int) -> int:
 
 
 def tail(path: Path) -> list[bytes]:
-    """The last lines of a file that somebody may be writing, the first of them perhaps cut; none if it is not there."""
+    """The last lines of a file that may be growing, the first of them perhaps cut; none if it is not there."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)

@@ -1,4 +1,4 @@
-"""CURVE keys of the bus: the broker's pair, the clients' pairs, and the list of who may connect.
+"""CURVE keys of the bus: the broker's pair, the clients' pairs, and the list of clients that may connect.
 
 Talks to one directory of the user; used by the command `busrl keys`, by the check of a topology and by the broker.
 Knows nothing of sockets. The files are certificates as CZMQ writes them, so other languages can read them too.
@@ -56,7 +56,7 @@ def directory_of(setting: str) -> Path:
     return Path(setting) if setting else default_directory()
 
 
-# ---------------------------------------------------------------------------------------------------------- making
+# -- making -----
 
 
 def init(directory: Path, replace: bool = False) -> Pair:
@@ -99,7 +99,7 @@ def add(directory: Path, name: str, public: str = "") -> Path | None:
 
 
 def remove(directory: Path, name: str) -> None:
-    """Take a client off the list: it can not connect again. A connection that it has stays until the broker ends."""
+    """Take a client off the list: it cannot connect again. A connection that it has stays until the broker ends."""
     _check(directory)
     file = directory / "allowed" / f"{name}.key"
     if not NAME.fullmatch(name) or not file.exists():
@@ -131,7 +131,7 @@ def _text(what: str, pair: Pair) -> bytes:
     return f'# {what}\ncurve\n    public-key = "{pair.public}"\n{secret}'.encode("ascii")
 
 
-# --------------------------------------------------------------------------------------------------------- reading
+# -- reading -----
 
 
 def server_pair(directory: Path) -> Pair:
@@ -142,7 +142,7 @@ def server_pair(directory: Path) -> Pair:
 
 
 def allowed(directory: Path) -> dict[str, str]:
-    """Public keys by client name. A broken file lets nobody in; `broken` names it."""
+    """Public keys by client name. A broken file admits no client; `broken` names it."""
     return {name: public for name, public in _listed(directory) if KEY.fullmatch(public)}
 
 
@@ -152,7 +152,7 @@ def broken(directory: Path) -> list[str]:
 
 
 def _listed(directory: Path) -> list[tuple[str, str]]:
-    """(name, public key or problem) of each file; who may write them is a matter of the directory's rights.
+    """(name, public key or problem) of each file; the directory's rights decide who may write them.
 
     An OSError of the machine (no descriptor left) is passed on: it says nothing about any key.
     """

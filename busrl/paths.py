@@ -124,7 +124,7 @@ class RunPaths:
 
     @property
     def decisions(self) -> Path:
-        """What the controller was told of every step, and what it decided."""
+        """What the controller saw of every step, and what it decided."""
         return self.root / "decisions.jsonl"
 
     @property

@@ -17,7 +17,7 @@ from busrl.errors import InsecureDirectory
 
 
 def private_directory(path: str | os.PathLike[str], what: str = "socket directory", remedy: str = "") -> Path:
-    """Make (or check and close) a directory of mode 0700; InsecureDirectory if it can not be trusted."""
+    """Make (or check and close) a directory of mode 0700; InsecureDirectory if it cannot be trusted."""
     made = Path(path)
     remedy = remedy or "set XDG_RUNTIME_DIR to a directory of your own"
     _check_parent(made.parent, what, remedy)
@@ -26,13 +26,13 @@ def private_directory(path: str | os.PathLike[str], what: str = "socket director
     except FileExistsError:
         pass
     except OSError as error:
-        raise InsecureDirectory(f"{what} {made}: it can not be made: {error.strerror}; {remedy}") from None
+        raise InsecureDirectory(f"{what} {made}: it cannot be made: {error.strerror}; {remedy}") from None
     _close(made, what, remedy)
     return made
 
 
 def _check_parent(path: Path, what: str, remedy: str) -> None:
-    """Whoever may rename entries of the parent may put another directory in our place."""
+    """A user who may rename entries of the parent may put another directory in our place."""
     try:
         info = path.stat()
     except FileNotFoundError:

@@ -3,12 +3,12 @@
     python tools/gpu_check.py [--minutes 9] [--out DIR] [--only NAME,NAME] [--list]
     python tools/gpu_check.py --cpu        the same logic on a CPU, with tiny shapes
 
-Each check is a process with a deadline of its own: one that fails or hangs stops no other. Needs torch and
+Each check is a process with a deadline: one that fails or hangs stops no other. Needs torch and
 transformers; the whole runs need busrl's other packages as well, and say so. Reports go to --out, else to $OUT, else
-to docs/reports; they are written anew after each check, so what is stopped has told what it found until then.
+to docs/reports; they are written again after each check, so a tool that is stopped has reported what it found.
 
 Ends with 0: all that could be checked on the accelerator is right. 1: something is not. 2: the arguments are wrong, or
-no report can be written. 3: there is no accelerator (or torch can not use it) and nothing was checked. 4: with --cpu,
+no report can be written. 3: there is no accelerator (or torch cannot use it) and nothing was checked. 4: with --cpu,
 all that a CPU allows is right. 5: every check was skipped. 129, 130, 143: stopped by SIGHUP, SIGINT or SIGTERM.
 """
 
@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from gpucheck.report import Report  # noqa: E402
-from gpucheck.stop import Stop, become, held  # noqa: E402
+from gpucheck.stop import Stop, become, dies_with_parent  # noqa: E402
 
 GOOD, BAD, USAGE, NO_DEVICE, GOOD_ON_CPU, NOTHING = range(6)
 BUILD_S = 180.0
@@ -79,7 +79,7 @@ def checks(small: bool) -> list[Check]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if arguments[:1] == ["--held"]:
+    if arguments[:1] == ["--child-of"]:
         become(int(arguments[1]), list(arguments[2:]))
         return BAD
     if arguments[:1] == ["--peer"]:
@@ -129,7 +129,7 @@ def select(known: list[Check], only: str) -> list[Check]:
 
 
 def accelerator() -> str:
-    """"cuda" or "npu"; empty, with the reasons told, where there is none."""
+    """"cuda" or "npu"; empty, with the reasons on standard error, if there is none."""
     try:
         from busrl import device
     except ImportError as problem:
@@ -138,8 +138,8 @@ def accelerator() -> str:
     why = {kind: device.missing(kind) for kind in ("cuda", "npu")}
     found = next((kind for kind, reason in why.items() if not reason), "")
     if not found:
-        told = "\n".join(f"  {kind}: {reason}" for kind, reason in why.items())
-        print(f"gpu_check: there is no accelerator here, nothing was checked (--cpu tries the tool):\n{told}",
+        text = "\n".join(f"  {kind}: {reason}" for kind, reason in why.items())
+        print(f"gpu_check: there is no accelerator here, nothing was checked (--cpu tries the tool):\n{text}",
               file=sys.stderr)
     return found
 
@@ -164,7 +164,7 @@ class Findings:
         return 60.0 * float(self.options.minutes) - (time.monotonic() - self.began)
 
     def add(self, row: dict[str, Any]) -> None:
-        """A disk that fills up costs the report, not what is still to be checked: the line is printed in any case."""
+        """A full disk costs the report, not the remaining checks: the line is printed in any case."""
         self.rows.append(row)
         print(f"{row['name']:<22} {row['status']:<8} {row['seconds']:6.1f} s  {row['why']}", flush=True)
         with contextlib.suppress(OSError):
@@ -181,8 +181,8 @@ class Findings:
         done = {row["name"] for row in self.rows}
         others = {word: self.names(word) for word in ("failed", "stopped", "skipped")}
         others["still to come"] = [check.name for check in self.chosen if check.name not in done]
-        told = "".join(f", {len(names)} {word} ({', '.join(names)})" for word, names in others.items() if names)
-        return f"{len(self.names('passed'))} checks passed{told}."
+        text = "".join(f", {len(names)} {word} ({', '.join(names)})" for word, names in others.items() if names)
+        return f"{len(self.names('passed'))} checks passed{text}."
 
     def write(self) -> None:
         self.report.write({
@@ -204,7 +204,7 @@ class Findings:
 def run_all(options: argparse.Namespace, chosen: list[Check], device: str) -> int:
     folder = options.out or Path(os.environ.get("OUT") or ROOT / "docs" / "reports")
     findings, stop = Findings(options, device, chosen, Report(folder)), Stop()
-    if not written(findings, folder):  # before minutes are spent on what could not be told
+    if not written(findings, folder):  # before minutes are spent on what could not be reported
         return USAGE
     stop.listen()
     findings.notes += [] if options.no_build else build(stop)
@@ -247,26 +247,26 @@ def in_a_process(
     check: Check, device: str, small: bool, seconds: float, bandwidth: dict[str, Any] | None = None,
     stop: Stop | None = None,
 ) -> dict[str, Any]:
-    """Run one check, and end it and all that it started at its deadline; what it had found by then is kept."""
+    """Run one check; at its deadline end it and all that it started, and keep what it has found."""
     began, stop = time.monotonic(), stop or Stop()
     with tempfile.TemporaryDirectory(prefix="gpucheck-", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "found.json"
-        command = held(sys.executable, __file__, "--one", check.name, device, str(int(small)), str(file), str(seconds),
-                       json.dumps(bandwidth or {}))
+        command = dies_with_parent(sys.executable, __file__, "--one", check.name, device, str(int(small)), str(file),
+                                   str(seconds), json.dumps(bandwidth or {}))
         with open(Path(folder) / "words", "w+b") as words:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=words, stderr=words, cwd=ROOT,
                                      start_new_session=True, env=environment(folder))
             code = wait(child, seconds, stop)
             words.seek(0)
-            said = words.read().decode(errors="replace")
+            output = words.read().decode(errors="replace")
         found = json.loads(file.read_text()) if file.exists() else {}
         clear(child.pid, Path(folder))
     took = time.monotonic() - began
     if stop.number:
         return row_of(check, "stopped", f"{stop.name} after {took:.0f} s", took, found)
-    status, why = judge(code, found, said, seconds)
-    if status == "failed" and said.strip():
-        found.setdefault("notes", []).append("its last words: " + " / ".join(said.strip().splitlines()[-4:])[-1500:])
+    status, why = judge(code, found, output, seconds)
+    if status == "failed" and output.strip():
+        found.setdefault("notes", []).append("its last output: " + " / ".join(output.strip().splitlines()[-4:])[-1500:])
     return row_of(check, status, why, took, found)
 
 
@@ -303,14 +303,14 @@ def wait(child: subprocess.Popen[bytes], seconds: float, stop: Stop) -> int | No
     return code
 
 
-def judge(code: int | None, found: dict[str, Any], said: str, seconds: float) -> tuple[str, str]:
+def judge(code: int | None, found: dict[str, Any], output: str, seconds: float) -> tuple[str, str]:
     if code is None:
         return "failed", f"not done after {seconds:.0f} s, ended"
     if why := found.get("skipped"):
         return "skipped", str(why)
     missed = [bar["what"] for bar in found.get("bars", []) if not bar["kept"]]
     if code != 0:
-        last = (said.strip().splitlines() or [""])[-1]
+        last = (output.strip().splitlines() or [""])[-1]
         return "failed", f"exit code {code}: {last[:BRIEF]}" if code > 0 else f"signal {signal.Signals(-code).name}"
     return ("failed", f"missed: {missed[0]}") if missed else ("passed", "")
 
@@ -319,20 +319,20 @@ def build(stop: Stop) -> list[str]:
     """Build the extension modules where they are missing; what went wrong, if anything."""
     if all(list((ROOT / "busrl").glob(f"{name}.*.so")) for name in ("_ring", "_wire")) and importable("busrl._ring"):
         return []
-    command = held(sys.executable, "setup.py", "build_ext", "--inplace")
+    command = dies_with_parent(sys.executable, "setup.py", "build_ext", "--inplace")
     with tempfile.TemporaryFile() as words:
         child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words,
                                  start_new_session=True)
         code = wait(child, BUILD_S, stop)
         words.seek(0)
-        said = words.read().decode(errors="replace").strip()[-400:]
+        output = words.read().decode(errors="replace").strip()[-400:]
     if code is None:
         return [f"the extension modules were not built within {BUILD_S:g} s"]
-    return [] if code == 0 else [f"the extension modules were not built: {said or 'ended by a signal'}"]
+    return [] if code == 0 else [f"the extension modules were not built: {output or 'ended by a signal'}"]
 
 
 def importable(name: str) -> bool:
-    """In a process of its own: a module of another Python's may end it."""
+    """In a separate process: a module built for another Python may end it."""
     return subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True).returncode == 0
 
 

@@ -54,6 +54,7 @@ ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.
 DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/trainer.py"
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/trainer.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
+GROUPS = "busrl/roles/learner/groups.py"
 ENGINE, SAMPLING = "busrl/engines/torch/engine.py", "busrl/engines/torch/engine.py"
 
 SET_ASIDE = "test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step"
@@ -131,14 +132,14 @@ MUTANTS = (
     Mutant("fates of flat and of old groups are swapped", "busrl/scheduling/trigger.py",
            'else Fate.FLAT if view.flat[i] else Fate.OLD', 'else Fate.OLD if view.flat[i] else Fate.FLAT',
            ("tests/scheduling/test_plan.py",)),
-    Mutant("the penalty of a cut answer is added", "busrl/roles/learner/loop.py",
-           'lines["reward"] - self.penalty', 'lines["reward"] + self.penalty', ("tests/roles/test_worth.py",)),
-    Mutant("answers that ended by themselves are worth less", "busrl/roles/learner/loop.py",
-           '(lines["finish"] == LENGTH)', '(lines["finish"] != LENGTH)', ("tests/roles/test_worth.py",)),
+    Mutant("the penalty of a cut answer is added", GROUPS,
+           'lines["reward"] - self.penalty', 'lines["reward"] + self.penalty', ("tests/roles/test_overlong_shaping.py",)),
+    Mutant("answers that ended by themselves are worth less", GROUPS,
+           '(lines["finish"] == LENGTH)', '(lines["finish"] != LENGTH)', ("tests/roles/test_overlong_shaping.py",)),
     Mutant("the learner trains what the judge said of cut answers", LEARNER,
-           "return self.worth.apply(super().copy_lines())", "return super().copy_lines()", RUN),
-    Mutant("validation is worth less where it is cut", "busrl/roles/learner/loop.py",
-           '& (lines["cls"] == SampleClass.TRAIN)', "", ("tests/roles/test_worth.py",)),
+           "return self.shaping.apply(self.ring.lines())", "return self.ring.lines()", RUN),
+    Mutant("validation is worth less where it is cut", GROUPS,
+           '& (lines["cls"] == SampleClass.TRAIN)', "", ("tests/roles/test_overlong_shaping.py",)),
     # -- advantages and losses
     Mutant("n instead of n - 1 under the root", ADVANTAGES, "values.std(correction=1)", "values.std(correction=0)", PPO),
     Mutant("a larger epsilon beside the standard deviation", ADVANTAGES, "EPS = 1e-6", "EPS = 1e-3", PPO),
@@ -192,8 +193,8 @@ MUTANTS = (
     Mutant("the betas are swapped", TRAINER, "betas=settings.betas", "betas=settings.betas[::-1]", TWO),
     Mutant("the topology's eps is not used", TRAINER, "eps=settings.eps", "eps=1e-8", THREE),
     Mutant("only the first part of the parameters gets the learning rate", TRAINER,
-           "for group in self.optimizer.param_groups:\n            group[\"lr\"] = lr",
-           "for group in self.optimizer.param_groups[:1]:\n            group[\"lr\"] = lr", PPO),
+           "for group in self.optimizer.param_groups:\n                    group[\"lr\"] = lr",
+           "for group in self.optimizer.param_groups[:1]:\n                    group[\"lr\"] = lr", PPO),
     Mutant("the gradient is not clipped", TRAINER, "    if norm > limit:", "    if False:", PPO),
     Mutant("the gradient is always scaled to the limit", TRAINER, "    if norm > limit:", "    if True:", THREE),
     Mutant("the norm is told after clipping", TRAINER,
@@ -210,9 +211,9 @@ MUTANTS = (
            "        self.groups += groups\n", "", PPO),
     # -- what is told
     Mutant("mismatch of the version before", TRAINER,
-           "torch.from_numpy(flat.versions == version)", "torch.from_numpy(flat.versions == version - 1)", PPO),
+           "torch.from_numpy(flat.policy_versions == version)", "torch.from_numpy(flat.policy_versions == version - 1)", PPO),
     Mutant("mismatch of all older versions", TRAINER,
-           "torch.from_numpy(flat.versions == version)", "torch.from_numpy(flat.versions <= version)", PPO),
+           "torch.from_numpy(flat.policy_versions == version)", "torch.from_numpy(flat.policy_versions <= version)", PPO),
     Mutant("mismatch of a second mini-batch too", STEP,
            "None if number else version", "version", TWO),
     Mutant("the learner compares with the version before", LEARNER,
@@ -222,7 +223,7 @@ MUTANTS = (
            "self.publisher.version",
            (f"{ANSWERS}::test_a_version_is_that_of_the_present_weights_only_if_it_was_published_after_the_newest_step",)),
     Mutant("answers that ended with these weights count as begun with them", TRAINER,
-           "sample.versions[0] == version", "sample.versions[-1] == version", PPO),
+           "sample.policy_versions[0] == version", "sample.policy_versions[-1] == version", PPO),
     Mutant("k3 of the other direction", DIAGNOSTICS,
            "ratio - 1 - difference, ratio,", "1 / ratio - 1 + difference, ratio,", PPO),
     Mutant("ess without the square", DIAGNOSTICS,
@@ -233,7 +234,7 @@ MUTANTS = (
     Mutant("metrics of the last mini-batch alone", "busrl/training/trainer.py",
            "    if len(updates) == 1:\n", "    if True:\n", TWO),
     Mutant("the log names a version that is not there yet", LEARNER,
-           "            version=self.publisher.version,\n            cause", "            version=self.publisher.version + 1,\n            cause", RUN),
+           "                version=self.publisher.version,\n                cause", "                version=self.publisher.version + 1,\n                cause", RUN),
     Mutant("a replayed step is of age 0", METRICS,
            "**aside.with_trained(record), **_trained(record),\n            **_training(stats),",
            '**aside.with_trained(record), **_trained(record),\n            **_training(stats), "age_max": 0,',
@@ -252,7 +253,7 @@ MUTANTS = (
     Mutant("validation is greedy", VALIDATOR,
            "temperature=self.topology.validation.temperature", "temperature=0.0", RUN),
     Mutant("samples of a prompt weigh more the more there are", "busrl/data/prompts.py",
-           "np.mean([np.mean(found) for found in of_prompt.values()])", "np.mean(sum(of_prompt.values(), []))",
+           "return [float(np.mean(found)) for found in of_prompt.values()]", "return sum(of_prompt.values(), [])",
            ("tests/roles/test_validation_rounds.py",)),
     Mutant("an answer of two versions is not mixed", VALIDATOR,
            "oldest=int(versions.min())", "oldest=int(versions.max())", ("tests/roles/test_validation_rounds.py",)),

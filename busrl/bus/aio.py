@@ -1,4 +1,4 @@
-"""The asyncio face of the bus, on whatever loop is running (uvloop where the process installed it).
+"""The endpoint of the bus for asyncio programs, on whatever loop runs (uvloop with the extra `busrl[aio]`).
 
 Talks to the broker through `Core`, whose docstring says where messages may be dropped and why that is safe. Knows
 nothing of blocking waits. It watches the socket's descriptor only while it has nothing to read, because that descriptor
@@ -37,7 +37,7 @@ class AsyncEndpoint(Core):
         """Return when a ping of our own came back through the broker; BusNotReady after `timeout_s`."""
         self.forget_echo()
         deadline = time.monotonic() + timeout_s
-        while not self.knock(now := time.monotonic()):
+        while not self.round_trip(now := time.monotonic()):
             if now >= deadline:
                 raise self.not_ready(timeout_s)
             await self._readable(self.patience(self.ping_in_s()))

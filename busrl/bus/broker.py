@@ -1,27 +1,17 @@
-"""The TCP side of the broker: encrypted, and open to listed keys only.
+"""The broker of a run: libzmq's own proxy between all publishers and all subscribers, and its encrypted TCP side.
 
-Talks to libzmq (CURVE and its authentication protocol ZAP) and to the key directory; knows nothing of messages. The
-local sockets are bound before, without encryption: libzmq takes the options that a socket has when it is bound, so one
-socket serves both sides.
+Talks to every endpoint of a run and to the key directory. Knows nothing of messages: no Python runs per message. The
+main thread sends itself a ping through the proxy and reports progress only when it came back, so a supervisor sees a
+proxy that is stuck.
 
-- The list is read at every handshake: a key that was added or removed counts at once, without a restart. A client that
-  was refused does not try again by itself (libzmq), so it costs one handshake, and has to be started again.
-- It fails closed: without the thread that answers, libzmq refuses everybody (ZAP_ENFORCE_DOMAIN).
-- A refusal is counted by address and key; memory is bounded whatever knocks.
-
-The process `bus`: libzmq's own proxy between all publishers and all subscribers.
-
-Talks to every endpoint of a run; knows nothing of messages: no Python runs per message. The main thread sends itself a
-ping through the proxy and reports progress only when it came back, so a supervisor sees a proxy that is stuck.
-
-- A tap, where one is asked for, is a copy of everything on a socket of its own (the proxy's capture). Who listens there
-  subscribes to nothing on the bus itself, so publishers and subscribers can not tell whether anybody does; a listener
-  that does not keep up loses what is beyond `TAP_HWM`, and nobody else waits for it or loses anything.
 - One broker per address: the lock is taken before bind, since an ipc bind silently takes an address over.
-- Sockets whose files somebody removed (a cleaner of temporary files) would be found by nobody new: the broker ends by
-  name as soon as they can be made again, and its successor makes them.
-- A broker has no state. Killed and started again, subscriptions come back from the subscribers by themselves; what was
-  sent meanwhile is lost, which is safe (see `core.py`).
+- If somebody removes the files of the sockets (a cleaner of temporary files), no new process could connect: the broker
+  ends as soon as they can be made again, says so, and its successor makes them.
+- A broker has no state. After a kill and a new start, subscriptions come back from the subscribers by themselves; what
+  was sent meanwhile is lost, which is safe (see `endpoint.py`).
+- A tap, where one is asked for, is a copy of everything on a socket of its own (the proxy's capture). Its listeners
+  subscribe to nothing on the bus itself, so publishers and subscribers cannot tell whether there are any; a listener
+  that does not keep up loses what is beyond `TAP_HWM`, and nobody else waits for it or loses anything.
 """
 
 from __future__ import annotations
@@ -42,17 +32,17 @@ from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, Endpoint, configu
 from busrl.bus.security import bind, prepare, tcp_pair
 from busrl.errors import BadEndpoint, BrokerRunning, BrokerStuck, BusNotReady, InsecureDirectory
 
-# -- The TCP side of the broker: encrypted, and open to listed keys only ----------------------------------------------
+# -- tcp with keys -----
 
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 DOMAIN: Final = b"busrl"
-MAX_KNOCKERS: Final = 1024
+MAX_REFUSED: Final = 1024
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Somebody who was not let in: from where, with which public key, and how often since it was last told."""
+    """A connection that was refused: its address, its public key, and how often since the last report."""
 
     address: str
     key: str
@@ -67,7 +57,16 @@ class Refusal:
 
 
 class CurveListener:
-    """`open` binds the tcp addresses of the broker's sockets; `refusals` says who was turned away since last asked."""
+    """The TCP side of the broker: encrypted with CURVE, and open to the keys in the key directory only.
+
+    The local sockets are bound before, without encryption: libzmq takes the options that a socket has when it is bound,
+    so one socket serves both sides.
+
+    - The list is read at every handshake: a key that was added or removed counts at once, without a restart. A refused
+      client does not try again by itself (libzmq), so it costs one handshake and has to be started again.
+    - It fails closed: without the thread that answers, libzmq refuses every connection (ZAP_ENFORCE_DOMAIN).
+    - Refusals are counted by address and key; memory is bounded however many there are.
+    """
 
     def __init__(self, endpoint: str, directory: Path) -> None:
         self.endpoints = tcp_pair(endpoint)
@@ -79,14 +78,14 @@ class CurveListener:
 
     @classmethod
     def of(cls, endpoint: str, key_directory: str) -> CurveListener | None:
-        """The door that `bus.endpoint` and `bus.keys` of a topology ask for; None for ipc, which needs none."""
+        """The listener that `bus.endpoint` and `bus.keys` of a topology ask for; None for ipc, which needs none."""
         return None if endpoint == "ipc" else cls(endpoint, keys.directory_of(key_directory))
 
     def open(self, context: zmq.Context[Any], sockets: list[zmq.Socket[bytes]]) -> None:
-        """Start to answer, then bind: nobody is let in by a door without a keeper."""
+        """Start to answer handshakes, then bind: no connection is accepted before its key can be checked."""
         answers = context.socket(zmq.REP)
         answers.bind(ZAP_ADDRESS)
-        self._thread = threading.Thread(target=self._serve, args=(answers,), name="door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(answers,), name="curve", daemon=True)
         self._thread.start()
         for socket, endpoint in zip(sockets, self.endpoints):
             socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -96,7 +95,7 @@ class CurveListener:
             bind(socket, endpoint)
 
     def refusals(self) -> list[Refusal]:
-        """Who was turned away since the last call."""
+        """The connections refused since the last call."""
         with self._lock:
             seen, self._refused = self._refused, {}
         return [Refusal(address, key, count) for (address, key), count in seen.items()]
@@ -132,17 +131,17 @@ class CurveListener:
 
     def _count(self, address: str, key: str) -> None:
         with self._lock:
-            if (address, key) not in self._refused and len(self._refused) >= MAX_KNOCKERS:
+            if (address, key) not in self._refused and len(self._refused) >= MAX_REFUSED:
                 address, key = "many addresses", "of many"
             self._refused[address, key] = self._refused.get((address, key), 0) + 1
 
 
-# -- The process `bus`: libzmq's own proxy between all publishers and all subscribers ---------------------------------
+# -- the proxy -----
 
 
 TAP_HWM: Final = 4096  # messages kept for a listener at the tap that does not read; the rest is dropped for it
-EVERYTHING: Final = b"\x01"  # what a subscriber to every topic sends upstream
-KNOCKS = 4
+EVERYTHING: Final = b"\x01"  # the subscription to every topic, as it is sent upstream
+ROUND_TRIPS = 4
 IPC: Final = "ipc://"
 
 
@@ -163,7 +162,7 @@ def run_broker(
     tap: str = "",
     on_ready: Callable[[], None] = lambda: None,
     on_progress: Callable[[], None] = lambda: None,
-    door: CurveListener | None = None,
+    listener: CurveListener | None = None,
     on_refused: Callable[[Refusal], None] = lambda refusal: None,
     hwm: int = DEFAULT_HWM,
     max_bytes: int = DEFAULT_MAX_BYTES,
@@ -172,7 +171,7 @@ def run_broker(
 ) -> None:
     """Serve until `stop` is set. `on_ready` is called after the first round trip, `on_progress` after each.
 
-    `door` opens the same sockets on tcp, for listed keys; `on_refused` hears who else knocked, from this thread.
+    `listener` opens the same sockets on tcp, for listed keys; `on_refused` is called from this thread for others.
     `tap`: the endpoint at which monitors and recorders may listen; empty for none.
     """
     if not lock.try_acquire():
@@ -181,28 +180,29 @@ def run_broker(
             "run first, or start this one in another run directory"
         )
     try:
-        with Proxy(frontend, backend, hwm, max_bytes, tap, door) as proxy, Endpoint("bus", frontend, backend) as probe:
-            _knock(proxy, probe, stuck_s)
+        made = Proxy(frontend, backend, hwm, max_bytes, tap, listener)
+        with made as proxy, Endpoint("bus", frontend, backend) as probe:
+            _round_trip(proxy, probe, stuck_s)
             on_ready()
             while not stop.wait(ping_s):
                 proxy.check_files()
-                _knock(proxy, probe, stuck_s)
-                for refusal in door.refusals() if door else ():
+                _round_trip(proxy, probe, stuck_s)
+                for refusal in listener.refusals() if listener else ():
                     on_refused(refusal)
                 on_progress()
     finally:
         lock.release()
 
 
-def _knock(proxy: Proxy, probe: Endpoint, stuck_s: float) -> None:
+def _round_trip(proxy: Proxy, probe: Endpoint, stuck_s: float) -> None:
     if proxy.failure is not None:
         raise BrokerStuck(f"the proxy of the bus ended: {proxy.failure!r}")
-    for turn in range(KNOCKS):  # in turns: if the whole machine was suspended, that is the fault of one of them only
+    for turn in range(ROUND_TRIPS):  # if the whole machine was suspended, only one of them fails
         try:
-            probe.ready(stuck_s / KNOCKS)
+            probe.ready(stuck_s / ROUND_TRIPS)
             return
         except BusNotReady as error:
-            if turn == KNOCKS - 1:
+            if turn == ROUND_TRIPS - 1:
                 raise BrokerStuck(f"the proxy of the bus does not pass messages on: {error}") from None
 
 
@@ -213,9 +213,10 @@ class Proxy:
     """
 
     def __init__(
-        self, frontend: str, backend: str, hwm: int, max_bytes: int, tap: str = "", door: CurveListener | None = None
+        self, frontend: str, backend: str, hwm: int, max_bytes: int, tap: str = "",
+        listener: CurveListener | None = None,
     ) -> None:
-        self._door = door
+        self._listener = listener
         self.failure: BaseException | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -223,14 +224,14 @@ class Proxy:
         try:
             self._bind(zmq.XSUB, frontend, hwm, max_bytes)
             self._bind(zmq.XPUB, backend, hwm, max_bytes)
-            if door is not None:
-                door.open(self._context, self._sockets)
+            if listener is not None:
+                listener.open(self._context, self._sockets)
             if tap:
                 self._bind(zmq.PUB, tap, min(hwm, TAP_HWM), max_bytes)
                 # Publishers send what somebody has subscribed to. The tap shows the whole bus, whoever listens.
                 self._sockets[0].send(EVERYTHING)
         except BaseException:
-            self._close()  # not context.destroy: the door's thread must close its socket itself
+            self._close()  # not context.destroy: the listener's thread must close its socket itself
             raise
         self._thread = threading.Thread(target=self._serve, name="proxy", daemon=True)
 
@@ -244,7 +245,7 @@ class Proxy:
             self._files[endpoint] = os.stat(endpoint.removeprefix(IPC))
 
     def check_files(self) -> None:
-        """BrokerStuck if a socket's file was removed or replaced and could be made again. Who is connected stays so."""
+        """BrokerStuck if a socket's file was removed or replaced and could be made again. Connections stay open."""
         for endpoint, bound in self._files.items():
             path = Path(endpoint.removeprefix(IPC))
             try:
@@ -271,8 +272,8 @@ class Proxy:
         for socket in self._sockets:
             socket.close(0)
         self._context.term()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def __enter__(self) -> Proxy:
         self._thread.start()
@@ -281,5 +282,5 @@ class Proxy:
     def __exit__(self, *_: object) -> None:
         self._context.term()  # ends zmq.proxy with ContextTerminated; returns when the thread has closed the sockets
         self._thread.join()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()

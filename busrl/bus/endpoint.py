@@ -1,48 +1,18 @@
-"""Counts, per sender and topic, how many messages a listener did not see.
+"""A process's connection to the bus: one PUB and one SUB socket, numbered messages, and counters of what was dropped.
 
-Pure: fed with envelopes, knows nothing of sockets or time. The counts are for people and for statistics; nobody asks
-for a message again, because the ring holds what it announced.
-
-- The first message seen of a (sender, topic) is the base line: what came before it was not this listener's to hear.
-- A number that is not larger than the last one is a repetition, or a new life of the sender if it was sent later.
-- Memory is bounded: beyond `capacity` pairs, further ones are not followed.
-
-What an endpoint counted, frozen for whoever looks: the monitor, the log, a test.
-
-Knows nothing of sockets. The numbers are what the code itself counts; nothing is estimated except `missed`, which comes
-from gaps in the senders' own numbering.
-
-Two frames out, two frames in: what an endpoint asks of its PUB and SUB socket, as cheaply as it can be had.
-
-Talks to pyzmq's sockets in one of two ways, chosen once a process (`KIND`): `busrl._wire`, which calls the libzmq that
-pyzmq has loaded, or, where that can not be reached, pyzmq's compiled sockets without the Python layer over them. Both
-behave alike, and the tests hold both to it. Knows nothing of messages.
-
-- `receive` gives what is here, a bounded number: topics and payloads, and single frames that belong to no message (one
-  that came alone, each one after the second of its message). With WAIT it waits, at most the socket's RCVTIMEO.
-- An empty list says that nothing is here; a list that is not empty does not say that nothing more is.
-- After `close` nothing touches the sockets, which stay their owner's to close.
-
-What the blocking and the asyncio endpoint share: two sockets, numbering, decoding, counting.
-
-Talks to the broker over one PUB and one SUB socket; knows nothing of waiting (its faces do that), of the ring, or of
-what a message means. Use one endpoint in one thread.
+Talks to the broker through pyzmq's sockets, driven by `busrl._wire` where it can be. Knows nothing of the ring or of
+what a message means. Use one endpoint in one thread. `busrl.bus.aio` has the same for asyncio.
 
 **Where the bus may drop, and why that is safe.** A PUB socket drops while it is not connected, while the broker is
 away, and when its queue of `hwm` messages is full; the broker drops for a slow subscriber in the same way; a SUB socket
-that connects late never hears what came before. All of it is safe because messages are doorbells: the state lives in
+that connects late never receives what came before. All of it is safe because messages are doorbells: the state lives in
 the ring's slots, whoever waits for a message also looks at the ring on a timer, and with every message lost a run only
-gets slower. Nothing is sent again; `msg_seq` lets the listener count what it missed.
+gets slower. Nothing is sent again; `msg_seq` lets the subscriber count what it missed.
 
-- `send` never blocks and never fails for want of a listener.
+- `send` never blocks, and succeeds when nobody subscribes.
 - Names come from outside: what is remembered of them is bounded, whatever they are.
 - Nothing that arrives can raise: bytes that are no message are counted, reported once per sender and kind, dropped.
 - Only subscribed kinds are decoded. A ZeroMQ context belongs to one endpoint and is never used after a fork.
-
-The blocking face of the bus for processes that wait in a loop of their own.
-
-Talks to the broker through `Core`, whose docstring says where messages may be dropped and why that is safe. Knows
-nothing of asyncio; `aio.py` is the other face.
 """
 
 from __future__ import annotations
@@ -69,7 +39,7 @@ from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
 from busrl.keys import ClientKeys
 from busrl.protocol import MAX_ACTIVITY, Fault, Heartbeat, Message, Ping, Pong, Rejected, codec, kind_of, name_of, topic
 
-# -- Counts, per sender and topic, how many messages a listener did not see -------------------------------------------
+# -- counting missed messages -----
 
 
 class Numbered(Protocol):
@@ -91,7 +61,12 @@ class Tail(Numbered, Protocol):
 
 
 class Gaps:
-    """`seen` for every message; `missed`, `repeated` and `missed_by` are the result."""
+    """Counts, per sender and topic, the messages that a subscriber did not get. Pure: fed with envelopes.
+
+    - The first message of a (sender, topic) is the base line: what came before it was not for this subscriber.
+    - A number not above the last one is a repetition, or a new life of the sender if it was sent later.
+    - Beyond `capacity` pairs, further ones are not followed.
+    """
 
     def __init__(self, capacity: int = 4096) -> None:
         self.missed = 0
@@ -137,13 +112,10 @@ class Gaps:
         self.missed_by[named] = self.missed_by.get(named, 0) + count
 
 
-# -- What an endpoint counted, frozen for whoever looks: the monitor, the log, a test ---------------------------------
-
-
 @dataclass(frozen=True)
 class EndpointStats:
-    """One endpoint's life so far. `sent_by` is per topic that is remembered, `received_by` per message name; `wire` is
-    `wire.KIND`."""
+    """One endpoint's counters so far. `sent_by` is per topic that is remembered, `received_by` per message name; `wire`
+    is `KIND`. Only `missed` is an estimate: it comes from gaps in the senders' numbers."""
 
     name: str
     wire: str
@@ -165,7 +137,7 @@ class EndpointStats:
         return self.malformed + self.unknown_types + self.wrong_version + self.oversize
 
 
-# -- Two frames out, two frames in: what an endpoint asks of its PUB and SUB socket, as cheaply as it can be had ------
+# -- the two sockets -----
 
 
 WAIT: Final = 0
@@ -179,7 +151,14 @@ Frames = tuple[bytes, ...]
 
 
 class Wire(Protocol):
-    """The two sockets of one endpoint."""
+    """The two sockets of one endpoint, driven by `busrl._wire`, which calls the libzmq that pyzmq has loaded, or by
+    `PlainWire` where that cannot be reached. Both behave alike, and the tests hold both to it.
+
+    - `receive` returns what is here, a bounded number: topics and payloads, and single frames that belong to no message
+      (one that came alone, each one after the second of its message). With WAIT it waits, at most RCVTIMEO.
+    - An empty list says that nothing is here; a list that is not empty does not say that nothing more is.
+    - After `close` nothing touches the sockets, which stay their owner's to close.
+    """
 
     def send(self, topic: bytes, payload: bytes, /) -> None: ...
     def receive(self, flags: int, /) -> list[Frames]: ...
@@ -187,7 +166,7 @@ class Wire(Protocol):
 
 
 def _reach() -> str:
-    """The version of pyzmq's libzmq, "" if its functions are not to be seen in pyzmq's compiled part."""
+    """The version of pyzmq's libzmq; empty if pyzmq's compiled part does not show its functions."""
     try:
         return _wire.use(sys.modules[CompiledSocket.__module__].__file__ or "")
     except LookupError:
@@ -219,7 +198,7 @@ class PlainWire:
         self._send(payload, NOBLOCK)
 
     def receive(self, flags: int, /) -> list[Frames]:
-        """At most one message, as the module's head says."""
+        """At most one message; see `Wire`."""
         first = self._next(flags)
         if first is None:
             return []
@@ -232,7 +211,7 @@ class PlainWire:
         return [(first, second)]
 
     def close(self) -> None:
-        """Nothing to forget: a closed socket of pyzmq says so itself."""
+        """Nothing to do: a closed socket of pyzmq raises by itself."""
 
     def _next(self, flags: int) -> bytes | None:
         """The next frame. How many came in a row tells whether to ask first: pyzmq's exception costs ten times that."""
@@ -248,7 +227,7 @@ class PlainWire:
         return frame
 
 
-# -- What the blocking and the asyncio endpoint share: two sockets, numbering, decoding, counting ---------------------
+# -- what both kinds of endpoint share -----
 
 
 DEFAULT_HWM: Final = 20_000
@@ -258,9 +237,9 @@ MAX_REPORTED: Final = 1024
 MAX_ROUTES: Final = 4096
 LINGER_MS: Final = 250
 HANDSHAKE_MS: Final = 5000  # half a handshake holds a descriptor no longer than this
-MAX_ADDRESSED: Final = 1024  # addressed topics that an endpoint remembers; the numbers of the oldest begin anew
+MAX_ADDRESSED: Final = 1024  # addressed topics that an endpoint remembers; the numbers of the oldest begin again
 RECEIVED_AHEAD: Final = 512  # messages that wait in the reader's own memory; the rest waits at the broker
-MAX_LOOKS: Final = 4096  # messages looked at before the caller is asked again: a flood of refused ones can not hold it
+MAX_LOOKS: Final = 4096  # messages looked at before the caller is asked again: a flood of refused ones cannot hold it
 RECEIVE_SLICE_S: Final = 0.1  # the longest that a wait inside libzmq takes
 PING_EVERY_S: Final = 0.05
 PING_FIRST_S: Final = 0.004  # the pauses grow from here: a first ping is often quicker than the subscription
@@ -307,8 +286,8 @@ class _Line:
         self.raw = self.topic.encode()
 
 
-class _Heard:
-    """One kind of message that this endpoint listens to: how its bytes are read, and how many came."""
+class _Subscription:
+    """One kind of message that this endpoint subscribes to: how its bytes are decoded, and how many came."""
 
     __slots__ = ("count", "kind", "name", "read", "served")
 
@@ -335,7 +314,7 @@ class Core:
     ) -> None:
         self.name, self._frontend, self._backend = name, frontend, backend
         self._max_bytes, self._report, self._trouble = max_bytes, report, trouble
-        self.on_reject: Callable[[Rejected, bytes], None] | None = None  # also told of what was dropped, and its topic
+        self.on_reject: Callable[[Rejected, bytes], None] | None = None  # called with what was dropped, and its topic
         self._closed = ""
         self._reported: set[tuple[str, Fault]] = set()
         self._faults: Counter[Fault] = Counter()
@@ -346,9 +325,9 @@ class Core:
         self._pending: deque[Message] = deque(maxlen=max(hwm, MAX_LOOKS))  # came, not taken; the oldest may go
         self._own_ping = topic(Ping, name)
         self._token, self._echoed, self._ping_due, self._ping_pause_s = "", False, 0.0, PING_FIRST_S
-        heard: list[type[Message]] = [*map(kind_of, subscribe), Ping]
-        self._kinds = {name_of(kind).encode(): _Heard(kind, max_bytes) for kind in heard}
-        self._routes: dict[bytes, _Heard | None] = {}
+        kinds: list[type[Message]] = [*map(kind_of, subscribe), Ping]
+        self._kinds = {name_of(kind).encode(): _Subscription(kind, max_bytes) for kind in kinds}
+        self._routes: dict[bytes, _Subscription | None] = {}
         for endpoint in (frontend, backend):
             check_endpoint(endpoint, keys is not None)
         self._open(hwm, subscribe, keys)
@@ -424,7 +403,7 @@ class Core:
         return self._take_new()
 
     def drain(self, limit: int = 4096) -> list[Message]:
-        """All messages that are already here (at most `limit`, so that a flood can not hold the caller)."""
+        """All messages that are already here (at most `limit`, so that a flood cannot hold the caller)."""
         taken: list[Message] = []
         while len(taken) < limit and (message := self.take()) is not None:
             taken.append(message)
@@ -445,7 +424,7 @@ class Core:
             raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
         came = self._receive(flags)
         for frames in came:
-            if self._closed:  # by who was told of a message that was dropped
+            if self._closed:  # by `on_reject`
                 break
             if (message := self._accept(frames)) is not None:
                 self._pending.append(message)
@@ -454,26 +433,26 @@ class Core:
     def _accept(self, frames: Frames) -> Message | None:
         """One multipart to a message for the caller; None for what is dropped or answered here."""
         target, raw = frames[0], frames[-1]
-        heard = self._routes.get(target) or self._route(target)
+        kind = self._routes.get(target) or self._route(target)
         try:
-            if heard is None or len(frames) != 2:
+            if kind is None or len(frames) != 2:
                 raise Rejected(Fault.MALFORMED, codec.sender_in(raw), f"{len(frames)} frames on topic {target[:80]!r}")
-            message = heard.read(raw)
+            message = kind.read(raw)
         except Rejected as rejected:
             self._drop(rejected)
             if self.on_reject is not None:
                 self.on_reject(rejected, target)
             return None
-        heard.count += 1
+        kind.count += 1
         self._gaps.seen(target, message)
-        return self._serve(message) if heard.served else message
+        return self._serve(message) if kind.served else message
 
-    def _route(self, target: bytes) -> _Heard | None:
-        """The kind that travels on a topic; remembered for the first topics that are heard."""
-        heard = self._kinds.get(target.partition(b"/")[0])
+    def _route(self, target: bytes) -> _Subscription | None:
+        """The kind that travels on a topic; remembered for the first topics that come."""
+        kind = self._kinds.get(target.partition(b"/")[0])
         if len(self._routes) < MAX_ROUTES:
-            self._routes[target] = heard
-        return heard
+            self._routes[target] = kind
+        return kind
 
     def _serve(self, message: Message) -> Message | None:
         if isinstance(message, Heartbeat):
@@ -488,8 +467,8 @@ class Core:
         if ping.sender != self.name:
             try:
                 self.post(Pong(token=ping.token), to=ping.sender)
-            except ValueError:  # a sender whose name can not stand in a topic gets no answer
-                self._drop(Rejected(Fault.MALFORMED, ping.sender, "its name can not be an address"))
+            except ValueError:  # a sender whose name cannot stand in a topic gets no answer
+                self._drop(Rejected(Fault.MALFORMED, ping.sender, "its name cannot be an address"))
         elif ping.token == self._token:
             self._echoed = True
 
@@ -507,7 +486,7 @@ class Core:
 
     # readiness
 
-    def knock(self, now: float) -> bool:
+    def round_trip(self, now: float) -> bool:
         """Whether a round trip through the broker came back; sends a ping where one is due, keeps what else arrives."""
         if now >= self._ping_due and not self._echoed:
             self._ping_due, self._ping_pause_s = now + self._ping_pause_s, min(PING_EVERY_S, 2 * self._ping_pause_s)
@@ -530,7 +509,7 @@ class Core:
         """The error of a round trip that did not come back."""
         return BusNotReady(
             f"bus endpoint {self.name!r}: no round trip through the broker within {timeout_s:g} s (publishes to "
-            f"{self._frontend}, listens on {self._backend}); is the process `bus` running? its log says why not"
+            f"{self._frontend}, subscribes at {self._backend}); is the process `bus` running? its log says why not"
         )
 
     # the rest
@@ -542,7 +521,7 @@ class Core:
     def stats(self) -> EndpointStats:
         """A frozen copy of the counters."""
         sent_by = self._seqs()
-        received_by = {heard.name: heard.count for heard in self._kinds.values() if heard.count}
+        received_by = {kind.name: kind.count for kind in self._kinds.values() if kind.count}
         return EndpointStats(
             name=self.name,
             wire=KIND,
@@ -585,7 +564,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# -- The blocking face of the bus for processes that wait in a loop of their own --------------------------------------
+# -- the blocking endpoint -----
 
 
 class Endpoint(Core):
@@ -626,7 +605,7 @@ class Endpoint(Core):
         """Return when a ping of our own came back through the broker; BusNotReady after `timeout_s`."""
         self.forget_echo()
         deadline = time.monotonic() + timeout_s
-        while not self.knock(now := time.monotonic()):
+        while not self.round_trip(now := time.monotonic()):
             if now >= deadline:
                 raise self.not_ready(timeout_s)
             self._wait(self.ping_in_s())

@@ -1,7 +1,7 @@
 """Addresses of the sockets: what may be bound or connected to, and who can reach it.
 
-Talks to the file system only; knows nothing of messages. The bus trusts whoever can connect, so reaching it must need
-the user's own rights, or a key that the user has listed.
+Talks to the file system only. Knows nothing of messages. The bus trusts every process that can connect, so connecting
+must need the user's own rights, or a key that the user has listed.
 
 - An ipc socket lies in a directory of mode 0700 and has mode 0600 from its first instant: the umask is set around bind.
 - TCP without keys is refused on every address, loopback too: any user of the machine could connect there.
@@ -30,7 +30,7 @@ _LISTENING: Final = "0A"
 
 
 def check_endpoint(endpoint: str, keys: bool = False) -> None:
-    """Refuse an address that can not work, or would be open to others; `keys` says that CURVE will guard it."""
+    """Refuse an address that cannot work, or would be open to others; `keys` says that CURVE will guard it."""
     scheme, mark, rest = endpoint.partition("://")
     if not mark or scheme not in ("ipc", "tcp"):
         raise BadEndpoint(f"bus endpoint {endpoint!r}: it must begin with ipc:// or tcp://")
@@ -40,8 +40,8 @@ def check_endpoint(endpoint: str, keys: bool = False) -> None:
     host_and_port(endpoint)
     if not keys:
         raise BadEndpoint(
-            f"bus endpoint {endpoint!r}: tcp needs keys, since without them everybody who can reach the address is "
-            "let in; make them with `busrl keys init` and `busrl keys add NAME`, or use ipc"
+            f"bus endpoint {endpoint!r}: tcp needs keys, since without them everybody who can reach the address can "
+            "connect; make them with `busrl keys init` and `busrl keys add NAME`, or use ipc"
         )
 
 
@@ -109,11 +109,11 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
                 f"bus endpoint {endpoint}: the address is in use by {_holder(endpoint)}; stop that process, or choose "
                 "another port in bus.endpoint"
             ) from None
-        raise BadEndpoint(f"bus endpoint {endpoint}: it can not be bound: {error.strerror}") from None
+        raise BadEndpoint(f"bus endpoint {endpoint}: it cannot be bound: {error.strerror}") from None
 
 
 def allow_many_connections() -> None:
-    """Each connection is a descriptor; a flood of them must find the limit late. For the whole process."""
+    """Raise the process's limit of descriptors: each connection is one, and a flood of them must not reach it soon."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,12 +1,12 @@
-"""Listening at the tap of a broker, or at a replay: every message of the bus, as bytes with its envelope.
+"""Every message of the bus, as bytes with its envelope, read at the tap of a broker or at a replay.
 
-Talks to one SUB socket; decodes no more than the envelope, so that messages of newer programs and damaged ones are seen
-as well. Knows nothing of runs, pictures or files.
+Talks to one SUB socket. Decodes no more than the envelope, so that messages of newer programs and damaged ones are seen
+as well. Knows nothing of runs or files.
 
-- It subscribes to everything, but at the tap, not on the bus: no publisher learns of it.
+- It subscribes to everything, but at the tap, not on the bus: no publisher notices it.
 - It never sends. Its queue is short, so what it does not read in time is dropped for it alone; the senders' own
-  numbers tell how many those were (`missed`).
-- `reopen` gives up what is queued: for a listener that would rather see the present.
+  numbers show how many those were (`missed`).
+- `reopen` gives up what is queued, for a listener that prefers what is sent now.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Envelope(msgspec.Struct):
     last_seqs: dict[str, int] = {}
 
 
-class Heard(NamedTuple):
+class TapMessage(NamedTuple):
     """One message as it came; `envelope` is None if its bytes hold none."""
 
     topic: bytes
@@ -73,17 +73,17 @@ class Tap:
         """Messages that were sent while this listened and did not reach it."""
         return self.gaps.missed
 
-    def take(self, limit: int = 4096) -> list[Heard]:
+    def take(self, limit: int = 4096) -> list[TapMessage]:
         """What is here already, at most `limit` messages."""
-        heard: list[Heard] = []
-        while len(heard) < limit:
+        came: list[TapMessage] = []
+        while len(came) < limit:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             if len(frames) == 2:  # one frame: a subscription on its way to the publishers
-                heard.append(self._seen(frames[0], frames[1]))
-        return heard
+                came.append(self._seen(frames[0], frames[1]))
+        return came
 
     def wait(self, timeout_s: float, *others: int) -> bool:
         """Whether a message is here within the time; one of the descriptors `others` ends the wait as well."""
@@ -111,7 +111,7 @@ class Tap:
         socket.connect(self.endpoint)
         return socket
 
-    def _seen(self, topic: bytes, body: bytes) -> Heard:
+    def _seen(self, topic: bytes, body: bytes) -> TapMessage:
         envelope = envelope_of(body)
         self.received += 1
         self.bytes += len(body)
@@ -121,4 +121,4 @@ class Tap:
             self.gaps.seen(topic, envelope)
             if envelope.last_seqs:
                 self.gaps.tail(envelope)
-        return Heard(topic, body, envelope)
+        return TapMessage(topic, body, envelope)

@@ -1,29 +1,22 @@
-"""Values of options that several verbs take, checked while the command line is read. Knows nothing of the verbs.
+"""Arguments and dispatch of the command `busrl`: one parser per verb, its function named, and errors made exit codes.
 
-Arguments of verbs that have many, apart from `command.py`, which stays one page per verb.
-
-Loads nothing but argparse: `busrl --help` must be quick.
-
-Arguments and dispatch of the command `busrl`.
-
-Builds one parser per verb, runs the verb, turns errors into exit codes. Knows nothing of what the verbs do: the
-functions here only hand the arguments on, and import what they need when they are called.
+Only argparse and `busrl.errors` are loaded for `busrl --help`: a verb's module is imported when the verb is used. Knows
+nothing of what the verbs do.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError
-
-# -- Values of options that several verbs take, checked while the command line is read. Knows nothing of the verbs ----
 
 
 def positive(text: str) -> float:
@@ -35,9 +28,6 @@ def positive(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
     return number
-
-
-# -- Arguments of verbs that have many, apart from `command.py`, which stays one page per verb ------------------------
 
 
 def add_simulate_arguments(made: argparse.ArgumentParser) -> None:
@@ -86,9 +76,6 @@ def _temperature(text: str) -> float:
     return 0.0 if text in ("0", "0.0") else positive(text)
 
 
-# -- Arguments and dispatch of the command `busrl` --------------------------------------------------------------------
-
-
 EPILOG = """\
 A first run:     busrl launch configs/quickstart.toml
 Look before:     busrl check my.toml --set learner.lr=1e-4
@@ -96,15 +83,16 @@ Try a schedule:  busrl simulate my.toml --actors 64 --sweep learner.trigger.n_mi
 From outside:    busrl monitor           busrl status            busrl stop runs/NAME
 Afterwards:      busrl audit runs/NAME    busrl evaluate runs/NAME
 """
-Verb = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 0, the verb's own, or that of the error's family."""
     options = parser().parse_args(arguments)
-    verb: Verb = options.verb_function
+    module, _, function = options.verb.partition(":")
+    if module == "simulate":  # the predictors' matrices are small: a second numeric thread would only spin
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when NumPy is loaded
     try:
-        code = verb(options)
+        code = int(getattr(importlib.import_module(f"busrl.cli.{module}"), function)(options))
         sys.stdout.flush()
         return code
     except BusrlError as error:
@@ -115,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return 141
     except OSError as error:
-        if not _output_fails():  # another file's: whoever opened it should have named it
+        if not _output_fails():  # another file's: the code that opened it should have named it
             raise
         _discard_output()
         return _tell(MachineError(f"standard output: {error.strerror}; make room where it goes, or send it elsewhere"))
@@ -147,7 +135,7 @@ def _tell(error: BusrlError) -> int:
     return error.exit_code
 
 
-# --------------------------------------------------------------------------------------------------------- parsers
+# -- parsers -----------------------------------------------------------------------------------------------------------
 
 
 def parser() -> argparse.ArgumentParser:
@@ -172,18 +160,19 @@ def parser() -> argparse.ArgumentParser:
     _add_record(verbs)
     _add_replay(verbs)
     _add_simulate(verbs)
-    _verb(verbs, "version", version, "print the version of busrl and of what it uses")
+    _verb(verbs, "version", "run:version", "print the version of busrl and of what it uses")
     return top
 
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def _verb(verbs: Verbs, name: str, function: Verb, text: str, more: str = "") -> argparse.ArgumentParser:
+def _verb(verbs: Verbs, name: str, function: str, text: str, more: str = "") -> argparse.ArgumentParser:
+    """The parser of one verb; `function`: "MODULE:NAME" in `busrl.cli`, which takes the options."""
     made: argparse.ArgumentParser = verbs.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip(), allow_abbrev=False
     )
-    made.set_defaults(verb_function=function)
+    made.set_defaults(verb=function)
     return made
 
 
@@ -197,7 +186,7 @@ def _add_topology(made: argparse.ArgumentParser) -> None:
 
 def _add_launch(verbs: Verbs) -> None:
     more = "Starting again in the same run directory continues that run: nothing is lost, nothing is trained twice."
-    made = _verb(verbs, "launch", launch, "start every process of a run, watch them, end with a summary", more)
+    made = _verb(verbs, "launch", "run:launch", "start every process of a run, watch them, end with a summary", more)
     _add_topology(made)
     made.add_argument("--run-dir", type=Path, metavar="DIR", help="directory of the run (default: runs/NAME-TIME)")
     made.add_argument("--dry-run", action="store_true", help="explain what would be started, and start nothing")
@@ -210,61 +199,84 @@ def _add_launch(verbs: Verbs) -> None:
 
 def _add_check(verbs: Verbs) -> None:
     text = "explain a topology: processes, sums, sizes, prompts, model; or everything that is wrong with it"
-    made = _verb(verbs, "check", check, text)
+    made = _verb(verbs, "check", "run:check", text)
     _add_topology(made)
     made.add_argument("--verbose", action="store_true", help="also how slots, memory and limits follow from the keys")
 
 
 def _add_status(verbs: Verbs) -> None:
-    made = _verb(verbs, "status", status, "show what a run is doing now, changing nothing")
+    made = _verb(verbs, "status", "watch:status", "show what a run is doing now, changing nothing")
     made.add_argument("--json", action="store_true", help="one JSON object; its keys stand in docs/operating.md")
     made.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="default: the newest below runs/")
 
 
 def _add_stop(verbs: Verbs) -> None:
     more = "What is in flight stays in the ledger, and a later `busrl launch` in the same directory continues."
-    made = _verb(verbs, "stop", stop, "end a run in order and wait until it has ended", more)
+    made = _verb(verbs, "stop", "run:stop", "end a run in order and wait until it has ended", more)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     made.add_argument("--wait", type=positive, default=120.0, metavar="S", help="give up after this long (default 120)")
 
 
 def _add_audit(verbs: Verbs) -> None:
-    more = "Exit code 0 if every promise holds, 1 if not. It works on a run that goes on, has ended, or was killed."
-    made = _verb(verbs, "audit", audit, "recompute the fate of every sample from the files of a run", more)
+    more = "Exit code 0 if every promise holds, 1 if not. It works on a run that is running, has ended, or was killed."
+    made = _verb(verbs, "audit", "run:audit", "recompute the fate of every sample from the files of a run", more)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     made.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_evaluate(verbs: Verbs) -> None:
     text = "measure a model or a checkpoint on held-out prompts, without a run"
-    add_evaluate_arguments(_verb(verbs, "evaluate", evaluate, text))
+    add_evaluate_arguments(_verb(verbs, "evaluate", "evaluate:evaluate", text))
 
 
 def _add_ring(verbs: Verbs) -> None:
     text = "look at or remove shared-memory rings of this user"
     made: argparse.ArgumentParser = verbs.add_parser("ring", help=text, description=text, allow_abbrev=False)
     inner = made.add_subparsers(title="verbs", metavar="VERB", required=True)
-    _verb(inner, "list", ring_list, "list the rings in /dev/shm and who uses them")
+    _verb(inner, "list", "rings:show_all", "list the rings in /dev/shm and who uses them")
     more = "With --uid: all that the run knows of one sample, also when it has ended."
-    made = _verb(inner, "inspect", ring_inspect, "show a ring's slots by state and owner, and its processes", more)
+    made = _verb(inner, "inspect", "rings:inspect", "show a ring's slots by state and owner, and its processes", more)
     text = "name as `busrl ring list` shows it, or a run directory (default: the newest below runs/)"
     made.add_argument("ring", metavar="RING", nargs="?", default="", help=text)
     made.add_argument("--uid", default="", metavar="UID", help="tell one sample's history (v7: of a validation sample)")
     more = "A later start of that run generates again what was in its slots."
-    made = _verb(inner, "clean", ring_clean, "remove the shared memory of a run that is over", more)
+    made = _verb(inner, "clean", "rings:clean", "remove the shared memory of a run that is over", more)
     made.add_argument("ring", metavar="RING", help="name as `busrl ring list` shows it, a run directory, or `all`")
-    made.add_argument("--force", action="store_true", help="also while processes use it, or if it can not be read")
+    made.add_argument("--force", action="store_true", help="also while processes use it, or if it cannot be read")
 
 
 def _add_keys(verbs: Verbs) -> None:
-    from busrl.cli.keys import add_parsers
+    text = "make and manage the keys that TCP connections to the bus need"
+    made: argparse.ArgumentParser = verbs.add_parser("keys", help=text, description=text, allow_abbrev=False)
+    inner = made.add_subparsers(title="verbs", metavar="VERB", required=True)
+    one = _with_directory(_verb(inner, "init", "keys:init", "make the key directory and the broker's pair"))
+    one.add_argument("--replace", action="store_true", help="a new pair for the broker; clients need their files again")
+    more = "Prints the file that the client needs: its pair and the broker's public key."
+    one = _with_directory(_verb(inner, "add", "keys:add", "let a client in", more))
+    one.add_argument("name", metavar="NAME")
+    one.add_argument("--public", default="", metavar="KEY", help="its public key, if it made its pair itself")
+    _with_directory(_verb(inner, "list", "keys:show_all", "show who may connect"))
+    one = _with_directory(_verb(inner, "show", "keys:show", "show the broker's public key, or that of a client"))
+    one.add_argument("name", metavar="NAME", nargs="?", default="")
+    more = "It cannot connect again; a connection that it has lasts until the process `bus` ends."
+    one = _with_directory(_verb(inner, "remove", "keys:remove", "take a client off the list and delete its file", more))
+    one.add_argument("name", metavar="NAME")
+    text = "connect to a broker with a client's file and say whether it lets us in"
+    one = _verb(inner, "try", "keys:try_to_connect", text)
+    one.add_argument("endpoint", metavar="ENDPOINT", help="tcp://HOST:PORT, as in bus.endpoint")
+    one.add_argument("file", metavar="FILE", type=Path, help="the file that `busrl keys add` printed")
+    one.add_argument("--wait", type=positive, default=5.0, metavar="S", help="give up after this long (default 5)")
 
-    add_parsers(verbs, _verb)
+
+def _with_directory(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    text = "key directory (default $XDG_CONFIG_HOME/busrl/keys, or ~/.config/busrl/keys)"
+    made.add_argument("--dir", type=Path, metavar="DIR", help=text)
+    return made
 
 
 def _add_monitor(verbs: Verbs) -> None:
     text = "watch a run, a recording that is replayed, or any endpoint, changing nothing"
-    made = _verb(verbs, "monitor", monitor, text, "Keys of the live view: q quit, e errors.")
+    made = _verb(verbs, "monitor", "watch:monitor", text, "Keys of the live view: q quit, e errors.")
     made.add_argument(
         "target", nargs="?", metavar="RUN_DIR|ENDPOINT", help="default: the only run of this user that lives"
     )
@@ -279,7 +291,8 @@ def _add_monitor(verbs: Verbs) -> None:
 
 def _add_record(verbs: Verbs) -> None:
     more = "It ends with Ctrl-C, with the run, or at a limit; the file can be replayed, or read while it grows."
-    made = _verb(verbs, "record", record, "write what passes the bus of a run into a file, changing nothing", more)
+    text = "write what passes the bus of a run into a file, changing nothing"
+    made = _verb(verbs, "record", "watch:record", text, more)
     made.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="default: the only run of this user that lives")
     made.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="a new file")
     made.add_argument("--seconds", type=positive, metavar="S", help="record for so long")
@@ -288,16 +301,11 @@ def _add_record(verbs: Verbs) -> None:
 
 def _add_replay(verbs: Verbs) -> None:
     more = "It begins when somebody listens. An endpoint is ipc:///path."
-    made = _verb(verbs, "replay", replay, "publish a recording again, for a monitor or an actor", more)
+    made = _verb(verbs, "replay", "watch:replay", "publish a recording again, for a monitor or another listener", more)
     made.add_argument("file", type=Path, metavar="FILE", help="what `busrl record` wrote")
     made.add_argument("--speed", default="1", metavar="N|max", help="1: as it was (default); N times as fast; max")
     made.add_argument(
         "--bind", default="", metavar="ENDPOINT", help="where listeners connect (default: one of its own)"
-    )
-    made.add_argument("--frontend", default="", metavar="ENDPOINT", help="where an actor under development publishes")
-    made.add_argument(
-        "--run-dir", type=Path, metavar="DIR",
-        help="for actors that take a run directory: make DIR with a run.json that leads here; implies a frontend",
     )
     made.add_argument("--wait", type=positive, default=60.0, metavar="S", help="limit of the wait for a listener (60)")
     made.add_argument("--info", action="store_true", help="say what the file holds, and publish nothing")
@@ -306,119 +314,4 @@ def _add_replay(verbs: Verbs) -> None:
 def _add_simulate(verbs: Verbs) -> None:
     text = "how a topology would run: throughput, busy shares, ages, waits, on as many actors as you like"
     more = "Times and lengths are assumptions unless --fit or --trace say better; what was assumed is printed."
-    add_simulate_arguments(_verb(verbs, "simulate", simulate, text, more))
-
-
-# ----------------------------------------------------------------------------------------------------------- verbs
-
-
-def launch(options: argparse.Namespace) -> int:
-    from busrl.config import load
-
-    topology = load(options.topology, options.overrides)
-    if options.dry_run:
-        from busrl.config.explain import dry_run
-
-        print(dry_run(topology), end="")
-        return 0
-    from busrl.cli.run import start
-
-    return start(topology, options.run_dir, options.resume)
-
-
-def check(options: argparse.Namespace) -> int:
-    from busrl.config import load
-    from busrl.config.explain import report, require_cores, require_disk, require_memory
-
-    topology = load(options.topology, options.overrides)
-    print(report(topology, options.verbose), end="", flush=True)
-    require_memory(topology)
-    require_cores(topology)
-    require_disk(topology, Path("runs"))
-    return 0
-
-
-def status(options: argparse.Namespace) -> int:
-    from busrl.launch.display import status as show
-
-    print(show(options.run_dir, as_json=options.json))
-    return 0
-
-
-def stop(options: argparse.Namespace) -> int:
-    from busrl.cli.run import stop as end
-
-    return end(options.run_dir, options.wait)
-
-
-def audit(options: argparse.Namespace) -> int:
-    from busrl.cli.run import audit as look
-
-    return look(options.run_dir, options.json)
-
-
-def evaluate(options: argparse.Namespace) -> int:
-    from busrl.cli.evaluate import evaluate as measure
-
-    return measure(options)
-
-
-def ring_list(options: argparse.Namespace) -> int:
-    from busrl.cli.rings import show_all
-
-    return show_all()
-
-
-def ring_inspect(options: argparse.Namespace) -> int:
-    from busrl.cli.rings import inspect
-
-    return inspect(options.ring, options.uid)
-
-
-def ring_clean(options: argparse.Namespace) -> int:
-    from busrl.cli.rings import clean
-
-    return clean(options.ring, options.force)
-
-
-def monitor(options: argparse.Namespace) -> int:
-    from busrl.cli.watch import monitor as show
-
-    return show(options.target, options.once, options.json, options.plain, options.seconds)
-
-
-def record(options: argparse.Namespace) -> int:
-    from busrl.cli.watch import record as write
-
-    return write(options.run_dir, options.out, options.seconds, options.limit)
-
-
-def replay(options: argparse.Namespace) -> int:
-    from busrl.cli.watch import Where
-    from busrl.cli.watch import replay as publish
-
-    where = Where(options.bind, options.frontend, options.run_dir)
-    return publish(options.file, options.speed, where, options.wait, options.info)
-
-
-def simulate(options: argparse.Namespace) -> int:
-    # The predictors' matrices are small: a second numeric thread would only spin. Read when NumPy is loaded.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from busrl.cli.simulate import simulate as play
-
-    return play(options)
-
-
-def version(options: argparse.Namespace) -> int:
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as version_of
-
-    import busrl
-
-    print(f"busrl {busrl.__version__}, Python {sys.version.split()[0]}")
-    for package in ("numpy", "pyzmq", "msgspec", "torch", "transformers"):
-        try:
-            print(f"{package} {version_of(package)}")
-        except PackageNotFoundError:
-            print(f"{package} is not installed")
-    return 0
+    add_simulate_arguments(_verb(verbs, "simulate", "simulate:simulate", text, more))

@@ -74,7 +74,7 @@ def _writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise UserError(f"{out}: the rows can not be written there ({problem.strerror}); give --out FILE") from problem
+        raise UserError(f"{out}: the rows cannot be written there ({problem.strerror}); give --out FILE") from problem
 
 
 def find(named: Path, checkpoint: str, overrides: list[str]) -> Target:
@@ -157,10 +157,10 @@ class _Patience:
     """A line on stderr now and then."""
 
     def __init__(self) -> None:
-        self._told = time.monotonic()
+        self._shown_at = time.monotonic()
 
     def __call__(self, evaluation: Evaluation) -> None:
-        if time.monotonic() >= self._told + PATIENCE_S:
-            self._told = time.monotonic()
+        if time.monotonic() >= self._shown_at + PATIENCE_S:
+            self._shown_at = time.monotonic()
             done, mean = len(evaluation.rewards), evaluation.found().mean
             print(f"{done} of {evaluation.asked.samples} samples, mean {mean:.3f}", file=sys.stderr, flush=True)

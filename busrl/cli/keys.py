@@ -11,50 +11,17 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from busrl import keys
-from busrl.cli.command import positive
 from busrl.errors import BadKeys, BusNotReady
-
-
-def add_parsers(verbs: Any, verb: Callable[..., argparse.ArgumentParser]) -> None:
-    """The verbs below `busrl keys`."""
-    text = "make and manage the keys that TCP connections to the bus need"
-    made: argparse.ArgumentParser = verbs.add_parser("keys", help=text, description=text, allow_abbrev=False)
-    inner = made.add_subparsers(title="verbs", metavar="VERB", required=True)
-    one = _with_directory(verb(inner, "init", _init, "make the key directory and the broker's pair"))
-    one.add_argument("--replace", action="store_true", help="a new pair for the broker; clients need their files again")
-    more = "Prints the file that the client needs: its pair and the broker's public key."
-    one = _with_directory(verb(inner, "add", _add, "let a client in", more))
-    one.add_argument("name", metavar="NAME")
-    one.add_argument("--public", default="", metavar="KEY", help="its public key, if it made its pair itself")
-    _with_directory(verb(inner, "list", _list, "show who may connect"))
-    one = _with_directory(verb(inner, "show", _show, "show the broker's public key, or that of a client"))
-    one.add_argument("name", metavar="NAME", nargs="?", default="")
-    more = "It can not connect again; a connection that it has lasts until the process `bus` ends."
-    one = _with_directory(verb(inner, "remove", _remove, "take a client off the list and delete its file", more))
-    one.add_argument("name", metavar="NAME")
-    one = verb(inner, "try", _try, "connect to a broker with a client's file and say whether it lets us in")
-    one.add_argument("endpoint", metavar="ENDPOINT", help="tcp://HOST:PORT, as in bus.endpoint")
-    one.add_argument("file", metavar="FILE", type=Path, help="the file that `busrl keys add` printed")
-    one.add_argument("--wait", type=positive, default=5.0, metavar="S", help="give up after this long (default 5)")
-
-
-def _with_directory(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    made.add_argument(
-        "--dir", type=Path, default=None, metavar="DIR", help=f"key directory (default {keys.default_directory()})"
-    )
-    return made
 
 
 def _directory(options: argparse.Namespace) -> Path:
     return Path(options.dir).absolute() if options.dir else keys.default_directory()
 
 
-def _init(options: argparse.Namespace) -> int:
+def init(options: argparse.Namespace) -> int:
     directory = _directory(options)
     pair = keys.init(directory, options.replace)
     print(f"{directory}: the broker's public key is {pair.public}")
@@ -64,7 +31,7 @@ def _init(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add(options: argparse.Namespace) -> int:
+def add(options: argparse.Namespace) -> int:
     directory = _directory(options)
     file = keys.add(directory, options.name, options.public)
     if file is None:
@@ -74,7 +41,7 @@ def _add(options: argparse.Namespace) -> int:
     return 0
 
 
-def _list(options: argparse.Namespace) -> int:
+def show_all(options: argparse.Namespace) -> int:
     directory = _directory(options)
     keys.server_pair(directory)
     listed = keys.allowed(directory)
@@ -87,7 +54,7 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(options: argparse.Namespace) -> int:
+def show(options: argparse.Namespace) -> int:
     directory = _directory(options)
     pair = keys.server_pair(directory)
     if not options.name:
@@ -100,13 +67,13 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _remove(options: argparse.Namespace) -> int:
+def remove(options: argparse.Namespace) -> int:
     keys.remove(_directory(options), options.name)
-    print(f"{options.name} can not connect again; a connection that it has lasts until the process `bus` ends")
+    print(f"{options.name} cannot connect again; a connection that it has lasts until the process `bus` ends")
     return 0
 
 
-def _try(options: argparse.Namespace) -> int:
+def try_to_connect(options: argparse.Namespace) -> int:
     from busrl.bus import Endpoint, tcp_pair
 
     client = keys.load_client(options.file)

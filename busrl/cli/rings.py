@@ -1,15 +1,16 @@
 """`busrl ring list | inspect | clean`: the shared memory that runs of this user have, or left behind.
 
 Maps rings read-only and asks the ring for proof of life. Removes files only in `clean`. Knows nothing of runs beyond
-the names that `paths` gives; what is known of one sample is told by `sample.py`.
+the names that `paths` gives; `sample.py` shows what is known of one sample.
 
 - `clean` refuses while a launch has the ring or a registered process lives: what it wrote would be lost without
   anybody noticing.
-- A ring that can not be read may be in use by another version of busrl, so it takes --force too.
+- A ring that cannot be read may be in use by another version of busrl, so it takes --force too.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import time
@@ -17,9 +18,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from busrl.cli.sample import history
 from busrl.errors import RunInUse, UserError
 from busrl.launch.rundir import unlink_segments
-from busrl.launch.story import newest_run, printable
+from busrl.monitor.sources import newest_run
+from busrl.monitor.text import printable
 from busrl.paths import SHM, RunPaths
 from busrl.ring import UID_NONE, WORKING, Ring, RingError, RingGuard, State
 from busrl.states import VALIDATE_BIT
@@ -27,7 +30,7 @@ from busrl.states import VALIDATE_BIT
 SUFFIX = ".ring"
 
 
-def show_all() -> int:
+def show_all(_options: argparse.Namespace) -> int:
     """One line per ring of this user."""
     names = ring_names()
     if not names:
@@ -37,13 +40,11 @@ def show_all() -> int:
     return 0
 
 
-def inspect(target: str, uid: str) -> int:
+def inspect(options: argparse.Namespace) -> int:
     """Slots by state with owners and ages, header words, and processes of one ring; or what is known of one sample."""
-    target = target or str(newest_run(Path("runs")))
-    if uid:
-        from busrl.cli.sample import history
-
-        _show(history(Path(target), uid).split("\n"))
+    target = options.ring or str(newest_run(Path("runs")))
+    if options.uid:
+        _show(history(Path(target), options.uid).split("\n"))
         return 0
     name = ring_name(target)
     ring = Ring.attach(name, read_only=True)
@@ -64,8 +65,9 @@ def _show(lines: Iterable[str]) -> None:
     print("\n".join(map(printable, lines)))
 
 
-def clean(target: str, force: bool) -> int:
+def clean(options: argparse.Namespace) -> int:
     """Remove the ring, the weights and the sockets of a run; with `all`, of every run that nobody uses."""
+    target, force = options.ring, options.force
     if target != "all":
         name = ring_name(target)
         if living := _removed(name, force):
@@ -82,7 +84,7 @@ def _removed(name: str, force: bool) -> str:
     try:
         guard = RingGuard(SHM / name)
     except OSError as error:  # somebody else was quicker, or it is not ours to open
-        return "" if isinstance(error, FileNotFoundError) else f"it can not be opened: {error.strerror}"
+        return "" if isinstance(error, FileNotFoundError) else f"it cannot be opened: {error.strerror}"
     try:
         if not guard.try_take() and not force:
             return "in use by a launch"
@@ -113,7 +115,7 @@ def users(name: str) -> str:
     try:
         ring = Ring.attach(name, read_only=True)
     except RingError as error:
-        return f"it can not be read ({error}), so another version of busrl may use it"
+        return f"it cannot be read ({error}), so another version of busrl may use it"
     try:
         living = [f"{row['label']} (pid {row['pid']})" for row in processes(ring) if row["alive"] and not row["remote"]]
     finally:
@@ -158,7 +160,7 @@ def render_slots(ring: Ring) -> list[str]:
 
 
 def processes(ring: Ring) -> list[dict[str, Any]]:
-    """Registered processes as plain data; `busy` is the share of time spent working, None where nobody told."""
+    """Registered processes as plain data; `busy` is the share of time spent working, None where it is not known."""
     rows = []
     for process in ring.processes():
         total = process.busy_ns + process.idle_ns

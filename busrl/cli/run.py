@@ -1,55 +1,63 @@
-"""`busrl launch`: from a checked topology to a running one: its directory, its tiny model, the supervisor.
+"""`busrl launch`, `check`, `stop`, `audit` and `version`: what a run needs from the command line, from start to audit.
 
-Decides where the run lives and what --resume means, then hands over to `busrl.launch`. Knows nothing of children.
+Decides where a run lives and what --resume means, then hands over to `busrl.launch`. Knows nothing of children.
 
-- The same run directory is the same run: starting there again goes on, unless --resume never forbids it.
-
-`busrl stop`: ask the `launch` of a run to end it in order, and wait until it has.
-
-Finds the process through `run.json` and proves by the run's lock that it is that process before signalling. Knows
-nothing of what an orderly end is.
-
-- A pid alone is no proof: it is signalled through a pidfd, and only if the run's lock names the same pid as its holder.
-
-`busrl audit`: print what `busrl.ledger.audit` finds. Knows only where a tiny task keeps its prompts.
+- The same run directory is the same run: a start there continues it, unless --resume never forbids it.
+- `stop` signals the launch that run.json names through a pidfd, and only if the run's lock names the same pid as its
+  holder: a pid alone is no proof.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
 import signal
 import sys
 import time
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from pathlib import Path
 
+import busrl
+from busrl import launch as launching
 from busrl import quickstart
-from busrl.config import Topology, materialise
-from busrl.config.explain import require_cores, require_disk, require_memory, warnings
+from busrl.config import Topology, explain, load, materialise
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
-from busrl.launch import launch
+from busrl.launch.guardian import stat_of
 from busrl.launch.rundir import belongs_to_another
-from busrl.launch.story import printable
-from busrl.ledger.audit import audit as look
-from busrl.ledger.audit import render
+from busrl.ledger import audit as auditing
+from busrl.monitor.text import printable
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock
 
-# -- `busrl launch`: from a checked topology to a running one: its directory, its tiny model, the supervisor ----------
 
-
-def start(topology: Topology, run_dir: Path | None, resume: str) -> int:
-    """The exit code of the run."""
-    directory = directory_of(topology, run_dir, resume)
+def launch(options: argparse.Namespace) -> int:
+    """Run a topology; the exit code of the run."""
+    topology = load(options.topology, options.overrides)
+    if options.dry_run:
+        print(explain.dry_run(topology), end="")
+        return 0
+    directory = directory_of(topology, options.run_dir, options.resume)
     topology = materialise(topology)
     if not RunPaths.of(directory).ring_file.exists():  # an adopted ring has its memory already
-        require_memory(topology)
-    for text in warnings(topology):
+        explain.require_memory(topology)
+    for text in explain.warnings(topology):
         print(f"warning: {text}", file=sys.stderr)
-    require_cores(topology)
-    require_disk(topology, directory)
-    return int(launch(topology, directory, resume=resume != "never"))
+    explain.require_cores(topology)
+    explain.require_disk(topology, directory)
+    return launching.launch(topology, directory, resume=options.resume != "never")
+
+
+def check(options: argparse.Namespace) -> int:
+    """Explain a topology, or say everything that is wrong with it."""
+    topology = load(options.topology, options.overrides)
+    print(explain.report(topology, options.verbose), end="", flush=True)
+    explain.require_memory(topology)
+    explain.require_cores(topology)
+    explain.require_disk(topology, Path("runs"))
+    return 0
 
 
 def directory_of(topology: Topology, run_dir: Path | None, resume: str) -> Path:
@@ -67,10 +75,12 @@ def directory_of(topology: Topology, run_dir: Path | None, resume: str) -> Path:
     return directory
 
 
-# -- `busrl stop`: ask the `launch` of a run to end it in order, and wait until it has --------------------------------
+def stop(options: argparse.Namespace) -> int:
+    """End a run in order and wait until it has ended."""
+    return stop_run(options.run_dir, options.wait)
 
 
-def stop(run_dir: Path, wait_s: float) -> int:
+def stop_run(run_dir: Path, wait_s: float) -> int:
     """0 when the run has ended; NoSuchRun if there is nothing to stop, PeerTimeout if it does not end."""
     paths = RunPaths.of(run_dir)
     pid = launch_pid(paths)
@@ -111,22 +121,12 @@ def launch_pid(paths: RunPaths) -> int | None:
     if holder is None:
         return None
     pid = run.get("launch_pid") if isinstance(run, dict) else None
-    if not isinstance(pid, int) or holder not in (pid, -1) or not _alive(pid):
+    if not isinstance(pid, int) or holder not in (pid, -1) or not stat_of(pid):
         raise PeerTimeout(
             f"{paths.root}: its launch (pid {pid}) is gone, but a child still holds the run's lock; children end with "
             "their parent: try again in a moment"
         )
     return pid
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _await(descriptor: int, pid: int, paths: RunPaths, wait_s: float) -> None:
@@ -139,16 +139,13 @@ def _await(descriptor: int, pid: int, paths: RunPaths, wait_s: float) -> None:
         )
 
 
-# -- `busrl audit`: print what `busrl.ledger.audit` finds. Knows only where a tiny task keeps its prompts -------------
-
-
-def audit(run_dir: Path, as_json: bool) -> int:
+def audit(options: argparse.Namespace) -> int:
     """Print the report; 1 if a promise is broken."""
-    report = look(run_dir, prompts=_tiny_prompts(run_dir))
-    if as_json:
+    report = auditing.audit(options.run_dir, prompts=_tiny_prompts(options.run_dir))
+    if options.json:
         print(json.dumps(report.to_json(), indent=2))
     else:
-        print("\n".join(map(printable, render(report).split("\n"))))
+        print("\n".join(map(printable, auditing.render(report).split("\n"))))
     return report.exit_code
 
 
@@ -160,3 +157,14 @@ def _tiny_prompts(run_dir: Path) -> Path | None:
         return None  # the audit itself says what is missing
     made = quickstart.paths(train) if quickstart.known(train) else None
     return made.train if made else None
+
+
+def version(_options: argparse.Namespace) -> int:
+    """The versions of busrl and of what it uses."""
+    print(f"busrl {busrl.__version__}, Python {sys.version.split()[0]}")
+    for package in ("numpy", "pyzmq", "msgspec", "torch", "transformers"):
+        try:
+            print(f"{package} {version_of(package)}")
+        except PackageNotFoundError:
+            print(f"{package} is not installed")
+    return 0

@@ -23,10 +23,10 @@ import numpy as np
 from busrl.config import recorded
 from busrl.data import JsonlStream
 from busrl.errors import BusrlError, NoSuchRun, RingNotFound, UserError
-from busrl.launch.story import printable
 from busrl.ledger.openbin import read_draws, read_open
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Record, SampleRecord, frames
+from busrl.monitor.text import printable
 from busrl.paths import RunPaths
 from busrl.ring import UID_NONE, Fates, NoSuchTensor, Ring, RingError, State
 from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name
@@ -103,7 +103,7 @@ class Sample:
                 text = short(item.line.decode(errors="replace"))
                 yield f"  prompt    {path}:{item.index + 1} (crc {item.crc:08x}) {text}"
         except (BusrlError, OSError) as error:
-            yield f"  prompt    can not be read: {error}"
+            yield f"  prompt    cannot be read: {error}"
 
     def _fate(self, path: Path) -> int:
         if not path.exists():
@@ -147,7 +147,7 @@ class Sample:
         except RingNotFound:
             return
         except RingError as error:
-            yield f"  ring      can not be read: {error}"
+            yield f"  ring      cannot be read: {error}"
             return
         try:
             lines = ring.lines()
@@ -204,7 +204,7 @@ class Sample:
                 if self.uid in TrainedSet.load(path / "trained.bin"):
                     yield f"  trained   in checkpoint {path.name}"
             except (BusrlError, OSError) as error:
-                yield f"  trained   {path.name} can not be read: {error}"
+                yield f"  trained   {path.name} cannot be read: {error}"
 
     def _train_log(self) -> Iterator[str]:
         """Each training of it once: a step that was trained again after a restart stands in the file again."""

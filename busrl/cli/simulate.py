@@ -16,13 +16,14 @@ from typing import Any
 
 from busrl import files
 from busrl.config import machine
-from busrl.config.derive import admission_limits
 from busrl.data.trace import Shape, make_trace, write
 from busrl.errors import UserError
-from busrl.simulate import Figures, World, report
+from busrl.simulate import report
+from busrl.simulate.figures import Figures
 from busrl.simulate.fit import Fitted, fit
 from busrl.simulate.report import Axis, Point, axis, points, svg
 from busrl.simulate.settings import Asked, Setting, make, notes
+from busrl.simulate.world import World
 
 PATIENCE_S = 10.0
 # Options of --generate with their values when left out, and those that belong to a simulation.
@@ -32,14 +33,14 @@ SIMULATING = ("topology", "overrides", "trace", "fit", "sweep", "out", "json")
 
 def simulate(options: argparse.Namespace) -> int:
     """The verb."""
-    refuse_strangers(options)
+    _refuse_mixed(options)
     if options.generate is not None:
-        return generate_trace(options)
+        return _generate_trace(options)
     if options.topology is None:
         raise UserError("busrl simulate: give a topology file, or --generate FILE to write a trace")
     axes = [axis(text) for text in options.sweep]
     if options.actors is not None and any(one.key == "simulate.actors" for one in axes):
-        raise UserError("--actors and --sweep simulate.actors contradict each other; leave --actors out")
+        raise UserError("--actors and --sweep simulate.actors contradict each other; remove --actors")
     fitted = fit(options.fit) if options.fit else None
     asked = Asked(options.trace, options.actors, options.steps, options.seed)
     found = points(options.topology, options.overrides, axes)
@@ -49,20 +50,20 @@ def simulate(options: argparse.Namespace) -> int:
     return _sweep(settings, axes, fitted, options)
 
 
-def refuse_strangers(options: argparse.Namespace) -> None:
-    """Options of writing a trace and of simulating do not mix."""
+def _refuse_mixed(options: argparse.Namespace) -> None:
+    """`UserError` where options of --generate and of a simulation are given together."""
     given = [name for name in GENERATING if getattr(options, name) is not None]
     if options.generate is None:
         if given:
-            raise UserError(f"{_option(given[0])} belongs to --generate FILE, which writes a trace; leave it out")
+            raise UserError(f"{_option(given[0])} belongs to --generate FILE, which writes a trace; remove it")
         return
     others = [name for name in SIMULATING if getattr(options, name)]
     if options.actors is not None or options.steps is not None:
         others.append("actors" if options.actors is not None else "steps")
     if others:
         raise UserError(
-            f"--generate {options.generate} writes a trace and leaves, and {_option(others[0])} belongs to a "
-            "simulation; give one command for each"
+            f"--generate {options.generate} only writes a trace, and {_option(others[0])} belongs to a "
+            "simulation; run one command for each"
         )
 
 
@@ -70,7 +71,7 @@ def _option(name: str) -> str:
     return {"topology": "TOPOLOGY", "overrides": "--set"}.get(name, f"--{name.replace('_', '-')}")
 
 
-def generate_trace(options: argparse.Namespace) -> int:
+def _generate_trace(options: argparse.Namespace) -> int:
     """Write a long-tailed trace."""
     for name, value in GENERATING.items():
         if getattr(options, name) is None:
@@ -89,11 +90,11 @@ def generate_trace(options: argparse.Namespace) -> int:
             raise UserError(f"{what}: {rule}; give another value")
     shape = Shape(options.group_size, options.median, options.limit, arrivals_per_s=options.arrivals)
     if os.path.lexists(options.generate):
-        raise UserError(f"--generate {options.generate}: is there already; give another name, or remove it first")
+        raise UserError(f"--generate {options.generate}: exists already; give another name, or remove it first")
     try:
         write(options.generate, make_trace(options.prompts, shape, seed))
     except OSError as error:
-        raise UserError(f"--generate {options.generate}: can not be written: {error.strerror}") from None
+        raise UserError(f"--generate {options.generate}: cannot be written: {error.strerror}") from None
     print(f"{options.generate}: {options.prompts} prompts of {options.group_size} answers, median {options.median:g}")
     return 0
 
@@ -103,13 +104,13 @@ class Patience:
 
     def __init__(self, name: str = "") -> None:
         self.name, self.begun = name, time.monotonic()
-        self.told = self.begun
+        self.printed = self.begun
 
     def __call__(self, world: World) -> None:
         now = time.monotonic()
-        if now < self.told + PATIENCE_S:
+        if now < self.printed + PATIENCE_S:
             return
-        self.told = now
+        self.printed = now
         aside = sum(world.counts.aside.values())
         print(
             f"{self.name}step {world.learner.step} of {world.steps} after {now - self.begun:.0f} s here and "
@@ -133,8 +134,7 @@ def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -
     if as_json:
         print(json.dumps(_plain(point, setting, found), indent=2))
         return 0
-    limits = admission_limits(point.topology)
-    print(report.page(point.topology, limits, setting, found, took, len(machine.cores())), end="")
+    print(report.page(point.topology, setting, found, took, len(machine.cores())), end="")
     if fitted is not None:
         for note in (*fitted.notes, *_beyond(fitted, [((), found)])):
             print(f"  {note}")
@@ -170,8 +170,9 @@ def _sweep(
         print(json.dumps([_plain(*one) for one in done], indent=2))
         return 0
     print("\n".join(["", *report.warning(settings[0][1])]))
-    told = notes((" ".join(point.values), setting.answers_note) for point, setting in settings)
-    print("\n".join(["", report.markdown(keys, rows), *(f"answers: {note}" for note in told), *_beyond(fitted, rows)]))
+    origins = notes((" ".join(point.values), setting.answers_note) for point, setting in settings)
+    lines = [f"answers: {note}" for note in origins]
+    print("\n".join(["", report.markdown(keys, rows), *lines, *_beyond(fitted, rows)]))
     print(", ".join(map(str, written)))
     return 0
 
@@ -187,7 +188,7 @@ def _write(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {folder}: can not be made a directory: {error.strerror}; give another") from None
+        raise UserError(f"--out {folder}: cannot be made a directory: {error.strerror}; give another") from None
     for name, text in texts.items():
         files.replace(folder / name, text().encode())
     return [folder / name for name in texts]

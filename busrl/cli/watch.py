@@ -1,55 +1,51 @@
-"""`busrl monitor`: the live screen, plain lines where there is no terminal, or one snapshot. Changes nothing.
+"""`busrl status`, `monitor`, `record` and `replay`: a run looked at from outside. Changes nothing of it.
 
-Chooses how to show the picture; knows nothing of how it is made.
-
-`busrl record`: write what passes the bus of a run into a file, until Ctrl-C, a limit, or the end of the run.
-
-Knows nothing of how that is done; says what was recorded, and what was missed.
-
-`busrl replay`: publish a recording again for a monitor or an actor under development, or say what it holds.
-
-Chooses an endpoint where none is named, and says how to listen there. Knows nothing of how it is published.
+Chooses how to show a run, and an endpoint where none is named; says what was recorded, and what was missed. Knows
+nothing of how any of that is done.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
 import json
 import math
 import os
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from busrl.errors import NoSuchRun, UserError
-from busrl.launch.story import duration
 from busrl.monitor import screen
 from busrl.monitor.recording import Bounds, Recorder, Recording, summary
-from busrl.monitor.replay import Replayer, own_endpoint, stage
+from busrl.monitor.replay import Replayer, own_endpoint
 from busrl.monitor.screen import give_way
 from busrl.monitor.sources import Target, Watcher, find
-
-# -- `busrl monitor`: the live screen, plain lines where there is no terminal, or one snapshot. Changes nothing -------
-
+from busrl.monitor.status import status as status_of
+from busrl.monitor.text import duration
 
 LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a replay says when it is over
 
 
-def monitor(named: str | None, once: bool, as_json: bool, plain: bool, seconds: float | None) -> int:
-    """Show a run until `q`, or once."""
-    target = find(named)
+def status(options: argparse.Namespace) -> int:
+    """What a run is doing now, or how it ended."""
+    print(status_of(options.run_dir, as_json=options.json))
+    return 0
+
+
+def monitor(options: argparse.Namespace) -> int:
+    """The live screen until `q`, plain lines where there is no terminal, or one snapshot."""
+    target = find(options.target)
     watcher = Watcher(target)
     try:
-        if once or as_json:
-            return _once(watcher, target, as_json, seconds)
+        if options.once or options.json:
+            return _once(watcher, target, options.json, options.seconds)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _leave)
         with suppress(KeyboardInterrupt):
-            _until_quit(watcher, plain)
+            _until_quit(watcher, options.plain)
         return 0
     finally:
         watcher.close()
@@ -58,9 +54,9 @@ def monitor(named: str | None, once: bool, as_json: bool, plain: bool, seconds: 
 def _once(watcher: Watcher, target: Target, as_json: bool, seconds: float | None) -> int:
     patience = seconds if seconds is not None else LISTEN_S if target.paths else REPLAY_S
     screen.settle(watcher, patience)
-    if target.paths is None and not watcher.picture.traffic.count and not watcher.picture.replay:
+    if target.paths is None and not watcher.run.traffic.count and not watcher.run.replay:
         raise NoSuchRun(
-            f"{target.endpoint}: nothing was heard there within {patience:g} s; name the tap of a run (`tap` in its "
+            f"{target.endpoint}: nothing was received there within {patience:g} s; name the tap of a run (`tap` in its "
             "run.json), or the endpoint that `busrl replay` printed"
         )
     print(json.dumps(screen.as_data(watcher), ensure_ascii=False) if as_json else screen.as_text(watcher))
@@ -71,11 +67,6 @@ def _until_quit(watcher: Watcher, plain: bool) -> None:
     terminal = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if plain or not terminal:
         screen.run_plain(watcher, sys.stdout)
-    elif importlib.util.find_spec("rich") is None:
-        print(
-            "busrl: the live view needs `rich`: pip install 'busrl[monitor]'; plain lines until then", file=sys.stderr
-        )
-        screen.run_plain(watcher, sys.stdout)
     else:
         screen.run_live(watcher, sys.stdin)
 
@@ -84,19 +75,16 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-# -- `busrl record`: write what passes the bus of a run into a file, until Ctrl-C, a limit, or the end of the run -----
-
-
 MIB = 1 << 20
 NICE = 15  # less than a run's, more than a monitor's: what it is too late for is gone
 
 
-def record(named: str | None, out: Path, seconds: float | None, limit_mib: float) -> int:
-    """Record until the end; 0 however it came, since the file is whole."""
-    target = find(named)
+def record(options: argparse.Namespace) -> int:
+    """Record until Ctrl-C, a limit or the end of the run; 0 whichever comes, since the file is whole."""
+    target, out, seconds = find(options.run_dir), options.out, options.seconds
     if target.paths is None:
-        raise UserError(f"{named}: a run directory is recorded, not an endpoint")
-    recorder = Recorder(target.paths, out, Bounds(math.inf if seconds is None else seconds, limit_mib * MIB))
+        raise UserError(f"{options.run_dir}: a run directory is recorded, not an endpoint")
+    recorder = Recorder(target.paths, out, Bounds(math.inf if seconds is None else seconds, options.limit * MIB))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda got, _frame: recorder.stop(f"asked to by {signal.Signals(got).name}"))
     print(f"recording {target.paths.root} to {out}; Ctrl-C ends it", flush=True)
@@ -107,53 +95,27 @@ def record(named: str | None, out: Path, seconds: float | None, limit_mib: float
     return 0
 
 
-# -- `busrl replay`: publish a recording again for a monitor or an actor under development, or say what it holds ------
-
-
-@dataclass(frozen=True)
-class Where:
-    """Endpoints and directory of a replay; empty or None: one of its own, or none."""
-
-    bind: str
-    frontend: str
-    run_dir: Path | None
-
-
-def replay(file: Path, speed: str, where: Where, wait_s: float, info: bool) -> int:
-    """Publish the recording once."""
-    if info:
-        print("\n".join(_described(file)))
+def replay(options: argparse.Namespace) -> int:
+    """Publish a recording once, or say what it holds."""
+    if options.info:
+        print("\n".join(_described(options.file)))
         return 0
-    factor = speed_of(speed)
+    factor = speed_of(options.speed)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     try:
-        with Recording(file) as recording, own_endpoint() as own:
-            frontend = where.frontend or (own.replace("bus.sock", "pub.sock") if where.run_dir else "")
-            _publish(recording, Where(where.bind or own, frontend, where.run_dir), factor, wait_s)
+        with Recording(options.file) as recording, own_endpoint() as own:
+            count = _publish(recording, options.bind or own, factor, options.wait)
+            print(f"published {count:,} messages{f'; {recording.torn}' if recording.torn else ''}")
     except KeyboardInterrupt:
         print("stopped")
     return 0
 
 
-def _publish(recording: Recording, where: Where, speed: float, wait_s: float) -> None:
-    directory = where.run_dir
-    with (
-        Replayer(recording, where.bind, frontend=where.frontend, speed=speed) as replayer,
-        stage(directory, recording, where.frontend, where.bind) if directory else nullcontext(),
-    ):
-        if directory:
-            print(f"an actor finds this replay in {directory}, where run.json names its endpoints")
-        if replayer.workers:
-            print(f"it holds work for: {', '.join(replayer.workers)} (BUSRL_NAME)")
-        print(f"waiting for {'an actor' if where.frontend else 'a listener'}: busrl monitor {where.bind}", flush=True)
-        count = replayer.run(wait_s, lambda: say("publishing"), lambda: say("over; ends with its last listener"))
-    print(f"published {count:,} messages{f'; {recording.torn}' if recording.torn else ''}")
-
-
-def say(line: str) -> None:
-    """A line at once."""
-    print(line, flush=True)
+def _publish(recording: Recording, bind: str, speed: float, wait_s: float) -> int:
+    with Replayer(recording, bind, speed=speed) as replayer:
+        print(f"waiting for a listener: busrl monitor {bind}", flush=True)
+        return replayer.run(wait_s, lambda: print("publishing", flush=True))
 
 
 def speed_of(text: str) -> float:

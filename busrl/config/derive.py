@@ -18,7 +18,7 @@ from busrl.config.rules import Finding, batch_varies, count, due, range_of, thre
 from busrl.config.schema import TABLE_TENSORS, TENSORS_OF_SEGMENT, Derived, Topology
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.controller import ControlSettings
-from busrl.scheduling.limits import Limits, derive
+from busrl.scheduling.limits import AdmissionLimits, derive
 from busrl.scheduling.trigger import LearnerPlan, Trigger
 
 # -- slots and bytes -----
@@ -45,7 +45,7 @@ PAGE = 4096
 def resolve(topology: Topology, looked: Looked) -> tuple[Derived, list[Finding]]:
     """Everything that is computed from more than one key, and what is wrong with explicit values."""
     found: list[Finding] = []
-    bounds = _checked_limits(topology, found)
+    bounds = _limits(topology, found)
     rounds = count(topology, "validator") > 0 and wants_rounds(topology)
     val_samples = topology.validation.samples if rounds else 0
     val_reserve = min(val_samples, in_flight(topology))
@@ -53,8 +53,7 @@ def resolve(topology: Topology, looked: Looked) -> tuple[Derived, list[Finding]]
     slot_bytes, bytes_text = _slot_bytes(topology, looked, found)
     found.extend(_sums(topology, bounds, slots, looked))
     derived = Derived(
-        B=bounds.B, W=bounds.W, n_lo=bounds.n_lo, n_hi=bounds.n_hi,
-        n_floor=bounds.n_floor, g_min=bounds.g_min,
+        limits=bounds,
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
         slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,
         slot_bytes=slot_bytes, task_bytes=looked.task_bytes,
@@ -74,8 +73,13 @@ def in_flight(topology: Topology) -> int:
     return topology.generation.max_batch * max(1, count(topology, "rollout"))
 
 
-def _checked_limits(topology: Topology, found: list[Finding]) -> Limits:
-    bounds = admission_limits(topology)
+def _limits(topology: Topology, found: list[Finding]) -> AdmissionLimits:
+    """B, W and the thresholds that follow from mode, n_min, max_staleness, controller and group size."""
+    trigger, (low, high) = topology.learner.trigger, thresholds(topology)
+    bounds = derive(
+        topology.weights.mode, trigger.n_min, topology.weights.max_staleness, topology.groups.size, low, high,
+        trigger.n_floor, topology.weights.window, topology.segments.waves,
+    )
     window = ("weights.window",) if topology.weights.window else ()
     keys = (*window, "weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
     found.extend(Finding(keys, text, "", depends=rules.CONTROL_KEYS) for text in bounds.problems())
@@ -95,7 +99,7 @@ def _order(topology: Topology) -> str:
     return f"{scheduler.policy} reorders within H = {horizon} draws: {text}"
 
 
-def _slots(topology: Topology, bounds: Limits, reserve: int, found: list[Finding]) -> tuple[int, str]:
+def _slots(topology: Topology, bounds: AdmissionLimits, reserve: int, found: list[Finding]) -> tuple[int, str]:
     needed = bounds.train_slots + reserve
     text = f"G x B + validation reserve = {bounds.group_size} x {bounds.B} + {reserve} = {needed}"
     given = topology.ring.slots
@@ -148,7 +152,7 @@ def _slot_bytes(topology: Topology, looked: Looked, found: list[Finding]) -> tup
     return given, f"ring.slot_bytes = {given} (auto: {text})"
 
 
-def _sums(topology: Topology, bounds: Limits, slots: int, looked: Looked) -> Iterator[Finding]:
+def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, looked: Looked) -> Iterator[Finding]:
     generation, every = topology.generation, topology.publish_every
     most = bounds.n_hi
     if every * most > bounds.B:
@@ -172,7 +176,7 @@ def _sums(topology: Topology, bounds: Limits, slots: int, looked: Looked) -> Ite
         yield Finding(("generation.max_batch",), rule, f"{slots} in all are enough", warning=True, depends=SLOTS_FROM)
 
 
-def _publish_remedy(bounds: Limits, rare: bool) -> str:
+def _publish_remedy(bounds: AdmissionLimits, rare: bool) -> str:
     most = bounds.max_publish_every
     key = "publish_every x restart_every" if rare else "publish_every"
     return f"{key} <= {most}" + (", or a higher weights.max_staleness" if bounds.mode == "batch-async" else "")
@@ -191,26 +195,17 @@ def _up(value: int, to: int) -> int:
 # -- what the roles decide with -----
 
 
-def make_plan(topology: Topology, limits: Limits, *, streaming: bool) -> LearnerPlan:
+def make_plan(topology: Topology, *, streaming: bool) -> LearnerPlan:
     """The decisions of this topology; with `forced_age` the age of a batch is the experiment, and no rule bounds it.
 
     `streaming`: micro-batches may run before the whole step is known.
     """
-    trigger = topology.learner.trigger
+    trigger, limits = topology.learner.trigger, topology.derived.limits
     fires = Trigger(
         trigger.n_min, limits.n_floor, trigger.t_max_s, sync=limits.sync, count_ended=trigger.count == "ended"
     )
     bound = None if topology.experiments.forced_age else limits.max_staleness
     return LearnerPlan(limits, fires, Staleness(bound, topology.weights.over_age), streaming=streaming)
-
-
-def admission_limits(topology: Topology) -> Limits:
-    """B, W and the thresholds that follow from mode, n_min, max_staleness, controller and group size."""
-    trigger, (low, high) = topology.learner.trigger, thresholds(topology)
-    return derive(
-        topology.weights.mode, trigger.n_min, topology.weights.max_staleness, topology.groups.size, low, high,
-        trigger.n_floor, topology.weights.window, topology.segments.waves,
-    )
 
 
 def control_settings(topology: Topology) -> ControlSettings | None:
@@ -235,7 +230,7 @@ def checkpoint_is_due(topology: Topology, step: int, total: int, groups: int) ->
 
 def checkpoint_may_follow(topology: Topology, step: int, total: int) -> bool:
     """Whether the step after `step` may be the run's last or one with a checkpoint; `total`: groups trained so far."""
-    run, most = topology.run, topology.derived.n_hi
+    run, most = topology.run, topology.derived.limits.n_hi
     if step + 1 >= run.max_steps or 0 < run.max_groups <= total + most:
         return True
     return checkpoint_is_due(topology, step + 1, total + most, most)

@@ -1,7 +1,7 @@
 """Rules about what runs the model: weight transports, engines, vLLM's versions and sizes, devices and cores.
 
-One small function per subject, each yielding findings as those of `rules` do; a new transport adds its line to ENGINES
-and its own function to CHECKS. Reads the metadata of installed packages and never imports vLLM, which takes seconds.
+One small function per subject, each yielding findings as those of `rules` do; a new transport adds its own function to
+CHECKS. Reads the metadata of installed packages and never imports vLLM, which takes seconds.
 docs/weights.md and docs/engines.md have the tables for readers; what a version costs in bytes is in `machine`.
 
 - A combination that cannot work is refused here, before anything starts; a transport or an engine may rely on it.
@@ -17,23 +17,14 @@ from dataclasses import fields
 from importlib import metadata
 
 from busrl.config.rules import Check, Finding
-from busrl.config.schema import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, Openai, Process, Topology, Vllm, Weights
+from busrl.config.schema import ADAPTERS, ENGINES, FOLDERS, ONE_COPY, RESTARTS, Openai, Process, Topology, Vllm, Weights
 from busrl.device import BACKEND
 
 # -- weight transports -----
 
 ONE_HOST = ("shm", "broadcast", "cuda_ipc", *FOLDERS)  # those that reach the learner's host alone: so far all
 SPARSE = ("shm", "broadcast")  # transports of values, which can send the changed ones alone, and a digest with them
-# The engines that a transport can give weights to. One that is not busrl's own (openai) has rules of its own.
-ENGINES: dict[str, tuple[str, ...]] = {
-    "shm": ("torch", "vllm", "mock"),
-    "broadcast": ("torch", "vllm"),
-    "cuda_ipc": ("torch", "vllm"),
-    "lora_hotswap": ("torch", "vllm"),
-    "lora_restart": ("torch", "vllm"),
-    "checkpoint_restart": ("torch", "vllm"),
-}
-OURS = ("torch", "vllm", "mock")
+OURS = tuple(dict.fromkeys(engine for engines in ENGINES.values() for engine in engines))
 
 
 def rollouts(t: Topology) -> Iterator[tuple[int, Process]]:
@@ -45,16 +36,17 @@ def _engines(t: Topology) -> Iterator[Finding]:
     """A transport that an engine has no way to take weights from."""
     fit = ENGINES.get(t.weights.transport, OURS)
     for index, entry in rollouts(t):
-        if entry.engine in OURS and entry.engine not in (*fit, "mock"):  # of scripted engines rules.py tells
+        if entry.engine in OURS and entry.engine not in (*fit, "mock"):  # `rules` has those of scripted engines
             keys = (f"process.{index}.engine", "weights.transport")
             others = [name for name, engines in ENGINES.items() if entry.engine in engines]
-            yield Finding(keys, f"gives weights to {' and '.join(fit)} only", f"transport = one of {', '.join(others)}")
+            rule = f"this transport gives weights to {' and '.join(fit)} only"
+            yield Finding(keys, rule, f"transport = one of {', '.join(others)}")
 
 
 def _adapters(t: Topology) -> Iterator[Finding]:
     """A transport of adapters needs one to be trained."""
     if t.weights.transport in ADAPTERS and not t.lora.on:
-        rule = "a version of it is a LoRA adapter, and none is trained"
+        rule = "its versions are LoRA adapters, and none is trained"
         remedy = 'set lora.rank, for example 8, or transport = "shm"'
         yield Finding(("weights.transport", "lora.rank"), rule, remedy)
 
@@ -71,7 +63,7 @@ def _lora(t: Topology) -> Iterator[Finding]:
         yield Finding(("lora.targets",), "a layer is named twice", "name each once")
     for name in lora.targets:
         if not name or "." in name:
-            rule = f"{name!r} is no last name of a layer: every layer whose name ends with it gets an adapter"
+            rule = f"{name!r} is not the last name of a layer: every layer whose name ends with it gets an adapter"
             yield Finding(("lora.targets",), rule, 'for example ["q_proj", "v_proj"]')
     if lora.dropout:
         rule = "two forwards of the same weights differ, so even the ratio of a fresh sample is not 1"
@@ -146,7 +138,7 @@ def _openai(t: Topology) -> Iterator[Finding]:
     yield from _engine_weights(t, at, [entry for _, entry in found])
     yield from _chat(t, at)
     if t.generation.on_update == "keep":
-        rule = "an answer that an update cuts goes on from its tokens, so its keys are always computed again"
+        rule = "an answer that an update cuts continues from its tokens, so its keys are always computed again"
         yield Finding(("generation.on_update", at), rule, '"recompute", or "auto"')
     if t.generation.temperature != 1:
         rule = "the server has to return the log-probabilities of what it draws from, after temperature"
@@ -162,7 +154,7 @@ def _address(t: Topology, at: str) -> Iterator[Finding]:
     except ValueError:
         good = False
     if not good:
-        rule = "is no address of an endpoint" if url else "an endpoint is asked, and none is named"
+        rule = "is not the address of an endpoint" if url else "the engine needs an endpoint, and none is named"
         yield Finding(("openai.base_url", at), rule, "for example http://127.0.0.1:8000/v1")
 
 
@@ -174,11 +166,11 @@ def _engine_weights(t: Topology, at: str, entries: list[Process]) -> Iterator[Fi
             remedy = 'update = "vllm" or "sglang", or mode = "fully-async"'
             yield Finding(("openai.update", "weights.mode", at), rule, remedy)
         else:
-            rule = "the server keeps its first weights: what is trained is ever further from what generates"
+            rule = "the server keeps its first weights: the policy in training moves ever further away from them"
             yield Finding(("openai.update", at), rule, 'update = "vllm" or "sglang"', warning=True)
         return
     if t.weights.transport not in FOLDERS:
-        rule = "a server in another process is told of a folder, and this transport writes none"
+        rule = "a server in another process loads versions from a folder, and this transport writes none"
         remedy = f"transport = one of {', '.join(FOLDERS)}"
         yield Finding(("weights.transport", "openai.update", at), rule, remedy)
     if sum(entry.count for entry in entries) > 1:
@@ -201,16 +193,16 @@ def _chat(t: Topology, at: str) -> Iterator[Finding]:
         keys = ("weights.on_restart", "openai.endpoint", "weights.transport", at)
         yield Finding(keys, rule, 'on_restart = "finish", or endpoint = "completions"')
     if t.data.template != "chat":
-        rule = "the server makes a user turn of the prompt, and what is trained would be without it"
+        rule = "the server wraps the prompt into a user turn, and training would see it without that"
         yield Finding(("openai.endpoint", "data.template", at), rule, 'template = "chat"')
 
 
 def _system(t: Topology) -> Iterator[Finding]:
     if t.data.system and t.data.template != "chat":
-        rule = "a text has no place for a system prompt"
+        rule = "a prompt as plain text has no place for a system message"
         yield Finding(("data.system", "data.template"), rule, 'template = "chat", or write it into the prompts')
     if t.data.system and any(e.role == "rollout" and (e.count == 0 or e.command) for e in t.process):
-        rule = "rollouts from outside are not told of it, and their prompts would be without it"
+        rule = "rollouts from outside do not receive it, so their prompts would lack it"
         yield Finding(("data.system", "process"), rule, "write the prompts as messages, the system message first")
 
 
@@ -246,7 +238,7 @@ def vllm_installed() -> tuple[str, str]:
 
 
 def vllm_objection(package: str, version: str) -> tuple[str, str]:
-    """Why that vLLM can not be used, and the remedy; ("", "") if it can."""
+    """Why that vLLM cannot be used, and the remedy; ("", "") if it can."""
     allowed = f"{_dotted(OLDEST)} up to, but not, {_dotted(BEFORE)}"
     if not package:
         return "this Python has no vLLM", f"install one, {allowed}: see docs/vllm.md"
@@ -281,7 +273,7 @@ def vllm_entries(topology: Topology) -> list[int]:
 
 
 def _vllm(topology: Topology) -> Iterator[Finding]:
-    """Keys that can not work together where an engine is vLLM."""
+    """Keys that cannot work together where an engine is vLLM."""
     if not (entries := vllm_entries(topology)):
         changed = (one.name for one in fields(Vllm) if getattr(topology.vllm, one.name) != getattr(Vllm(), one.name))
         if keys := tuple(f"vllm.{name}" for name in changed):
@@ -291,7 +283,7 @@ def _vllm(topology: Topology) -> Iterator[Finding]:
     at, own = f"process.{entries[0]}.engine", topology.vllm
     for name, value in _temperatures(topology):
         if 0 < value < COLDEST:
-            rule = f"vLLM takes a temperature below {COLDEST} as {COLDEST}: what it tells is not what was asked"
+            rule = f"vLLM takes a temperature below {COLDEST} as {COLDEST}: its answers would not be what was asked for"
             yield Finding((name, at), rule, f"set it to {COLDEST} or more")
         if value > HOTTEST:
             yield Finding((name, at), f"vLLM refuses a temperature above {HOTTEST:g}", f"set it to {HOTTEST:g} or less")
@@ -319,14 +311,14 @@ def _vllm_extra(topology: Topology, at: str) -> Iterator[Finding]:
 
 
 def _vllm_devices(topology: Topology, entries: list[int]) -> Iterator[Finding]:
-    """Sizes that the devices of an entry can not give."""
+    """Sizes that the devices of an entry cannot give."""
     own = topology.vllm
     for index in entries:
         entry, at = topology.process[index], f"process.{index}"
         cpu = (entry.device or topology.model.device) == "cpu" or vllm_for_cpus()
         for item in () if cpu else entry.devices:
             if (there := item.count(",") + 1) < own.tensor_parallel:
-                rule = f"an engine shares out its model over {own.tensor_parallel} devices, and {item!r} names {there}"
+                rule = f"an engine spreads its model over {own.tensor_parallel} devices, and {item!r} names {there}"
                 remedy = f"items of {own.tensor_parallel} devices each, or tensor_parallel = {there}"
                 yield Finding(("vllm.tensor_parallel", f"{at}.devices"), rule, remedy)
                 break
@@ -404,7 +396,7 @@ def _between_devices(t: Topology, backend: str) -> Iterator[Finding]:
 
 
 def _a_device_each(t: Topology, backend: str, key: str, other: str) -> Iterator[Finding]:
-    """Two ranks of such a group can not be on one device."""
+    """Two ranks of such a group cannot be on one device."""
     kind, shown = BETWEEN[backend], dict[str, str]()
     for process in (p for p in t.processes() if _takes_part(p.spec)):
         if (device := t.device_of(process.name)) != kind:
@@ -438,7 +430,7 @@ def _device_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Findin
         yield Finding((f"{at}.device", f"{at}.engine"), rule, "remove device")
     for item in entry.devices:
         if not DEVICES.fullmatch(item):
-            rule = f"{item!r} is no list of devices: numbers, or UUIDs as nvidia-smi -L prints them, and commas"
+            rule = f"{item!r} is not a list of devices: numbers, or UUIDs as nvidia-smi -L prints them, and commas"
             yield Finding((f"{at}.devices",), rule, 'for example devices = ["0", "1"], an item per process')
     if entry.devices and (entry.device or t.model.device) == "cpu" and entry.role in WITH_MODEL:
         named = f"{at}.device" if entry.device else "model.device"
@@ -512,7 +504,7 @@ LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 def parse_cores(text: str) -> frozenset[int]:
     """ "0-2,7" is {0, 1, 2, 7}; ValueError for anything else."""
     if not LIST.fullmatch(text):
-        raise ValueError(f"{text!r} is no list of cores")
+        raise ValueError(f"{text!r} is not a list of cores")
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -523,7 +515,7 @@ def parse_cores(text: str) -> frozenset[int]:
 
 
 def _cores(t: Topology) -> Iterator[Finding]:
-    """Entries that can not be meant as they stand."""
+    """Entries that cannot be meant as they stand."""
     for index, entry in enumerate(t.process):
         if not entry.cpus:
             continue

@@ -33,7 +33,7 @@ def report(topology: Topology, verbose: bool = True) -> str:
 
 
 def require_memory(topology: Topology) -> None:
-    """A SharedMemoryFull with the sum, if /dev/shm can not hold this run."""
+    """A SharedMemoryFull with the sum, if /dev/shm cannot hold this run."""
     needed, free = sum(size for _, size in shared_memory(topology)), machine.shm_free()
     if needed > free:
         text = " + ".join(f"{name} {_mib(size)}" for name, size in shared_memory(topology))
@@ -157,7 +157,7 @@ def _bus(t: Topology) -> Iterator[str]:
         yield f"  {t.bus.endpoint} and the next port, encrypted (CURVE) with the keys in {directory}"
         yield f"  {len(names)} clients may connect there" + (f": {', '.join(names)}" if names else "")
         for problem in keys.broken(directory):
-            yield f"  lets nobody in: {problem}"
+            yield f"  accepts no client: {problem}"
 
 
 def _sums(t: Topology) -> Iterator[str]:
@@ -226,8 +226,8 @@ def _answers(t: Topology) -> str:
     lengths = sorted(length for task in trace.read(t.data.train, t.data.prompt_key) for length in task.lengths)
     limit = t.generation.max_new_tokens
     cut = sum(length > limit for length in lengths)
-    told = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
-    return f"scripted answers: {told}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
+    shown = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
+    return f"scripted answers: {shown}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
 
 
 def _model(t: Topology) -> Iterator[str]:
@@ -261,22 +261,22 @@ def warnings(t: Topology) -> list[str]:
         found.append(text)
     if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
         found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
-    if (asked := t.run.max_steps * t.derived.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
+    if (asked := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
         text = f"at least {asked} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
         found.append(f"run.max_steps: {text}, and the run ends by name there")
     if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):
-        found.append(f"bus.endpoint: nobody may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`")
+        found.append(f"bus.endpoint: no client may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`")
     if count(t, "rollout") == 0:
         found.append("[[process]]: no rollout is started here; the run waits until one joins")
     outside = any(entry.count == 0 or entry.command for entry in t.process)
     if outside and t.task_message_bytes > t.bus.max_message_bytes:
-        text = f"workers without a mapping can not join: a message with a sample may have {t.task_message_bytes} bytes"
+        text = f"workers without a mapping cannot join: a message with a sample may have {t.task_message_bytes} bytes"
         found.append(f"bus.max_message_bytes = {t.bus.max_message_bytes}: {text}")
     if text := trial.ends(t):
         found.append(text)
     for kind in sorted({t.device_of(one.name) for one in t.processes() if has_model(one.spec)} - {"auto"}):
-        if not device.there(kind):
-            text = f"this machine shows no {kind} device, or torch was not built for one: a start here would end"
+        if not device.likely(kind):
+            text = f"this machine has no {kind} device, or its torch was not built for one: a start here would end"
             found.append(f'model.device = "{kind}": {text}; "auto" takes what there is')
     return found
 

@@ -37,7 +37,7 @@ def read_keywords(path: str | Path) -> tuple[Keywords, list[Problem]]:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        return nothing, [Problem("", "", f"can not be read ({reason})", "give the path of a table of keywords (.toml)")]
+        return nothing, [Problem("", "", f"cannot be read ({reason})", "give the path of a table of keywords (.toml)")]
     try:
         tables = reader.parse_toml(text)
     except ValueError as error:
@@ -159,7 +159,7 @@ def tools(path: str, found: list[KeyProblem]) -> None:
         if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
             rule = "not a list of objects, each a tool as the chat endpoint takes it"
     except (OSError, ValueError) as problem:
-        rule = f"can not be read: {problem}"
+        rule = f"cannot be read: {problem}"
     if rule:
         remedy = "give a JSON file with a list of tools, or remove it"
         found.append(KeyProblem("openai.tools", Problem("", "", rule, remedy)))
@@ -181,7 +181,7 @@ def vllm_here(topology: Topology, found: list[KeyProblem]) -> None:
     if why:
         found.append(KeyProblem(f"process.{used[0]}.engine", Problem("", "", why, remedy)))
     elif (entry := engine_rules.lacks_ascend(topology)) is not None:
-        rule = f"vLLM works on an NPU with the package {engine_rules.ASCEND} alone, which this Python has not"
+        rule = f"vLLM works on an NPU with the package {engine_rules.ASCEND} alone, which this Python lacks"
         problem = Problem("", "", rule, "pip install 'busrl[ascend]': see docs/vllm.md")
         found.append(KeyProblem(f"process.{entry}.engine", problem))
 
@@ -267,7 +267,7 @@ def _arrivals(path: str, times: list[float | None], found: list[KeyProblem]) -> 
     for number, time in enumerate(times, 1):
         if time is None or time < late:
             rule = "no arrival_s" if time is None else f"arrival_s = {time}, after {late} on the line before"
-            problem = Problem(f"{path}:{number}", "", rule, "give every line one, in ascending order")
+            problem = Problem(f"{path}:{number}", "", rule, "give every line one, ascending")
             found.append(KeyProblem("data.train", problem))
             return
         late = time
@@ -279,7 +279,7 @@ def commands(topology: Topology, skip: set[str], found: list[KeyProblem]) -> Non
         key = f"process.{index}.command"
         mine = entry.command and entry.count and entry.role in FOREIGN_ROLES and key not in skip
         if mine and shutil.which(entry.command[0]) is None:
-            rule = f"{entry.command[0]} is no program that can be executed"
+            rule = f"{entry.command[0]} is not an executable program"
             found.append(KeyProblem(key, Problem("", "", rule, "build or install it; {here} is this file's folder")))
 
 
@@ -360,10 +360,10 @@ def reward(topology: Topology, found: list[KeyProblem]) -> Trial:
     rule, remedy = "", "correct it: every sample of the run would be lost"
     if tried.not_loaded:
         named = f"reward.function = {topology.reward.function!r}: "
-        rule = f"can not be used: {tried.not_loaded.removeprefix(named)}"
+        rule = f"cannot be used: {tried.not_loaded.removeprefix(named)}"
         remedy = "a module has to be importable from the current directory, a file is relative to the topology"
     elif failed := tried.failed:
-        rule = f"fails for {failed.what} to the first prompt: {failed.told()}"
+        rule = f"fails for {failed.what} to the first prompt: {failed.in_words()}"
     if rule:
         found.append(KeyProblem("reward.function", Problem("", "", rule, remedy)))
     return tried

@@ -25,9 +25,10 @@ from busrl.config.derive import resolve
 from busrl.config.reader import KeyPath, Reader, Source, read, show
 from busrl.config.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
 from busrl.errors import Problem, TopologyError, UserError
+from busrl.scheduling.limits import derive
 
 UNRESOLVED = Derived(
-    B=0, W=0, n_lo=0, n_hi=0, n_floor=0, g_min=0, horizon=0, slots=0, train_slots=0, val_reserve=0,
+    limits=derive("sync", 0, 0, 0), horizon=0, slots=0, train_slots=0, val_reserve=0,
     slot_bytes=0, task_bytes=0, train_prompts=0, validation_prompts=0, ring_bytes=0, val_samples=0,
 )
 
@@ -153,7 +154,7 @@ def _dtype(draft: Topology) -> str:
     """The number type, decided once for all processes: bfloat16 where each of them works on a device that has it."""
     if draft.model.dtype != "auto":
         return draft.model.dtype
-    kinds = {device.likely(draft.device_of(process.name)) for process in draft.processes() if has_model(process.spec)}
+    kinds = {device.expected(draft.device_of(process.name)) for process in draft.processes() if has_model(process.spec)}
     return "bfloat16" if kinds and all(map(device.has_bfloat16, kinds)) else "float32"
 
 
@@ -197,7 +198,7 @@ def _placed(source: Source, draft: Topology, item: files.KeyProblem) -> Problem:
 
 
 def _place(source: Source, keys: Sequence[str]) -> str:
-    """The first of the keys that is written down; a default stands nowhere."""
+    """The place of the first key that is written down; a default has none."""
     for key in keys:
         if _path(key) in source.lines or _path(key) in source.overridden:
             return source.place(_path(key))

@@ -10,7 +10,10 @@ older run into today's shape. Pure; knows nothing of the keys' values.
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from typing import Any
+
+from busrl.scheduling.limits import AdmissionLimits
 
 # -- keys of older versions -----
 
@@ -68,7 +71,34 @@ def modern(data: dict[str, Any]) -> dict[str, Any]:
         _put(made, "validation.data", without[1] or (made["data"]["train"] if rounds else ""))
     for old in GONE:
         _taken(made, old)
+    return _with_limits(made)
+
+
+def _with_limits(made: dict[str, Any]) -> dict[str, Any]:
+    """The admission limits, flat among the derived values, as a table of their own; older runs wrote only some."""
+    derived = made.get("derived")
+    if not isinstance(derived, dict) or "limits" in derived:
+        return made
+    try:
+        known = _known_limits(made)
+    except (KeyError, TypeError, AttributeError):
+        return made  # a section is missing: whoever builds the topology names it
+    names = [field.name for field in fields(AdmissionLimits)]
+    derived["limits"] = known | {name: derived.pop(name) for name in names if name in derived}
     return made
+
+
+def _known_limits(made: dict[str, Any]) -> dict[str, Any]:
+    """What the keys alone say of the limits."""
+    weights, segments = made["weights"], made.get("segments", {})
+    sync = weights["mode"] == "sync"
+    cut = sync and segments.get("length", 0) != 0 and segments.get("rounds") == "segments"
+    waves = segments.get("max_segments", 0) if cut else 0
+    bound = {"sync": None if waves else 0, "fully-async": None}.get(weights["mode"], weights["max_staleness"])
+    return {
+        "mode": weights["mode"], "n_min": made["learner"]["trigger"]["n_min"], "max_staleness": bound,
+        "group_size": made["groups"]["size"], "waves": waves, "window": 0 if sync else weights.get("window", 0),
+    }
 
 
 def _seconds(milliseconds: Any) -> Any:
@@ -161,7 +191,7 @@ _SAYINGS = {
     "output_dir save_path ckpt_path log_dir default_local_dir": "give `busrl launch --run-dir DIR`",
     "wandb report_to use_wandb logger logging_steps tensorboard":
         f"{NONE}: every step is a line of metrics.jsonl in the run directory, and `busrl monitor` shows it",
-    "resume resume_from_checkpoint resume_mode": "a start in the same --run-dir goes on by itself",
+    "resume resume_from_checkpoint resume_mode": "a start with the same --run-dir continues the run",
     "deepspeed fsdp zero_stage strategy gradient_checkpointing": f"{NONE}: one process trains, on one device",
     "trainer actor actor_rollout_ref rollout training train":
         "tables are [model], [data], [groups], [generation], [learner], [reward], ...: see configs/reference.toml",

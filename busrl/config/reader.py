@@ -226,7 +226,7 @@ class Source:
 
 
 def read(path: Path, overrides: Sequence[str]) -> Source:
-    """Parse the file and apply the overrides; a TopologyError if either can not even be parsed."""
+    """Parse the file and apply the overrides; a TopologyError if either cannot even be parsed."""
     text = _text(path)
     try:
         data = parse_toml(text)
@@ -247,13 +247,13 @@ def _text(path: Path) -> str:
         remedy = f"did you mean {path.with_name(near[0])}?" if near else "give the path of a topology file (.toml)"
         raise TopologyError([Problem(str(path), "", "no such file", remedy)]) from None
     except OSError as error:
-        rule = f"can not be read: {(error.strerror or str(error)).lower()}"
+        rule = f"cannot be read: {(error.strerror or str(error)).lower()}"
         remedy = "give the path of a topology file (.toml)"
         if (path / "run.json").is_file():
-            remedy = f"to go on with it: busrl launch TOPOLOGY --run-dir {path}, with the topology it was started with"
+            remedy = f"to continue it: busrl launch TOPOLOGY --run-dir {path}, with the topology it was started with"
         raise TopologyError([Problem(str(path), "", rule, remedy)]) from None
     except UnicodeDecodeError as error:
-        raise TopologyError([Problem(str(path), "", f"can not be read as UTF-8 text ({error})")]) from None
+        raise TopologyError([Problem(str(path), "", f"cannot be read as UTF-8 text ({error})")]) from None
 
 
 def _toml_files(folder: Path) -> Iterable[Path]:
@@ -285,10 +285,10 @@ def _usual_cause(rows: list[str], number: int, problem: Problem) -> tuple[str, s
     if header and header[2] == "process":
         return "processes are an array of tables, and [process] is one table", "write [[process]] every time"
     if header and (first := _first(rows, number, re.escape(row.split("#")[0].strip()) + r"\s*(#.*)?")):
-        return f"[{header[2]}] stands twice, first on line {first}", "put the keys of both below one heading"
+        return f"[{header[2]}] appears twice, first on line {first}", "put the keys of both below one heading"
     key = re.match(r"\s*([A-Za-z0-9_.-]+)\s*=", row)
     if key and "overwrite" in problem.rule and (first := _first(rows, number, rf"{re.escape(key[1])}\s*=.*")):
-        return f"{key[1]} stands twice, first on line {first}", "remove one of the two"
+        return f"{key[1]} appears twice, first on line {first}", "remove one of the two"
     return problem.rule, "strings need quotes, and a key may stand only once"
 
 
@@ -444,8 +444,8 @@ def _remedy_for_unknown(path: KeyPath, known: list[str]) -> str:
     """Where the key has moved, what it is called here, or which key was meant."""
     name, in_table = str(path[-1]), len(path) > 1
     others = _sections_with(name)
-    if told := elsewhere(_dotted(path)) or ("" if others else counterpart(name)):
-        return told
+    if remedy := elsewhere(_dotted(path)) or ("" if others else counterpart(name)):
+        return remedy
     near = difflib.get_close_matches(name, known, n=1)
     if near and (in_table or not others):
         return f"did you mean {near[0]}?"

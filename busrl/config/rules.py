@@ -34,7 +34,7 @@ from busrl.faults import plan
 from busrl.states import CRASH_POINTS
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
-MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it can not be dispatched
+MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it cannot be dispatched
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _scheduler(t: Topology) -> Iterator[Finding]:
     scheduler, n_min = t.scheduler, t.learner.trigger.n_min
     ordered = scheduler.policy != "fifo"
     if scheduler.probe and not ordered:
-        rule = "a probe tells how long its siblings will be, and fifo does not ask: they would only come later"
+        rule = "a probe shows how long its siblings will be, and fifo does not use that: they would only come later"
         yield Finding(("scheduler.probe", "scheduler.policy"), rule, 'probe = false, or policy = "adaptive"')
     if ordered and scheduler.horizon == 1:
         rule = f"{scheduler.policy} has nothing to choose from within a horizon of one draw"
@@ -151,10 +151,10 @@ def _scheduler(t: Topology) -> Iterator[Finding]:
 def _predictor(t: Topology) -> Iterator[Finding]:
     engines = {entry.engine for entry in t.process if entry.role == "rollout"}
     if t.scheduler.predictor == "oracle" and engines != {"mock"}:
-        rule = "nobody knows the lengths of a real model's answers beforehand: it is for the scripted engine"
+        rule = "the lengths of a real model's answers are not known beforehand: it is for the scripted engine"
         yield Finding(("scheduler.predictor",), rule, 'predictor = "blend"', depends=("process",))
     if t.scheduler.policy == "fifo" and (t.scheduler.predictor != "rules" or t.scheduler.keywords):
-        rule = "fifo goes by the order drawn and asks no predictor"
+        rule = "fifo keeps the order drawn and uses no predictor"
         keys = ("scheduler.predictor" if t.scheduler.predictor != "rules" else "scheduler.keywords", "scheduler.policy")
         yield Finding(keys, rule, 'policy = "sjf", or remove it', warning=True)
 
@@ -187,7 +187,7 @@ def _segment_sums(t: Topology) -> Iterator[Finding]:
     named = "segments.global_max_length" if own.global_max_length else "generation.max_new_tokens"
     keys = ("segments.length", "segments.max_segments", named)
     if isinstance(own.length, int) and own.length * own.max_segments < limit:
-        rule = f"{own.max_segments} segments of {own.length} tokens can not reach the limit of {limit}"
+        rule = f"{own.max_segments} segments of {own.length} tokens cannot reach the limit of {limit}"
         yield Finding(keys, rule, f"length >= {-(-limit // own.max_segments)}, or more segments")
     if isinstance(own.length, int) and own.length >= limit:
         rule = f"every answer ends within its first segment: the limit is {limit}"
@@ -202,7 +202,7 @@ def _waves(t: Topology) -> Iterator[Finding]:
         rule = "segments are off: there is nothing that a round could be made of"
         yield Finding(("segments.rounds", "segments.length"), rule, 'set segments.length, or rounds = "answers"')
     if t.weights.mode != "sync":
-        rule = "only synchronous steps have rounds; elsewhere nobody waits for a segment"
+        rule = "only synchronous steps have rounds; elsewhere nothing waits for a segment"
         yield Finding(("segments.rounds", "weights.mode"), rule, 'mode = "sync", or rounds = "answers"')
     if t.experiments.forced_age:
         rule = "an answer in several waves has tokens of several ages"
@@ -272,7 +272,7 @@ def _validation(t: Topology) -> Iterator[Finding]:
         rule = "a validator is asked for, and validation.data names no prompts"
         yield Finding((f"process.{index}.role", "validation.data"), rule, other)
     elif on and not count(t, "validator"):
-        rule = "nobody validates: the entry of role validator has count = 0"
+        rule = "no validator is started: its entry has count = 0"
         yield Finding(("validation.data",), rule, "remove that entry, or the file", warning=True)
     if on and t.validation.data == t.data.train and not t.data.train.startswith(TINY):
         yield Finding(("validation.data",), "these are the training prompts", "give it its own", warning=True)
@@ -318,7 +318,7 @@ def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
         yield Finding((f"process.{index}.command", f"process.{index}.role"), rule, "remove command")
     unknown = [name for part in entry.command for name in PLACEHOLDER.findall(part) if name not in FILLED_AT_START]
     if unknown:
-        rule = f"{unknown[0]} is none of the words that are filled in: {', '.join(FILLED_AT_START)}, {{here}}"
+        rule = f"{unknown[0]} is not one of the words that are filled in: {', '.join(FILLED_AT_START)}, {{here}}"
         yield Finding((f"process.{index}.command",), rule, "correct it")
 
 
@@ -370,7 +370,7 @@ def _faults(t: Topology) -> Iterator[Finding]:
 
 
 def _passes(key: str, role: str, point: str) -> Iterator[Finding]:
-    """A program of busrl must come by the point; of another's nobody knows what it does."""
+    """A program of busrl must pass the point; what another program passes is not known."""
     passed_by = plan.PASSED_BY.get(point, ())
     if role and passed_by and role not in passed_by:
         near = [one for one, roles in plan.PASSED_BY.items() if role in roles]
@@ -384,7 +384,7 @@ def _bus_fault(at: str, entry: BusFault) -> Iterator[Finding]:
     if entry.at == plan.SENDER and (entry.duplicate or entry.delay_s or entry.reorder):
         yield Finding((f"{at}.at",), "a sender can only lose messages", 'use at = "receiver" for anything but drop')
     if not (entry.drop or entry.duplicate or entry.delay_s or entry.reorder):
-        yield Finding((f"{at}.drop",), "this entry does nothing", "set drop, duplicate, delay_s or reorder")
+        yield Finding((f"{at}.drop",), "this entry has no effect", "set drop, duplicate, delay_s or reorder")
 
 
 def _named(key: str, given: Iterable[str], known: Sequence[str], what: str) -> Iterator[Finding]:
@@ -407,7 +407,7 @@ def thresholds(t: Topology) -> tuple[int, int]:
     """(n_lo, n_hi) for the sums: what the controller may choose in mode `act`, else n_min."""
     n_min = t.learner.trigger.n_min
     low, high = range_of(t) if t.learner.controller.mode == "act" else (n_min, n_min)
-    return min(low, n_min), max(high, n_min)  # a contradiction is told once, by `findings`
+    return min(low, n_min), max(high, n_min)  # a contradiction is reported once, by `_range`
 
 
 def range_of(t: Topology) -> tuple[int, int]:
@@ -460,7 +460,7 @@ def _range(t: Topology, c: Controller) -> Iterator[Finding]:
 
 def _entropy(c: ControllerRules) -> Iterator[Finding]:
     if c.low >= c.high:
-        rule = "low < high: entropy can not be below the one and above the other"
+        rule = "low < high: entropy cannot be below the one and above the other"
         yield Finding((f"{RULES}.low", f"{RULES}.high"), rule, "the defaults are 0.6 and 1.3")
     elif not c.low < 1 < c.high:
         rule = "low < 1 < high: a run begins at H / H_ref = 1"

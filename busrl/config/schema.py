@@ -18,6 +18,7 @@ from typing import Any
 
 from busrl.config.names import modern
 from busrl.config.values import REQUIRED, Rule, build, key, plain
+from busrl.scheduling.limits import AdmissionLimits
 
 TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
 IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
@@ -28,6 +29,15 @@ ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is 
 FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
 RESTARTS = ("lora_restart", "checkpoint_restart")  # transports that end the engine and start it again
 ONE_COPY = "cuda_ipc"  # the transport with which the learner's weights are the engine's own tensors
+# The engines that a transport can give weights to. An engine that is not busrl's own (openai) has its own rules.
+ENGINES: dict[str, tuple[str, ...]] = {
+    "shm": ("torch", "vllm", "mock"),
+    "broadcast": ("torch", "vllm"),
+    ONE_COPY: ("torch", "vllm"),
+    "lora_hotswap": ("torch", "vllm"),
+    "lora_restart": ("torch", "vllm"),
+    "checkpoint_restart": ("torch", "vllm"),
+}
 MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
 MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT  # what the table of a slot has room for
@@ -468,7 +478,7 @@ class Process:
 class Vllm:
     """[vllm]: rollout processes with engine = "vllm"; see docs/vllm.md."""
 
-    tensor_parallel: int = key(1, "devices that one engine shares out its model over", low=1, high=64)
+    tensor_parallel: int = key(1, "devices that one engine spreads its model over", low=1, high=64)
     gpu_memory_utilization: float = key(0.85, "accelerator: share of the device's memory for weights and cache",
                                         low=0, open_low=True, high=1)
     kv_cache_mb: int | str = key("auto", "key-value cache in MiB; auto = what max_batch sequences can need, on an "
@@ -531,14 +541,9 @@ class Experiments:
 
 @dataclass(frozen=True)
 class Derived:
-    """What follows from several keys together; `explain` holds the sums as text. Counts B and W are in groups."""
+    """What follows from several keys together; `explain` holds the sums as text."""
 
-    B: int  # admitted groups that may be unfinished
-    W: int  # admission indices that the learner looks at
-    n_lo: int  # smallest count threshold
-    n_hi: int  # largest count threshold
-    n_floor: int  # fewest groups that a step by time may have
-    g_min: int  # survivors that a group needs to be trained
+    limits: AdmissionLimits  # B, W and the thresholds: derived once, used by every process
     horizon: int  # drawn groups among which the policy may reorder
     slots: int  # slots of the ring: train_slots + val_reserve
     train_slots: int
@@ -654,8 +659,9 @@ class Topology:
         return next(named, next(entries, "")) or self.model.device
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, infinity as the word "inf"."""
+        """Plain data, infinity as the word "inf"; the limits stand flat among the derived values."""
         made: dict[str, Any] = plain(dataclasses.asdict(self))
+        made["derived"] = {**made["derived"].pop("limits"), **made["derived"]}
         return made
 
     def to_json(self) -> str:

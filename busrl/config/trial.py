@@ -2,7 +2,7 @@
 
 Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch: that is what
 `generation.max_prompt_tokens = "auto"` comes to, and which prompts a given limit leaves out. The reward runs in a
-process of its own (`busrl.rewards.trial`) with deadlines, since it is foreign code: it may raise, hang or print.
+process of its own (`busrl.rewards.child`) with deadlines, since it is foreign code: it may raise, hang or print.
 Knows nothing of other keys' rules, or of how a report looks.
 
 - A file of up to ALL prompts is counted whole; of a larger one the longest by bytes and some spread evenly are, and
@@ -46,7 +46,7 @@ ALL_BYTES = 16 << 20  # if they are not more than this
 SOME = 5_000  # of a larger file: so many of the longest, and so many spread evenly
 BATCH = 1_000
 TOO_MANY = 0.01  # share of prompts above a given limit that a run is not started with
-UNKNOWN = 1  # tokens, where prompts can not be looked at: no rule about long ones is broken by it
+UNKNOWN = 1  # tokens, where prompts cannot be looked at: no rule about long ones is broken by it
 BYTES_PER_TOKEN = 4  # of a scripted engine
 
 
@@ -60,7 +60,7 @@ class Counted:
     tokens: tuple[int, ...]
     lines: tuple[int, ...]
     spread: tuple[bool, ...]
-    bound: int  # no prompt is longer, as far as can be told
+    bound: int  # no prompt is longer, as far as is known
     how: str
 
     @property
@@ -101,12 +101,12 @@ def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Lim
     if not counted:
         return Limit(given if isinstance(given, int) else UNKNOWN)
     limit = given if isinstance(given, int) else _auto(topology, counted, context)
-    told = [*(f"{_told(one)}" for one in counted), *(_left_out(one, limit) for one in counted if one.over(limit))]
+    lines = [*map(_longest, counted), *(_left_out(one, limit) for one in counted if one.over(limit))]
     room = context if limit != given else 0  # what "auto" had to keep to
     problems = [("generation.max_prompt_tokens", _too_many(one, limit, room)) for one in counted
                 if one.over(limit) > TOO_MANY * one.prompts]
     auto = "" if isinstance(given, int) else " (auto)"
-    return Limit(limit, f"tokens: {'; '.join(told)}; generation.max_prompt_tokens = {limit}{auto}", tuple(problems))
+    return Limit(limit, f"tokens: {'; '.join(lines)}; generation.max_prompt_tokens = {limit}{auto}", tuple(problems))
 
 
 def _auto(topology: Topology, counted: Sequence[Counted], context: int) -> int:
@@ -116,7 +116,7 @@ def _auto(topology: Topology, counted: Sequence[Counted], context: int) -> int:
     return min(longest, room) if context and room > 0 else longest
 
 
-def _told(one: Counted) -> str:
+def _longest(one: Counted) -> str:
     longest, line = one.longest
     place = f"{one.path}:{line}" if line else one.path
     return f"the longest prompt has {longest or one.bound} ({place}; {one.how})"
@@ -261,8 +261,8 @@ class Tried:
     error: str = ""
     text: str = ""
 
-    def told(self) -> str:
-        """In words."""
+    def in_words(self) -> str:
+        """The value, or the first line of the error."""
         if self.error == "hung":
             return self.text
         cause = self.text.strip().splitlines()[0] if self.text.strip() else self.error
@@ -271,7 +271,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Trial:
-    """Lines for `busrl check`; what the reward did; why it can not be loaded."""
+    """Lines for `busrl check`; what the reward did; why it cannot be loaded."""
 
     lines: tuple[str, ...] = ()
     tried: tuple[Tried, ...] = ()
@@ -315,7 +315,7 @@ def first_of(t: Topology) -> First | None:
             _, line = next(prompt_lines(file))
         record = json.loads(line)
     except (OSError, ValueError, DataError, StopIteration):
-        return None  # what is wrong with the file is told elsewhere
+        return None  # `files` reports what is wrong with the file
     return First(f"{path}:1", line.decode(), record) if isinstance(record, dict) else None
 
 
@@ -347,7 +347,7 @@ def _prompt(t: Topology, first: First, tokenizer: LightTokenizer | None) -> Iter
         text = tokenizer.text(prompt) if tokenizer else prompt
         ids = tokenizer.ids(prompt) if tokenizer else []
     except DataError as problem:
-        yield f"  can not be written: {problem}"
+        yield f"  cannot be written: {problem}"
         return
     yield f"  as the model reads it: {_short(text)}"
     if ids:
@@ -358,7 +358,7 @@ def _prompt(t: Topology, first: First, tokenizer: LightTokenizer | None) -> Iter
 def _judged(tried: list[Tried]) -> Iterator[str]:
     for one in tried:
         shown = f" {_short(one.answer)}" if one.answer else ""
-        yield f"  reward of {one.what}{shown}: {one.told()}"
+        yield f"  reward of {one.what}{shown}: {one.in_words()}"
     if [one.what for one in tried if not one.error] == [EMPTY, RIGHT] and tried[0].value == tried[1].value:
         yield "  (both are worth the same: right, if the reward wants more than the bare answer)"
 
@@ -397,21 +397,31 @@ Answers = list[tuple[str, str, list[int]]]
 
 
 def call(t: Topology, line: str, answers: Answers) -> tuple[str, list[Tried]]:
-    """Why the reward can not be loaded ("" if it can), and what it did with each answer until one hung."""
+    """Why the reward cannot be loaded ("" if it can), and what it did with each answer until one hung."""
     own = t.reward
     asked = {
         "parent": os.getpid(), "record": line, "answers": [answer[1:] for answer in answers],
         "reward": {"kind": own.kind, "function": own.function, "extract": own.extract, "answer_key": own.answer_key},
     }
-    entry = next((one for one in t.process if one.role == "reward" and not one.command), None)
+    with _foreign(t, "reward", "busrl.rewards.child", "trial") as (child, printed):
+        return _conversation(child, asked, answers, own.timeout_s, printed)
+
+
+@contextlib.contextmanager
+def _foreign(t: Topology, role: str, *command: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """A process for a user's code with the environment of that role, and the file that it prints to; killed at the end.
+
+    A file: whatever the code prints, it never waits for a reader.
+    """
+    entry = next((one for one in t.process if one.role == role and not one.command), None)
     environment = {**os.environ, **(entry.env if entry else {})}
-    with tempfile.TemporaryFile() as printed:  # a file: whatever user code prints, it never waits for a reader
+    with tempfile.TemporaryFile() as printed:
         child = subprocess.Popen(
-            [sys.executable, "-m", "busrl.rewards.trial"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=printed, env=environment, start_new_session=True,
+            [sys.executable, "-m", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed,
+            env=environment, start_new_session=True,
         )
         try:
-            return _conversation(child, asked, answers, own.timeout_s, printed)
+            yield child, printed
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # it, and whatever user code has started
@@ -487,21 +497,12 @@ def try_functions(t: Topology) -> list[tuple[str, str]]:
     asked = [(key, path) for key, path in named if FUNCTION.fullmatch(path)]
     if not asked:
         return []
-    entry = next((one for one in t.process if one.role == "learner"), None)
-    environment = {**os.environ, **(entry.env if entry else {})}
-    with tempfile.TemporaryFile() as printed:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "busrl.training.custom", *(text for pair in asked for text in pair)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, env=environment, start_new_session=True,
-        )
+    arguments = (text for pair in asked for text in pair)
+    with _foreign(t, "learner", "busrl.training.custom", *arguments) as (child, printed):
         try:
             faults = json.loads(child.communicate(timeout=LOAD_S)[0])
         except subprocess.TimeoutExpired:
             faults = [f"importing and trying it took longer than {LOAD_S:g} s"] * len(asked)
         except json.JSONDecodeError:
             faults = [f"the process that tried it died: {_last_words(child, printed)}"] * len(asked)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
     return [(key, fault.removeprefix(f"{key} = {path!r}: ")) for (key, path), fault in zip(asked, faults) if fault]

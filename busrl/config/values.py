@@ -154,6 +154,8 @@ def convert(hint: Any, rule: Rule, value: Any) -> Any:
     """A value of the annotated type that keeps the rule; `Wrong` otherwise."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType or origin is typing.Union:  # int | str: a number or one of the rule's words
+        if value is None and type(None) in args:
+            return None
         kind = float if float in args else int
         return value if isinstance(value, str) and value in rule.words else _number(kind, rule, value)
     if hint in (int, float):

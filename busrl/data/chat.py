@@ -2,7 +2,7 @@
 
 Used where no model is loaded: `busrl check` counts tokens with it. Reads tokenizer.json, tokenizer_config.json and the
 template files; needs the packages tokenizers and jinja2, which transformers brings. An engine encodes with the
-folder's own tokenizer (`busrl.engines.tokens`); tests hold the two to the same ids. Knows nothing of prompt files.
+folder's own tokenizer (`busrl.engines.tokens`); tests compare the ids of both. Knows nothing of prompt files.
 
 - A template writes every special token itself, so what it wrote is encoded without adding any.
 - A template is foreign code: it runs in jinja2's sandbox, and sees plain data only.
@@ -51,7 +51,7 @@ def _templates(folder: Path) -> dict[str, str]:
 
 
 class LightTokenizer:
-    """Text and token counts of prompts as the tokenizer of `folder` makes them; `of` gives None where it can not.
+    """Text and token counts of prompts as the tokenizer of `folder` makes them; `of` gives None where it cannot.
 
     `core` None: for `text` alone."""
 
@@ -177,6 +177,3 @@ def _object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-__all__ = ["LightTokenizer", "Message", "special_tokens", "template_of"]

@@ -1,35 +1,12 @@
-"""From a parsed line to what a model is asked: a text as it stands, or the messages of a chat.
+"""The prompts of a run: what one line of a JSONL file must be, its draws, and what a model is asked with it.
 
-The one place that decides it: rollouts, `busrl check` and whoever shows a prompt call `prompt_of`. Talks to nothing;
-messages become text and ids by the tokenizer's own chat template (`busrl.engines.tokens` in an engine, `chat` where
-there is no torch). Knows nothing of token ids.
+Talks to one file, which it never changes. Knows nothing of the ring, groups, fates or token ids; messages become text
+and ids by the tokenizer's own chat template (`busrl.engines.tokens` in an engine, `chat` where there is no torch).
 
-- A text under `template = "chat"` is one user turn; a list of messages is a chat already and needs that template.
-- `data.system` begins every chat that has no system message of its own.
-
-Checking prompt files: what one line must be, and a scan of a whole file for `busrl check`.
-
-Talks to one file. Knows nothing of draws, tokenizers or the topology's other keys.
-
-- A line is a JSON object whose prompt is a string or a list of messages, and whose answer, where one is named, is a
-  string, a number, true or false. Nothing else is looked at.
+- `prompt_of` alone decides what a model is asked: rollouts, `busrl check` and whatever shows a prompt call it.
+- The bytes of a line, without its newline, are the task: their crc32 identifies the prompt in the ledger and the log.
 - Empty lines at the end of a file and a byte order mark at its beginning are no part of any line.
 - Every finding names file:line, the value, the rule and the remedy; those after the first few are counted by rule.
-
-The prompts of a run: draw number -> one line of a JSONL file, the same for every process and after every restart.
-
-Talks to one file, which it never changes. Knows nothing of JSON (that is `check`), groups, fates or tokenizers.
-
-- Draw d is item d mod N of epoch d div N; an epoch's order depends on (seed, epoch) alone, so nothing is remembered.
-- Empty lines at the end of the file and a byte order mark at its beginning belong to no prompt.
-- The bytes of a line, without its newline, are the task: their crc32 identifies the prompt in the ledger and the log.
-- A file that changes under a run is refused as soon as it shows, never silently read differently.
-
-Which prompts a measurement asks, and what it makes of their rewards: the same for a round of validation during a run
-and for `busrl evaluate` after it.
-
-Pure. Knows nothing of files, engines or rewards. The mark of a validation sample's uid stands here, since what is drawn
-for a sample depends on its uid.
 """
 
 from __future__ import annotations
@@ -50,7 +27,7 @@ import numpy.typing as npt
 
 from busrl.errors import DataError, Problem
 
-# -- From a parsed line to what a model is asked: a text as it stands, or the messages of a chat ----------------------
+# -- what a model is asked -----------------------------------
 
 
 Message = dict[str, Any]
@@ -70,7 +47,11 @@ class PromptSettings(Protocol):
 
 
 def prompt_of(record: dict[str, Any], settings: PromptSettings) -> Prompt:
-    """A text to be encoded as it stands, or the messages that the model's chat template writes; DataError otherwise."""
+    """A text to be encoded as it stands, or the messages for the model's chat template; DataError otherwise.
+
+    A text under `template = "chat"` is one user turn; a list of messages is a chat already and needs that template.
+    `data.system` begins every chat that has no system message of its own.
+    """
     value = record.get(settings.prompt_key)
     if rule := fault(value):
         raise DataError(f"{settings.prompt_key} = {value!r}: {rule}; correct the data file")
@@ -110,7 +91,7 @@ def plain_text(value: object) -> str:
     return str(value)
 
 
-# -- Checking prompt files: what one line must be, and a scan of a whole file for `busrl check` -----------------------
+# -- checking a file -----------------------------------------
 
 
 BOM = b"\xef\xbb\xbf"  # a byte order mark, which some editors put before the first line
@@ -146,7 +127,7 @@ def scan(path: str | Path, prompt_key: str = "prompt", answer_key: str = "") -> 
         for start, line in prompt_lines(file):
             count += 1
             longest_line = max(longest_line, len(line))
-            found = look_at(line, f"{path}:{count}", prompt_key, answer_key)
+            found = parse_line(line, f"{path}:{count}", prompt_key, answer_key)
             size = 0
             if not isinstance(found, Problem):
                 chats += isinstance(found[prompt_key], list)
@@ -183,14 +164,15 @@ def prompt_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def decode_line(line: bytes, place: str, prompt_key: str, answer_key: str = "") -> dict[str, object]:
-    """The object of one line; `DataError` that starts with `place` if it is not what it must be."""
-    found = look_at(line, place, prompt_key, answer_key)
+    """The object of one line: its prompt is a string or a list of messages, its answer, where `answer_key` names one, a
+    string, a number, true or false. `DataError` that starts with `place` otherwise."""
+    found = parse_line(line, place, prompt_key, answer_key)
     if isinstance(found, Problem):
         raise DataError(str(found))
     return found
 
 
-def look_at(line: bytes, place: str, prompt_key: str, answer_key: str) -> dict[str, object] | Problem:
+def parse_line(line: bytes, place: str, prompt_key: str, answer_key: str) -> dict[str, object] | Problem:
     """The object of one line, or what is wrong with it."""
     if not line.strip():
         return Problem(place, "empty line", "every line must be a JSON object", "delete the line")
@@ -201,7 +183,7 @@ def look_at(line: bytes, place: str, prompt_key: str, answer_key: str) -> dict[s
     if not isinstance(record, dict):
         return Problem(place, _short(line), "every line must be a JSON object", 'write {"prompt": "..."}')
     for table_key, key in (("prompt_key", prompt_key), ("answer_key", answer_key)):
-        finding = _look_at_key(record, place, table_key, key) if key else None
+        finding = _key_problem(record, place, table_key, key) if key else None
         if finding:
             return finding
     return record
@@ -219,7 +201,7 @@ def open_file(path: Path) -> int:
     return fd
 
 
-def _look_at_key(record: dict[str, object], place: str, table_key: str, key: str) -> Problem | None:
+def _key_problem(record: dict[str, object], place: str, table_key: str, key: str) -> Problem | None:
     if key not in record:
         rule = f"the key {key!r} is missing (data.{table_key})"
         return Problem(place, f"keys {sorted(record)}", rule, f"add it, or set data.{table_key}")
@@ -237,7 +219,7 @@ def _short(line: bytes, limit: int = 60) -> str:
     return f"{text}..." if len(line) > limit else text
 
 
-# -- The prompts of a run: draw number -> one line of a JSONL file, the same for every process and after every ... ----
+# -- draws ---------------------------------------------------
 
 
 CHUNK = 8 << 20
@@ -246,7 +228,7 @@ EPOCHS_KEPT = 2  # a horizon of draws may reach from one epoch into the next
 
 
 @dataclass(frozen=True)
-class Item:
+class PromptLine:
     """One prompt as dispatched: line number in the file (from 0), its bytes, and their crc32."""
 
     index: int
@@ -255,7 +237,11 @@ class Item:
 
 
 class JsonlStream:
-    """Endless stream over the lines of `path`. Building it reads the file once; an item is one `pread`."""
+    """Endless stream over the N lines of `path`, the same for every process and after every restart.
+
+    Draw d is line d mod N of epoch d div N; an epoch's order depends on (seed, epoch) alone. Building it reads the file
+    once; a line is one `pread`. A file that changes under a run is refused as soon as it shows.
+    """
 
     def __init__(
         self, path: str | Path, seed: int, shuffle: bool, prompt_key: str = "prompt", answer_key: str = ""
@@ -277,14 +263,14 @@ class JsonlStream:
         """Lines of the file, N."""
         return len(self._bounds) - 1
 
-    def item(self, draw: int) -> Item:
-        """The prompt of draw number `draw`. `DataError` if the file is no longer what it was when it was opened."""
+    def item(self, draw: int) -> PromptLine:
+        """The line of draw number `draw`. `DataError` if the file has changed since it was opened."""
         if draw < 0:
             raise ValueError(f"draw must be >= 0, got {draw}")
         epoch, position = divmod(draw, len(self))
         return self.at(int(self._order(epoch)[position]) if self.shuffle else position)
 
-    def at(self, index: int) -> Item:
+    def at(self, index: int) -> PromptLine:
         """Line `index` (from 0) of the file."""
         start, end = int(self._bounds[index]), int(self._bounds[index + 1]) - 1
         line = os.pread(self._fd, end - start, start)
@@ -293,13 +279,13 @@ class JsonlStream:
                 f"{self.path}:{index + 1}: the file was changed while a run uses it: the lines must stay as they "
                 "were at the start; put the old file back, or start a new run"
             )
-        return Item(index, line, zlib.crc32(line))
+        return PromptLine(index, line, zlib.crc32(line))
 
-    def record(self, item: Item) -> dict[str, object]:
+    def record(self, item: PromptLine) -> dict[str, object]:
         """The parsed line, checked; `DataError` with file:line if it is not what the topology says."""
         return decode_line(item.line, f"{self.path}:{item.index + 1}", self.prompt_key, self.answer_key)
 
-    def prompt(self, item: Item) -> str:
+    def prompt(self, item: PromptLine) -> str:
         """The text under `prompt_key`, or that of its messages, before any template."""
         return plain_text(self.record(item)[self.prompt_key])
 
@@ -350,7 +336,7 @@ def line_bounds(fd: int) -> npt.NDArray[np.int64]:
     return np.concatenate(found)
 
 
-# -- Which prompts a measurement asks, and what it makes of their rewards: the same for a round of validation ... -----
+# -- measurements on prompts ---------------------------------
 
 
 SUBSET_SEED = 0  # runs that differ in run.seed are compared on the same prompts
@@ -369,16 +355,18 @@ def lines_of(samples: int, lines: int) -> npt.NDArray[np.int64]:
 def mean_over_prompts(values: Mapping[int, float], asked: npt.NDArray[np.int64]) -> float:
     """The mean over prompts of the mean over each one's samples; `values` by a sample's place in the round. 0.0 without
     any."""
-    of_prompt: dict[int, list[float]] = {}
-    for place, value in values.items():
-        of_prompt.setdefault(int(asked[place]), []).append(value)
-    return float(np.mean([np.mean(found) for found in of_prompt.values()])) if of_prompt else 0.0
+    means = _prompt_means(values, asked)
+    return float(np.mean(means)) if means else 0.0
 
 
 def standard_error(values: Mapping[int, float], asked: npt.NDArray[np.int64]) -> float | None:
-    """Of that mean, as if the prompts had been drawn from many more; None with fewer than two of them."""
+    """The standard error of that mean, as if the prompts had been drawn from many more; None with fewer than two."""
+    means = _prompt_means(values, asked)
+    return float(np.std(means, ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None
+
+
+def _prompt_means(values: Mapping[int, float], asked: npt.NDArray[np.int64]) -> list[float]:
     of_prompt: dict[int, list[float]] = {}
     for place, value in values.items():
         of_prompt.setdefault(int(asked[place]), []).append(value)
-    means = [np.mean(found) for found in of_prompt.values()]
-    return float(np.std(means, ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None
+    return [float(np.mean(found)) for found in of_prompt.values()]

@@ -1,24 +1,11 @@
 """Traces: prompts with the lengths that their answers really had, or that a generator made up.
 
-Talks to one file. A trace is a prompt file (`prompts.py`) whose lines also say how long each answer of the group
-was, so the same file can be simulated, and be run for real by the scripted engine. Knows nothing of tokens, groups'
-fates or schedules.
+Talks to one file. A trace is a prompt file (`prompts`) whose lines also say how long each answer of the group was, so
+the same file can be simulated, and be run by the scripted engine. Knows nothing of groups' fates or schedules.
 
 - Line: {"prompt": str, "answer": str, "tag": str, "lengths": [int, ...]} and, where known, "rewards" (one per length)
-  and "arrival_s" (seconds since the start of an open stream). Other keys are kept out.
+  and "arrival_s" (seconds since the start of an open stream). Other keys are ignored.
 - Lengths are in tokens, the end-of-sequence token included; all are >= 1. Member m of a group has lengths[m mod n].
-
-Makes long-tailed traces whose prompts tell something about the length of their answers, but not all.
-
-Talks to nothing: a seed goes in, tasks come out. Knows nothing of files or schedules.
-
-The natural log of a length is the sum of three parts, and a few answers are much longer still:
-  text    what the prompt says: its kind of task, the size of its numbers, words like "step by step" or "briefly"
-  prompt  what all answers to a prompt share, though the prompt does not show it
-  member  what one answer has of its own
-With the default spreads (0.65, 0.40, 0.40) the text explains 57 % of the variance and the prompt 78 %. A predictor that
-read the text perfectly would reach Kendall tau 0.55; trained rankers were measured at 0.52 to 0.64 on two public chat
-data sets (arXiv:2408.15792). One finished sibling is worth 0.57, many are worth 0.69.
 """
 
 from __future__ import annotations
@@ -34,9 +21,6 @@ import numpy as np
 
 from busrl.data.prompts import decode_line, open_file, plain_text, prompt_lines
 from busrl.errors import DataError
-
-# -- Traces: prompts with the lengths that their answers really had, or that a generator made up ----------------------
-
 
 MAX_TOKENS = 1 << 30
 
@@ -130,7 +114,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# -- Makes long-tailed traces whose prompts tell something about the length of their answers, but not all -------------
+# -- made-up traces ---------------------------------------
 
 
 @dataclass(frozen=True)
@@ -175,7 +159,16 @@ PER_SIZE = 0.12  # natural log per number
 
 
 def make_trace(prompts: int, shape: Shape | None = None, seed: int = 0) -> list[Task]:
-    """`prompts` tasks; the same arguments give the same tasks."""
+    """Long-tailed lengths whose prompts tell something about them, but not all; the same arguments give the same tasks.
+
+    The natural log of a length is the sum of three parts, and a few answers are much longer still:
+      text    what the prompt says: its kind of task, the size of its numbers, words like "step by step" or "briefly"
+      prompt  what all answers to a prompt share, though the prompt does not show it
+      member  what one answer has of its own
+    With the default spreads (0.65, 0.40, 0.40) the text explains 57 % of the variance and the prompt 78 %. A predictor
+    that read the text perfectly would reach Kendall tau 0.55; trained rankers were measured at 0.52 to 0.64 on two
+    public chat data sets (arXiv:2408.15792). One finished sibling is worth 0.57, many are worth 0.69.
+    """
     if prompts < 1:
         raise ValueError(f"prompts = {prompts}: must be >= 1")
     shape = shape or Shape()

@@ -264,8 +264,7 @@ class Pauses:
         self._seconds, self._begun = self.seconds, None
 
 
-# -- the random numbers of a sample -----------------------------------------------------------------------------------
-
+# -- the random numbers of a sample -----
 
 def seed_of(request: Request, produced: int) -> int:
     """63 bits for a generator outside this process: a function of (seed, uid, segment, tokens so far). The rest of an

@@ -1,22 +1,13 @@
-"""What a scripted engine answers: lengths and rewards of the trace that is data.train, and made-up tokens.
-
-Talks to the trace through `JsonlStream`, as the scheduler does: the uid of a sample names its draw and its member.
-Knows nothing of time or of rows. Imports no torch.
-
-- A sample's answer depends on (seed, uid) and its line alone: any actor can continue another one's segment.
-- Tokens are drawn evenly from the model's plain ids and their log-probability is that of this draw, so a real learner
-  can train on them. It learns nothing.
-
-The scripted engine (`engine = "mock"`): no model, answers of given lengths at a given pace, in real time.
+"""The scripted engine (`engine = "mock"`): no model, answers of given lengths at a given pace, in real time.
 
 Stands behind `busrl.engines.base.Engine` where the torch engine does, so that a whole run can be tried out, with as
-many actors as wanted on a small machine, before machines are rented. What it answers is the business of
-`busrl.engines.scripted`. Imports no torch; knows nothing of weights but their versions.
+many actors as wanted on a small machine, before machines are rented. Talks to the trace that is data.train. Imports no
+torch; knows nothing of weights apart from their versions.
 
+- A sample's answer depends on (seed, uid) and its line alone: any actor can continue another one's segment.
 - Time is scripted: n decoding steps with k sequences take n x (token_s + k x per_sequence_s), and a sequence that joins
   makes all wait for its prefill. One `step()` is as many decoding steps as fit before the next end, at most a slice.
 - Each step has a deadline that is counted from the deadline before it: waking up late costs nothing in the long run.
-- What a request produces depends on (seed, uid, segment) and the trace alone.
 """
 
 from __future__ import annotations
@@ -37,25 +28,36 @@ import numpy.typing as npt
 
 from busrl.config.machine import Vocabulary, vocabulary
 from busrl.data import JsonlStream, Prompt, plain_text, trace
-from busrl.engines.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, Pauses, Request, Statistics
+from busrl.engines.base import (
+    ABORTED,
+    EOS,
+    LENGTH,
+    Event,
+    Finished,
+    Ids,
+    PartialAnswer,
+    Pause,
+    Pauses,
+    Request,
+    Statistics,
+    check_rows,
+    room_for,
+)
 from busrl.errors import UserError
 from busrl.weights.shm import VersionReceiver
 
 if TYPE_CHECKING:
     from busrl.config import Topology
-    from busrl.data import Prompt
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
-
-
-
-# -- What a scripted engine answers: lengths and rewards of the trace that is data.train, and made-up tokens ----------
-
 
 BYTES_PER_TOKEN = 4  # of a prompt: what tokenizers come to for plain text
 LINES_KEPT = 4096
 RIGHT = 0.5  # a reward of the trace that is at least this is a right answer
 WRONG = "wrong"
+SLICE_S = 0.01  # a request that comes while others run joins after this at the latest
+FULL_SLICE_S = 0.05  # no row is free: there is nothing to look for but new weights and the end of the run
+LATEST_S = 0.25  # a process that was stopped for longer does not make up for it
 
 
 class _Line(NamedTuple):
@@ -64,7 +66,12 @@ class _Line(NamedTuple):
 
 
 class Script:
-    """Answers by uid. `groups_of` is the group size, `right` the share of right answers where a line does not say."""
+    """Answers by uid, which names a draw of the trace and a member: lengths and rewards of the trace, made-up tokens.
+
+    Tokens are drawn evenly from the model's plain ids and their log-probability is that of this draw, so that a real
+    learner can train on them, though it learns nothing. `groups_of` is the group size, `right` the share of right
+    answers where a line does not say.
+    """
 
     def __init__(
         self,
@@ -87,9 +94,7 @@ class Script:
         line, member = self._of(uid)
         return line.task.length(member)
 
-    def tokens(
-        self, uid: int, begin: int, end: int, ended: bool
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    def tokens(self, uid: int, begin: int, end: int, ended: bool) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Ids and log-probabilities of tokens [begin, end) of the answer; the last is the end of sequence if it has
         `ended`."""
         drawn = np.random.default_rng([self.seed, uid]).integers(len(self._plain), size=end)[begin:]
@@ -146,14 +151,6 @@ def make_script(topology: Topology) -> Script:
     )
 
 
-# -- The scripted engine (`engine = "mock"`): no model, answers of given lengths at a given pace, in real time --------
-
-
-SLICE_S = 0.01  # a request that comes while others run joins after this at the latest
-FULL_SLICE_S = 0.05  # no row is free: there is nothing to look for but new weights and the end of the run
-LATEST_S = 0.25  # a process that was stopped for longer does not make up for it
-
-
 @dataclass(frozen=True)
 class Pace:
     """Seconds: of a decoding step, more per running sequence, per prefilled token; and the random share."""
@@ -175,7 +172,7 @@ class _Row:
     joined: int
     ends: int
     versions: list[tuple[int, int]] = field(default_factory=list)  # (decoding step, version)
-    told: int = 0  # tokens that events have told of
+    streamed: int = 0  # tokens that events have handed over
 
     def version_of_each(self, until: int) -> npt.NDArray[np.uint32]:
         """The versions of the tokens that are there at decoding step `until`."""
@@ -228,18 +225,17 @@ class ScriptedEngine:
         return self._max_length
 
     def submit(self, requests: Sequence[Request]) -> None:
-        if self.active + len(requests) > self._capacity:
-            raise ValueError(f"{len(requests)} requests for {self._capacity - self.active} free rows; look at capacity")
+        check_rows(self, requests)
         if not self._rows:
             self._now = max(self._now, self._clock())
         for request in requests:
-            count = self._count(request)
+            left = max(1, self.script.length(request.uid) - len(request.prefix_ids))
+            count = min(room_for(request, self._max_length), left)
             if count <= 0:
-                self._cut.append(_nothing(request))
+                self._cut.append(PartialAnswer(request).finished(LENGTH, text=""))
                 continue
-            self._rows[request.key] = _Row(
-                request, self._steps, self._steps + count, [(self._steps, self._version)]
-            )
+            now = self._steps
+            self._rows[request.key] = _Row(request, now, now + count, [(now, self._version)])
             known = len(request.prompt_ids) + len(request.prefix_ids)
             self._prefilled += known
             self._owed += self.pace.prefill_s_per_token * known
@@ -257,16 +253,16 @@ class ScriptedEngine:
         return done + [self._end(row) for row in ended]
 
     def abort(self, key: int) -> Finished | None:
-        row = self._rows.get(key)
-        if row is not None:
-            return self._end(row)
-        found = [one for one in self._cut if one.key == key]
-        self._cut = [one for one in self._cut if one.key != key]
-        return dataclasses.replace(found[0], finish=ABORTED) if found else None
+        if key in self._rows:
+            return self._end(self._rows[key])
+        found = next((one for one in self._cut if one.key == key), None)
+        self._cut = [one for one in self._cut if one is not found]
+        return found and dataclasses.replace(found, finish=ABORTED)
 
     def events(self) -> list[Event]:
-        told, self._events = self._events, []
-        return told + [self._event(row) for row in self._rows.values() if self._untold(row)]
+        found, self._events = self._events, []
+        running = (row for row in self._rows.values() if row.request.stream and row.streamed < self._steps - row.joined)
+        return found + [self._event(row) for row in running]
 
     def pause(self, how: Pause) -> list[Finished]:
         ended: list[Finished] = []
@@ -311,7 +307,7 @@ class ScriptedEngine:
         """The ids as numbers: they mean nothing. Answers bring their own text."""
         return " ".join(str(int(i)) for i in ids)
 
-    # -- internals ----------------------------------------------------------------------------------------------
+    # -- internals -----
 
     def _planned(self) -> int:
         """Decoding steps of the next `step`: to the next end of a row, or as many as fit into a slice."""
@@ -322,7 +318,7 @@ class ScriptedEngine:
         return min(to_end, max(1, int(slice_s / self.pace.step_s(len(self._rows)))))
 
     def _pass(self, seconds: float) -> None:
-        """Let the scripted time pass; it is pacing, nobody is waited for."""
+        """Let the scripted time pass: a pace, not a wait for anything."""
         if self.pace.jitter:
             seconds *= 1 + self.pace.jitter * self._random.uniform(-1, 1)
         here = self._clock()
@@ -330,57 +326,43 @@ class ScriptedEngine:
         if self._now > here:
             self._wait(self._now - here)
 
-    def _count(self, request: Request) -> int:
-        """Tokens that this segment will have."""
-        before = len(request.prefix_ids)
-        room = min(request.max_new_tokens, self._max_length - len(request.prompt_ids) - before)
-        return min(room, max(1, self.script.length(request.uid) - before))
-
     def _end(self, row: _Row) -> Finished:
         """Take the row out: its tokens, all of them or those that there are."""
-        del self._rows[row.request.key]
         request = row.request
-        begin = len(request.prefix_ids)
-        end = begin + self._steps - row.joined
-        ended = begin < end and end >= self.script.length(request.uid)
+        del self._rows[request.key]
+        ids, logprobs, versions = self._drawn(row, 0)
+        ended = len(ids) > 0 and len(request.prefix_ids) + len(ids) >= self.script.length(request.uid)
         finish = EOS if ended else LENGTH if self._steps == row.ends else ABORTED
         if request.stream:
             self._events.append(self._event(row, finish))
-        ids, logprobs = self._drawn(request, begin, end)
         text = None if finish == ABORTED else self.script.text(request.uid, ended)
-        return Finished(request.key, ids, logprobs, row.version_of_each(self._steps), finish, text)
-
-    def _drawn(self, request: Request, begin: int, end: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        ended = begin < end and end >= self.script.length(request.uid)
-        return self.script.tokens(request.uid, begin, end, ended)
-
-    def _untold(self, row: _Row) -> bool:
-        return row.request.stream and row.told < self._steps - row.joined
+        return Finished(request.key, ids, logprobs, versions, finish, text)
 
     def _event(self, row: _Row, finish: int | None = None) -> Event:
         """What came since the row's last event."""
-        before, count, told = len(row.request.prefix_ids), self._steps - row.joined, row.told
-        ids, logprobs = self._drawn(row.request, before + told, before + count)
-        row.told = count
-        return Event(row.request.key, ids, logprobs, row.version_of_each(self._steps)[told:], finish)
+        drawn = self._drawn(row, row.streamed)
+        row.streamed = self._steps - row.joined
+        return Event(row.request.key, *drawn, finish)
+
+    def _drawn(self, row: _Row, first: int) -> tuple[Ids, npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
+        """Ids, log-probabilities and versions of the row's tokens from `first` on."""
+        uid, before = row.request.uid, len(row.request.prefix_ids)
+        begin, end = before + first, before + self._steps - row.joined
+        ended = begin < end and end >= self.script.length(uid)
+        return *self.script.tokens(uid, begin, end, ended), row.version_of_each(self._steps)[first:]
 
     def close(self) -> None:
         """Nothing was started."""
 
 
-def _nothing(request: Request) -> Finished:
-    empty = np.empty(0, np.int32)
-    return Finished(request.key, empty, empty.astype(np.float32), empty.astype(np.uint32), LENGTH, "")
-
-
 def make(topology: Topology, process: str) -> ScriptedEngine:
     """The engine of a rollout process whose topology says `engine = "mock"`."""
     mock, generation = topology.mock, topology.generation
-    number = int(process.rpartition("/")[2]) if process.rpartition("/")[2].isdigit() else 0
+    number = process.rpartition("/")[2]
     return ScriptedEngine(
         make_script(topology),
         Pace(mock.token_s, mock.per_sequence_s, mock.prefill_s_per_token, mock.jitter),
         capacity=generation.max_batch,
         max_length=topology.max_prompt_tokens + generation.max_new_tokens,
-        seed=(topology.run.seed, number),
+        seed=(topology.run.seed, int(number) if number.isdigit() else 0),
     )

@@ -1,12 +1,12 @@
 """Text to token ids and back, with the tokenizer of a model folder.
 
-Used by every engine with a tokenizer. Prompts come in groups, so ids are kept per prompt. Knows nothing of requests or
+Used by every engine with a tokenizer. Prompts come in groups, so their ids are cached. Knows nothing of requests or
 sampling.
 
 - A text gets the special tokens that the tokenizer adds (a BOS, say); a chat gets those that its template writes and
   no others: its ids are those of the tokenizer's `apply_chat_template(..., add_generation_prompt=True)`.
-- Every id that generation_config.json, config.json or the tokenizer calls an end ends an answer, in every engine.
-- What is trained is the ids that an engine emitted; text made from them is for rewards and people only.
+- Every id that generation_config.json, config.json or the tokenizer names as an end ends an answer, in every engine.
+- The ids that an engine emitted are trained; text made from them is for rewards and people only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from busrl.config.machine import end_ids
 from busrl.data import Prompt
@@ -47,7 +47,7 @@ class Tokens:
         self._tokenizer = tokenizer
         self._decode_ids = _fast_decode(tokenizer)
         self.eos_ids = eos_ids
-        self._tools = list(tools) or None  # what the chat template tells the model that it may call
+        self._tools = list(tools) or None  # what the chat template offers to the model
         self._cached = cached
         self._ids: OrderedDict[bytes, list[int]] = OrderedDict()
 
@@ -79,8 +79,6 @@ class Tokens:
 
 def tokens_of(folder: str | Path, chat: bool, tools: Sequence[Any] = ()) -> Tokens:
     """Those of a model folder, for an engine that loads no model itself; UserError if it has no tokenizer."""
-    from transformers import AutoTokenizer
-
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as problem:

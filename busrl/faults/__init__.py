@@ -2,8 +2,8 @@
 
     topology [faults] -> trouble_for (an endpoint's messages), crash_environment (a child's environment)
 
-Used by the roles and by `launch`; off unless a topology asks for it. Imports `protocol` and `ring` for the names that
-it accepts. Knows nothing of what messages mean or of who decides to restart a process.
+Used by the roles and by `launch`; off unless a topology asks for it. Imports `protocol` for the message names that it
+accepts. Knows nothing of what messages mean or of when a process is restarted.
 """
 
 from busrl.faults.plan import BusFault, CrashFault, CrashWatch, Faults, crash_environment, describe

@@ -1,13 +1,11 @@
-"""What a topology's [faults] says, as this package sees it, the names that may stand there, and all of it in words.
+"""The shape of a topology's [faults], the names that may stand there, the plan in words, and whom it kills when.
 
-Talks to nothing; `config.schema` has the dataclasses that fit these shapes. Knows nothing of sockets or processes.
+Pure. `config.schema` has the dataclasses that fit these shapes; the ring's C++ core reads the environment variable
+(csrc/include/busrl/crash.hpp) and ends the process with SIGKILL, which leaves what any death leaves. Knows nothing of
+sockets or processes.
 
-Which crash point a process gets in which of its lives.
-
-Pure: the topology's entries and a life's number in, an environment variable out. The ring's C++ core reads it
-(csrc/include/busrl/crash.hpp) and ends the process with SIGKILL, which leaves what any death leaves.
-
-- A process has one point at a time: several entries for one process are used one after the other, each for its lives.
+- A process has one crash point at a time: several entries for one process are used one after the other, each for its
+  number of lives.
 """
 
 from __future__ import annotations
@@ -17,9 +15,6 @@ from typing import Final, Protocol
 
 from busrl.protocol.codec import BY_NAME
 from busrl.states import CRASH_POINTS
-
-# -- What a topology's [faults] says, as this package sees it, the names that may stand there, and all of it in ... ---
-
 
 MESSAGES: Final = tuple(sorted(BY_NAME))
 _HOLDERS: Final = ("rollout", "reward", "learner", "validator", "keeper")  # the keeper in the name of remote workers
@@ -113,7 +108,7 @@ def of_crash(fault: CrashFault) -> str:
     return f"{fault.process} is killed when it passes {fault.point} for the {fault.count}. time, {lives}"
 
 
-# -- Which crash point a process gets in which of its lives -----------------------------------------------------------
+# -- crash points -----
 
 
 VARIABLE = "BUSRL_CRASH_POINT"

@@ -1,4 +1,4 @@
-"""`busrl launch`: one run from its topology to its summary, and `busrl status` for whoever looks at it.
+"""`busrl launch`: one run from its topology to its summary.
 
 Talks to everything a run has on this host: directory, ring, children, bus. Never imports torch: what needs it (making a
 quickstart model, the roles) runs in processes of its own.
@@ -17,14 +17,14 @@ import setproctitle
 
 from busrl.config import Topology, materialise
 from busrl.errors import MachineError, RunFinished
-from busrl.launch.display import Display, open_display, status
+from busrl.launch.display import Display, open_display
 from busrl.launch.run import Interrupted, Launch, Signals, audit_run, close_run
 from busrl.launch.rundir import open_run
 from busrl.launch.summary import Outcome, build, final_lines, write
 from busrl.ledger.audit import AuditReport
 from busrl.paths import RunPaths
 
-__all__ = ["launch", "status"]
+__all__ = ["launch"]
 
 
 def launch(
@@ -79,8 +79,8 @@ def _conclude(
         said = "the audit found errors" if report else f"no audit is made: {audited}"
         outcome = Outcome("failed", f"the goal was reached, but {said}", 1)
     summary = build(
-        outcome, running.progress, running.children, report, still_open, time.monotonic(), running.usage.summary(),
-        running.stays.summary(), running.crashes.missing(),
+        outcome, running.progress, report, still_open, time.monotonic(), running.usage.summary(),
+        running.residence.summary(), running.crashes.missing(),
     )
     paths = RunPaths.of(root)
     try:

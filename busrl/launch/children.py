@@ -7,7 +7,7 @@ Talks to the kernel only; the supervisor decides which child to start and when. 
 - Each child has its own session, so Ctrl-C in a terminal reaches `launch` alone, which then stops them in order. A
   death takes along what the child has started: its group, and what bears its mark (`guardian.py`).
 - busrl's own children inherit the run's lock on purpose: it is free only when the last of them is gone. A foreign
-  command does not: what it starts may live on for reasons of its own.
+  command does not: what it starts may have its reasons to outlive the run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Running:
     pidfd: int
     mark: str = ""
     unlogged: str = ""  # why what it says is lost
-    on_end: Callable[[int], None] = lambda pid: None  # told when its group is ended, while the pid is still taken
+    on_end: Callable[[int], None] = lambda pid: None  # called when its group is ended, while the pid is taken
 
     @property
     def pid(self) -> int:
@@ -64,7 +64,7 @@ class Running:
         if self.popen.returncode is None:
             if os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
-            self.kill_group()  # while the pid is still taken, so that the group can not be somebody else's
+            self.kill_group()  # while the pid is still taken, so that the group cannot be somebody else's
             self.on_end(self.pid)
             self.popen.wait()
             if self.mark:
@@ -182,7 +182,7 @@ def _prepare(parent: int, cores: frozenset[int]) -> Callable[[], None]:
             with contextlib.suppress(OSError):  # a core that was there when the topology was checked
                 os.sched_setaffinity(0, cores)
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above: nobody would tell us any more
+        if os.getppid() != parent:  # it died before the line above: no signal would come any more
             os._exit(1)
 
     return prepare
@@ -195,7 +195,7 @@ def last_lines(path: Path, count: int = 12, block: int = 16_384) -> list[str]:
             file.seek(max(0, os.fstat(file.fileno()).st_size - block))
             text = file.read().decode(errors="replace")
     except OSError as error:
-        return [f"(its log can not be read: {error})"]
+        return [f"(its log cannot be read: {error})"]
     return [line for line in text.splitlines() if line.strip()][-count:]
 
 

@@ -1,23 +1,18 @@
-"""A start without a ring: samples that were dispatched, and are in no slot any more, go back to be generated again.
+"""The fate tables at a start and during a run: samples in no slot are put back, and damage from outside is noticed.
 
-Talks to the files of one run directory (fates, log, newest checkpoint, draws.log), under the run's lock and before any
-role runs. Knows nothing of the ring; an adopted ring still holds its samples, so nothing is put back then.
+`put_back` talks to the files of one run directory (fates, log, newest checkpoint, draws.log), under the run's lock and
+before any role runs. `FateWatch` reads `fates.bin` and `fates.validate.bin` through descriptors of its own, and the
+ring. Knows nothing of processes or of how a run ends.
 
-- A uid that is in the newest checkpoint or in the log was trained: its fate becomes T, never 0.
+- Put back: a uid in the newest checkpoint or in the log was trained; its fate becomes T, never 0.
 - `draws.log` names a put-back durably before its fate changes, so a kill in between repeats it and loses nothing.
-- Doing it twice changes nothing.
-
-Sees that the fate tables still say what they said: nobody but busrl may shorten, replace, remove or blank them.
-
-Talks to `fates.bin` and `fates.validate.bin` through descriptors of its own, and to the ring, reading only. Knows
-nothing of processes or of how a run ends.
-
-- It never maps a table: a process that reads a mapping beyond the end of a shortened file is killed by SIGBUS.
+  Doing it twice changes nothing.
+- The watch never maps a table: SIGBUS kills a process that reads a mapping beyond the end of a shortened file.
 - busrl only ever makes a table longer, and stores D before a slot is QUEUED. So a shorter file, another file under the
   name, or a sample in a slot whose fate is none is damage from outside, never a matter of timing.
 - A line whose uid contradicts its own group and member was written over: that is that slot's fault, not the tables'.
-- With fates lost a run can not go on: members that are waited for look as if they had never been dispatched, and
-  samples that were trained look new. A start mends it: it has the checkpoint and the log.
+- With fates lost a run cannot continue: dispatched members would look as if they had never been dispatched, and
+  trained samples as if they were new. A start mends it: it has the checkpoint and the log.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from busrl.paths import RunPaths
 from busrl.ring import Ring, State
 from busrl.states import FATE_NAMES, VALIDATE_BIT, Fate
 
-# -- A start without a ring: samples that were dispatched, and are in no slot any more, go back to be generated ... ---
+# -- put back ----------------------------------------------------------------------------------------------------------
 
 
 BLOCK = 1 << 20
@@ -164,7 +159,7 @@ def _store(path: Path, indices: npt.NDArray[np.int64], fate: Fate) -> None:
         os.fsync(file.fileno())
 
 
-# -- Sees that the fate tables still say what they said: nobody but busrl may shorten, replace, remove or blank them --
+# -- the watch ---------------------------------------------------------------------------------------------------------
 
 
 VALIDATE = np.uint64(VALIDATE_BIT)  # this bit of a uid says which table it is in
@@ -193,7 +188,7 @@ class Table:
         try:
             now = os.stat(self.path)
         except OSError as error:
-            return f"{self.path} can not be found any more ({error.strerror})"
+            return f"{self.path} cannot be found any more ({error.strerror})"
         if _identity(now) != self._file:
             return f"{self.path} is another file than at the start"
         if now.st_size < self.grown:

@@ -1,28 +1,15 @@
-"""Signals to `launch` as something to wait for: the first asks for an orderly stop, a second one kills.
+"""The loop of `launch`: starts the children of a run, watches them, starts them again, stops them in order.
 
-Talks to the kernel; knows nothing of children. Handlers only count; a descriptor becomes readable, so that a wait ends.
-
-- SIGHUP and SIGINT that were ignored when launch began stay ignored: so ask `nohup`, and a shell that starts something
-  in the background. SIGTERM is always heard: by it `busrl stop` asks.
-- Output to a terminal that belongs to another job (SIGTTOU, under `stty tostop`) does not stop launch.
-
-The end of a run with all its roles stopped: `open.bin`, nothing left in shared memory, and the audit.
-
-Talks to the ring, the ledger's files and the audit. Knows nothing of processes; it must be called when none is left.
-
-- The order is: reclaim what the dead held, write and sync open.bin and the fates, then unlink the ring. Killed in
-  between, the next start adopts the ring and forgets open.bin.
-
-The loop of `launch`: starts the children, watches them, starts them again, stops them in order.
-
-Talks to the children (pids, exit codes), to the ring's process table (reading), to the bus (progress for display, STOP)
-and to the terminal. What to do about a child is decided in `supervisor.py`, in which order to stop in `shutdown.py`.
-Knows nothing of samples, groups or weights.
+Talks to the children (pids, exit codes), to the ring's process table (reading), to the bus (progress for the display,
+STOP), to the display and to the signals that ask for an end. `supervisor.py` decides what to do about a child and in
+which order to stop. Knows nothing of samples, groups or weights.
 
 - The run has reached its goal when the learner has ended with 0 after setting `run_state` to finished, and the
   validator, if there is one, with 0 after that; and only then.
 - Everything is done in one thread, with one wait: for a death, a signal, or the next look.
 - Nothing here depends on the bus: with every message lost the picture is poorer and the run the same.
+- At the end: reclaim what the dead held, write and sync open.bin and the fates, then unlink the ring. Killed in
+  between, the next start adopts the ring and forgets open.bin.
 """
 
 from __future__ import annotations
@@ -44,28 +31,30 @@ from busrl import device
 from busrl.bus import Endpoint
 from busrl.config import ProcessName, Topology, machine
 from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY
-from busrl.errors import ENDS_RUN, NO_SPACE, NO_USE, BusrlError, FateRefused
+from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.gateway.desk import FairClock
 from busrl.launch.children import Running, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
-from busrl.launch.display import Display, Watch
+from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
 from busrl.launch.guardian import Guardian, mark
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
-from busrl.launch.story import Progress, Story, printable
-from busrl.launch.summary import EventLog, Outcome, ResidenceTimes, Usage
-from busrl.launch.supervisor import Ask, Child, ForeignProcesses, Patience, Phase, Shutdown
+from busrl.launch.summary import EventLog, Outcome, Progress, ResidenceTimes, Usage
+from busrl.launch.supervisor import Ask, Child, ForeignProcesses, Patience, Phase, Shutdown, Sight
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
+from busrl.monitor.runfiles import RunFiles, run_of_files
+from busrl.monitor.sources import ring_record
+from busrl.monitor.text import printable
 from busrl.protocol import address, topic
 from busrl.protocol import messages as m
-from busrl.ring import UID_NONE, Fates, State
+from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import HeaderWord, RunPhase
 
-# -- Signals to `launch` as something to wait for: the first asks for an orderly stop, a second one kills -------------
+# -- signals -----------------------------------------------------------------------------------------------------------
 
 
 ORDERLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -116,8 +105,8 @@ class Signals:
             raise Interrupted(signal.Signals(number).name)
 
     def __enter__(self) -> Signals:
-        heard = [one for one in ORDERLY if one not in LEFT_IGNORED or signal.getsignal(one) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._received) for number in heard}
+        caught = [one for one in ORDERLY if one not in LEFT_IGNORED or signal.getsignal(one) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._received) for number in caught}
         self._before[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
@@ -130,7 +119,7 @@ class Signals:
         os.close(self._writer)
 
 
-# -- The end of a run with all its roles stopped: `open.bin`, nothing left in shared memory, and the audit ------------
+# -- closing -----------------------------------------------------------------------------------------------------------
 
 
 def close_run(run: OpenRun) -> int:
@@ -140,7 +129,7 @@ def close_run(run: OpenRun) -> int:
         return 0
     if run.moved() or run.read_only():
         return _abandon(run)
-    # Mapped anew: a table that somebody cut short must not be read as long as it was.
+    # Mapped again: a table that somebody cut short must not be read as long as it was.
     run.fates = Fates(str(run.paths.fates), create=True)
     run.validate_fates = Fates(str(run.paths.validate_fates), create=True)
     run.ring.bind_fates(run.fates, run.validate_fates)
@@ -160,7 +149,7 @@ def close_run(run: OpenRun) -> int:
 
 
 def _abandon(run: OpenRun) -> int:
-    """The run directory is not where it was, or can not be written: nothing is written in its place. Without a ring and
+    """The run directory is not where it was, or cannot be written: nothing is written in its place. Without a ring and
     an open.bin the next start, wherever it is, generates again what was open."""
     unlink_segments(run.paths.ring_name)
     remove_runtime_dir(run.paths)
@@ -186,7 +175,7 @@ def audit_run(root: Path, topology: Topology) -> AuditReport | str:
         return str(problem)
 
 
-# -- The loop of `launch`: starts the children, watches them, starts them again, stops them in order ------------------
+# -- the loop ----------------------------------------------------------------------------------------------------------
 
 
 TICK_S = 0.2
@@ -194,7 +183,7 @@ STOP_EVERY_S = 0.5
 STOP_LOOK_S = 0.05
 DYING_S = 10.0  # after SIGKILL
 SIGKILLED = describe_end(-signal.SIGKILL)
-HEARD = (m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.Error, m.Hello)
+SUBSCRIBED = (m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.Error, m.Hello)
 
 
 class Launch:
@@ -211,26 +200,27 @@ class Launch:
         self._by_address = {address(child.name): child for child in self.children}
         self._running: dict[str, Running] = {}
         self._unlogged: dict[str, str] = {}  # children whose words are lost, and why
-        # Who has to end in order, after the last step, for the goal to be reached.
+        # The processes that have to end in order, after the last step, for the goal to be reached.
         self._goal = {"learner", "validator"} & self._processes.keys()
         self._done: set[str] = set()
-        self._watch = Watch(opened.ring)
+        self._entries: dict[int, Process] = {}  # the process table of the last look, by pid
         self._fates = FateWatch(self._paths.fates, self._paths.validate_fates, opened.ring, opened.topology.groups.size)
         own = [name for name, one in self._processes.items() if not one.spec.command]
-        self._chronicle = EventLog(opened.paths, self.children, own)
-        self._strangers = ForeignProcesses({*IMPLIED_ROLES, *SINGLE_ROLES} & self._processes.keys(), patience)
-        self.usage, self.stays, self.crashes = Usage(), ResidenceTimes(), CrashWatch(opened.topology.faults)
+        self._events = EventLog(opened.paths, self.children, own)
+        self._foreign = ForeignProcesses({*IMPLIED_ROLES, *SINGLE_ROLES} & self._processes.keys(), patience)
+        self.usage, self.residence, self.crashes = Usage(), ResidenceTimes(), CrashWatch(opened.topology.faults)
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         topology = opened.topology
-        self.progress = Progress(topology.run.name, topology.run.max_steps, clock(), faults=describe(topology.faults))
-        self.progress.recall(Story.of(opened.paths))
+        self.progress = Progress(
+            run_of_files(RunFiles(opened.paths)), self.children, clock(), faults=describe(topology.faults)
+        )
         self._bus = Endpoint(
             "launch",
             opened.paths.frontend,
             opened.paths.backend,
-            subscribe=[topic(kind) for kind in HEARD],
+            subscribe=[topic(kind) for kind in SUBSCRIBED],
             hwm=topology.bus.hwm,
             max_bytes=topology.bus.max_message_bytes,
             report=self._say,
@@ -247,14 +237,14 @@ class Launch:
         try:
             outcome = self._until_decided()
             self._say(f"ending: {outcome.why}")
-            if not self._run.displaced:  # who has lost its turn asks nobody to stop: the others would hear it too
+            if not self._run.displaced:  # without a turn it asks nobody to stop: the others would obey too
                 self._stop_all(outcome)
-            self._picture(self._clock())
+            self.progress.run.look(ring_record(self._run.ring), self._clock())
             self._display.show(self.progress)
             return outcome
         finally:
             self._kill_all()
-            for line in self._chronicle.close(self._clock()):
+            for line in self._events.close(self._clock()):
                 self._say(line)
             self._fates.close()
             self._bus.close()
@@ -266,10 +256,10 @@ class Launch:
 
     def _until_decided(self) -> Outcome:
         while True:
-            outcome = self._signalled() or self._ledger_damaged() or self._start_due() or self._bury()
+            outcome = self._signalled() or self._ledger_damaged() or self._start_due() or self._handle_deaths()
             if outcome is not None:
                 return outcome
-            self._hear()
+            self._receive()
             self._look()
             self._display.show(self.progress)
             self._selector.select(self._pause())
@@ -292,7 +282,7 @@ class Launch:
             self._say(line)
         if gone := self._run.ring_gone():
             record_error(self._paths, "launch", "critical", "ledger", gone)
-            return Outcome("failed", f"{child.name} can not be started: {gone}", 1)
+            return Outcome("failed", f"{child.name} cannot be started: {gone}", 1)
         try:
             process, topology = self._processes[child.name], self._run.topology
             crash = crash_environment(topology.faults, child.name, child.restarts + 1)
@@ -319,8 +309,8 @@ class Launch:
         self._note(f"{child.name} started, pid {child.pid}")
         return None
 
-    def _bury(self) -> Outcome | None:
-        """See who has ended. The learner's end may be the run's."""
+    def _handle_deaths(self) -> Outcome | None:
+        """Handle each child that has ended. The learner's end may be the run's."""
         for child, how in self._ended():
             finishing = self._run.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
             if child.name in self._goal and how == "exit code 0" and finishing:
@@ -337,7 +327,7 @@ class Launch:
     def _why_finished(self) -> str:
         """Of a run that made its last step the newest line of metrics.jsonl is that step's."""
         step, goal = self._run.ring.header(HeaderWord.STEP), self.topology.run.max_steps
-        if step < goal and Story.of(self._paths).idle:
+        if step < goal and run_of_files(RunFiles(self._paths)).idle:
             return (
                 f"after {step} of {goal} steps all answers get the best reward seen: nothing is left to learn, or the "
                 "policy has collapsed (limits.idle_groups; see errors.jsonl)"
@@ -360,8 +350,8 @@ class Launch:
 
     def _see_last(self, child: Child) -> None:
         """It may have become ready since the last look; the ring says so until the entry is reaped."""
-        self._watch.look()
-        sight = self._watch.sight(child.pid)
+        self._read_table()
+        sight = self._sight(child)
         if sight is not None and sight.ready:
             child.became_ready()
 
@@ -374,7 +364,7 @@ class Launch:
             return
         for text, uids in taken_back(self._run.ring, self._run.ring.reap()):
             self._note(text)
-            self._chronicle.warn(text, uids=uids)
+            self._events.warn(text, uids=uids)
         with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
             self._run.ring.finish_drops()
 
@@ -384,9 +374,9 @@ class Launch:
         del self._running[running.name]
 
     def _waits_for_space(self, child: Child, how: str) -> None:
-        if told := child.no_space(how, self._clock()):
-            self._say(told)
-            self._chronicle.warn(told, "error")
+        if line := child.no_space(how, self._clock()):
+            self._say(line)
+            self._events.warn(line, "error")
 
     def _died(self, child: Child, how: str) -> Outcome | None:
         if child.was_ready and how == f"exit code {NO_SPACE}" and not self._processes[child.name].spec.command:
@@ -398,7 +388,7 @@ class Launch:
         hopeless = self._is_hopeless(child, how)
         death = child.ended(how, self._clock(), hopeless, self._did(child))
         self._say(death.text)
-        self._chronicle.died(child, death.text, gives_up=death.gives_up)
+        self._events.died(child, death.text, gives_up=death.gives_up)
         log = self._paths.log(child.name)
         words = "" if child.name in self._unlogged else last_words(log)
         if words:
@@ -411,12 +401,12 @@ class Launch:
                 self._say(f"  | {line}")
         elif child.name in self._unlogged:
             words = f"it had no log: {self._unlogged[child.name]}"
-        what = "can not do what was asked" if hopeless else death.why.removeprefix("it ")
+        what = "cannot do what was asked" if hopeless else death.why.removeprefix("it ")
         return Outcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
 
     def _did(self, child: Child) -> int | None:
-        """What grows with a child's own work: steps, dispatches, rounds. Who finishes samples counts them itself; None
-        for those whose work is to be there."""
+        """What grows with a child's own work: steps, dispatches, rounds. A process that finishes samples counts
+        them itself; None for one whose work is to be there."""
         process, ring = self._processes[child.name], self._run.ring
         match process.role:
             case "learner":
@@ -430,10 +420,10 @@ class Launch:
         return None
 
     def _is_hopeless(self, child: Child, how: str) -> bool:
-        """A process of busrl's own says so by its exit code; one that was ready before may only have met a moment."""
+        """A process of busrl's own says so by its exit code; one that was ready may only have met a bad moment."""
         if self._processes[child.name].spec.command:
             return False
-        return how == f"exit code {ENDS_RUN}" or (how == f"exit code {NO_USE}" and not child.was_ready)
+        return how == f"exit code {RUN_FAILED}" or (how == f"exit code {NEEDS_FIX}" and not child.was_ready)
 
     def _signalled(self) -> Outcome | None:
         if not self._signals.count:
@@ -443,77 +433,74 @@ class Launch:
 
     def _ledger_damaged(self) -> Outcome | None:
         """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""
-        if told := self._run.turn():
-            self._say(told)
-            self._chronicle.warn(told, "error")
+        if line := self._run.turn():
+            self._say(line)
+            self._events.warn(line, "error")
             if self._run.displaced:
-                return Outcome("failed", told, 1)
+                return Outcome("failed", line, 1)
         fault = self._run.moved() or self._fates.look(self._clock())
         if fault is None:
             return None
         record_error(self._paths, "launch", "critical", "ledger", fault)
         return Outcome("failed", fault, 1)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         for message in self._bus.drain():
             if m.is_from_another(message):
                 continue
             if isinstance(message, m.Hello):
                 self._greeted(message)
             if isinstance(message, m.Error):
-                for line in self._chronicle.heard(message, self._clock()):
+                for line in self._events.received(message, self._clock()):
                     self._say(line)
-            for line in self.progress.hear(message):
+            for line in self.progress.handle(message, self._clock()):
                 self._say(line)
 
     def _greeted(self, hello: m.Hello) -> None:
-        """A process that does not map the ring has only this way to say that it is ready."""
+        """A process that does not map the ring has no other way to show that it is ready."""
         child = self._by_address.get(hello.sender.replace("/", "-"))
         if child is not None and self._processes[child.name].spec.command and child.became_ready():
-            self._note(f"{child.name} (pid {child.pid}) is ready: it said HELLO")
+            self._note(f"{child.name} (pid {child.pid}) is ready: it sent HELLO")
 
     def _look(self) -> None:
         now = self._clock()
         passed = self._fair.passed(now)
-        self._watch.look()
-        self._chronicle.met(self._watch.entries.values())
-        for line in self._chronicle.tick(now):
+        self._read_table()
+        self._events.note_entries(self._entries.values())
+        for line in self._events.tick(now):
             self._say(line)
         for child in self.children:
-            sight = self._watch.sight(child.pid) if child.pid else None
+            sight = self._sight(child)
             if sight is not None and sight.ready and child.became_ready():
                 self._note(f"{child.name} (pid {child.pid}) is ready")
             kill = child.looked(sight, passed)
             if kill is not None:
                 self._say(kill.why)
                 self._running[child.name].kill()
-        self._look_at_strangers(passed)
+        self._look_at_foreign(passed)
         if self._guardian.renew():
             self._note("somebody ended the guardian, which ends what outlives launch; there is another one now")
         pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
         step, stats = self._run.ring.header(HeaderWord.STEP), self._run.ring.stats()
-        self.usage.look(pids, self._watch.entries, step, now)
-        self.stays.look(stats.occupancy, stats.transitions, step, now)
-        self._picture(now)
+        self.usage.look(pids, self._entries, step, now)
+        self.residence.look(stats.occupancy, stats.transitions, step, now)
+        self.progress.run.look(ring_record(self._run.ring), now)
 
-    def _look_at_strangers(self, passed: float) -> None:
+    def _look_at_foreign(self, passed: float) -> None:
         ours = {running.pid for running in self._running.values()}
-        for pid, why in self._strangers.look(self._watch.entries.values(), ours, passed):
+        for pid, why in self._foreign.look(self._entries.values(), ours, passed):
             self._say(why)
-            self._chronicle.warn(why)
+            self._events.warn(why)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _picture(self, now: float) -> None:
-        ring = self._run.ring
-        self.progress.rows = self._watch.rows(self.children, now)
-        self.progress.ring(
-            step=ring.header(HeaderWord.STEP),
-            version=ring.header(HeaderWord.VERSION),
-            tokens=self._watch.tokens(),
-            slots=self._watch.slots(),
-            now=now,
-        )
+    def _read_table(self) -> None:
+        self._entries = {process.pid: process for process in self._run.ring.processes()}
+
+    def _sight(self, child: Child) -> Sight | None:
+        """What the ring says about a child; None if it does not map the ring (yet)."""
+        one = self._entries.get(child.pid) if child.pid else None
+        return Sight.of(one) if one is not None else None
 
     # the end
 
@@ -533,8 +520,8 @@ class Launch:
             self._press(shutdown, now)
             self._selector.select(STOP_LOOK_S)
             self._signals.clear()
-            self._bury_quietly()
-            self._hear()
+            self._note_deaths()
+            self._receive()
         if self._running:
             self._say(f"a second signal: killing {', '.join(self._running)}")
 
@@ -547,12 +534,12 @@ class Launch:
                 self._say(action.why)
                 running.kill()
 
-    def _bury_quietly(self) -> None:
+    def _note_deaths(self) -> None:
         for child, how in self._ended():
             death = child.ended(how, self._clock())
             if how != "exit code 0":
                 self._say(death.text)
-                self._chronicle.died(child, death.text)
+                self._events.died(child, death.text)
 
     def _kill_all(self) -> None:
         """Nobody outlives this; also the way out of an error of our own."""

@@ -1,13 +1,4 @@
-"""What earlier starts left in a run directory, beside what is asked for now: the same run or not, and what differs.
-
-Reads topology.json, starts.jsonl, metrics.jsonl and the prompt files; appends one line to starts.jsonl per start.
-Knows nothing of rings or processes.
-
-- What a uid means (seed, prompts, order, group size) never changes in a run directory: the prompts are known by their
-  content, so an edited file is refused before anything starts, and a moved one is not.
-- Everything else may change; what did is said, and kept in starts.jsonl.
-
-The run directory: locked, made or found again, with its ring created or adopted.
+"""The run directory: locked, compared with what earlier starts left, and given its ring, created or adopted.
 
 Talks to the file system, the ring and the ledger's files, before any child runs. Knows nothing of processes or of the
 bus. Recovery is the ordinary path: a first start is a start that finds nothing.
@@ -16,10 +7,12 @@ bus. Recovery is the ordinary path: a first start is a start that finds nothing.
   process of its run is gone.
 - run.lock counts while it is the file of that name. If somebody removes it the launch makes it again; one that finds
   another launch there has lost its turn and touches nothing more of the run.
+- Whether it is the same run, with something left to do, is settled before anything is written. What a uid means (seed,
+  prompts, order, group size) never changes in a run directory. The prompts are known by their content, so an edited
+  file is refused and a moved one is not. Everything else may change; what did is printed, and kept in starts.jsonl.
 - A ring is adopted only if it is this run's (uuid), of this boot and of this layout. With a ring nothing is put back:
   its slots still hold their samples. Without one, samples in no slot are settled before the new ring has its name.
-- A ring whose samples have lost their fates is not adopted: who was trained can be told only by checkpoint and log.
-- Whether it is the same run, with something left to do, is settled before anything is written (`earlier`).
+- A ring whose samples have lost their fates is not adopted: only checkpoint and log can tell what was trained.
 """
 
 from __future__ import annotations
@@ -47,18 +40,19 @@ from busrl.config import Topology
 from busrl.config.names import modern
 from busrl.config.schema import TINY
 from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunFinished, RunInUse, UserError
-from busrl.files import LineFile
+from busrl.files import LineFile, json_lines
 from busrl.launch.fates import PutBack, lost_fates, put_back
-from busrl.launch.guardian import end_left_behind
-from busrl.launch.story import Story, as_map, read_map, tail_rows
+from busrl.launch.guardian import end_left_behind, stat_of
 from busrl.launch.supervisor import is_titled
 from busrl.ledger.openbin import remove_open
 from busrl.ledger.trained import mend_trained_set
+from busrl.monitor.runfiles import RunFiles, as_map, read_map
+from busrl.monitor.state import RunState
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Ring, RingError, RingGuard
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 
-# -- What earlier starts left in a run directory, beside what is asked for now: the same run or not, and what ... -----
+# -- what earlier starts left ------------------------------------------------------------------------------------------
 
 
 IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
@@ -76,7 +70,7 @@ MISSING = object()
 
 @dataclass
 class Start:
-    """One start of a run: what it goes on from, what differs from the one before, and what a person should read."""
+    """One start of a run: what it continues from, what differs from the one before, and what a person should read."""
 
     step: int = 0
     changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -105,25 +99,26 @@ def compare(paths: RunPaths, topology: Topology, before: dict[str, Any], resume:
     """
     start = Start(files=digests(topology))
     if not before:
-        start.notes += _strangers(paths)
+        start.notes += _foreign_files(paths)
         return start
     if not resume:
         raise UserError(
             f"{paths.root} holds a run already, and it is not to be resumed; choose another directory, or remove it"
         )
-    starts = tail_rows(paths.starts)
+    starts = list(json_lines(paths.starts))
     # Of each file the newest digest: one that could not be read at some start is the same file all the same.
     known = {name: found for row in starts for name, found in as_map(row.get("files")).items()}
     start.changes = _changes(modern(before), json.loads(topology.to_json()))
     _check_identity(paths, topology, before, start, known)
-    story = Story.of(paths)
-    start.step = story.step
-    start.notes += [*_told(start.changes), *_files_told(start.files, known, topology)]
-    _check_goal(paths, topology, story)
-    if story.step:
-        first, last = story.first_reward, story.recent("reward")
+    run = RunState()  # run.json need not be there
+    RunFiles(paths).fold_into(run)
+    start.step = run.at_step
+    start.notes += [*_change_lines(start.changes), *_file_lines(start.files, known, topology)]
+    _check_goal(paths, topology, run.at_step)
+    if run.at_step:
+        first, last = run.first_reward, run.steps.recent(lambda one: one.reward)
         reward = f", reward {first:.3f} → {last:.3f}" if first is not None and last is not None else ""
-        start.notes.append(f"goes on after step {story.step} of {topology.run.max_steps}{reward}")
+        start.notes.append(f"continues after step {run.at_step} of {topology.run.max_steps}{reward}")
     return start
 
 
@@ -140,29 +135,29 @@ def _check_identity(
         if old != new and not (key == "data.train" and same):
             raise UserError(
                 f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "
-                "sample of the run is, so it can not change: choose another run directory"
+                "sample of the run is, so it cannot change: choose another run directory"
             )
     if known.get("data.train") and start.files.get("data.train") and not same:
         raise UserError(
             f"{topology.data.train}: its content is not what it was when the run in {paths.root} was started last; "
-            "the samples of a run are known by their place in this file, so it can not change: put it back as it was, "
+            "the samples of a run are known by their place in this file, so it cannot change: put it back as it was, "
             f"or start a new run with it in another directory, from a checkpoint if you like ({_newest(paths)})"
         )
 
 
-def _check_goal(paths: RunPaths, topology: Topology, story: Story) -> None:
+def _check_goal(paths: RunPaths, topology: Topology, done: int) -> None:
     """Nothing is started for a goal that is behind us. Where groups are counted, only the learner knows."""
     goal, summary = topology.run.max_steps, read_map(paths.summary)
-    if topology.run.max_groups or story.step < goal:
+    if topology.run.max_groups or done < goal:
         return
     remedy = (
-        f"to go on set run.max_steps above {story.step} (--set run.max_steps={2 * story.step}), to measure what it "
-        f"learned `busrl evaluate {paths.root}`, to begin anew choose another run directory"
+        f"to go on set run.max_steps above {done} (--set run.max_steps={2 * done}), to measure what it "
+        f"learned `busrl evaluate {paths.root}`, to begin again choose another run directory"
     )
-    if story.step > goal:
-        raise UserError(f"run.max_steps = {goal}: the run in {paths.root} has done {story.step} steps; {remedy}")
+    if done > goal:
+        raise UserError(f"run.max_steps = {goal}: the run in {paths.root} has done {done} steps; {remedy}")
     if summary.get("outcome") == "finished" and not paths.ring_file.exists():
-        raise RunFinished(f"the run in {paths.root} is finished: {story.step} of {goal} steps are done; {remedy}")
+        raise RunFinished(f"the run in {paths.root} is finished: {done} of {goal} steps are done; {remedy}")
 
 
 def _newest(paths: RunPaths) -> str:
@@ -190,14 +185,14 @@ def _flat(found: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flat(value, f"{at}.{key}" if at else str(key))
 
 
-def _told(changes: dict[str, tuple[Any, Any]]) -> Iterator[str]:
-    told = [f"{key} {was!r} → {now!r}" for key, (was, now) in changes.items()]
-    if told:
-        more = f"; and {len(told) - SHOWN} more, see starts.jsonl" if len(told) > SHOWN else ""
-        yield f"changed since the last start: {'; '.join(told[:SHOWN])}{more}"
+def _change_lines(changes: dict[str, tuple[Any, Any]]) -> Iterator[str]:
+    said = [f"{key} {was!r} → {now!r}" for key, (was, now) in changes.items()]
+    if said:
+        more = f"; and {len(said) - SHOWN} more, see starts.jsonl" if len(said) > SHOWN else ""
+        yield f"changed since the last start: {'; '.join(said[:SHOWN])}{more}"
 
 
-def _files_told(now: dict[str, str], known: dict[str, Any], topology: Topology) -> Iterator[str]:
+def _file_lines(now: dict[str, str], known: dict[str, Any], topology: Topology) -> Iterator[str]:
     """Files that may change, and what their change means."""
     def differs(name: str) -> bool:
         return known.get(name, now.get(name)) != now.get(name) and name in now
@@ -240,12 +235,12 @@ def _digest(path: Path) -> str:
         with open(path, "rb") as file:
             while block := file.read(BLOCK):
                 found.update(block)
-    except OSError:  # whoever needs it says so
+    except OSError:  # the process that needs it says so
         return ""
     return found.hexdigest()
 
 
-def _strangers(paths: RunPaths) -> list[str]:
+def _foreign_files(paths: RunPaths) -> list[str]:
     """A directory without a run: refused if it looks like half of one, what else lies there is named."""
     if paths.run_json.exists():
         return []
@@ -264,7 +259,7 @@ def _strangers(paths: RunPaths) -> list[str]:
     return [f"{paths.root} holds files that are no part of a run ({', '.join(others[:5])}{more}); they are left alone"]
 
 
-# -- The run directory: locked, made or found again, with its ring created or adopted ---------------------------------
+# -- the directory and its ring ----------------------------------------------------------------------------------------
 
 
 LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
@@ -287,7 +282,7 @@ class OpenRun:
     guard: RingGuard
     notes: list[str] = field(default_factory=list)
     displaced: str = ""  # by whom
-    _told: str = ""
+    _last_problem: str = ""
 
     def turn(self) -> str | None:
         """See that run.lock is what it was; what was done, or why this launch has lost its turn (`displaced`)."""
@@ -298,8 +293,8 @@ class OpenRun:
                 return f"{self.lock.path} was removed by somebody else; it is made and held again"
             pid = OfdLock(self.lock.path).holder()
         except RingError as problem:
-            text = f"{problem}; another launch can not be kept out of {self.paths.root} until that is mended"
-            known, self._told = self._told, text
+            text = f"{problem}; another launch cannot be kept out of {self.paths.root} until that is mended"
+            known, self._last_problem = self._last_problem, text
             return None if known == text else text
         self.displaced = (
             f"another launch (pid {pid or 'unknown'}) has run in {self.paths.root} since somebody removed run.lock; "
@@ -316,7 +311,7 @@ class OpenRun:
         if place.endswith(" (deleted)"):
             return f"{text}removed while the run went on"
         return (
-            f"{text}moved to {place} while the run went on, so its processes can not find their files; start it again "
+            f"{text}moved to {place} while the run went on, so its processes cannot find their files; start it again "
             f"there, with --run-dir {place}: what was trained is trained, what was under way is generated again"
         )
 
@@ -336,7 +331,7 @@ class OpenRun:
         except OSError as error:
             if error.errno == errno.EROFS:
                 return (
-                    f"{self.paths.root} can not be written any more: {error.strerror}; look at the disk (`dmesg`) and "
+                    f"{self.paths.root} cannot be written any more: {error.strerror}; look at the disk (`dmesg`) and "
                     "its mount, then start the run again: what was trained is trained, nothing is lost"
                 )
         return ""
@@ -344,7 +339,7 @@ class OpenRun:
     def restore(self) -> list[str]:
         """Write again what somebody removed or changed of the files that every process of the run reads; what was done.
 
-        A child that starts later, and whoever looks at the run or audits it, is to see what the others saw.
+        A child that starts later, `status` and the audit are to see what the others saw.
         """
         done: list[str] = []
         if self.moved():
@@ -356,7 +351,7 @@ class OpenRun:
                     files.replace(path, data)
                     done.append(f"{path} was removed or changed by somebody else; it is written again as it was")
             except (OSError, MachineError) as problem:
-                done.append(f"{path} was removed or changed by somebody else, and can not be written again: {problem}")
+                done.append(f"{path} was removed or changed by somebody else, and cannot be written again: {problem}")
         return done
 
     def release(self) -> None:
@@ -411,7 +406,7 @@ def _make_directories(paths: RunPaths) -> None:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"--run-dir {paths.root}: {directory} can not be made a directory: {error.strerror}; give a path that "
+                f"--run-dir {paths.root}: {directory} cannot be made a directory: {error.strerror}; give a path that "
                 "is free, or a directory that you may write to"
             ) from None
 
@@ -427,7 +422,7 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
         raise UserError(f"{paths.root}: {problem}; move away what is there") from None
     if not acquired:
         holder = lock.holder()
-        if holder and Path(f"/proc/{holder}").exists():
+        if holder and stat_of(holder):
             raise RunInUse(
                 f"{paths.root}: another launch is running there (pid {holder}); watch it with "
                 f"`busrl status {paths.root}`, or choose another run directory"
@@ -439,7 +434,7 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
 
 
 def _wait_for_those_without_a_name(paths: RunPaths, timeout_s: float) -> None:
-    """Whoever holds a run.lock that somebody removed runs here all the same: no new lock shows it, /proc does."""
+    """A launch that holds a removed run.lock runs here all the same: no new lock shows it, /proc does."""
     end = time.monotonic() + timeout_s
     while holders := _holders(f"{paths.lock('run')} (deleted)"):
         launch = next((pid for pid in holders if is_titled(pid, "launch")), 0)
@@ -561,7 +556,7 @@ def adopt(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
         return None
     except RingMismatch as problem:
         raise RingMismatch(
-            f"{paths.root}: the ring that an earlier launch left can not be used: {problem}. If it was of another "
+            f"{paths.root}: the ring that an earlier launch left cannot be used: {problem}. If it was of another "
             f"version of busrl, finish the run with that one; else remove it with `busrl ring clean {paths.root} "
             "--force` (its samples are then generated again)"
         ) from None
@@ -608,7 +603,7 @@ def unlink_segments(ring_name: str) -> None:
                 file.unlink(missing_ok=True)
         except PermissionError:
             raise UserError(
-                f"{file} can not be removed: it belongs to user {file.stat().st_uid}, not to you ({os.geteuid()}); "
+                f"{file} cannot be removed: it belongs to user {file.stat().st_uid}, not to you ({os.geteuid()}); "
                 "have it removed by that user or by root, or choose another run directory"
             ) from None
 

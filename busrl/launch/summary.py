@@ -1,40 +1,26 @@
-"""What each process of a run used: CPU seconds, and the share of the training time that it was busy.
+"""What `launch` keeps account of: progress, CPU and residence times, its event log, and `summary.json` at the end.
 
-Talks to /proc and is given the ring's process table. Training time runs from the learner's first step that was seen to
-the last look before the end, so that imports and model loading are left out of the shares. Knows nothing of samples.
+Talks to /proc, `errors.jsonl`, `supervisor.json` and `summary.json`. Is given messages, the ring's records and the
+children; decides nothing.
 
-- A process that was started again counts on: what its predecessors used is kept.
-- A process's own children (the judges of a reward worker) count as its own.
-
-How long slots stay in each state, by Little's law: mean slots in a state / entries into it per second.
-
-Pure: fed with the ring's counts four times a second while the learner trains. Sampled by the clock and not when
-something happens, so that no phase of the run counts more than it lasts. Knows nothing of samples.
-
-What `launch` writes down for whoever looks at the run: deaths of its children, and ERRORs from outside.
-
-Talks to `errors.jsonl` and `supervisor.json`, which `busrl status` shows. Knows nothing of processes beyond what it is
-told, and decides nothing.
-
-- Processes of busrl file their own warnings before they publish them, so only those of others are filed here. Who
-  belongs to busrl is known by its place in the topology, or by its entry in the ring together with its title.
-- What strangers send is bounded: a line each 5 s for each of `MOST_SENDERS`, the rest counted.
-
-`summary.json`, and the last lines that a person reads when a run has ended.
-
-Pure but for writing one file: puts together what the supervisor, the bus and the audit know. Knows nothing of how they
-know it.
+- Processes of busrl file their own warnings before they publish them, so only those of others are filed here. A sender
+  belongs to busrl by its place in the topology, or by its entry in the ring together with its title.
+- What foreign programs send is bounded: a line each 5 s for each of `MOST_SENDERS`, the rest counted.
+- A process that was started again counts on: what its predecessors used is kept. A process's own children (the judges
+  of a reward worker) count as its own.
+- Shares of the training time run from the learner's first step that was seen to the last look before the end, so that
+  imports and model loading are left out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +28,72 @@ from busrl import files
 from busrl.errors import first_line
 from busrl.gateway.desk import Tally
 from busrl.launch.guardian import stat_of
-from busrl.launch.story import Progress, duration, in_words, short
 from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport
 from busrl.ledger.errors import Throttle, record_error
+from busrl.monitor.runfiles import in_words
+from busrl.monitor.state import ProcessRow, RecentErrors, RunState
+from busrl.monitor.text import alike, duration, short
 from busrl.paths import RunPaths
 from busrl.protocol import address
 from busrl.protocol import messages as m
 from busrl.ring import Process
 
-# -- What each process of a run used: CPU seconds, and the share of the training time that it was busy ----------------
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """The state of the run as its launch sees it, and the sums of this start that `summary.json` tells.
+
+    The ring is the better witness: step and version come from its header, so lost messages spoil nothing.
+    """
+
+    def __init__(self, run: RunState, children: Sequence[Child], now: float, faults: Sequence[str] = ()) -> None:
+        self.run, self.children, self.started, self.faults = run, children, now, list(faults)
+        run.launched, run.faults, run.errors = True, bool(faults), RecentErrors()
+        self.before = self._newest = run.at_step  # steps that were done before this start
+        self.groups = self.samples = self.tokens = 0
+
+    def handle(self, message: m.Message, now: float) -> list[str]:
+        """Fold one message in; the lines that a person should read."""
+        if isinstance(message, m.LearnerStateUpdate) and not self._counts(message):
+            return []
+        if not isinstance(message, m.Error):  # those are lines of the log
+            self.run.handle(message, now)
+        if not isinstance(message, m.ValidationDone):
+            return []
+        mixed = ", versions mixed" if message.mixed else ""
+        judged = f"{message.mean:.3f} over {message.samples} samples{mixed}"
+        return [f"validation {message.round} of version {message.version}: {judged}"]
+
+    def _counts(self, update: m.LearnerStateUpdate) -> bool:
+        """Whether this is news: not doubled, late, of no step that there is, or with a mean of nothing in it."""
+        values = (update.reward, update.entropy, update.age_mean, *update.metrics.values())
+        if not self._newest < update.step <= self.run.facts.max_steps or not all(map(math.isfinite, values)):
+            return False
+        self._newest = update.step
+        self.groups, self.samples = self.groups + update.groups, self.samples + update.samples
+        self.tokens += update.tokens
+        if self.run.first_reward is None:
+            self.run.first_reward = update.reward
+        return True
+
+    def rows(self, now: float) -> list[ProcessRow]:
+        """The children, with what the ring says about each."""
+        seen = {row.pid: row for row in self.run.rows(now) if not row.remote}
+        return [self._row(child, seen.get(child.pid)) for child in self.children]
+
+    @staticmethod
+    def _row(child: Child, seen: ProcessRow | None) -> ProcessRow:
+        state = child.phase.value
+        if seen is None or not child.pid:
+            return ProcessRow(
+                child.name, "", child.pid, state, "", 0.0, 0.0, False, None, 0, 0, 0, 0, child.restarts
+            )
+        return replace(seen, name=child.name, state=state, restarts=child.restarts)
+
+
+# -- CPU seconds and busy shares ---------------------------------------------------------------------------------------
 
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -137,14 +179,18 @@ def cpu_of(pid: int, children: bool = True) -> float:
     return total
 
 
-# -- How long slots stay in each state, by Little's law: mean slots in a state / entries into it per second -----------
+# -- residence times of slots ------------------------------------------------------------------------------------------
 
 
 EVERY_S = 0.25
 
 
 class ResidenceTimes:
-    """Look now and then; `summary` at the end."""
+    """How long slots stay in each state, by Little's law: mean slots in a state / entries into it per second.
+
+    `look` four times a second while the learner trains: sampled by the clock and not when something happens, so that no
+    phase of the run counts more than it lasts. `summary` at the end.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, int] = {}
@@ -179,7 +225,7 @@ class ResidenceTimes:
         return found
 
 
-# -- What `launch` writes down for whoever looks at the run: deaths of its children, and ERRORs from outside ----------
+# -- the event log -----------------------------------------------------------------------------------------------------
 
 
 MOST_SENDERS = 64
@@ -196,7 +242,7 @@ class EventLog:
     def __init__(self, paths: RunPaths, children: Sequence[Child], own: Collection[str]) -> None:
         self._paths, self._children = paths, children
         self._own = {address(name) for name in own} | {"launch"}
-        self._met: set[tuple[int, int]] = set()
+        self._noted: set[tuple[int, int]] = set()
         self._throttle, self._shown, self._tally = Throttle(), Throttle(), Tally()
         self._deaths: dict[str, str] = {}
         self._changed, self._next_save = True, 0.0
@@ -211,19 +257,19 @@ class EventLog:
         """Anything else that launch itself saw or did."""
         record_error(self._paths, "launch", severity, "supervisor", text, uids=uids)
 
-    def met(self, entries: Iterable[Process]) -> None:
+    def note_entries(self, entries: Iterable[Process]) -> None:
         """The process table: a role of busrl that somebody else started files its warnings itself."""
         for one in entries:
-            if not one.remote and (one.pid, one.index) not in self._met:
-                self._met.add((one.pid, one.index))
+            if not one.remote and (one.pid, one.index) not in self._noted:
+                self._noted.add((one.pid, one.index))
                 if is_titled(one.pid, one.label):
                     self._own.add(one.label.replace("/", "-"))
 
-    def heard(self, error: m.Error, now: float) -> list[str]:
+    def received(self, error: m.Error, now: float) -> list[str]:
         """An ERROR came; the lines that a person should read now."""
         severity = error.severity if error.severity in m.SEVERITIES else m.SEVERITIES[0]
         if error.sender in self._own:
-            return self._heard_own((error.sender, severity, error.where, error.text), now)
+            return self._received_own((error.sender, severity, error.where, error.text), now)
         sender = self._known(error.sender)
         self._tally.add(sender, severity, text=first_line(error.text))
         self._changed = True
@@ -231,25 +277,25 @@ class EventLog:
         return [self._file(line)] if self._throttle.admit(sender, line, now) else []
 
     def tick(self, now: float, everything: bool = False) -> list[str]:
-        """What was held back of strangers and is due: filed, and the lines to show. Saves the counts."""
-        told = []
+        """What was held back of foreign programs and is due: filed, and the lines to show. Saves the counts."""
+        lines = []
         for count, (sender, severity, where, text, trace), _ in self._throttle.due(now, everything):
-            told.append(self._file((sender, severity, where, f"{count} more from it, the latest: {text}", trace)))
+            lines.append(self._file((sender, severity, where, f"{count} more from it, the latest: {text}", trace)))
         for count, (sender, severity, where, text), _ in self._shown.due(now, everything):
-            told.append(f"{shown(sender, severity, where, text)} ({count} more like this)")
+            lines.append(f"{shown(sender, severity, where, text)} ({count} more like this)")
         if self._changed and (everything or now >= self._next_save):
             self._changed, self._next_save = False, now + SAVE_EVERY_S
             files.show(self._paths.supervisor, self.plain())
-        return told
+        return lines
 
     def close(self, now: float) -> list[str]:
         """Everything that was held back."""
         return self.tick(now, everything=True)
 
-    def _heard_own(self, line: tuple[str, str, str, str], now: float) -> list[str]:
+    def _received_own(self, line: tuple[str, str, str, str], now: float) -> list[str]:
         """It files and holds back itself; this is for one that does not, or that is none of ours."""
         sender, _, where, text = line
-        kind = f"{sender}/{where}/{re.sub('[0-9]+', '#', text)[:TEXT]}"
+        kind = f"{sender}/{where}/{alike(text)[:TEXT]}"
         return [shown(*line)] if self._shown.admit(kind, line, now) else []
 
     def _known(self, sender: str) -> str:
@@ -282,7 +328,7 @@ def shown(sender: str, severity: str, where: str, text: str) -> str:
     return f"{severity}: {sender}{f' ({where})' if where else ''}: {first_line(text)}"
 
 
-# -- `summary.json`, and the last lines that a person reads when a run has ended --------------------------------------
+# -- the end -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -297,33 +343,36 @@ class Outcome:
 def build(
     outcome: Outcome,
     progress: Progress,
-    children: list[Child],
     report: AuditReport | None,
     still_open: int,
     now: float,
     usage: dict[str, dict[str, Any]],
-    stays: dict[str, dict[str, float]],
+    residence: dict[str, dict[str, float]],
     crashes_missing: list[str],
 ) -> dict[str, Any]:
-    """The content of summary.json; `usage` as `Usage.summary` gives it, "launch" included; `stays` as
-    `Stays.summary` does; `crashes_missing`: planned deaths that never came."""
-    reward = progress.recent_reward()
+    """The content of summary.json; `usage` as `Usage.summary` gives it, "launch" included; `residence` as
+    `ResidenceTimes.summary` does; `crashes_missing`: planned deaths that never came."""
+    run = progress.run
     return {
-        "name": progress.name,
+        "name": run.facts.name,
         "outcome": outcome.kind,
         "why": outcome.why,
         "exit_code": outcome.exit_code,
         "goal_reached": outcome.exit_code == 0,
         "ended": time.time(),
         "seconds": round(now - progress.started, 3),
-        "steps": progress.step,
+        "steps": run.at_step,
         "steps_before": progress.before,
-        "max_steps": progress.goal,
-        "version": progress.version,
+        "max_steps": run.facts.max_steps,
+        "version": run.version,
         "seen": {"groups": progress.groups, "samples": progress.samples, "tokens": progress.tokens},
-        "generated_tokens": progress.generated,
-        "reward": {"first": progress.first_reward, "last_10_steps": reward},
-        "validation": [{"round": r, "mean": mean, "samples": n} for r, mean, n in progress.validations],
+        "generated_tokens": run.ring.tokens if run.ring else 0,
+        "reward": {"first": run.first_reward, "last_10_steps": run.steps.recent(lambda one: one.reward)},
+        "validation": [
+            {"round": one.round, "mean": one.mean, "samples": one.samples}
+            for one in run.validations.values()
+            if one.mean is not None and one.samples
+        ],
         "processes": {
             "launch": usage.get("launch", {}),
             **{
@@ -332,10 +381,10 @@ def build(
                     "killed_for_silence": child.kills,
                     **usage.get(child.name, {}),
                 }
-                for child in children
+                for child in progress.children
             },
         },
-        "slots": stays,
+        "slots": residence,
         "faults": progress.faults,
         "faults_that_never_came": crashes_missing,
         "open_samples": still_open,
@@ -384,8 +433,8 @@ def _waste(report: AuditReport | None) -> list[str]:
     if report is None:
         return []
     ended = sum(report.rules.values()) + sum(report.accidents.values()) + report.counts.trained
-    told = [f"{count / ended:.0%} {in_words(name)}" for name, count in report.rules.items() if 100 * count >= ended]
-    return [f"not trained: {', '.join(told)} of {short(ended)} samples"] if told else []
+    shares = [f"{count / ended:.0%} {in_words(name)}" for name, count in report.rules.items() if 100 * count >= ended]
+    return [f"not trained: {', '.join(shares)} of {short(ended)} samples"] if shares else []
 
 
 def _ledger(summary: dict[str, Any], report: AuditReport | None) -> str:

@@ -1,36 +1,26 @@
-"""In which order the processes of a run end, and when patience with one of them is over.
+"""What `launch` does about a process: a pure state machine for each child, the order of a stop, and foreign processes.
 
-Pure: told who is alive and what time it is, it answers whom to ask and whom to kill. Knows nothing of processes.
-
-- Producers end before consumers, so that nothing new arrives at a process that is ending; the bus is last.
-- A process is asked once (SIGTERM, beside STOP on the bus) and killed by name after its time.
-
-What should happen to each child: a pure state machine, fed with sightings, deaths and a clock.
-
-Talks to nothing; `run.py` does what it answers. Knows nothing of processes, rings or signals, so every rule here can
-be tested without starting one.
+Talks to nothing but, for foreign processes, /proc; `run.py` does what it answers. It is fed with sights of the ring,
+deaths and a clock. Knows nothing of processes, rings or signals, so every rule here is tested without starting one.
 
 - A child that had become ready is started again at once, and as often as it dies, as long as it does some of its work
   in between. Deaths before ready, in a row, count towards giving up, and so do deaths after it with no work done since
-  the last one; a growing pause comes between them. The work of others is none of its own: whose work is to be there
-  (bus, keeper) has done some once it was there for `SERVED_S`.
+  the last one; a growing pause comes between them. Only its own work counts; a process that serves by being there (bus,
+  keeper) has done some once it was there for `SERVED_S`.
 - A death before ready by SIGKILL that launch did not send says less than an exit code: somebody may kill at random, or
   the machine be short of memory for a moment. It takes `KILLS_FOR_ONE` of them to count as one.
-- Who ends for want of space in a run that had some is started again until there is; that counts for nothing.
-- Who says that trying again is of no use (`hopeless`) is not started again.
-- Nobody is killed for silence on the bus. What counts is the progress counter in the ring, timed on the caller's own
-  clock from the last change that it saw, without the time for which the caller itself was late.
-- The limit is that of the declared activity if it declares one, else the usual one; what is declared to be endless
-  (waiting for another's lock, for disk space) does not count. A child that does not map the
-  ring has no such counter and no such limit; it only has to become ready in time.
-
-Processes that hold the place of one of ours: a keeper, broker, scheduler or learner that this launch did not start.
-
-Pure but for reading /proc: told what the ring's process table says, it answers whom to kill. Such a process may well do
-the work (somebody started it by hand, or it outlived its launch): our own child then waits for its lock. It is never
-by-passed; if it makes no progress it is killed by name, as our own would be, and the waiting child takes its place.
-
-- Only a process whose title says that it is what the table says is killed: a pid alone may be somebody else's.
+- A child that ends for want of space in a run that had some is started again until there is; that counts for nothing.
+- A child whose exit code says that another try is of no use (`hopeless`) is not started again.
+- Silence on the bus kills nobody. What counts is the progress counter in the ring, timed on the caller's own clock
+  from the last change that it saw, without the time for which the caller itself was late.
+- The limit is that of the declared activity if there is one, else the usual one; an activity declared to be endless
+  (waiting for another's lock, for disk space) has none. A child that does not map the ring has no such counter and no
+  such limit; it only has to become ready in time.
+- At a stop producers end before consumers, so that nothing new arrives at a process that is ending; the bus is last. A
+  process is asked once (SIGTERM, beside STOP on the bus) and killed by name after its time.
+- A foreign process (started by hand, or left by an earlier launch) may hold the place and the lock of a child that
+  exists once. It may well do the work: our own child waits for the lock. It is killed only for lack of progress, as a
+  child would be, and only if its title says that it is what the table says: a pid alone may be somebody else's.
 """
 
 from __future__ import annotations
@@ -43,7 +33,7 @@ from pathlib import Path
 
 from busrl.ring import Process
 
-# -- In which order the processes of a run end, and when patience with one of them is over ----------------------------
+# -- the order of a stop -----------------------------------------------------------------------------------------------
 
 
 ORDER = ("scheduler", "rollout", "reward", "validator", "learner", "keeper", "bus")
@@ -102,7 +92,7 @@ def stage_of(name: str) -> int:
     return ORDER.index(role) if role in ORDER else 1
 
 
-# -- What should happen to each child: a pure state machine, fed with sightings, deaths and a clock -------------------
+# -- one child ---------------------------------------------------------------------------------------------------------
 
 
 FIRST_PAUSE_S = 0.25
@@ -149,6 +139,11 @@ class Sight:
     activity: str = ""
     deadline_s: float = 0.0
     samples: int = 0
+
+    @classmethod
+    def of(cls, entry: Process) -> Sight:
+        """By its entry in the process table."""
+        return cls(entry.state == "ready", entry.progress, entry.activity, entry.deadline_s, entry.samples)
 
 
 @dataclass(frozen=True)
@@ -299,8 +294,8 @@ class Child:
         """It ended for want of space in a run that had some: it is started again until there is, and nothing counts.
         What to tell a person, the first time."""
         self.phase, self.pid, self.due = Phase.BACKOFF, 0, now + SPACE_PAUSE_S
-        told, self.waits_for_space = self.waits_for_space, True
-        return "" if told else f"{self.name} can not go on without space ({how}); it is started again until there is"
+        before, self.waits_for_space = self.waits_for_space, True
+        return "" if before else f"{self.name} cannot go on without space ({how}); it is started again until there is"
 
     def stop(self) -> None:
         """It is to end now and not to be started again."""
@@ -323,7 +318,7 @@ def _of_kills(by_others: bool) -> str:
     )
 
 
-# -- Processes that hold the place of one of ours: a keeper, broker, scheduler or learner that this launch did ... ----
+# -- foreign processes -------------------------------------------------------------------------------------------------
 
 
 class ForeignProcesses:
@@ -337,7 +332,7 @@ class ForeignProcesses:
         """The table was read, `passed_s` after the last time; pid and reason of each that has to be killed."""
         theirs = [one for one in entries if not one.remote and one.label in self._names]
         here = {(one.pid, one.index): one for one in theirs if one.pid not in ours}
-        self._known = {key: self._known.get(key) or self._met(one) for key, one in here.items()}
+        self._known = {key: self._known.get(key) or self._new(one) for key, one in here.items()}
         condemned = []
         for key, child in self._known.items():
             one = here[key]
@@ -346,7 +341,7 @@ class ForeignProcesses:
                 condemned.append((one.pid, f"{kill.why}; this launch did not start it, and it holds a lock of the run"))
         return condemned
 
-    def _met(self, process: Process) -> Child:
+    def _new(self, process: Process) -> Child:
         child = Child(process.label, self._patience)
         child.started(process.pid, 0.0)
         child.became_ready()

@@ -1,18 +1,10 @@
-"""`errors.jsonl`: one line for each event that a person should see, written by any process of the run.
+"""`errors.jsonl`, one line for each event that a person should see, and how often an event of one kind is reported.
 
-Talks to one file. Knows nothing of the bus or of logs. Imports next to nothing: the broker needs it too.
+Any process of the run appends. Talks to one file; time comes from the caller. Knows nothing of the bus or of logs, and
+imports next to nothing: the broker needs it too.
 
-- Many processes append: each line is one write to a file opened for appending, so lines of two never mix.
+- Each line is one write to a file opened for appending, so lines of two processes never mix.
 - `uids` names the samples that a line is about, where it is about samples.
-
-How often a warning of one kind is told: the first at once, the others counted and told together.
-
-Pure: time comes from the caller. Knows nothing of logs or the bus.
-
-- Of one kind at most one line is told every `every_s` seconds, and no occurrence is missing from the counts. A kind
-  that goes on is told of half as often after each line, down to once in `LONGEST_S`, unless its lines name samples.
-- Kinds may hold text from outside: beyond `MOST_KINDS` at once, all further ones are one kind.
-- The samples that the occurrences were about are kept with them, so that a line stands for each of its samples.
 """
 
 from __future__ import annotations
@@ -27,8 +19,6 @@ import msgspec
 
 from busrl.paths import RunPaths
 
-# -- `errors.jsonl`: one line for each event that a person should see, written by any process of the run --------------
-
 
 def record_error(
     paths: RunPaths, process: str, severity: str, where: str, text: str, trace: str = "", uids: Sequence[int] = ()
@@ -40,14 +30,11 @@ def record_error(
         file.write(line + b"\n")
 
 
-# -- How often a warning of one kind is told: the first at once, the others counted and told together -----------------
-
-
 EVERY_S = 5.0
 LONGEST_S = 640.0
 MOST_KINDS = 256
 OTHERS = "(others)"
-MOST_UIDS = 1000  # of one line; more samples than that are not told apart any more
+MOST_UIDS = 1000  # of one line; further samples are only counted
 
 
 class Due(NamedTuple):
@@ -62,7 +49,7 @@ class Due(NamedTuple):
 class _Kind:
     """What was held back of one kind since the last line."""
 
-    told: float
+    reported: float
     every_s: float
     held: int = 0
     latest: tuple[str, ...] = ()
@@ -70,14 +57,23 @@ class _Kind:
 
 
 class Throttle:
-    """`admit` for each occurrence, `due` from time to time for what was held back."""
+    """Reports the first occurrence of a kind at once, and the others counted and together.
+
+    Call `admit` for each occurrence, and `due` from time to time for what was held back.
+
+    - Of one kind at most one line is reported every `every_s` seconds, and no occurrence is missing from the counts. A
+      kind that continues is reported half as often after each line, down to once in `LONGEST_S`, unless its lines name
+      samples.
+    - Kinds may hold text from outside: beyond `MOST_KINDS` at once, all further ones are one kind.
+    - The samples of the occurrences are kept with them, so that a line stands for each of its samples.
+    """
 
     def __init__(self, every_s: float = EVERY_S) -> None:
         self.every_s = every_s
         self._kinds: dict[str, _Kind] = {}
 
     def admit(self, kind: str, line: tuple[str, ...], now: float, uids: Sequence[int] = ()) -> bool:
-        """Whether to tell this one now; if not, it is counted and comes back from `due`."""
+        """Whether to report this one now; if not, it is counted and comes back from `due`."""
         if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
             kind = OTHERS
         known = self._kinds.get(kind)
@@ -92,7 +88,7 @@ class Throttle:
         """What was held back long enough. A kind that was quiet is forgotten."""
         found = []
         for kind, known in list(self._kinds.items()):
-            if not everything and now - known.told < known.every_s:
+            if not everything and now - known.reported < known.every_s:
                 continue
             if known.held:
                 found.append(Due(known.held, known.latest, tuple(known.uids)))

@@ -38,7 +38,7 @@ class OpenSlot(NamedTuple):
 
 
 def write_open(path: str | os.PathLike[str], slots: Iterable[OpenSlot]) -> None:
-    """Write the file whole and durably; also when there is nothing open, since its presence says "ended in order"."""
+    """Write the file whole and durably; also when nothing is open: its presence means that the run ended in order."""
     body = b"".join(_ENTRY.pack(*slot) for slot in slots)
     head = _HEAD.pack(MAGIC, LAYOUT, len(body) // _ENTRY.size, zlib.crc32(body), 0)
     files.replace(Path(path), head + body)

@@ -1,25 +1,17 @@
-"""The set of trained uids that every checkpoint keeps, as a bitmap: one bit per uid up to the highest.
+"""The set of trained uids that every checkpoint keeps, and the mending of a damaged one or of a damaged train log.
 
-Talks to `trained.bin` in a checkpoint directory. Knows nothing of groups, steps or the log.
+Talks to `trained.bin` in the checkpoints, `train.jsonl` and `wal/`. `launch` mends before any role runs, and so does a
+learner that starts. Knows nothing of groups or models: what else a checkpoint holds is looked at where it is loaded.
 
-- The file is the old one or the new one, and a damaged one is refused, never half used.
-- `add` tells which uids were there already; what that means is for the caller to say.
-
-Layout, little endian: "BUSRLTRD", u32 layout 1, u32 crc32 of the packed bytes, u64 uids in the set, u64 bytes of the
-bitmap; then the bitmap, zlib-packed. Bit uid % 8 (from the lowest) of byte uid // 8.
-
-Makes a damaged `trained.bin` of the newest checkpoint whole again, from the train log or from what came before it,
-and a damaged train log from checkpoint and log.
-
-Talks to `checkpoints/`, `train.jsonl` and `wal/`; called by `launch` before any role runs, and by a learner that
-starts. Knows nothing of models: what else a checkpoint holds is looked at where it is loaded.
-
+- `trained.bin`, little endian: "BUSRLTRD", u32 layout 1, u32 crc32 of the packed bytes, u64 uids in the set, u64 bytes
+  of the bitmap; then the bitmap, zlib-packed. Bit uid % 8 (from the lowest) of byte uid // 8.
+- A file is the old one or the new one, and a damaged one is refused, never half used.
 - The train log is made durable before each checkpoint, so its lines up to the checkpoint's step name the very same
   samples. So do the trained set of the checkpoint before and the log's records from there on. Either is believed only
   if it has as many as meta.json says.
-- A line of the train log with an impossible uid is a damaged one, which is told; the file is read a line at a time.
+- A line of the train log with an impossible uid counts as damaged; the file is read a line at a time.
 - A checkpoint whose writer died while it took another's place has its name again before anybody looks for it.
-- What can not be made again is refused with what to do: to pass over it silently would forget who was trained.
+- A set that cannot be made again is refused with what to do: to pass over it silently would forget what was trained.
 """
 
 from __future__ import annotations
@@ -45,9 +37,6 @@ from busrl.files import finish_replacements
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
 
-# -- The set of trained uids that every checkpoint keeps, as a bitmap: one bit per uid up to the highest --------------
-
-
 MAGIC = b"BUSRLTRD"
 LAYOUT = 1
 UID_LIMIT = 1 << 34  # 2 GiB of bitmap: far above any fate table, below what a wild uid would ask for
@@ -66,7 +55,7 @@ class TrainedSet:
         self.add(uids)
 
     def add(self, uids: Iterable[int]) -> list[int]:
-        """Put the uids in; returns those that were there already (or come twice here), in order."""
+        """Add the uids. Returns those that were there already, or that come twice here, in order."""
         again: list[int] = []
         for uid in uids:
             byte, bit = self._place(uid), 1 << (uid & 7)
@@ -143,7 +132,7 @@ class TrainedSet:
     def _place(self, uid: int) -> int:
         """The byte of a uid, growing the bitmap when needed."""
         if not 0 <= uid < UID_LIMIT:
-            raise LedgerError(f"uid {uid} can not be in a trained set: training uids are below {UID_LIMIT}")
+            raise LedgerError(f"uid {uid} cannot be in a trained set: training uids are below {UID_LIMIT}")
         byte = uid >> 3
         if byte >= self._bits.size:
             grown = np.zeros(max(byte + 1, 2 * self._bits.size, 1024), np.uint8)
@@ -156,18 +145,14 @@ class TrainedSet:
         return sum(int(np.bincount(block, minlength=256) @ _ONES) for block in blocks)
 
 
-# -- Makes a damaged `trained.bin` of the newest checkpoint whole again, from the train log or from what came ... -----
+# -- mending -----
 
 
 NAME = "trained.bin"
 LISTING = "files.json"
 TAIL = 1 << 16  # bytes of the train log whose lines are looked at
 MOST_LINE_BYTES = 1 << 28  # what is longer is no line
-
-
 RESTORED = "restored"  # the cause of a line that stands for steps whose own lines are gone
-
-
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _Uid = Annotated[int, msgspec.Meta(ge=0, lt=UID_LIMIT)]
 
@@ -196,7 +181,7 @@ def _checkpoints(paths: RunPaths) -> list[Path]:
 def mend_trained_set(paths: RunPaths) -> str | None:
     """Look at the newest checkpoint's trained set, and write it again if it is damaged; what was done, if anything.
 
-    `FileCorrupt` with the remedy if it can not be made again.
+    `FileCorrupt` with the remedy if it cannot be made again.
     """
     finish_replacements(paths.checkpoints)
     folder = newest_checkpoint(paths)
@@ -207,7 +192,7 @@ def mend_trained_set(paths: RunPaths) -> str | None:
     standing, source = _Standing(paths.train_log), paths.train_log.name
     found = _uids_of(standing.lines(step))
     if len(found) != samples:
-        why = f"{paths.train_log} names {len(found)} samples up to its step, not {samples}{standing.told}"
+        why = f"{paths.train_log} names {len(found)} samples up to its step, not {samples}{standing.damage}"
         found, source = _trained_before(paths, folder, step), "the checkpoint before and the log"
         if len(found) != samples:
             raise _beyond_repair(folder, fault, f"{why}; {source} hold {len(found)}")
@@ -232,7 +217,7 @@ def _meta(folder: Path, fault: str) -> tuple[int, int]:
         meta = json.loads((folder / "meta.json").read_bytes())
         return int(meta["step"]), int(meta["samples"])
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise _beyond_repair(folder, fault, f"its meta.json can not be read either ({problem!r})") from None
+        raise _beyond_repair(folder, fault, f"its meta.json cannot be read either ({problem!r})") from None
 
 
 def _uids_of(lines: Iterable[_Line]) -> TrainedSet:
@@ -244,7 +229,7 @@ def _uids_of(lines: Iterable[_Line]) -> TrainedSet:
 
 class _Standing:
     """The lines of a train log that stand, by their places: the file may be long. A line takes the place of all earlier
-    ones with its step or a later one; half a line at the end, or one that is none, is left out and told."""
+    ones with its step or a later one; half a line at the end, or a damaged one, is left out and counted."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.steps = path, list[int]()
@@ -270,9 +255,9 @@ class _Standing:
             number, at = number + text.endswith(b"\n"), at + len(text)
 
     @property
-    def told(self) -> str:
-        """Lines that are none, in words; "" if there is none."""
-        return f" ({self._damaged} of its lines can not be read, {self._first})" if self._damaged else ""
+    def damage(self) -> str:
+        """The damaged lines in words; empty if there are none."""
+        return f" ({self._damaged} of its lines cannot be read, {self._first})" if self._damaged else ""
 
     def lines(self, until: int) -> Iterator[_Line]:
         """Those up to a step, one after the other."""
@@ -305,15 +290,15 @@ def mend_train_log(
     path: Path, step: int, trained: TrainedSet, records: Iterable[Record], crc_of: Callable[[int], int], least: int
 ) -> str:
     """Write a line again for every step up to `step`: as it stands, or from its record. Samples of `trained` whose line
-    is gone stand together in one, with the crc of their prompts; spaces make it `least` bytes long, so that nobody
-    takes it for a shortened one. The damaged file is kept; what was done."""
+    is gone stand together in one, with the crc of their prompts; spaces make it `least` bytes long, so that it
+    is not taken for a shortened one. The damaged file is kept; what was done."""
     standing, own = _Standing(path), dict[int, _Line]()  # its own are those of the records
     for record in records:
         if record.step <= step:
             samples = [(one.uid, one.attempt, one.prompt_crc) for one in record.samples]
             own[record.step] = _Line(record.step, samples, record.version, record.cause)
-    told = _uids_of(_merged(standing, own, step))
-    gone = [uid for uids in trained.blocks() for uid in uids.tolist() if uid not in told]
+    named = _uids_of(_merged(standing, own, step))
+    gone = [uid for uids in trained.blocks() for uid in uids.tolist() if uid not in named]
     if gone:
         known = {*standing.steps, *own}
         free = next((one for one in range(step, 0, -1) if one not in known), step)
@@ -325,8 +310,8 @@ def mend_train_log(
     standing.path = kept
     files.replace(path, _written(_merged(standing, own, step), least))
     return (
-        f"{path} was damaged or removed{standing.told}; it was written again from checkpoint and log, the steps of "
-        f"{len(gone)} samples are not told apart any more"
+        f"{path} was damaged or removed{standing.damage}; it was written again from checkpoint and log, the steps of "
+        f"{len(gone)} samples are not known any more"
         f"{f', and what was there is kept as {kept.name}' if kept.exists() else ''}"
     )
 
@@ -394,7 +379,7 @@ def _list(folder: Path) -> None:
 
 def _beyond_repair(folder: Path, fault: str, why: str) -> FileCorrupt:
     return FileCorrupt(
-        f"{fault}, and it can not be made again: {why}. Move {folder} out of its directory and start again: the run "
-        "goes on from the checkpoint before it. Steps that neither that one nor the log holds are gone from its "
+        f"{fault}, and it cannot be made again: {why}. Move {folder} out of its directory and start again: the run "
+        "continues from the checkpoint before it. Steps that neither that one nor the log holds are gone from its "
         "history; `busrl audit` names their samples as trained_unlogged"
     )

@@ -1,6 +1,6 @@
 """The train log, `train.jsonl`: one line per optimiser step, for people and for the audit.
 
-Written by the learner after a step; talks to one file. `step_lines` and `last_step` read metrics.jsonl as well. Knows
+The learner writes it after a step. Talks to one file; `step_lines` and `last_step` read metrics.jsonl as well. Knows
 nothing of the write-ahead log's bytes, of the ring or of tensors.
 
 - A line with step s takes the place of all earlier lines with a step >= s: that is how a replay after a restart, or a
@@ -33,13 +33,13 @@ class TrainLine(msgspec.Struct, kw_only=True):
 
 
 def of_step(row: Mapping[str, Any]) -> bool:
-    """Whether a line of train.jsonl or metrics.jsonl is a step's: one with a `kind` tells of groups that ended without
-    a step, under the number of the step before them."""
+    """Whether a line of train.jsonl or metrics.jsonl is a step's. A line with a `kind` reports groups that ended
+    without a step, under the number of the step before them."""
     return "kind" not in row
 
 
 def step_lines(path: Path, tail: int = 0) -> list[dict[str, Any]]:
-    """The lines of steps, in order: what every reader of metrics.jsonl means by its rows. Empty where there is no file;
+    """The lines of steps, in order: the rows of metrics.jsonl for every reader. Empty where there is no file;
     `tail`: only of its last bytes."""
     return [row for row in json_lines(path, tail) if of_step(row)]
 
@@ -71,7 +71,7 @@ class TrainLog:
 
     @property
     def shortened(self) -> bool:
-        """Whether somebody took lines away while it was open."""
+        """Whether lines were removed while it was open."""
         return self._lines.shortened
 
     def flush(self) -> None:

@@ -13,8 +13,8 @@ ring, of tensors or of the optimiser.
 
 A segment `<number>.wal`, little endian: "BUSRLWAL", u32 layout, u32 crc32 of those 12 bytes; then records: "WREC",
 u32 length, u32 crc32 of the length's 4 bytes and the payload, payload (msgpack map of `Record`). Layout 2 knows the
-segments of an answer; files of layout 1 are read as they are, and appended to no more: who knows only layout 1 would
-train them without their masks, so it must meet a head that it refuses.
+segments of an answer; files of layout 1 are read as they are, and never appended to: a reader that knows only layout 1
+would train them without their masks, so it must find a head that it refuses.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Wal:
     """The log in `directory`, opened for appending.
 
     `sync=True` makes every record durable before `append` returns; without it a record survives the death of every
-    process, but not a power cut. `superseded`: the step up to which nobody needs the records any more. `damage` says
+    process, but not a power cut. `superseded`: the step up to which the records are not needed any more. `damage` says
     what was passed over.
     """
 
@@ -262,7 +262,7 @@ class Wal:
         return dropped
 
     def fault(self) -> str:
-        """What somebody else did to the files, so that a restart would not find all records; empty if nothing.
+        """What was done to the files from outside, so that a restart would not find all records; empty if nothing.
         Each call looks at the newest segment and, in turn, at one of all."""
         self._looks += 1
         one_of_all = self._segments[self._looks % len(self._segments)] if self._segments else None
@@ -272,7 +272,7 @@ class Wal:
             try:
                 now = os.stat(segment.path)
             except OSError as exc:
-                return f"{segment.path} can not be found any more ({exc.strerror})"
+                return f"{segment.path} cannot be found any more ({exc.strerror})"
             if (now.st_dev, now.st_ino) != segment.file:
                 return f"{segment.path} is another file than the one that was written"
             if now.st_size != segment.size:
@@ -280,7 +280,7 @@ class Wal:
         return ""
 
     def renew(self) -> None:
-        """Begin anew, after a checkpoint that has made all records superfluous."""
+        """Begin an empty log, after a checkpoint that has made all records superfluous."""
         self._close_segment()
         for segment in self._segments:
             try:
@@ -308,7 +308,7 @@ class Wal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------------------------------ appending
+    # -- appending -----
 
     def _refuse(self, record: Record) -> None:
         if self._broken:
@@ -357,8 +357,8 @@ class Wal:
         return end
 
     def _take_back(self, segment: _Segment) -> None:
-        """Remove a record that could not be written whole. If even that fails nobody knows what a restart will read,
-        so nothing more is appended."""
+        """Remove a record that could not be written whole. If even that fails it is unknown what a restart
+        will read, so nothing more is appended."""
         try:
             os.ftruncate(self._fd, segment.size)
         except OSError as exc:
@@ -369,7 +369,7 @@ class Wal:
             os.close(self._fd)
             self._fd = -1
 
-    # -------------------------------------------------------------------------------------------------- opening
+    # -- opening -----
 
     def _open(self) -> None:
         paths = sorted(path for path in self.directory.glob("*.wal") if path.stem.isdigit())

@@ -1,6 +1,6 @@
-"""The file of a recording: how it is written, and how it is read again, whole or torn. The format: docs/monitor.md.
+"""Recordings: the file, how it is written and how it is read again, and the recorder that fills one from a run's tap.
 
-Pure but for one file. Knows nothing of sockets or of runs.
+Talks to the tap, the ring (read-only) and one new file. Knows nothing of replays. The format (docs/monitor.md):
 
     header:  8 bytes "BUSRLREC", u32 format, u32 bytes of the map, u32 crc32 of the map, the map (msgpack)
     record:  u32 bytes of the payload, u32 crc32 of the payload, payload
@@ -10,16 +10,11 @@ All numbers are little endian. crc32 is the one of zip and zlib.
 
 - A record is whole or it is not there: reading stops at the first one that is cut or damaged, and says so.
 - A writer appends only, so whatever ends it, what it had written before can be read.
-
-Writes what passes the tap of a run into a file, until it is asked to stop or the run has ended.
-
-Talks to the tap, the ring (read-only) and one new file. Knows nothing of replays.
-
-- It can not hurt the run: the tap drops for it rather than wait, and it stops before it fills the disk that the run
-  writes its log to.
-- What it missed is counted from the senders' own numbers and stands in the file.
-- It reads in batches, which costs the machine of the run a tenth of waking up for each message. A record's time is when
-  its message was sent, by the sender's clock, but never before the record before it or after it was read.
+- Recording cannot hurt the run: the tap drops for it rather than wait, and it stops before it fills the disk that the
+  run writes its log to.
+- What was missed is counted from the senders' own numbers and stands in the file.
+- The recorder reads in batches, which costs the machine of the run a tenth of waking up for each message. A record's
+  time is when its message was sent, by the sender's clock, but never before the record before it or after it was read.
 """
 
 from __future__ import annotations
@@ -40,13 +35,14 @@ import msgspec
 import busrl
 from busrl.bus.tap import Tap
 from busrl.errors import DiskFull, FileCorrupt, NoSuchRun, UserError
-from busrl.launch.display import status
-from busrl.monitor.sources import Look, RunFiles, launched
+from busrl.monitor.runfiles import RunFiles
+from busrl.monitor.sources import Look, holder_of
 from busrl.monitor.state import Facts
+from busrl.monitor.status import status
 from busrl.paths import RunPaths
 from busrl.protocol import VERSION
 
-# -- The file of a recording: how it is written, and how it is read again, whole or torn. The format: ... -------------
+# -- the file ----------------------------------------------------------------------------------------------------------
 
 
 MAGIC: Final = b"BUSRLREC"
@@ -63,7 +59,7 @@ class Kind(IntEnum):
     """What a record holds. A reader passes over kinds that it does not know."""
 
     MESSAGE = 0  # a message of the bus: its topic and its bytes
-    LOOK = 1  # a look at the ring (RingSeen, msgpack)
+    LOOK = 1  # a look at the ring (RingRecord, msgpack)
     DROPS = 2  # Drops: what was missed so far
     END = 3  # End: the last record of a recording that was ended in order
 
@@ -111,7 +107,7 @@ class Entry(NamedTuple):
 
 
 class Writer:
-    """Appends records to a new file. DiskFull if it can not; what was written stays readable."""
+    """Appends records to a new file. DiskFull if it cannot; what was written stays readable."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path, self.bytes, self._last_at = path, 0, 0
@@ -120,7 +116,7 @@ class Writer:
         except FileExistsError:
             raise UserError(f"{path} exists; choose another name, or remove it") from None
         except OSError as error:
-            raise UserError(f"{path} can not be made: {error.strerror}; choose another place with -o") from None
+            raise UserError(f"{path} cannot be made: {error.strerror}; choose another place with -o") from None
         packed = msgspec.msgpack.encode(header)
         self._buffer = bytearray(FIXED.pack(MAGIC, FORMAT, len(packed), zlib.crc32(packed)) + packed)
         self.flush()
@@ -229,7 +225,7 @@ class Recording:
             raise UserError(f"{self.path}: recording format {number}, this program reads {FORMAT}; use a newer busrl")
         packed = self._file.read(size) if size <= MAX_HEADER else b""
         if len(packed) < size or zlib.crc32(packed) != crc:
-            raise FileCorrupt(f"{self.path}: its header is damaged, so it can not be read; record again")
+            raise FileCorrupt(f"{self.path}: its header is damaged, so it cannot be read; record again")
         return _decode(packed, Header, self.path)
 
 
@@ -260,7 +256,7 @@ def summary(path: str | os.PathLike[str]) -> dict[str, Any]:
         }
 
 
-# -- Writes what passes the tap of a run into a file, until it is asked to stop or the run has ended ------------------
+# -- the recorder ------------------------------------------------------------------------------------------------------
 
 
 LOOK_EVERY_S: Final = 1.0
@@ -288,7 +284,7 @@ class Recorder:
         self._writer = Writer(out, Header.now(facts, busrl.__version__))
         self._tap = Tap(self._files.tap())
         self._asked, self._stopped = "", threading.Event()
-        self._told_missed = 0
+        self._missed_written = 0
         self._absent = 0
         self.messages = self.bytes = 0
 
@@ -297,8 +293,8 @@ class Recorder:
         self._asked = self._asked or why
         self._stopped.set()
 
-    def run(self, told: Callable[[Recorder], None] = lambda _: None) -> End:
-        """Record. `told` is called after each look, about once a second."""
+    def run(self, looked: Callable[[Recorder], None] = lambda _: None) -> End:
+        """Record. `looked` is called after each look, about once a second."""
         end, next_look = time.monotonic() + self._bounds.seconds, 0.0
         try:
             while not (why := self._asked):
@@ -306,7 +302,7 @@ class Recorder:
                 if now >= next_look:
                     next_look = now + LOOK_EVERY_S
                     self._once_a_second()
-                    told(self)
+                    looked(self)
                 if now >= end:
                     self.stop("the time is over")
                 self._stopped.wait(max(0.0, min(WAKE_S, end - now)))
@@ -347,9 +343,9 @@ class Recorder:
             self.stop(f"less than {FREE_BYTES >> 20} MiB are free where {self._out} is")
 
     def _write_drops(self) -> None:
-        if self.missed == self._told_missed:
+        if self.missed == self._missed_written:
             return
-        self._told_missed = self.missed
+        self._missed_written = self.missed
         by = {f"{sender} {topic}": count for (sender, topic), count in self._tap.gaps.missed_by.items()}
         self._writer.add(Kind.DROPS, b"", msgspec.msgpack.encode(Drops(self.missed, by)))
 
@@ -364,7 +360,7 @@ class Recorder:
 def refuse_if_over(paths: RunPaths, look: Look) -> None:
     """NoSuchRun if nobody runs there, in the words of `busrl status`; a launch that just starts is somebody."""
     seen = look.look()
-    if seen is not None and (seen.living or launched(paths)):
+    if seen is not None and (seen.living or holder_of(paths) is not None):
         return
     look.close()
     if look.damage:

@@ -1,24 +1,13 @@
-"""Single keys from a terminal, without waiting for Enter, and the terminal as it was afterwards.
+"""The state of a run on a terminal, drawn with `rich`: the screen of `busrl monitor`, and the lines below `launch`'s.
 
-Talks to one terminal; knows nothing of what the keys mean.
+Draws a `RunState`; reads keys, never waits for Enter, and leaves the terminal as it was. Knows nothing of where the
+state comes from.
 
-The live picture for a terminal, drawn with `rich`: what is where at which size, and in which colour.
-
-Pure but for reading a `RunState`; imports `rich`, so it is imported only where that is installed. Knows nothing of keys
-or of where the picture comes from.
-
-- Every section has a height that is worked out from the terminal's; a section that does not fit is cut, never wrapped.
-- Text from outside is made safe first and never parsed as markup.
-
-The loops of `busrl monitor`: one snapshot, lines that go on, or the live screen until `q`.
-
-Talks to a `Watcher` and a terminal. Knows nothing of how the picture is made.
-
-- After the first picture it lowers its priority to the least, so on a machine whose cores are all busy it gets some
-  1.5 % of one, whatever there is to draw.
-- It wakes up a few times a second and reads what has come since, so a busy bus costs it no more wake-ups than a quiet
-  one; only a full batch makes it go on at once.
-- Drawing takes at most `DRAW_SHARE` of one core: the longer a picture takes to draw, the longer it stays.
+- What is drawn fits the terminal, whatever the run is called and however much there is to show.
+- A watcher reads what has come since the last time, so a busy bus costs it no more wake-ups than a quiet one; only a
+  full batch makes it read on at once.
+- After the first screen a watcher lowers its priority to the least, so it gets some 1.5 % of a core on a busy machine.
+- Drawing takes at most `DRAW_SHARE` of one core: the longer a screen takes to draw, the longer it stays.
 """
 
 from __future__ import annotations
@@ -33,20 +22,20 @@ from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.layout import Layout
+from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from busrl.launch.story import safe, short
-from busrl.monitor import words
+from busrl.monitor import text
 from busrl.monitor.snapshot import snapshot
 from busrl.monitor.sources import BATCH, Watcher
 from busrl.monitor.state import ProcessRow, RunState
-from busrl.monitor.words import chart, gauge, portions
+from busrl.monitor.text import chart, gauge, portions, safe, short
 
-# -- Single keys from a terminal, without waiting for Enter, and the terminal as it was afterwards --------------------
+# -- keys --------------------------------------------------------------------------------------------------------------
 
 
 class Keys:
@@ -74,7 +63,7 @@ class Keys:
         return got.decode(errors="replace") if got else "q"  # the terminal is gone
 
 
-# -- The live picture for a terminal, drawn with `rich`: what is where at which size, and in which colour -------------
+# -- drawing -----------------------------------------------------------------------------------------------------------
 
 
 WIDE: Final = 110
@@ -114,53 +103,74 @@ class Sizes:
         return cls(room - listed, table, facts, listed)
 
 
-def view(picture: RunState, now: float, wall: float, width: int, height: int, errors_only: bool = False) -> Layout:
+def view(run: RunState, now: float, wall: float, width: int, height: int, errors_only: bool = False) -> Layout:
     """The whole screen; `errors_only` gives the middle of it to the list of errors."""
-    rows = picture.rows(now)
+    rows = run.rows(now)
     sizes = Sizes.of(
-        height, len(rows), picture.complaints.count, FACTS + bool(words.controller(picture)) + bool(picture.sample)
+        height, len(rows), run.errors.count, FACTS + bool(text.controller(run)) + bool(run.sample)
     )
     screen = Layout()
-    head = Layout(_head(picture, now, wall, width), size=2)
-    foot = Layout(_foot(picture, now, errors_only), size=1)
+    head = Layout(_head(run, now, wall, width), size=2)
+    foot = Layout(_foot(run, now, errors_only), size=1)
     if errors_only:
-        screen.split_column(head, Layout(_errors(picture, wall, max(1, height - 3))), foot)
+        screen.split_column(head, Layout(_errors(run, wall, max(1, height - 3))), foot)
         return screen
     parts = [head]
     if sizes.charts >= 3:
-        parts.append(Layout(_charts(picture, width, sizes.charts), size=sizes.charts))
+        parts.append(Layout(_charts(run, width, sizes.charts), size=sizes.charts))
     elif sizes.charts:
         parts.append(Layout(Text(), size=sizes.charts))
     if sizes.processes:
-        parts.append(Layout(_middle(picture, rows, width, sizes.processes), size=sizes.processes))
-    parts.append(Layout(_facts(picture, now, width), size=sizes.facts))
-    parts.append(Layout(_errors(picture, wall, sizes.errors), size=sizes.errors))
+        parts.append(Layout(_middle(run, rows, width, sizes.processes), size=sizes.processes))
+    parts.append(Layout(_facts(run, now, width), size=sizes.facts))
+    parts.append(Layout(_errors(run, wall, sizes.errors), size=sizes.errors))
     screen.split_column(*parts, foot)
     return screen
 
 
-def _head(picture: RunState, now: float, wall: float, width: int) -> RenderableType:
-    style = RUN_STYLE.get(picture.state, "cyan")
+def below(run: RunState, rows: list[ProcessRow], now: float, wall: float, width: int, height: int) -> Group:
+    """The same in at most `height` lines, to be drawn again and again below the lines of a log."""
+    bar, legend = _slots(run, width - 13)
+    course = run.steps.course(lambda one: one.reward)
+    recent = run.steps.recent(lambda one: one.reward)
+    waits = f"waiting for the first step{f' ({safe(run.waiting, 60)})' if run.waiting else ''}"
+    drawn = Text(chart(course, 24, 1)[0].rstrip(), "cyan") if course else Text(waits, LABELS)
+    if course and recent is not None:
+        drawn.append(f" {course[0] if run.first_reward is None else run.first_reward:.3f} → {recent:.3f}", "bold")
+    lines: list[RenderableType] = [
+        _head(run, now, wall, width),
+        _labelled("reward", drawn),
+        _labelled("policy", Text(text.policy_words(run) or "no step yet")),
+        _labelled("speed", Text(text.speed(run.speed(now)))),
+        _labelled("slots", bar),
+        _labelled("", legend),
+    ]
+    room = height - len(lines) - 2  # the head has two lines, the table of processes one
+    return Group(*lines, _processes(rows, room)) if room > 0 else Group(*lines[: max(0, height - 1)])
+
+
+def _head(run: RunState, now: float, wall: float, width: int) -> RenderableType:
+    style = RUN_STYLE.get(run.state, "cyan")
     title = Text(no_wrap=True, overflow="ellipsis")
     title.append(" busrl ", "bold black on cyan")
-    title.append(f" {words.headline(picture, wall)}", f"bold {style}")
-    if picture.ended and picture.ring is None and not picture.damage:
-        title.append(f" · {safe(picture.ended)}", style)
-    told = f" {words.progress(picture, now)} "
-    goal = picture.facts.max_steps
-    full, empty = gauge(picture.at_step / goal if goal else 0.0, max(4, width - len(told) - 1))
-    return Group(title, Text.assemble(" ", (full, "green"), (empty, "grey30"), (told, "bold"), no_wrap=True))
+    title.append(f" {text.headline(run, wall)}", f"bold {style}")
+    if run.ended and run.ring is None and not run.damage:
+        title.append(f" · {safe(run.ended)}", style)
+    said = f" {text.progress(run, now)} "
+    goal = run.facts.max_steps
+    full, empty = gauge(run.at_step / goal if goal else 0.0, max(4, width - len(said) - 1))
+    return Group(title, Text.assemble(" ", (full, "green"), (empty, "grey30"), (said, "bold"), no_wrap=True))
 
 
-def _foot(picture: RunState, now: float, errors_only: bool) -> RenderableType:
+def _foot(run: RunState, now: float, errors_only: bool) -> RenderableType:
     other = "back" if errors_only else "errors"
     keys = Text.assemble((" q", "bold"), (" quit  ", LABELS), ("e", "bold"), (f" {other}  ", LABELS), no_wrap=True)
-    keys.append(words.speed(picture, now), LABELS)
+    keys.append(text.speed(run.speed(now)), LABELS)
     return keys
 
 
-def _charts(picture: RunState, width: int, height: int) -> RenderableType:
-    steps = picture.steps
+def _charts(run: RunState, width: int, height: int) -> RenderableType:
+    steps = run.steps
     wanted = [("reward", steps.course(lambda one: one.reward), "green", ".3f")]
     wanted.append(("length", steps.course(lambda one: one.length), "cyan", ".1f"))
     if width >= WIDE:
@@ -176,27 +186,28 @@ def _chart(name: str, course: list[float], style: str, form: str, width: int, he
             Text("no step yet", LABELS), title=name, title_align="left", border_style="grey37", box=box.ROUNDED
         )
     recent = course[-10:]
-    told = f"{course[0]:{form}} → {sum(recent) / len(recent):{form}}"
+    said = f"{course[0]:{form}} → {sum(recent) / len(recent):{form}}"
     lines = chart(course, max(1, width - 4), max(1, height - 2))
     return Panel(
         Text("\n".join(lines), style, no_wrap=True),
-        title=Text.assemble((name, "bold"), "  ", (told, style)), title_align="left",
+        title=Text.assemble((name, "bold"), "  ", (said, style)), title_align="left",
         subtitle=Text(f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps", LABELS),
         subtitle_align="right",
         border_style="grey37", box=box.ROUNDED,
     )
 
 
-def _middle(picture: RunState, rows: list[ProcessRow], width: int, height: int) -> RenderableType:
-    table = _processes(rows, width, height - 3)
+def _middle(run: RunState, rows: list[ProcessRow], width: int, height: int) -> RenderableType:
+    table = Panel(_processes(rows, height - 3), border_style="grey37", box=box.ROUNDED)
     if width < WIDE:
         return table
     both = Layout()
-    both.split_row(Layout(table, ratio=5), Layout(_messages(picture, height - 3), ratio=2))
+    both.split_row(Layout(table, ratio=5), Layout(_messages(run, height - 3), ratio=2))
     return both
 
 
-def _processes(rows: list[ProcessRow], width: int, room: int) -> Panel:
+def _processes(rows: list[ProcessRow], room: int) -> Table:
+    """At most `room` lines, without the head."""
     table = Table(box=None, expand=True, pad_edge=False, header_style=LABELS)
     table.add_column("process", no_wrap=True)
     table.add_column("pid", justify="right", no_wrap=True)
@@ -210,12 +221,12 @@ def _processes(rows: list[ProcessRow], width: int, room: int) -> Panel:
         table.add_row(*_cells(row))
     if hidden > 0:
         table.add_row(Text(f"{hidden + 1} more", LABELS))
-    return Panel(table, border_style="grey37", box=box.ROUNDED)
+    return table
 
 
 def _cells(row: ProcessRow) -> tuple[Text, ...]:
-    style = {"dead": "red", "starting": "yellow", "ready": "green"}.get(row.state, "cyan")
-    doing = words.doing(row)
+    style = {"dead": "red", "gone": LABELS, "ready": "green", "on the bus": "cyan"}.get(row.state, "yellow")
+    doing = text.doing(row)
     full, empty = gauge(row.busy or 0.0, 6)
     busy = Text.assemble((full, "green"), (empty, "grey30"), f" {row.busy:4.0%}") if row.busy is not None else Text("-")
     version = Text(str(row.version) if row.version else "")
@@ -226,45 +237,45 @@ def _cells(row: ProcessRow) -> tuple[Text, ...]:
         Text(str(row.pid) if row.pid else "", LABELS),
         Text("LATE: " + doing if row.late else doing, "bold red" if row.late else LABELS if doing == "idle" else style),
         busy,
-        Text(words.age(row.progress_age_s), "bold red" if row.late else ""),
+        Text(text.age(row.progress_age_s), "bold red" if row.late else ""),
         version,
         Text(short(row.samples) if row.samples else ""),
     )
 
 
-def _messages(picture: RunState, room: int) -> Panel:
+def _messages(run: RunState, room: int) -> Panel:
     table = Table(box=None, expand=True, pad_edge=False, header_style=LABELS)
     table.add_column("message", no_wrap=True, ratio=1)
     table.add_column("per s", justify="right", no_wrap=True)
     table.add_column("all", justify="right", no_wrap=True)
-    flows = sorted(picture.traffic.by_name.items(), key=lambda item: -item[1].count)
+    flows = sorted(run.traffic.by_name.items(), key=lambda item: -item[1].count)
     for name, flow in flows[: max(0, room)]:
         table.add_row(Text(name.lower()), Text(f"{flow.rate.per_s():.1f}"), Text(short(flow.count), LABELS))
     return Panel(table, border_style="grey37", box=box.ROUNDED)
 
 
-def _facts(picture: RunState, now: float, width: int) -> RenderableType:
-    bar, legend = _slots(picture, width - 13)
-    bad = picture.traffic.missed or picture.traffic.lag_s > 1.0
+def _facts(run: RunState, now: float, width: int) -> RenderableType:
+    bar, legend = _slots(run, width - 13)
+    bad = run.traffic.missed or run.traffic.lag_s > 1.0
     lines = [
         _labelled("slots", bar),
         _labelled("", legend),
-        _labelled("trigger", Text(words.trigger(picture, now))),
-        *([_labelled("control", Text(control))] if (control := words.controller(picture)) else []),
-        _labelled("policy", Text(words.policy_words(picture) or "no step yet")),
-        *([_labelled("sample", Text(safe(picture.sample)))] if picture.sample else []),
-        _labelled("staleness", Text(words.staleness(picture))),
-        _labelled("bus", Text(words.bus(picture, now), "yellow" if bad else "")),
+        _labelled("trigger", Text(text.trigger(run, now))),
+        *([_labelled("control", Text(control))] if (control := text.controller(run)) else []),
+        _labelled("policy", Text(text.policy_words(run) or "no step yet")),
+        *([_labelled("sample", Text(safe(run.sample)))] if run.sample else []),
+        _labelled("staleness", Text(text.staleness(run))),
+        _labelled("bus", Text(text.bus(run, now), "yellow" if bad else "")),
     ]
     return Group(*lines)
 
 
-def _labelled(label: str, text: Text) -> Text:
-    return Text.assemble((f" {label:<10}", LABELS), text, no_wrap=True, overflow="ellipsis")
+def _labelled(label: str, content: Text) -> Text:
+    return Text.assemble((f" {label:<10}", LABELS), content, no_wrap=True, overflow="ellipsis")
 
 
-def _slots(picture: RunState, width: int) -> tuple[Text, Text]:
-    states = words.occupancy(picture)
+def _slots(run: RunState, width: int) -> tuple[Text, Text]:
+    states = text.occupancy(run)
     bar, legend = Text(), Text()
     for (name, count), cells in zip(states, portions([count for _, count in states], width)):
         bar.append("█" * cells, STATE_STYLE[name])
@@ -272,29 +283,28 @@ def _slots(picture: RunState, width: int) -> tuple[Text, Text]:
         legend.append(f"{name} {count:,}  ")
     if states:
         return bar, legend
-    if picture.damage:  # over both lines, as it holds a path and the remedy
-        why = safe(picture.damage)
+    if run.damage:  # over both lines, as it holds a path and the remedy
+        why = safe(run.damage)
         return Text(why[:width], "red"), Text(why[width:], "red")
     return Text("no ring", LABELS), legend
 
 
-def _errors(picture: RunState, wall: float, height: int) -> RenderableType:
-    complaints = picture.complaints
-    if not complaints.count:
+def _errors(run: RunState, wall: float, height: int) -> RenderableType:
+    if not run.errors.count:
         return Text(" no errors", LABELS)
-    count = Text(f" {complaints.count} errors  ", "bold yellow")
+    count = Text(f" {run.errors.count} errors  ", "bold yellow")
     lines = [
         Text.assemble(
             count if at == 0 else " " * len(count),
-            (words.complaint(error, wall), SEVERITY_STYLE.get(error.severity, "")),
+            (text.error_line(error, wall), SEVERITY_STYLE.get(error.severity, "")),
             no_wrap=True, overflow="ellipsis",
         )
-        for at, error in enumerate(complaints.newest(height))
+        for at, error in enumerate(run.errors.newest(height))
     ]
     return Group(*lines)
 
 
-# -- The loops of `busrl monitor`: one snapshot, lines that go on, or the live screen until `q` -----------------------
+# -- the loops of `busrl monitor` --------------------------------------------------------------------------------------
 
 
 NICE: Final = 19
@@ -321,7 +331,7 @@ def settle(watcher: Watcher, seconds: float) -> None:
     """Look, listen for so long or until a replay is over, look again."""
     end = time.monotonic() + seconds
     watcher.refresh(time.monotonic(), force=True)
-    while not watcher.picture.replay_over and (left := end - time.monotonic()) > 0:
+    while not watcher.run.replay_over and (left := end - time.monotonic()) > 0:
         watcher.tap.wait(min(WAKE_S, left))
         catch_up(watcher)
     watcher.listen(time.monotonic())
@@ -330,16 +340,16 @@ def settle(watcher: Watcher, seconds: float) -> None:
 
 def as_data(watcher: Watcher) -> dict[str, Any]:
     """The snapshot of the picture now."""
-    return snapshot(watcher.picture, time.monotonic(), time.time())
+    return snapshot(watcher.run, time.monotonic(), time.time())
 
 
 def as_text(watcher: Watcher) -> str:
     """The picture now, in plain lines."""
-    return "\n".join(words.lines(watcher.picture, time.monotonic(), time.time()))
+    return "\n".join(text.lines(watcher.run, time.monotonic(), time.time()))
 
 
 def run_plain(watcher: Watcher, out: TextIO) -> None:
-    """A line every few seconds until the run or the replay has ended, or whoever reads is gone."""
+    """A line every few seconds until the run or the replay has ended, or the reader is gone."""
     watcher.refresh(time.monotonic(), force=True)
     print(as_text(watcher), file=out, flush=True)
     give_way(NICE)
@@ -349,21 +359,17 @@ def run_plain(watcher: Watcher, out: TextIO) -> None:
         catch_up(watcher)
         if time.monotonic() >= due:
             due = time.monotonic() + LINE_S
-            print(words.line(watcher.picture, time.monotonic()), file=out, flush=True)
+            print(text.line(watcher.run, time.monotonic()), file=out, flush=True)
     print(as_text(watcher), file=out, flush=True)
 
 
 def over(watcher: Watcher) -> bool:
     """Whether there is nothing more to come."""
-    return watcher.picture.replay_over or watcher.picture.state == "ended"
+    return watcher.run.replay_over or watcher.run.state == "ended"
 
 
 def run_live(watcher: Watcher, stdin: TextIO) -> None:
-    """The live screen until `q`. Imports `rich`."""
-    from rich.console import Console
-    from rich.live import Live
-
-
+    """The live screen until `q`."""
     console, errors_only, gave_way, due, drawn = Console(), False, False, 0.0, (0, 0)
     watcher.refresh(time.monotonic(), force=True)
     with Keys(stdin) as keys, Live(console=console, screen=True, auto_refresh=False) as live:
@@ -372,7 +378,7 @@ def run_live(watcher: Watcher, stdin: TextIO) -> None:
             now, size = time.monotonic(), (console.size.width, console.size.height)
             if now >= due or size != drawn:
                 begun, drawn = time.process_time(), size
-                live.update(view(watcher.picture, now, time.time(), *size, errors_only), refresh=True)
+                live.update(view(watcher.run, now, time.time(), *size, errors_only), refresh=True)
                 due = now + max(DRAW_S, (time.process_time() - begun) / DRAW_SHARE)
                 if not gave_way:
                     give_way(NICE)

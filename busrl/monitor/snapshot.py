@@ -1,6 +1,6 @@
-"""A picture as plain data, for `busrl monitor --once --json`. The keys are documented in docs/monitor.md and stay.
+"""The state of a run as plain data, for `busrl monitor --once --json`; its keys are documented in docs/monitor.md.
 
-Pure. Knows nothing of where the picture came from. A number that is not known is null; nothing is estimated.
+Pure. Knows nothing of where it came from. A number that is not known is null; nothing is estimated.
 
 - Keys are only ever added. What would change or take one away raises `SCHEMA`.
 """
@@ -19,37 +19,37 @@ CHART_STEPS: Final = 512
 ERRORS: Final = 20
 
 
-def snapshot(picture: RunState, now: float, wall: float) -> dict[str, Any]:
-    """One JSON object; `now` on the picture's clock, `wall` seconds since the epoch."""
-    facts, speed = picture.facts, picture.speed(now)
+def snapshot(run: RunState, now: float, wall: float) -> dict[str, Any]:
+    """One JSON object; `now` on the clock of `run`, `wall` seconds since the epoch."""
+    facts, speed = run.facts, run.speed(now)
     return {
         "schema": SCHEMA,
         "time": wall,
         "run": {
             "name": facts.name, "run_id": facts.run_id, "uuid": facts.uuid, "run_dir": facts.run_dir,
-            "launch_pid": facts.launch_pid or None, "started": _round(facts.started) or None, "state": picture.state,
-            "ended": picture.ended, "replay": picture.replay, "problem": picture.damage,
+            "launch_pid": facts.launch_pid or None, "started": _round(facts.started) or None, "state": run.state,
+            "ended": run.ended, "replay": run.replay, "problem": run.damage,
         },
         "progress": {
-            "step": picture.at_step, "max_steps": facts.max_steps or None, "version": picture.version,
-            "since_step_s": _round(picture.since_step_s(now)), "left_s": _round(picture.left_s(now)),
+            "step": run.at_step, "max_steps": facts.max_steps or None, "version": run.version,
+            "since_step_s": _round(run.since_step_s(now)), "left_s": _round(run.left_s(now)),
         },
-        "processes": [_process(row) for row in picture.rows(now)],
-        "ring": _ring(picture),
-        "trigger": _trigger(picture),
-        "control": _control(picture),
-        "staleness": _staleness(picture),
-        "charts": _charts(picture),
-        "policy": _policy(picture),
-        "sample": picture.sample or None,
+        "processes": [_process(row) for row in run.rows(now)],
+        "ring": _ring(run),
+        "trigger": _trigger(run),
+        "control": _control(run),
+        "staleness": _staleness(run),
+        "charts": _charts(run),
+        "policy": _policy(run),
+        "sample": run.sample or None,
         "validations": [
             {"round": one.round, "version": one.version, "mean": _round(one.mean)}
-            for one in picture.validations.values()
+            for one in run.validations.values()
         ],
-        "messages": _messages(picture),
+        "messages": _messages(run),
         "errors": {
-            "count": picture.complaints.count,
-            "newest": [_error(error) for error in picture.complaints.newest(ERRORS)],
+            "count": run.errors.count,
+            "newest": [_error(error) for error in run.errors.newest(ERRORS)],
         },
         "throughput": {
             "samples_per_s": _round(speed.samples_per_s), "tokens_per_s": _round(speed.tokens_per_s),
@@ -71,8 +71,8 @@ def _process(row: ProcessRow) -> dict[str, Any]:
     }
 
 
-def _ring(picture: RunState) -> dict[str, Any] | None:
-    ring = picture.ring
+def _ring(run: RunState) -> dict[str, Any] | None:
+    ring = run.ring
     if ring is None:
         return None
     return {
@@ -82,22 +82,22 @@ def _ring(picture: RunState) -> dict[str, Any] | None:
     }
 
 
-def _trigger(picture: RunState) -> dict[str, Any]:
-    facts, ring = picture.facts, picture.ring
+def _trigger(run: RunState) -> dict[str, Any]:
+    facts, ring = run.facts, run.ring
     known = ring is not None and ring.groups_ready >= 0
     return {
         "n_min": facts.n_min or None,
         "t_max_s": facts.t_max_s if math.isfinite(facts.t_max_s) else None,
         "groups_ready": ring.groups_ready if ring is not None and known else None,
         "groups_open": ring.groups_open if ring is not None and known else None,
-        "waiting": picture.waiting,
-        "credit": picture.credit if picture.credit >= 0 else None,
+        "waiting": run.waiting,
+        "credit": run.credit if run.credit >= 0 else None,
     }
 
 
-def _control(picture: RunState) -> dict[str, Any] | None:
-    """None without a controller, or before it was heard of."""
-    newest = picture.steps.newest
+def _control(run: RunState) -> dict[str, Any] | None:
+    """None without a controller, or before it is known."""
+    newest = run.steps.newest
     if newest is None or not newest.control_n_min:
         return None
     return {
@@ -106,23 +106,23 @@ def _control(picture: RunState) -> dict[str, Any] | None:
     }
 
 
-def _staleness(picture: RunState) -> dict[str, Any]:
-    newest = picture.steps.newest or StepRecord(0)
-    known = len(picture.steps) > 0
+def _staleness(run: RunState) -> dict[str, Any]:
+    newest = run.steps.newest or StepRecord(0)
+    known = len(run.steps) > 0
     return {
-        "mode": picture.facts.mode,
-        "bound": picture.facts.max_staleness if picture.facts.mode == "batch-async" else None,
+        "mode": run.facts.mode,
+        "bound": run.facts.max_staleness if run.facts.mode == "batch-async" else None,
         "mean": _round(newest.age_mean) if known else None,
         "p95": _round(newest.age_p95) if known else None,
         "max": _round(newest.age_max) if known else None,
     }
 
 
-def _policy(picture: RunState) -> dict[str, Any]:
-    """Means over the newest steps; None where no step told."""
-    steps = picture.steps
+def _policy(run: RunState) -> dict[str, Any]:
+    """Means over the newest steps; None where no step has them."""
+    steps = run.steps
     return {
-        "flat_share": _round(steps.recent(lambda one: one.flat_share)),
+        "flat_share": _round(steps.flat_share(run.idle)),
         "cut_share": _round(steps.recent(lambda one: one.cut_share)),
         "entropy": _round(steps.recent(lambda one: one.entropy)),
         "ess": _round(steps.recent(lambda one: one.ess)),
@@ -130,8 +130,8 @@ def _policy(picture: RunState) -> dict[str, Any]:
     }
 
 
-def _charts(picture: RunState) -> dict[str, Any]:
-    steps = picture.steps
+def _charts(run: RunState) -> dict[str, Any]:
+    steps = run.steps
     return {
         "steps": steps.numbers()[-CHART_STEPS:],
         "reward": _finite(steps.course(lambda one: one.reward)),
@@ -144,8 +144,8 @@ def _finite(course: list[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in course[-CHART_STEPS:]]
 
 
-def _messages(picture: RunState) -> dict[str, Any]:
-    traffic = picture.traffic
+def _messages(run: RunState) -> dict[str, Any]:
+    traffic = run.traffic
     return {
         "count": traffic.count, "bytes": traffic.bytes, "per_s": _round(traffic.per_s()), "missed": traffic.missed,
         "malformed": traffic.malformed, "lag_s": _round(traffic.lag_s), "resyncs": traffic.resyncs,

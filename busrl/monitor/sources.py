@@ -1,66 +1,41 @@
-"""Which run is meant: a run directory, an endpoint, or the only run of this user that lives.
+"""What a monitor reads: which run is meant, its ring, its files and its bus, all folded into one `RunState`.
 
-Looks into /dev/shm and /proc, for reading. Knows nothing of what is done with the run.
+Talks to the tap of the bus, the ring and the files of a run, all for reading. Knows nothing of how the state is shown.
 
-Looks at the ring of a run without being seen: maps it read-only, takes no entry in its process table.
-
-Talks to the ring and the fate table, both opened for reading. Knows nothing of messages or terminals.
-
-- A run that ends takes its ring away and a later start makes another: `look` finds the one that is there now.
-- The mapping is `PROT_READ`, so no bug here can write; whoever kills a monitor leaves nothing behind.
-- A ring that is there and can not be read is not the same as none: `damage` says why.
-
-Reads the files of a run while it writes them: facts once, lines of metrics.jsonl and errors.jsonl as they come.
-
-Opens files for reading only, and keeps none open. Knows nothing of the bus or of what is shown.
-
-- A line counts once it has its end; a torn last one is read later. A damaged line is left out.
-- At first only the end of a long file is read, so attaching to an old run takes no longer than to a young one.
-
-Keeps one picture up to date: attaches to a run or an endpoint, reads ring and files, then listens.
-
-Talks to the tap, the ring (read-only) and the run's files (read-only). Knows nothing of how the picture is shown.
-
+- Nothing is written, sent or registered, so there is nothing to take back at the end: the ring is mapped `PROT_READ`,
+  and no entry of its process table is taken.
 - Subscribe first, then look, then listen: what is sent between the look and the first message read is not missed, and
-  the picture is right before the first message.
-- Whoever is behind by more than `BEHIND_S` gives up the backlog, counts it and looks again: the present is in the ring.
-- Nothing is written, sent or registered, so there is nothing to take back at the end.
+  the state is right before the first message.
+- A listener that is behind by more than `BEHIND_S` gives up the backlog, counts it and looks again: the present is in
+  the ring.
+- A run that ends takes its ring away and a later start makes another: `look` finds the one that is there now. A ring
+  that is there and cannot be read is not the same as none: `damage` says why.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import msgspec
 import numpy as np
 
-from busrl.bus.tap import Heard, Tap
+from busrl.bus.tap import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
-from busrl.launch.story import read_map, restarts_of, sample_line
-from busrl.monitor.state import (
-    ErrorRecord,
-    Facts,
-    MetricsLine,
-    ProcessRecord,
-    RingRecord,
-    RoundRecord,
-    RunState,
-    StepRecord,
-)
+from busrl.monitor.runfiles import RunFiles, whole
+from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import BY_NAME, Message, Rejected, codec
 from busrl.ring import Fates, OfdLock, Process, Ring
-from busrl.scheduling import GroupScanner
+from busrl.scheduling.groups import GroupScanner
 from busrl.states import HeaderWord, SampleClass, State
 
-# -- Which run is meant: a run directory, an endpoint, or the only run of this user that lives ------------------------
+# -- which run is meant -----------------------------------------------------------------------------------------------
 
 
 LOCK = "run.lock"  # launch holds it, and every child inherits it
@@ -81,9 +56,6 @@ def find(named: str | None) -> Target:
     if "://" in named:
         return Target(endpoint=require_ipc(named))
     paths = RunPaths.of(named)
-    run = read_map(paths.run_json)
-    if run.get("replay"):  # a directory that leads actors to a replay
-        return Target(endpoint=require_ipc(str(run.get("backend"))))
     if not paths.run_json.is_file():
         raise NoSuchRun(f"{paths.root}: no run.json there; name the directory that `busrl launch` printed")
     return Target(paths=paths)
@@ -122,7 +94,7 @@ def living_runs() -> Iterator[Path]:
 
 
 def run_dir_of(ring_name: str) -> Path | None:
-    """The directory of the run that uses this ring, told by one of its living processes."""
+    """The directory of the run that uses this ring, as one of its living processes shows it."""
     for process in living(ring_name):
         with suppress(OSError):
             # Not from its environment: setting the title of a process overwrites that.
@@ -133,17 +105,25 @@ def run_dir_of(ring_name: str) -> Path | None:
     return None
 
 
-def launched(paths: RunPaths) -> bool:
-    """Whether a launch, or what it left running, holds the run directory; looks, and takes nothing."""
+def newest_run(parent: Path) -> Path:
+    """The run directory under `parent` that was started last."""
+    found = [one.parent for one in parent.glob("*/run.json")]
+    if not found:
+        raise NoSuchRun(f"no run under {parent.resolve()}; name a run directory")
+    return max(found, key=lambda one: (one / "run.json").stat().st_mtime)
+
+
+def holder_of(paths: RunPaths) -> int | None:
+    """The pid of the launch that holds the run directory, or of what it left running; looks, and takes nothing."""
     lock = paths.lock("run")
     try:
-        return lock.is_file() and OfdLock(str(lock)).holder() is not None
+        return OfdLock(str(lock)).holder() if lock.is_file() else None
     except (OSError, RingError):  # of another user, say
-        return False
+        return None
 
 
 def living(ring_name: str) -> list[Process]:
-    """Registered processes of a ring that are not proven dead; none if it can not be read."""
+    """Registered processes of a ring that are not proven dead; none if it cannot be read."""
     try:
         ring = Ring.attach(ring_name, read_only=True)
     except RingError:
@@ -154,7 +134,7 @@ def living(ring_name: str) -> list[Process]:
         ring.close()
 
 
-# -- Looks at the ring of a run without being seen: maps it read-only, takes no entry in its process table ------------
+# -- the ring ----------------------------------------------------------------------------------------------------------
 
 
 class Look:
@@ -164,7 +144,7 @@ class Look:
         self._paths, self._name, self._group_size = paths, ring_name or paths.ring_name, group_size
         self._ring: Ring | None = None
         self._file = (0, 0)
-        self.damage = ""  # why the ring that is there can not be read, with the remedy
+        self.damage = ""  # why the ring that is there cannot be read, with the remedy
         self._fates: Fates | None = None
         self._scanner: GroupScanner | None = None
 
@@ -173,22 +153,7 @@ class Look:
         ring = self._attached()
         if ring is None:
             return None
-        stats = ring.stats()
-        opened, ready = self._groups(ring)
-        return RingRecord(
-            slots=ring.n_slots,
-            occupancy={name.lower(): count for name, count in stats.occupancy.items()},
-            words={word.value: ring.header(word) for word in HeaderWord},
-            dispatched=stats.dispatched,
-            finished=stats.finished,
-            dropped=stats.dropped,
-            reaps=stats.reaps,
-            tokens=stats.tokens,
-            drops=stats.drops,
-            groups_open=opened,
-            groups_ready=ready,
-            processes=tuple(_seen(ring, process) for process in ring.processes()),
-        )
+        return ring_record(ring, *self._groups(ring))
 
     def close(self) -> None:
         """Unmap."""
@@ -219,7 +184,7 @@ class Look:
         return self._ring
 
     def _groups(self, ring: Ring) -> tuple[int, int]:
-        """Open groups, and of these the ones that a step could take; -1 where the fates can not be read."""
+        """Open groups, and of these the ones that a step could take; -1 where the fates cannot be read."""
         lines = ring.lines()
         scanner = self._scanner_of(lines)
         if scanner is None:
@@ -243,7 +208,26 @@ class Look:
         return self._scanner
 
 
-def _seen(ring: Ring, process: Process) -> ProcessRecord:
+def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
+    """What a ring shows now; `opened` and `ready`: groups, as far as somebody has counted them."""
+    stats = ring.stats()
+    return RingRecord(
+        slots=ring.n_slots,
+        occupancy={name.lower(): count for name, count in stats.occupancy.items()},
+        words={word.value: ring.header(word) for word in HeaderWord},
+        dispatched=stats.dispatched,
+        finished=stats.finished,
+        dropped=stats.dropped,
+        reaps=stats.reaps,
+        tokens=stats.tokens,
+        drops=stats.drops,
+        groups_open=opened,
+        groups_ready=ready,
+        processes=tuple(_process_record(ring, process) for process in ring.processes()),
+    )
+
+
+def _process_record(ring: Ring, process: Process) -> ProcessRecord:
     now = time.monotonic_ns()
     return ProcessRecord(
         name=process.label,
@@ -266,164 +250,7 @@ def _age(now_ns: int, then_ns: int) -> float:
     return max(0, now_ns - then_ns) / 1e9
 
 
-# -- Reads the files of a run while it writes them: facts once, lines of metrics.jsonl and errors.jsonl as they come --
-
-
-TAIL_BYTES: Final = 4 << 20
-SAMPLE_BYTES: Final = 1 << 18
-CHUNK: Final = 1 << 20
-T = TypeVar("T")
-
-
-class Follower:
-    """The complete lines of one file that were not given before; `skipped` is how many earlier ones were not read."""
-
-    def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
-        self._path, self._tail = path, tail_bytes
-        self._file = (0, 0)
-        self._at = 0
-        self.skipped = 0
-
-    def new(self) -> list[bytes]:
-        """Lines that were completed since the last call; all anew if the file was replaced."""
-        try:
-            with open(self._path, "rb") as file:
-                info = os.fstat(file.fileno())
-                if (info.st_dev, info.st_ino) != self._file or info.st_size < self._at:
-                    self._file = (info.st_dev, info.st_ino)
-                    self._at = self._start(file, info.st_size)
-                if info.st_size == self._at:
-                    return []
-                file.seek(self._at)
-                found = file.read(info.st_size - self._at)
-        except OSError:
-            return []
-        whole = found.rfind(b"\n") + 1
-        self._at += whole
-        return found[:whole].split(b"\n")[:-1]
-
-    def _start(self, file: Any, size: int) -> int:
-        """Where the first line begins that is read; the ones before it are only counted."""
-        self.skipped = 0
-        left = size - self._tail
-        if left <= 0:
-            return 0
-        at = 0
-        while left > 0 and (part := file.read(min(CHUNK, left))):
-            self.skipped += part.count(b"\n")
-            at, left = at + len(part), left - len(part)
-        rest = file.readline()  # the line that the cut is in
-        self.skipped += rest.endswith(b"\n")
-        return at + len(rest)
-
-
-class RunFiles:
-    """The files of one run directory."""
-
-    def __init__(self, paths: RunPaths) -> None:
-        self._paths = paths
-        self._metrics, self._errors = Follower(paths.metrics), Follower(paths.errors)
-        self._rounds = Follower(paths.validation)
-        self._samples = Follower(paths.samples, SAMPLE_BYTES)
-        self._skipped_told = False
-
-    def facts(self) -> Facts:
-        """What run.json and topology.json say; what is missing there stays unknown."""
-        run, topology = read_map(self._paths.run_json), read_map(self._paths.topology)
-        if not run:
-            raise NoSuchRun(f"{self._paths.root}: no run.json there; name the directory that `busrl launch` printed")
-        trigger = _map(_map(topology.get("learner")).get("trigger"))
-        return Facts(
-            name=_get(_map(topology.get("run")), "name", ""),
-            run_id=_get(run, "run_id", ""),
-            uuid=_get(run, "uuid", ""),
-            run_dir=str(self._paths.root),
-            launch_pid=_get(run, "launch_pid", 0),
-            started=_number(run.get("started"), 0.0),
-            max_steps=_get(_map(topology.get("run")), "max_steps", 0),
-            group_size=_get(_map(topology.get("groups")), "size", 0),
-            n_min=_get(trigger, "n_min", 0),
-            t_max_s=_t_max_s(trigger),
-            mode=_get(_map(topology.get("weights")), "mode", ""),
-            max_staleness=_get(_map(topology.get("weights")), "max_staleness", 0),
-            progress_s=_number(_map(topology.get("limits")).get("progress_s"), 30.0),
-            slots=_get(_map(topology.get("derived")), "slots", 0),
-        )
-
-    def tap(self) -> str:
-        """Where the run's tap is."""
-        return _get(read_map(self._paths.run_json), "tap", "") or self._paths.tap
-
-    def steps(self) -> list[StepRecord]:
-        """Steps that were written since the last call."""
-        return [row for row in _decoded(self._metrics.new(), MetricsLine) if not row.kind]
-
-    def step_age_s(self) -> float | None:
-        """Seconds since a step was written; None if none was."""
-        try:
-            return max(0.0, time.time() - self._paths.metrics.stat().st_mtime)
-        except OSError:
-            return None
-
-    def rounds(self) -> list[RoundRecord]:
-        """Rounds of validation that were finished since the last call."""
-        return list(_decoded(self._rounds.new(), RoundRecord))
-
-    def sample(self) -> str:
-        """What the model wrote lately, in one line; "" if nothing was written since the last call."""
-        return next(filter(None, map(sample_line, _decoded(self._samples.new()[::-1], dict[str, Any]))), "")
-
-    def errors(self) -> list[ErrorRecord]:
-        """Warnings and errors that were filed since the last call."""
-        return list(_decoded(self._errors.new(), ErrorRecord))
-
-    def errors_before(self) -> int:
-        """How many were filed earlier than what `errors` gave; told once."""
-        told, self._skipped_told = self._skipped_told, True
-        return 0 if told else self._errors.skipped
-
-    def restarts(self) -> dict[str, int]:
-        """How often launch has started each of its children again."""
-        return restarts_of(self._paths)
-
-    def ended(self) -> str:
-        """How the run ended, in words; empty if no summary says so."""
-        summary = read_map(self._paths.summary)
-        return f"{summary.get('outcome')}: {summary.get('why')}" if summary else ""
-
-
-def _decoded(lines: list[bytes], kind: type[T]) -> Iterator[T]:
-    decoder = msgspec.json.Decoder(kind, strict=False)
-    for line in lines:
-        try:
-            yield decoder.decode(line)
-        except (ValueError, RecursionError):
-            continue
-
-
-def _t_max_s(trigger: dict[str, Any]) -> float:
-    """In seconds; a run of an older busrl has milliseconds, under another name."""
-    if "t_max_s" in trigger:
-        return _number(trigger["t_max_s"], math.inf)
-    return _number(trigger.get("t_max"), math.inf) / 1000
-
-
-def _map(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _get(found: dict[str, Any], key: str, default: T) -> T:
-    value = found.get(key, default)
-    return value if isinstance(value, type(default)) else default
-
-
-def _number(value: Any, default: float) -> float:
-    if value == "inf":
-        return math.inf
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
-
-
-# -- Keeps one picture up to date: attaches to a run or an endpoint, reads ring and files, then listens ---------------
+# -- the bus, and all of it together -----------------------------------------------------------------------------------
 
 
 LOOK_EVERY_S: Final = 1.0
@@ -443,109 +270,111 @@ class ReplayMark(msgspec.Struct):
     missed: int = 0
 
 
+class Reader:
+    """Ring and files of one run directory, folded into `run`: `refresh` from time to time, `close` at the end."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.files = RunFiles(paths)
+        self.run = RunState(facts=self.files.facts())
+        self._look = Look(paths, group_size=self.run.facts.group_size)
+        self._first = True
+
+    def refresh(self, now: float) -> None:
+        """Look at ring and files."""
+        run, had = self.run, self.run.ring is not None
+        run.look(self._look.look(), now, self._look.damage)
+        if run.ring is None:
+            summary = self.files.summary()
+            run.ended = f"{summary.get('outcome')}: {summary.get('why')}" if summary else ""
+            run.ended_step, run.ended_version = whole(summary.get("steps")), whole(summary.get("version"))
+        elif not had:
+            run.facts = self.files.facts()  # a later start may have other goals
+        # What stands there already ended when the file was last written; a run that is over has no such clock.
+        age = self.files.step_age_s() if self._first and run.ring is not None else None
+        self.files.fold_into(run, now if not self._first else None if age is None else now - age)
+        self._first = False
+
+    def close(self) -> None:
+        """Unmap."""
+        self._look.close()
+
+
 class Watcher:
-    """`refresh` and `listen` by turns keep `picture` true. `close` leaves."""
+    """`refresh` and `listen` by turns keep `run` true. `close` leaves."""
 
     def __init__(self, target: Target) -> None:
-        self.picture = RunState()
-        self._files = RunFiles(target.paths) if target.paths else None
-        facts = self._files.facts() if self._files else Facts()
-        self.picture.facts = facts
-        # First of all: what is sent from here on waits for us.
-        self.tap = Tap(self._files.tap() if self._files else target.endpoint)
-        self._look = Look(target.paths, group_size=facts.group_size) if target.paths else None
+        self._reader = Reader(target.paths) if target.paths else None
+        self.run = self._reader.run if self._reader else RunState()
+        # Before ring and files are read: what is sent from here on waits for us.
+        self.tap = Tap(self._reader.files.tap() if self._reader else target.endpoint)
         self._next_look = 0.0
         self._missed_in_record = 0
-        self._first = True
 
     def refresh(self, now: float, force: bool = False) -> bool:
         """Look at ring and files if it is time; whether it was."""
         if now < self._next_look and not force:
             return False
         self._next_look = now + LOOK_EVERY_S
-        picture = self.picture
-        if self._look is not None and self._files is not None:
-            had = picture.ring is not None
-            picture.look(self._look.look(), now, self._look.damage)
-            if picture.ring is None:
-                picture.ended = self._files.ended()
-            elif not had:
-                picture.facts = self._files.facts()  # a later start may have other goals
-            self._read_files(now)
-        picture.tick(now)
+        if self._reader is not None:
+            self._reader.refresh(now)
+        self.run.tick(now)
         return True
 
     def listen(self, now: float) -> int:
         """Fold in what has come, at most one batch; how many messages that were."""
-        heard = self.tap.take(BATCH)
+        messages = self.tap.take(BATCH)
         wall, least = time.time(), None
-        for one in heard:
+        for one in messages:
             late = self._fold(one, wall, now)
             if late is not None:
                 least = late if least is None else min(least, late)
-        traffic = self.picture.traffic
-        traffic.batch(len(heard), least, now)
+        traffic = self.run.traffic
+        traffic.batch(len(messages), least, now)
         if traffic.lag_s > BEHIND_S:
             self.tap.reopen()
             traffic.resyncs += 1
             self.refresh(now, force=True)
         # A replay has the gaps of its recording, which the tap counts again.
         traffic.missed, traffic.malformed = max(self.tap.missed, self._missed_in_record), self.tap.malformed
-        return len(heard)
+        return len(messages)
 
     def close(self) -> None:
         """Leave."""
         self.tap.close()
-        if self._look is not None:
-            self._look.close()
+        if self._reader is not None:
+            self._reader.close()
 
-    def _read_files(self, now: float) -> None:
-        assert self._files is not None
-        # What stands there already ended when the file was last written; a run that is over has no such clock.
-        age = self._files.step_age_s() if self._first and self.picture.ring is not None else None
-        ended = now if not self._first else None if age is None else now - age
-        for step in self._files.steps():
-            self.picture.step(step, ended)
-        for done in self._files.rounds():
-            self.picture.validated(done)
-        self.picture.sample = self._files.sample() or self.picture.sample
-        for error in self._files.errors():
-            self.picture.error(error, "file")
-        self.picture.complaints.before(self._files.errors_before())
-        self.picture.restarts = self._files.restarts()
-        self._first = False
-
-    def _fold(self, heard: Heard, wall: float, now: float) -> float | None:
-        """One message into the picture; how late it is in seconds, where that says how far behind we are."""
-        name, picture = heard.name, self.picture
+    def _fold(self, heard: TapMessage, wall: float, now: float) -> float | None:
+        """One message into the state; how late it is in seconds, where that says how far behind we are."""
+        name, run = heard.name, self.run
         if name in (LOOK, REPLAY):
             self._fold_replay(name, heard.body, now)
             return None
-        picture.traffic.heard(name if name in BY_NAME else "(unknown)", len(heard.body))
+        run.traffic.received(name if name in BY_NAME else "(unknown)", len(heard.body))
         message = decoded(name, heard.body)
         if message is not None:
-            picture.hear(message, now)
-        if heard.envelope is None or picture.replay or not heard.envelope.time_ns:
+            run.handle(message, now)
+        if heard.envelope is None or run.replay or not heard.envelope.time_ns:
             return None
-        return picture.traffic.late(heard.envelope.sender, wall - heard.envelope.time_ns / 1e9)
+        return run.traffic.late(heard.envelope.sender, wall - heard.envelope.time_ns / 1e9)
 
     def _fold_replay(self, name: str, body: bytes, now: float) -> None:
         try:
             if name == LOOK:
-                if self._look is None:
-                    self.picture.look(msgspec.msgpack.decode(body, type=RingRecord), now)
+                if self._reader is None:
+                    self.run.look(msgspec.msgpack.decode(body, type=RingRecord), now)
                 return
             mark = msgspec.msgpack.decode(body, type=ReplayMark)
         except (ValueError, RecursionError):
-            self.picture.traffic.malformed += 1
+            self.run.traffic.malformed += 1
             return
         self._missed_in_record = mark.missed
-        self.picture.facts = mark.facts
-        self.picture.replayed(mark.facts.run_id or "a recording", mark.speed, mark.phase == "over")
+        self.run.facts = mark.facts
+        self.run.replayed(mark.facts.run_id or "a recording", mark.speed, mark.phase == "over")
 
 
 def decoded(name: str, body: bytes) -> Message | None:
-    """The message of a known name; None for one that this program can not read."""
+    """The message of a known name; None for one that this program cannot read."""
     kind = BY_NAME.get(name)
     if kind is None:
         return None

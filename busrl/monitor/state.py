@@ -1,58 +1,34 @@
-"""What a monitor is told, as plain records: facts of a run, one look at its ring, numbers of a step, an error.
+"""The state of a run as a monitor sees it: plain records, what is folded from them, and `RunState` over all of it.
 
-Talks to nothing. These are the inputs of `Picture`; looks and facts also stand in recordings, so that a replay shows
-the ring as well. Times are seconds; an age is measured at the moment of the look.
+Pure: records, messages and clock values in; nothing is read here. Knows nothing of terminals or of JSON. Times are
+seconds; an age is measured at the moment of the look.
 
-The course of a run, step by step, whichever way a step became known.
-
-Pure. The learner's file and its bus message tell the same numbers, and either may come first, twice or not at all.
-
-- A step is known by its number; the first that told of it is believed.
-- The newest `STEPS_KEPT` steps are kept, so a run of any length takes the same memory.
-- How fast they follow each other is in what they tell: each knows the seconds since the one before it. So it is known
-  before a second one was watched, and a replay tells the run's own speed.
-
-Counts what passes on the bus: messages by name, bytes, rates, what was missed, and how far behind we are.
-
-Pure: fed with envelopes and clock values. Knows nothing of sockets.
-
-- The lag is the smallest of the last batch: a listener that is behind is behind with all messages. How late one is, is
-  measured against the least age ever seen of its sender, so that a clock that is wrong does not look like a lag.
-
-Warnings and errors, newest first, each once although the run's file and the bus both tell of it.
-
-Pure. Most processes write a line to errors.jsonl and publish ERROR; a foreign actor publishes only.
-
-The picture of a run: what its ring, its files and its bus said, folded into one state that can be shown.
-
-Pure: records, messages and clock values in; nothing is read here. Knows nothing of terminals or of JSON.
-
-- The ring and the files are believed first; a message only fills in what they do not hold. So a picture that missed
+- The ring and the files are believed first; a message only fills in what they do not hold. So a state that missed
   messages is poorer, never wrong.
-- A process that does not map the ring is known by its presence on the bus alone.
-- Memory is bounded, whatever is heard.
+- The learner's file and its bus message tell of the same step, in either order, twice or not at all: a step is known by
+  its number, and the first report of it is believed.
+- Memory is bounded, whatever is received.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
 import msgspec
 
-from busrl.launch.story import Rate
 from busrl.protocol import messages as m
 from busrl.states import HeaderWord, RunPhase
 
-# -- What a monitor is told, as plain records: facts of a run, one look at its ring, numbers of a step, an error ------
+# -- records ----------------------------------------------------------------------------------------------------------
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What does not change while a run goes on. Zeros and empty texts: not known."""
+    """What does not change during a run. Zeros and empty texts: not known."""
 
     name: str = ""
     run_id: str = ""
@@ -128,9 +104,10 @@ class StepRecord(msgspec.Struct, frozen=True):
     ess: float | None = None
     seconds: float = 0.0
     groups: int = 0
+    groups_ended: float | None = None
     samples: int = 0
     tokens: int = 0
-    n_min: float = 0.0  # in force, 0: not told
+    n_min: float = 0.0  # in force, 0: not known
     control_n_min: float = 0.0  # what the controller would have or has set; 0: there is none
     control_moves: float = 0.0
     entropy_ratio: float = 0.0  # H / H_ref on the probe set, 0: not known yet
@@ -146,6 +123,9 @@ class MetricsLine(StepRecord, frozen=True):
     """A line of metrics.jsonl: a step, or with `kind` "idle" groups that ended without one."""
 
     kind: str = ""
+    idle_groups: int = 0
+    idle_limit: int | None = None
+    idle_causes: dict[str, int] = {}
 
 
 class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
@@ -154,6 +134,7 @@ class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
     round: int
     version: int = 0
     mean: float | None = None  # none of its samples was judged
+    samples: int = 0
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
@@ -166,16 +147,39 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-# -- The course of a run, step by step, whichever way a step became known ---------------------------------------------
+# -- steps ------------------------------------------------------------------------------------------------------------
 
 
+RATE_S: Final = 20.0
 STEPS_KEPT: Final = 4096
 RECENT: Final = 10
 PACE_S: Final = 20.0  # the speed is that of the newest steps which together took so long
 
 
+@dataclass
+class Rate:
+    """How fast a counter grows, over the last `RATE_S`."""
+
+    points: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=256))
+
+    def add(self, value: float, now: float) -> None:
+        if self.points and value < self.points[-1][1]:
+            self.points.clear()  # its owner was started again and counts from 0
+        if self.points and self.points[-1][0] == now:
+            self.points.pop()  # the newest of one instant counts, or what came before would have taken no time
+        self.points.append((now, value))
+        while len(self.points) > 2 and now - self.points[0][0] > RATE_S:
+            self.points.popleft()
+
+    def per_s(self) -> float:
+        if len(self.points) < 2:
+            return 0.0
+        (t0, v0), (t1, v1) = self.points[0], self.points[-1]
+        return (v1 - v0) / (t1 - t0) if t1 > t0 else 0.0
+
+
 @dataclass(frozen=True)
-class Pace:
+class StepRate:
     """What the newest steps came to per second."""
 
     steps: float
@@ -184,7 +188,11 @@ class Pace:
 
 
 class Steps:
-    """The newest steps in order."""
+    """The newest `STEPS_KEPT` steps in order.
+
+    How fast they follow each other is in what they tell: each knows the seconds since the one before it. So it is known
+    before a second one was watched, and a replay tells the run's own speed.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, StepRecord] = {}
@@ -212,34 +220,46 @@ class Steps:
         """The step numbers, oldest first."""
         return sorted(self._known)
 
-    def pace(self, quiet_s: float) -> Pace | None:
+    def pace(self, quiet_s: float) -> StepRate | None:
         """How fast steps come when the last one is `quiet_s` ago; None if none of them tells how long it took."""
-        told: list[StepRecord] = []
+        known: list[StepRecord] = []
         span = 0.0
         for number in reversed(self.numbers()):
             one = self._known[number]
             if 0 < one.seconds < math.inf:
-                told.append(one)
+                known.append(one)
                 span += one.seconds
             if span >= PACE_S:
                 break
-        if not told:
+        if not known:
             return None
         # A step under way counts against the speed once it takes longer than those before it: a run may stand still.
-        over = span + max(0.0, quiet_s - span / len(told))
-        return Pace(len(told) / over, sum(one.samples for one in told) / over, sum(one.tokens for one in told) / over)
+        over = span + max(0.0, quiet_s - span / len(known))
+        samples, tokens = sum(one.samples for one in known), sum(one.tokens for one in known)
+        return StepRate(len(known) / over, samples / over, tokens / over)
 
     def recent(self, of: Callable[[StepRecord], float | None]) -> float | None:
         """Mean of a number over the newest steps that tell it."""
-        told = [value for step in self.numbers()[-RECENT:] if (value := of(self._known[step])) is not None]
-        return sum(told) / len(told) if told else None
+        known = [value for one in self._recent() if (value := of(one)) is not None and math.isfinite(value)]
+        return sum(known) / len(known) if known else None
+
+    def flat_share(self, idle: StepRecord | None = None) -> float | None:
+        """Share of flat groups among all that ended in the newest steps; `idle`: groups that ended after the last."""
+        known = [one for one in (*self._recent(), *([idle] if idle else [])) if one.flat_share is not None]
+        ended = sum(one.groups_ended or 0.0 for one in known)
+        if ended <= 0:
+            return self.recent(lambda one: one.flat_share)
+        return sum((one.flat_share or 0.0) * (one.groups_ended or 0.0) for one in known) / ended
+
+    def _recent(self) -> Iterable[StepRecord]:
+        return (self._known[step] for step in self.numbers()[-RECENT:])
 
     def course(self, of: Callable[[StepRecord], float]) -> list[float]:
         """One number of every step, oldest first."""
         return [of(self._known[step]) for step in self.numbers()]
 
 
-# -- Counts what passes on the bus: messages by name, bytes, rates, what was missed, and how far behind we are --------
+# -- messages ---------------------------------------------------------------------------------------------------------
 
 
 MAX_NAMES: Final = 64  # names of the protocol are some twenty; what else comes is counted together
@@ -258,7 +278,11 @@ class Flow:
 
 @dataclass
 class Traffic:
-    """The bus as its tap shows it. `missed` and `malformed` are the tap's own counts."""
+    """The bus as its tap shows it. `missed` and `malformed` are the tap's own counts.
+
+    The lag is the smallest of the last batch: a listener that is behind is behind with all messages. How late a message
+    is, is measured against the least age ever seen of its sender, so that a wrong clock does not look like a lag.
+    """
 
     by_name: dict[str, Flow] = field(default_factory=dict)
     missed: int = 0
@@ -278,7 +302,7 @@ class Traffic:
     def bytes(self) -> int:
         return self._total.bytes
 
-    def heard(self, name: str, size: int) -> None:
+    def received(self, name: str, size: int) -> None:
         """One message of so many bytes."""
         flow = self.by_name.get(name)
         if flow is None:
@@ -315,7 +339,7 @@ class Traffic:
         return self._total.rate.per_s()
 
 
-# -- Warnings and errors, newest first, each once although the run's file and the bus both tell of it -----------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 ERRORS_KEPT: Final = 200
@@ -323,17 +347,20 @@ SAME_S: Final = 5.0  # the two reports of one event are closer together than thi
 
 
 class RecentErrors:
-    """`count` of all, the newest `ERRORS_KEPT` with their text."""
+    """`count` of all, the newest `ERRORS_KEPT` with their text; each once, although file and bus both tell of it.
+
+    Most processes write a line to errors.jsonl and publish ERROR; a foreign actor publishes only.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self._newest: deque[tuple[ErrorRecord, str]] = deque(maxlen=ERRORS_KEPT)
 
     def add(self, seen: ErrorRecord, source: str) -> bool:
-        """One report by `source` ("file" or "bus"); False if the other source has told of it already."""
-        for at, (known, told_by) in enumerate(self._newest):
-            if told_by and told_by != source and _same(known, seen):
-                self._newest[at] = (known, "")  # both have told: the next report is another event
+        """One report by `source` ("file" or "bus"); False if the other source has reported it already."""
+        for at, (known, reported_by) in enumerate(self._newest):
+            if reported_by and reported_by != source and _same(known, seen):
+                self._newest[at] = (known, "")  # both have reported it: the next is another event
                 return False
         self.count += 1
         self._newest.appendleft((seen, source))
@@ -358,15 +385,15 @@ def address_of(process: str) -> str:
     return process.replace("/", "-")
 
 
-# -- The picture of a run: what its ring, its files and its bus said, folded into one state that can be shown ---------
+# -- the state of a run -----------------------------------------------------------------------------------------------
 
 
 OVER: Final = ("ended", "left", "damaged")  # nothing is known to move
 MAX_PRESENT: Final = 256
-MAX_ROUNDS: Final = 64
+MAX_ROUNDS: Final = 4096
 ONLY_IN_METRICS: Final = (
     "length_ended", "length_mean", "age_p95", "age_max", "seconds", "n_min", "control_n_min", "control_moves",
-    "entropy_ratio", "eta", "flat_share", "cut_share", "k3", "ess",
+    "entropy_ratio", "eta", "flat_share", "groups_ended", "cut_share", "k3", "ess",
 )
 SILENT_S: Final = 5.0  # a process known by its heartbeats alone, which come every second
 
@@ -389,6 +416,7 @@ class ProcessRow:
     version: int
     behind: int  # versions behind the newest, 0 where it holds none
     restarts: int = 0  # by launch, as far as that is known
+    remote: bool = False
 
 
 @dataclass
@@ -414,19 +442,29 @@ class Speed:
 
 @dataclass
 class RunState:
-    """Fed by `facts`, `look`, `step`, `error`, `hear`; `tick` some times a second; read by the views."""
+    """Fed by `look`, `step`, `validated`, `error` and `hear`; `tick` some times a second; read by the views.
+
+    A process that does not map the ring is known by its presence on the bus alone.
+    """
 
     facts: Facts = field(default_factory=Facts)
     ring: RingRecord | None = None
     steps: Steps = field(default_factory=Steps)
     traffic: Traffic = field(default_factory=Traffic)
-    complaints: RecentErrors = field(default_factory=RecentErrors)
-    ended: str = ""  # how the run ended, in words, once it has
-    damage: str = ""  # why its ring can not be read, with the remedy
+    errors: RecentErrors = field(default_factory=RecentErrors)
+    ended: str = ""  # how the run ended, in words, once it has; then also its last step and version
+    ended_step: int = 0
+    ended_version: int = 0
+    damage: str = ""  # why its ring cannot be read, with the remedy
     replay: str = ""  # what is replayed and how fast, if it is a replay
     replay_over: bool = False
     pace: float = 1.0  # seconds of the run in one of the listener's; 0: a replay as fast as it goes
     sample: str = ""  # what the model wrote lately, in one line
+    first_reward: float | None = None  # mean reward of the first step ever
+    idle: MetricsLine | None = None  # groups that ended since the newest step and gave none
+    launched: bool = False  # its launch draws this: it runs, even with nobody registered in the ring
+    faults: bool = False  # on purpose
+    validating: bool = False
     waiting: str = ""  # for what the scheduler waits
     credit: int = -1
     restarts: dict[str, int] = field(default_factory=dict)  # by launch, of each of its children
@@ -435,6 +473,7 @@ class RunState:
     _busy: dict[str, tuple[int, int, float, float]] = field(default_factory=dict)  # name: pid, busy_ns, at, share
     _stepped_at: float | None = None
     _generated: Rate = field(default_factory=Rate)  # tokens, as the ring counts them
+    _steps_done: Rate = field(default_factory=Rate)  # as the ring tells them
 
     # -- what comes in ------------------------------------------------------------------------------------------
 
@@ -442,10 +481,11 @@ class RunState:
         """A look at the ring, None if there is none (any more), or none that can be read: `damage` says why."""
         self.ring, self.damage = seen, damage
         if seen is None:
-            self._generated = Rate()  # a later ring is another counter
+            self._generated, self._steps_done = Rate(), Rate()  # a later ring is another counter
             return
         if self.pace > 0:
             self._generated.add(seen.tokens, now * self.pace)
+            self._steps_done.add(seen.words.get(HeaderWord.STEP, 0), now * self.pace)
         for process in seen.processes:
             self._load(process, now)
 
@@ -462,17 +502,21 @@ class RunState:
             del self.validations[next(iter(self.validations))]
 
     def error(self, seen: ErrorRecord, source: str) -> None:
-        """A warning or an error that the file or the bus told of."""
-        self.complaints.add(seen, source)
+        """A warning or an error that the file or the bus reported."""
+        self.errors.add(seen, source)
 
-    def hear(self, message: m.Message, now: float) -> None:
+    def handle(self, message: m.Message, now: float) -> None:
         """A message of the bus, in any order, doubled or not."""
         if isinstance(message, m.LearnerStateUpdate):
             self.step(step_of(message), now)
         elif isinstance(message, m.SchedulerState):
             self.waiting, self.credit = message.waiting, message.credit
+        elif isinstance(message, m.ValidationStarted):
+            self.validating = True
         elif isinstance(message, m.ValidationDone):
-            self.validated(RoundRecord(message.round, message.version, message.mean))
+            self.validating = False
+            mean = message.mean if math.isfinite(message.mean) else None
+            self.validated(RoundRecord(message.round, message.version, mean, message.samples))
         elif isinstance(message, m.Error):
             at = message.time_ns / 1e9
             self.error(ErrorRecord(at, message.sender, message.severity, message.where, message.text), "bus")
@@ -501,23 +545,23 @@ class RunState:
             return "damaged"
         if self.ring is None:
             return "ended" if self.ended else "unknown"
-        if not self.ring.living:
+        if not self.ring.living and not self.launched:
             return "left"
         return RunPhase(self.ring.words.get(HeaderWord.RUN_STATE, 0)).name.lower()
 
     @property
     def at_step(self) -> int:
         """The newest step that anybody knows of."""
-        newest = self.steps.newest
-        known = newest.step if newest else 0
-        return max(known, self.ring.words.get(HeaderWord.STEP, 0)) if self.ring else known
+        return max(self._newest(HeaderWord.STEP), self.ended_step)
 
     @property
     def version(self) -> int:
         """The newest published version."""
-        newest = self.steps.newest
-        known = newest.version if newest else 0
-        return max(known, self.ring.words.get(HeaderWord.VERSION, 0)) if self.ring else known
+        return max(self._newest(HeaderWord.VERSION), self.ended_version)
+
+    def _newest(self, word: HeaderWord) -> int:
+        known: int = getattr(self.steps.newest, word.value, 0)
+        return max(known, self.ring.words.get(word, 0)) if self.ring else known
 
     def since_step_s(self, now: float) -> float | None:
         """Seconds since a step ended; None if none did while we watched."""
@@ -531,15 +575,17 @@ class RunState:
         tokens = self._generated.per_s() if len(self._generated.points) > 1 else None
         if pace is None:
             return Speed(tokens_per_s=tokens)
-        trained = pace.tokens if self.ring is None and not self.replay else None
-        return Speed(pace.samples, trained if tokens is None else tokens, 60 * pace.steps)
+        if tokens is None and not self.replay:
+            tokens = pace.tokens  # trained ones, until those that are generated have been watched
+        return Speed(pace.samples, tokens, 60 * pace.steps)
 
     def left_s(self, now: float) -> float | None:
         """Estimated seconds to the goal; None while there is nothing to estimate from."""
-        pace = self._pace(now) if self.state not in OVER else None
-        if pace is None or pace.steps <= 0 or not self.facts.max_steps:
+        if self.state in OVER or not self.facts.max_steps:
             return None
-        return max(0.0, self.facts.max_steps - self.at_step) / pace.steps
+        pace = self._pace(now)
+        per_s = pace.steps if pace is not None else self._steps_done.per_s()
+        return max(0.0, self.facts.max_steps - self.at_step) / per_s if per_s > 0 else None
 
     def rows(self, now: float) -> list[ProcessRow]:
         """The processes, those of the ring first, in the order of their entries."""
@@ -553,7 +599,7 @@ class RunState:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _pace(self, now: float) -> Pace | None:
+    def _pace(self, now: float) -> StepRate | None:
         quiet = 0.0 if self.replay_over else (self.since_step_s(now) or 0.0) * self.pace
         return self.steps.pace(quiet)
 
@@ -576,6 +622,7 @@ class RunState:
             process.name, process.role, process.pid, process.state, process.activity, process.progress_age_s,
             process.deadline_s, late, share, process.tokens, process.samples, process.version,
             max(0, self.version - process.version) if process.version else 0, self.restarts.get(process.name, 0),
+            process.remote,
         )
 
     def _presence(self, message: m.Hello | m.Heartbeat | m.Goodbye, now: float) -> None:

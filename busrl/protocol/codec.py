@@ -1,21 +1,14 @@
-"""The list of all messages, in the order of docs/protocol.md, and each by its name on the wire.
-
-Talks to nothing. A message that stands nowhere here is unknown to the bus.
-
-Where a message goes: `NAME/` to everybody, `NAME/ADDRESSEE/` to one process.
-
-Talks to nothing; knows only the names in `registry.py`. The broker compares prefixes byte by byte, so every part ends
-with "/": a filter for `NEW_TASK/rollout-1/` never matches `NEW_TASK/rollout-10/`, while `NEW_TASK/` matches all.
-
-Messages to msgpack bytes and back, and a verdict on bytes that are no message.
+"""Messages to msgpack bytes and back, the list of all messages, and the topic on which each travels.
 
 Talks to msgspec only; knows nothing of sockets or counters. One encoder and one decoder per message kind are made once
-and reused, since making them costs more than using them.
+and reused, since making them costs more than using them. A message that is not in `ALL` is unknown to the bus.
 
 - `decode` never raises anything but `Rejected`, whatever the bytes are: garbage, cut, nested 100,000 deep, mistyped.
 - What a message may hold is bounded: its bytes by `max_bytes`, its strings, lists and maps by their types, and how deep
   an unknown field may nest by the interpreter's own limit of recursion.
-- Unknown fields are ignored; an unknown `type` is told apart from damage, since it may come from a newer program.
+- Unknown fields are ignored. An unknown `type` is a fault apart from damage, since it may come from a newer program.
+- A topic is `NAME/` to everybody or `NAME/ADDRESSEE/` to one process. The broker compares prefixes byte by byte, so
+  every part ends with "/": a filter for `NEW_TASK/rollout-1/` never matches `NEW_TASK/rollout-10/`.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ from busrl.protocol import messages as m
 from busrl.protocol.gateway import GATEWAY, REMOTE
 from busrl.protocol.messages import MAX_NAME, VERSION, Message, name_of
 
-# -- The list of all messages, in the order of docs/protocol.md, and each by its name on the wire ---------------------
+# -- all messages, in the order of docs/protocol.md -----
 
 
 ALL: Final[tuple[type[Message], ...]] = (
@@ -58,22 +51,22 @@ ALL: Final[tuple[type[Message], ...]] = (
 BY_NAME: Final[dict[str, type[Message]]] = {name_of(kind): kind for kind in ALL}
 
 
-# -- Where a message goes: `NAME/` to everybody, `NAME/ADDRESSEE/` to one process -------------------------------------
+# -- topics -----
 
 
 def address(process: str) -> str:
-    """The form of a process name that stands in a topic: `rollout/0` -> `rollout-0`."""
+    """The form of a process name in a topic: `rollout/0` -> `rollout-0`."""
     made = process.replace("/", "-")
     if not made.isascii() or not made.isprintable() or " " in made or not 0 < len(made) <= MAX_NAME:
         raise ValueError(
-            f"process name {process!r} can not stand in a topic: it must be 1 to {MAX_NAME} printable ASCII characters "
-            "without spaces; rename the process"
+            f"process name {process!r} cannot be part of a topic: it must be 1 to {MAX_NAME} printable ASCII "
+            "characters without spaces; rename the process"
         )
     return made
 
 
 def is_address(name: str) -> bool:
-    """Whether a name, as it came from outside, can stand in a topic."""
+    """Whether a name from outside can be part of a topic."""
     return bool(name) and name.isascii() and name.isprintable() and not {" ", "/"} & {*name} and len(name) <= MAX_NAME
 
 
@@ -86,17 +79,17 @@ def topic(kind: type[Message] | str, to: str = "") -> str:
 
 
 def kind_of(topic_text: str) -> type[Message]:
-    """The message class that travels on a topic; says what is wrong with a topic that is none."""
+    """The message class that travels on a topic; ValueError for text that is no topic."""
     name, slash, rest = topic_text.partition("/")
     if name not in BY_NAME or not slash or (rest and not rest.endswith("/")):
         raise ValueError(
-            f"{topic_text!r} is no topic: write NAME/ or NAME/ADDRESSEE/ with the final slash, and a NAME of "
+            f"{topic_text!r} is not a topic: write NAME/ or NAME/ADDRESSEE/ with the final slash, and a NAME of "
             f"{', '.join(sorted(BY_NAME))}"
         )
     return BY_NAME[name]
 
 
-# -- Messages to msgpack bytes and back, and a verdict on bytes that are no message -----------------------------------
+# -- bytes -----
 
 
 class Fault(enum.Enum):
@@ -109,7 +102,7 @@ class Fault(enum.Enum):
 
 
 class Rejected(Exception):
-    """Bytes that are no message of the expected kind: which fault, who sent them as far as can be read, and why."""
+    """Bytes that are no message of the expected kind: the fault, the sender as far as it is known, and the reason."""
 
     def __init__(self, fault: Fault, sender: str, detail: str) -> None:
         super().__init__(f"{fault.value} from {sender or 'an unknown sender'}: {detail}")
@@ -132,7 +125,7 @@ encode: Final[Callable[[Message], bytes]] = msgspec.msgpack.Encoder().encode  # 
 
 
 def decode(kind: type[Message], raw: bytes, max_bytes: int) -> Message:
-    """The message of this kind in `raw`; `Rejected` says what is wrong with bytes that hold none."""
+    """The message of this kind in `raw`; `Rejected` for bytes that hold none."""
     return reader(kind, max_bytes)(raw)
 
 

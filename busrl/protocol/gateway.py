@@ -1,7 +1,7 @@
 """Messages between the keeper's gateway and a process that does not map the ring: requests, and what answers them.
 
-Talks to nothing; what they do is decided in `busrl.gateway`. Unlike doorbells they carry what has value, so they are
-sent again until they are answered, and every answer repeats the number of its request.
+Talks to nothing; `busrl.gateway` decides what they do. Unlike doorbells they carry what has value, so they are sent
+again until they are answered, and every answer repeats the number of its request.
 
 - Every list, map and name is bounded; what is as long as a prompt or an answer is bounded by the size of the message.
 """
@@ -38,14 +38,14 @@ class Remote(Message, kw_only=True):
 
 
 class RemoteJoin(Remote, tag="REMOTE_JOIN"):
-    """A worker of `role` ("rollout" or "reward") is here. Answered by GATEWAY_WELCOME; again, it changes nothing."""
+    """A worker of `role` ("rollout" or "reward") joins. Answered by GATEWAY_WELCOME; a repetition changes nothing."""
 
     role: Name
 
 
 class RemoteClaim(Remote, tag="REMOTE_CLAIM"):
-    """Fill me up to `capacity` tasks. `holding` names all tasks that I know of: their leases begin anew, and what the
-    ledger says I hold beyond them is sent again. Answered by GATEWAY_TASKS.
+    """The worker wants to hold `capacity` tasks. `holding` names all that it knows of: their leases are renewed, and
+    those that it holds by the ledger and did not name are sent again. Answered by GATEWAY_TASKS.
     """
 
     capacity: Count = 1
@@ -53,7 +53,7 @@ class RemoteClaim(Remote, tag="REMOTE_CLAIM"):
 
 
 class RemoteExtend(Remote, tag="REMOTE_EXTEND"):
-    """Still at work on these tasks: their leases begin anew. The answer names those that are lost to this worker."""
+    """The worker is still at work on these tasks: their leases are renewed. The answer names those that it has lost."""
 
     holding: TaskIds = field(default_factory=list)
 
@@ -86,7 +86,7 @@ class RemoteRewarded(Remote, tag="REMOTE_REWARDED"):
 
 class RemoteFail(Remote, tag="REMOTE_FAIL"):
     """No answer to this task. `drop` "": hand it back; else give the sample up, because the reward function "raised"
-    or "hung", the prompt can not be rendered ("prompt") or is "too_long", or the sample is "malformed".
+    or "hung", the prompt cannot be rendered ("prompt") or is "too_long", or the sample is "malformed".
     """
 
     task: TaskId
@@ -95,7 +95,7 @@ class RemoteFail(Remote, tag="REMOTE_FAIL"):
 
 
 class RemoteLeave(Remote, tag="REMOTE_LEAVE"):
-    """An orderly leave: all that this worker holds is handed back."""
+    """An orderly leave: all tasks of this worker are handed back."""
 
     reason: Text = ""
 
@@ -104,7 +104,7 @@ class RemoteLeave(Remote, tag="REMOTE_LEAVE"):
 
 
 class GatewayWelcome(Message, tag="GATEWAY_WELCOME"):
-    """The worker is known, as entry `index` of the process table. A claim lasts `lease_s` unless it is extended."""
+    """The worker has joined, as entry `index` of the process table. A claim lasts `lease_s` unless it is extended."""
 
     life: Count
     req: Count = 0
@@ -121,7 +121,7 @@ class GatewayWelcome(Message, tag="GATEWAY_WELCOME"):
 
 
 class Task(Struct):
-    """One claim. `task` (slot.seq.uid) names it for ever; `record` is the prompt's JSONL line as it stands.
+    """One claim. `task` (slot.seq.uid) is its name for good; `record` is the prompt's JSONL line as it stands.
 
     A rollout task has `max_new_tokens` left to generate, and of a sample with earlier segments `segment` > 0 and the
     tensors prompt_ids, tokens, logprobs, versions. A reward task has these tensors of the whole answer, and
@@ -154,7 +154,7 @@ class GatewayTasks(Message, tag="GATEWAY_TASKS"):
 
 
 class GatewayAnswer(Message, tag="GATEWAY_ANSWER"):
-    """What became of the request of type `about`. Codes, and what they ask of the worker:
+    """The outcome of the request of type `about`. Codes, and what they ask of the worker:
 
     "done", "already": it counts (now, or since an earlier copy). "late": the task is no longer yours, forget it.
     "unknown": join first, then send again. "replaced": a newer life has your name, exit. "refused": the content breaks

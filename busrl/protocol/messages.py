@@ -1,19 +1,7 @@
-"""The number of the wire protocol, and the rules under which it changes.
+"""The envelope of every message, and the messages between processes that map the ring, grouped by direction.
 
-Read by the codec alone; knows nothing of sockets. `VERSION` goes into field `v` of every message. A receiver drops
-and counts messages whose `v` is not its own, and says so once per sender.
-
-Evolution rules, so that old and new programs can share a bus without a flag day:
-- a new field has a default, so that a message without it still decodes;
-- a field never changes its type or its meaning, and a removed name is never used again;
-- a message type is never renamed, and its topic is always derived from its name;
-- whatever can not be done within these rules raises `VERSION`.
-
-The envelope, and the messages between processes that map the ring, grouped by direction: one flat msgpack map each,
-with its name in field `type`. Those of the gateway stand in `gateway.py`, the list of all in `registry.py`.
-
-Talks to nothing; the codec turns these into bytes and `topics.py` says where they are sent. Knows nothing of sockets
-or of the ring. Who sends what stands in `catalog.py`; docs/protocol.md is made from both.
+Each is one flat msgpack map with its name in field `type`; the codec turns them into bytes. Talks to nothing, and knows
+nothing of sockets or of the ring. The gateway's messages are in `gateway`; docs/protocol.md says who sends what.
 
 - A message is a doorbell: it says "look at the ring". Losing, doubling, delaying or reordering any of them makes a
   run slower, never wrong; so no field here is the only copy of anything of value.
@@ -21,6 +9,13 @@ or of the ring. Who sends what stands in `catalog.py`; docs/protocol.md is made 
 - `count` is how many slots a coalesced doorbell stands for (the named one is the first of them).
 - The envelope (`v`, `sender`, `msg_seq`, `time_ns`) is filled by the endpoint that sends. `msg_seq` counts from 1
   per sender and topic, so that a listener can tell how many it missed.
+
+Rules of evolution, so that old and new programs can share a bus:
+
+- A new field has a default, so that a message without it still decodes.
+- A field never changes its type or its meaning, and a removed name is never used again.
+- A message type is never renamed, and its topic always follows from its name.
+- What cannot be done within these rules raises `VERSION`; a receiver drops and counts messages of another version.
 """
 
 from __future__ import annotations
@@ -29,15 +24,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct, field
 
-# -- The number of the wire protocol, and the rules under which it changes --------------------------------------------
-
-
 VERSION: Final = 1
-
-
-# -- The envelope, and the messages between processes that map the ring, grouped by direction: one flat msgpack ... ---
-
-
 MAX_NAME = 64
 MAX_TEXT = 16_384
 MAX_MAP = 4_096
@@ -117,7 +104,7 @@ class RewardComputed(Message, tag="REWARD_COMPUTED"):
 
 
 class LearnerStateUpdate(Message, tag="LEARNER_STATE_UPDATE"):
-    """The learner took a step: what the scheduler reacts to and a person watches."""
+    """The learner took a step: what the scheduler reacts to, and what a person watches."""
 
     entropy: float = 0.0
     version: Count = 0
@@ -130,7 +117,7 @@ class LearnerStateUpdate(Message, tag="LEARNER_STATE_UPDATE"):
     metrics: Numbers = field(default_factory=dict)
 
 
-# learner -> inference
+# learner -> engines
 
 
 class WeightsPublished(Message, tag="WEIGHTS_PUBLISHED"):
@@ -254,7 +241,7 @@ def name_of(kind: type[Message]) -> str:
     return str(tag)
 
 
-# Messages that only one process of a run sends. Nobody proves who it is: this holds off mistakes, not malice.
+# Messages that only one process of a run sends. Names are not proved: this stops mistakes, not malice.
 ONLY_FROM: dict[type[Message], str] = {
     LearnerStateUpdate: "learner",
     SchedulerState: "scheduler",

@@ -7,6 +7,7 @@ when something has to be made.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from types import FrameType
@@ -24,6 +25,8 @@ def _make(name: str, force: bool) -> Paths:
     found = paths(name)
     if found is not None and not force:
         return found
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the maker imports transformers
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from busrl.quickstart.maker import make
 
     return make(name, force=force)

@@ -1,4 +1,4 @@
-"""Where quickstart models live, who may make one, and how a finished one appears.
+"""Where quickstart models live, which process may make one, and how a finished one appears.
 
 A folder `${XDG_CACHE_HOME:-~/.cache}/busrl/<name>-<recipe hash>/` holds `model/` (a Hugging Face folder),
 `train.jsonl`, `validation.jsonl` and `made.json`. Talks to the file system and starts the maker as a child, so that a
@@ -17,7 +17,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -128,19 +127,19 @@ def _only_maker(folder: Path, wait_s: float) -> Iterator[None]:
 
 
 def _lock(lock: int, folder: Path, wait_s: float) -> None:
-    """Take the lock, telling once whom we wait for; PeerTimeout names it."""
-    deadline, told = time.monotonic() + wait_s, False
+    """Take the lock, naming its holder once on stderr; PeerTimeout names it too."""
+    deadline, reported = time.monotonic() + wait_s, False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             holder = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
-        if not told:
+        if not reported:
             print(f"waiting for process {holder}, which is making {folder}", file=sys.stderr, flush=True)
-            told = True
+            reported = True
         if time.monotonic() >= deadline:
             raise PeerTimeout(
                 f"{folder}: process {holder} has held its lock for over {wait_s:g} s; see what it does, or end it"
             )
-        threading.Event().wait(POLL_S)
+        time.sleep(POLL_S)

@@ -1,27 +1,14 @@
-"""A progress line on stderr: redrawn on a terminal, a line now and then elsewhere.
+"""Makes a quickstart folder: tokenizer, model, warm-up and data files.
 
-Talks to stderr only. Knows nothing of what makes progress.
+Talks to torch, transformers and tokenizers, and to `cache` for the lock and the atomic rename. Model and tokenizer are
+an ordinary Hugging Face folder that any tool can load. Knows nothing of runs.
 
-The supervised warm-up of a quickstart model, and the sampling that measures its pass rate.
+The warm-up first teaches the task, then teaches mistakes over it: most targets get one wrong digit, until the pass rate
+sampled at temperature 1 is well below one half. Reinforcement learning then has something to undo within minutes on a
+CPU; it shows that the loop works, not that a new skill is learnt.
 
-Talks to torch and to the model it is given. Knows nothing of files or of the cache.
-
-- The pass rate is that of completions sampled at temperature 1 on held-out prompts, judged like the run's reward.
-- Batches hold examples of like length, since padding would be half of the work otherwise.
-
-The model and tokenizer of a quickstart: a tiny Qwen3 and a vocabulary of single characters.
-
-Talks to torch, transformers and tokenizers. Both are saved as an ordinary Hugging Face folder that any tool can load.
-Knows nothing of the warm-up.
-
-Makes a quickstart folder: tokenizer, model, warm-up and data files.
-
-Talks to torch and transformers, which it imports when it works, and to `cache` for the lock and the atomic rename.
-The warm-up first teaches the task, then teaches mistakes over it: most targets get one wrong digit, until the
-pass rate sampled at temperature 1 is well below one half. Reinforcement learning then has something to undo within
-minutes on a CPU; it shows that the loop works, not that a new skill is learnt. Knows nothing of runs.
-
-- Both phases end on a measured pass rate on held-out prompts; a warm-up that does not get there is an error.
+- Both phases end on a measured pass rate: that of completions sampled at temperature 1 on held-out prompts, judged like
+  the run's reward. A warm-up that does not reach it is an error.
 - The same recipe on the same machine and libraries gives the same weights (seeded, one thread).
 """
 
@@ -29,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import re
 import sys
@@ -42,21 +28,20 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from busrl.errors import MachineError
 from busrl.quickstart import task
 from busrl.quickstart.cache import Paths, make_once
 from busrl.quickstart.task import END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, VOCABULARY, Recipe, find
 
-# -- A progress line on stderr: redrawn on a terminal, a line now and then elsewhere ----------------------------------
-
-
 WIDTH = 24
 QUIET_S = 5.0  # between two lines when stderr is no terminal
 
 
 class Progress:
-    """`with Progress("making x") as progress: progress.show(0.4, "pass rate 0.31")`."""
+    """`with Progress("making x") as progress: progress.show(0.4, "pass rate 0.31")`: a line on stderr, redrawn on a
+    terminal, a line now and then elsewhere."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -84,10 +69,10 @@ class Progress:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
-# -- The supervised warm-up of a quickstart model, and the sampling that measures its pass rate -----------------------
+# -- the warm-up ---------------------------------------------
 
 
-POOL_BATCHES = 8  # drawn together, sorted by length, then shuffled as batches
+POOL_BATCHES = 8  # drawn together, sorted by length (padding would be half of the work), then shuffled as batches
 IGNORED = -100
 RIGHT = re.compile(task.EXTRACT)
 
@@ -197,7 +182,7 @@ class WarmUp:
         return found is not None and found[1] == task.answer_of(prompt)
 
 
-# -- The model and tokenizer of a quickstart: a tiny Qwen3 and a vocabulary of single characters ----------------------
+# -- model and tokenizer -------------------------------------
 
 
 POSITIONS = 128
@@ -261,13 +246,13 @@ def save(folder: Path, recipe: Recipe, tokenizer: Any, model: Any) -> None:
 
 
 def _name_portably(path: Path) -> None:
-    """Newer transformers write a class name that older ones can not load; this one both can."""
-    told = json.loads(path.read_text())
-    told["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(told, indent=2) + "\n")
+    """Newer transformers write a class name that older ones cannot load; both can load this one."""
+    config = json.loads(path.read_text())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-# -- Makes a quickstart folder: tokenizer, model, warm-up and data files ----------------------------------------------
+# -- the folder ----------------------------------------------
 
 
 def make(name: str, *, force: bool = False) -> Paths:
@@ -278,27 +263,15 @@ def make(name: str, *, force: bool = False) -> Paths:
 
 def _fill(folder: Path, recipe: Recipe) -> None:
     train, validation = task.splits(recipe)
-    _write_jsonl(folder / "train.jsonl", train)
-    _write_jsonl(folder / "validation.jsonl", validation)
+    for name, prompts in (("train", train), ("validation", validation)):
+        lines = (json.dumps({"prompt": prompt, "answer": task.answer_of(prompt)}) + "\n" for prompt in prompts)
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     facts = _make_model(folder / "model", recipe, validation)
     (folder / "made.json").write_text(json.dumps({"name": recipe.name, **facts}, indent=1) + "\n")
 
 
-def _write_jsonl(path: Path, prompts: list[str]) -> None:
-    with path.open("w", encoding="utf-8") as lines:
-        for prompt in prompts:
-            lines.write(json.dumps({"prompt": prompt, "answer": task.answer_of(prompt)}) + "\n")
-
-
 def _make_model(folder: Path, recipe: Recipe, validation: list[str]) -> dict[str, Any]:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -329,5 +302,5 @@ def _warm(warm_up: Any, recipe: Recipe) -> dict[str, Any]:
 def _missed(what: str, value: float, wanted: str, steps: int) -> str:
     return (
         f"quickstart warm-up: {what} is {value:.3f} after {steps} steps, and must be {wanted}; this torch build "
-        "computes otherwise than the ones tested: please report torch.__config__.show()"
+        "computes other values than the tested ones: please report torch.__config__.show()"
     )

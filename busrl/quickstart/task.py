@@ -1,16 +1,11 @@
-"""What a quickstart task is made from: every number that shapes the model, its data and its warm-up.
-
-Pure data. A recipe's hash names its cache folder, so a changed number makes a new folder instead of using an old one.
-Knows nothing of files or torch.
-
-- The hash covers every field and `FORMAT`, and nothing else.
-
-The task `sort`: prompts, right answers, the filler before them, and wrong answers for the warm-up.
+"""The quickstart task `sort`: its recipe (every number that shapes model, data and warm-up), prompts and answers.
 
 Pure and seeded by the caller's generator. A prompt is `50213=`, its completion `.....|01235` and the end token. The
 filler stands for thinking: its length is geometric with a mean that the first digit sets, so lengths have a long tail
-and yet can be guessed from the prompt. Knows nothing of files, tokens ids or torch.
+and yet can be guessed from the prompt. Knows nothing of files, token ids or torch.
 
+- A recipe's hash names its cache folder, so a changed number makes a new folder instead of using an old one. It covers
+  every field and `FORMAT`, and nothing else.
 - No prompt is in both splits, nor twice in one.
 """
 
@@ -24,9 +19,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from busrl.errors import UserError
-
-# -- What a quickstart task is made from: every number that shapes the model, its data and its warm-up ----------------
-
 
 FORMAT = 1  # raised when the maker changes what it writes for the same numbers
 
@@ -97,7 +89,7 @@ def find(name: str) -> Recipe:
     return RECIPES[name]
 
 
-# -- The task `sort`: prompts, right answers, the filler before them, and wrong answers for the warm-up ---------------
+# -- prompts and answers ----------------------------------
 
 
 ASK, FILLER, BAR = "=", ".", "|"

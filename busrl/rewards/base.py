@@ -1,21 +1,12 @@
-"""Exact match: 1 if the answer found in a completion equals the record's answer, else 0.
-
-Talks to nothing. Knows nothing of numbers or mathematics: text is compared as text, without surrounding space.
-
-- `extract` empty: the whole completion is the answer.
-- `extract` with a group: group 1 of the last match. Without a group: the text after the last match that is not empty.
-- A right answer that is no text counts as JSON writes it (72, 0.5, true); a whole number with a point also without.
-- No match: reward 0. That is a wrong answer, not a broken reward.
-
-What a reward function is, how one is found by name, and what its result must be.
+"""What a reward function is, how one is found by name, and what its result must be.
 
     def judge(record: dict, completion: str, token_ids: list[int]) -> float | dict[str, float]: ...
 
 `record` is the whole JSONL line of the prompt. Talks to the import system only. Knows nothing of processes.
 
-- A result is a finite number, or a map of named finite numbers whose (weighted) sum is the reward. Everything else is
-  malformed, NaN and infinity included.
-- A function that can not be had is a `RewardNotLoaded` that holds the import path and the cause, before any sample.
+- A result is a finite number, or a map of named finite numbers whose sum is the reward. Everything else is malformed,
+  NaN and infinity included.
+- A function that cannot be loaded is a `RewardNotLoaded` with the import path and the cause, before any sample.
 """
 
 from __future__ import annotations
@@ -30,11 +21,17 @@ from typing import Any, Protocol
 from busrl import imports
 from busrl.errors import RewardNotLoaded
 
-# -- Exact match: 1 if the answer found in a completion equals the record's answer, else 0 ----------------------------
+RewardFunction = Callable[[dict[str, Any], str, list[int]], Any]
 
 
 class ExactMatch:
-    """A reward function; `extract` is compiled once."""
+    """The reward function `exact_match`: 1 if the answer in a completion equals the record's answer, else 0.
+
+    - `extract` empty: the whole completion is the answer. With a group: group 1 of its last match. Without a group: the
+      text after the last match that is not empty. No match is a wrong answer, not a broken reward.
+    - Text is compared as text, without surrounding space. A right answer that is not a string counts as JSON writes it
+      (72, 0.5, true); a whole number with a decimal point also without.
+    """
 
     def __init__(self, extract: str = "", answer_key: str = "answer") -> None:
         self.answer_key = answer_key
@@ -69,12 +66,6 @@ def spellings(answer: object) -> tuple[str, ...]:
     return (json.dumps(answer),)
 
 
-# -- What a reward function is, how one is found by name, and what its result must be ---------------------------------
-
-
-RewardFunction = Callable[[dict[str, Any], str, list[int]], Any]
-
-
 class MalformedReward(ValueError):
     """A result that is no finite number; the sample ends with fate M."""
 
@@ -106,15 +97,14 @@ def load(target: str, base_dir: str | Path = ".") -> RewardFunction:
     return imports.load("reward.function", target, RewardNotLoaded, base_dir)
 
 
-def settle(result: Any, weights: Mapping[str, float] | None = None) -> tuple[float, dict[str, float]]:
-    """The reward and its parts from what a function returned; a part without a weight counts once."""
+def settle(result: Any) -> tuple[float, dict[str, float]]:
+    """The reward and its parts from what a function returned."""
     if not isinstance(result, Mapping):
         return _number(result, "the reward"), {}
     parts = {str(name): _number(value, f"reward part {name!r}") for name, value in result.items()}
     if not parts:
         raise MalformedReward("the reward is an empty map: return a number or at least one part")
-    total = sum(value * (weights or {}).get(name, 1.0) for name, value in parts.items())
-    return _number(total, "the sum of the reward's parts"), parts
+    return _number(sum(parts.values()), "the sum of the reward's parts"), parts
 
 
 def _number(value: Any, what: str) -> float:

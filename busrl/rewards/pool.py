@@ -1,12 +1,12 @@
-"""Judging completions in child processes: the reward role's face of a user's reward function.
+"""Judging completions with the user's reward function in child processes.
 
-Talks to its children only. Consumes items, produces outcomes; waits for nothing longer than `poll` was given. Knows
-nothing of slots, fates or the bus.
+Talks to its children only. Consumes items, produces outcomes; never waits longer than `poll` allows. Knows nothing of
+slots, fates or the bus.
 
 - Every item that was submitted comes back exactly once: with a value, or as raised, hung or malformed.
 - An item that raises, hangs or crashes its process costs no other item more than time.
-- The deadline is per item and counted while this process looks: of a time during which it did not look, LATENESS_S
-  counts at most, so a stopped parent does not condemn a child.
+- The deadline is per item and counted while this process looks: of a time during which it did not, LATENESS_S counts
+  at most, so a stopped parent does not end a child.
 - A child is killed only by its pool, and ends with it.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import select
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -73,19 +73,9 @@ class PoolStats:
 class RewardPool:
     """Make it in the main thread: the children die with the thread that made them."""
 
-    def __init__(
-        self,
-        settings: PoolSettings,
-        *,
-        base_dir: str | Path = ".",
-        weights: Mapping[str, float] | None = None,
-        ready_s: float = 120.0,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        setup = Setup(
-            settings.kind, settings.function, settings.extract, settings.answer_key,
-            str(Path(base_dir).resolve()), dict(weights or {}),
-        )
+    def __init__(self, settings: PoolSettings, *, base_dir: str | Path = ".", ready_s: float = 120.0) -> None:
+        base = str(Path(base_dir).resolve())
+        setup = Setup(settings.kind, settings.function, settings.extract, settings.answer_key, base)
         self._poller = select.epoll()
         self._keys: dict[int, int] = {}
         self._next_seq = 1
@@ -95,7 +85,7 @@ class RewardPool:
         now = time.monotonic()
         try:
             for _ in range(settings.workers):
-                self._lanes.append(Lane(setup, self._poller, settings.timeout_s, ready_s, pass_fds, now))
+                self._lanes.append(Lane(setup, self._poller, settings.timeout_s, ready_s, now))
         except BaseException:
             self.close()
             raise
@@ -105,12 +95,8 @@ class RewardPool:
         return len(self._keys)
 
     def fileno(self) -> int:
-        """Readable when `poll` may have something; look again after `deadline_s` in any case."""
+        """Readable when `poll` may have something; poll now and then in any case, for children that are overdue."""
         return self._poller.fileno()
-
-    def deadline_s(self) -> float:
-        """Seconds until some child will be overdue, inf if none has anything to do."""
-        return min((lane.remaining_s() for lane in self._lanes), default=float("inf"))
 
     def submit(self, items: Sequence[Item]) -> None:
         """Hand items to the children, fewest waiting first. Never waits."""
@@ -128,7 +114,7 @@ class RewardPool:
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
         """Outcomes since the last call; waits at most `timeout_s` for the first one, not at all with nothing pending.
 
-        `RewardNotLoaded` if the function can not be imported.
+        `RewardNotLoaded` if the function cannot be imported.
         """
         now = self._collect(LATENESS_S)
         ends = now + timeout_s
@@ -138,7 +124,7 @@ class RewardPool:
         return outcomes
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until every child has loaded the function; `RewardNotLoaded` if it can not be loaded."""
+        """Wait until every child has loaded the function; `RewardNotLoaded` if one cannot."""
         now = self._collect(LATENESS_S)
         ends = now + timeout_s
         while not all(lane.serving for lane in self._lanes) and now < ends:
@@ -176,8 +162,8 @@ class RewardPool:
         self.close()
 
     def _wait(self, left_s: float) -> float:
-        """Sleep until a child says something or is overdue; the time asked for counts in full, lateness does not."""
-        wait = min(left_s, self.deadline_s())
+        """Sleep until a child answers or is overdue; the time asked for counts in full, lateness does not."""
+        wait = min([left_s, *(lane.remaining_s() for lane in self._lanes)])
         self._poller.poll(wait)
         return self._collect(wait)
 

@@ -1,27 +1,13 @@
-"""The wire between a reward pool and its children: length-prefixed msgpack over two pipes.
+"""A child process of a reward pool seen from its parent: the frames of the pipes, start and kill, and deadlines.
 
     frame = length (u32, little endian) | msgpack
     parent -> child: first a Setup, then batches: arrays of Request
     child -> parent: one Answer when set up (seq 0), then one per request, in order, each written before the next begins
 
-Talks to nothing. Knows nothing of processes or deadlines.
-
-One child process of a reward pool, seen from its parent: non-blocking pipes, start, kill.
-
-Talks to the operating system. Knows nothing of samples, deadlines or blame: that is `lane`.
+Talks to the operating system and to the child. Time comes from the caller. Knows nothing of where samples come from.
 
 - Nothing here waits, except `close` for the end of a process that it has killed.
-- The child leads its own session; killing takes its process group, so what user code has started goes with it.
-
-One child and the samples given to it: who is being judged, since when, and who is to blame when it dies.
-
-Talks to its child (`process`). Time comes from the caller. Knows nothing of other lanes or of where samples come from.
-
-- Every sample taken in comes out exactly once, as an outcome, whatever the child does.
-- The sample at the head is the one the child is at: answers come in order, each before the next sample begins.
-- Over the deadline: the head is `hung`, at once. The child died: the head is judged again, alone; if the child dies on
-  it again the head is `raised`. All others are sent to the next child.
-- A child that ends before it has judged anything, MAX_FAILURES times in a row, ends the pool with an error.
+- The child leads its own session; killing takes its process group, and with it what user code has started.
 """
 
 from __future__ import annotations
@@ -43,9 +29,6 @@ import msgspec
 
 from busrl.errors import MachineError, RewardNotLoaded
 
-# -- The wire between a reward pool and its children: length-prefixed msgpack over two pipes --------------------------
-
-
 PREFIX = struct.Struct("<I")
 READY = 0  # seq of the answer that says whether the function was loaded
 
@@ -58,7 +41,6 @@ class Setup(msgspec.Struct, frozen=True):
     extract: str
     answer_key: str
     base_dir: str
-    weights: dict[str, float]
 
 
 class Request(msgspec.Struct, array_like=True, gc=False):
@@ -107,7 +89,7 @@ class Splitter:
         return bodies
 
 
-# -- One child process of a reward pool, seen from its parent: non-blocking pipes, start, kill ------------------------
+# -- the process ------------------------------------------
 
 
 PIPE_BYTES = 1 << 20
@@ -120,11 +102,11 @@ _answers = msgspec.msgpack.Decoder(Answer)
 class ChildProcess:
     """States: running -> ended (its pipe is closed) -> closed."""
 
-    def __init__(self, setup: Setup, poller: select.epoll, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(self, setup: Setup, poller: select.epoll) -> None:
         # From the main thread: the child is tied to the life of the thread that starts it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "busrl.rewards.child", str(os.getpid())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True, pass_fds=pass_fds,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )
         self._poller = poller
         self._in, self._out = _pipe(self._process.stdin), _pipe(self._process.stdout)
@@ -182,7 +164,7 @@ class ChildProcess:
         if grace_s:
             with contextlib.suppress(OSError):
                 _wait_unreaped(self._process.pid, grace_s)
-        # Before it is reaped: its process id, and so its group's, can not belong to anybody else yet.
+        # Before it is reaped: its process id, and so its group's, belongs to no other process yet.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         try:
@@ -226,7 +208,7 @@ def _wait_unreaped(pid: int, timeout_s: float) -> None:
         os.close(fd)
 
 
-# -- One child and the samples given to it: who is being judged, since when, and who is to blame when it dies ---------
+# -- its samples ------------------------------------------
 
 
 MAX_FAILURES = 3
@@ -240,12 +222,18 @@ class Phase(Enum):
 
 
 class Lane:
-    """`elapsed_s`: how long the child has been at the head of `sent`, or at starting, as far as we saw it."""
+    """One child and the samples given to it. `elapsed_s`: how long the child has been judging the head of `sent`, or
+    starting, as far as this process saw it.
 
-    def __init__(
-        self, setup: Setup, poller: select.epoll, timeout_s: float, ready_s: float, pass_fds: Sequence[int], now: float
-    ) -> None:
-        self._setup, self._poller, self._pass_fds = setup, poller, pass_fds
+    - Every sample comes out exactly once, as an outcome, whatever the child does.
+    - The child judges the head of `sent`: answers come in order, each before the next sample begins.
+    - Over the deadline: the head is `hung`, at once. The child died: the head is judged again, alone; if the child dies
+      on it again the head is `raised`. All others are sent to the next child.
+    - A child that ends before it has judged anything, MAX_FAILURES times in a row, ends the pool with an error.
+    """
+
+    def __init__(self, setup: Setup, poller: select.epoll, timeout_s: float, ready_s: float, now: float) -> None:
+        self._setup, self._poller = setup, poller
         self.timeout_s, self.ready_s = timeout_s, ready_s
         self.waiting: deque[Request] = deque()
         self.sent: deque[Request] = deque()
@@ -255,7 +243,7 @@ class Lane:
         self.phase = Phase.STARTING
         self.elapsed_s, self._seen = 0.0, now
         self._judged_s = 0.0  # spent in the function for samples that came out
-        self._child = ChildProcess(setup, poller, pass_fds)
+        self._child = ChildProcess(setup, poller)
 
     def __len__(self) -> int:
         """Samples without an outcome."""
@@ -271,8 +259,8 @@ class Lane:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in the function: what answers say they took, and how long the child is at the present one, as far as
-        that is seen. It may go back a little when that one is answered."""
+        """Seconds in the function: those of the answers, and of the present sample as far as seen. It may decrease a
+        little when that one is answered."""
         return self._judged_s + (self.elapsed_s if self.serving and self.sent else 0.0)
 
     def remaining_s(self) -> float:
@@ -301,16 +289,16 @@ class Lane:
         return outcomes
 
     def close(self) -> None:
-        """End the child: at once if it is at something, else it may end by itself."""
+        """End the child: at once if it is judging, else it may end by itself."""
         self._child.close(0.0 if self.sent or not self.serving else 0.5)
 
     def _restart(self) -> None:
-        """Put everything unanswered back in front and begin with a new child."""
+        """Put everything unanswered back in front and start a new child."""
         self.waiting.extendleft(reversed(self.sent))
         self.sent.clear()
         self.phase, self.elapsed_s = Phase.STARTING, 0.0
         self.restarts += 1
-        self._child = ChildProcess(self._setup, self._poller, self._pass_fds)
+        self._child = ChildProcess(self._setup, self._poller)
 
     def _send(self, now: float) -> None:
         """Give the child all that waits; a suspect is alone with it."""

@@ -3,7 +3,7 @@
 A typed face of the C++ core `busrl._ring` (its rules stand in `csrc/include/busrl`): rings, fate tables, role locks.
 Talks to shared memory and the run directory. Knows nothing of messages, models, groups or what the tensors mean.
 
-- A slot is changed only by whoever its control word names; the word from the claim is the key to every later call.
+- Only the process that its control word names changes a slot; the word from the claim is the key to every later call.
 - Every change of state is one compare-and-swap; a call that returns 0 or False lost it: look again.
 - Views are made in place and stay mapped after `close()`; what they show is settled only while the slot is held.
 """

@@ -1,17 +1,7 @@
-"""Locks by file: who serves a role of a run, and which ring nobody may remove.
+"""Locks by file: the lock of a role, the guard of a ring's file, and the samples that a reaper took back from the dead.
 
-Talks to lock files through the C++ core, and to a ring's file through a descriptor of its own. Knows nothing of what is
-in a ring, or of roles.
-
-- A role lock counts while its file is the one that has the name. Who finds the name removed, or taken by another file,
-  takes the lock of the file that has it now, or has lost its turn.
-- A launch takes the guard of its ring right after it made or adopted it, and then looks whether the ring still has its
-  name. Who removes a ring takes the guard first and holds it until the name is gone. So the launch is seen, or it
-  sees that it has to make another one.
-
-What was taken back from the dead, in words and by sample: for `errors.jsonl`, where a sample's history is read.
-
-Reads the lines of the slots that a reaper has just moved. Knows nothing of files or of who reads it.
+Talks to lock files through the C++ core, and to a ring's file through a descriptor of its own. Knows nothing of what
+the slots hold, or of roles.
 """
 
 from __future__ import annotations
@@ -27,9 +17,6 @@ from busrl._ring import UID_NONE, Reaped, Ring
 from busrl._ring import OfdLock as CoreLock
 from busrl.states import State
 
-# -- Locks by file: who serves a role of a run, and which ring nobody may remove --------------------------------------
-
-
 ATTEMPTS = 16
 BYTE = 1 << 40  # of the ring's file, far beyond its end; the first bytes are those of the process table
 WAIT_S = 10.0  # a removal takes milliseconds
@@ -40,7 +27,9 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 class OfdLock:
     """An open-file-description lock of a file that is made if it is not there; the kernel drops it with its holder.
 
-    The file holds the holder's pid for people. RingError where the name is one of something else than a file.
+    The lock counts while its file is the one that has the name. A process that finds the name removed, or taken by
+    another file, takes the lock of the file that has it now, or has lost the role. The file holds the holder's pid for
+    people. RingError where the name is one of something else than a file.
     """
 
     def __init__(self, path: str) -> None:
@@ -62,7 +51,7 @@ class OfdLock:
         return False
 
     def acquire(self, timeout_s: float) -> None:
-        """Hold it within the time; LockTimeout names who does not let go."""
+        """Hold it within the time; LockTimeout names the process that keeps it."""
         end = time.monotonic() + timeout_s
         while not self.stands:
             lock = CoreLock(self.path)
@@ -82,7 +71,7 @@ class OfdLock:
         self._lock.release()
 
     def holder(self) -> int | None:
-        """Pid of the process that took the lock, -1 if it names nobody; None if it is free."""
+        """Pid of the process that took the lock, -1 if the file names none; None if the lock is free."""
         return self._lock.holder()
 
     def fileno(self) -> int:
@@ -116,14 +105,19 @@ def _is_named(fd: int, path: str | Path) -> bool:
 
 
 class RingGuard:
-    """The guard of one ring file, held or not. FileNotFoundError if there is no such file."""
+    """The guard of one ring file, held or not. FileNotFoundError if there is no such file.
+
+    A launch takes the guard of its ring right after it made or adopted it, and then looks whether the ring still has
+    its name. A process that removes a ring takes the guard first and holds it until the name is gone. So the removal
+    sees the launch, or the launch sees that it has to make another ring.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def try_take(self) -> bool:
-        """Hold it; False if somebody else does."""
+        """Hold it; False if another process does."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, BYTE, 1, 0))
         except (BlockingIOError, PermissionError):
@@ -131,11 +125,12 @@ class RingGuard:
         return True
 
     def take(self, timeout_s: float = WAIT_S) -> bool:
-        """Hold it, once whoever removes the ring is done; False if the ring has lost its name by then."""
+        """Hold it, once a removal of the ring is done; False if the ring has lost its name by then."""
         end = time.monotonic() + timeout_s
         while not self.try_take():
             if time.monotonic() > end:
-                raise TimeoutError(f"{self._file}: somebody has been removing it for {timeout_s:g} s; start again")
+                waited = f"another process has been removing it for {timeout_s:g} s"
+                raise TimeoutError(f"{self._file}: {waited}; start again")
             time.sleep(LOOK_EVERY_S)
         return self.has_name()
 
@@ -147,7 +142,7 @@ class RingGuard:
         os.close(self._fd)
 
 
-# -- What was taken back from the dead, in words and by sample: for `errors.jsonl`, where a sample's history is read --
+# -- samples of dead processes -----
 
 
 Step = tuple[str, int, str, str]  # label and pid of the dead owner, from which state, to which

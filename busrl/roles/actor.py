@@ -229,17 +229,14 @@ class Actor:
         self.bus.send(m.Error(severity=severity, where=where, text=text, traceback=trace))
         record_error(self.paths, self.name, severity, where, text, trace, uids)
 
-    def scan(self, scanner: GroupScanner) -> GroupView:
-        """The open groups now. Copies the lines before it reads the fates, whose table may have grown."""
-        lines = self.copy_lines()
+    def scan(self, scanner: GroupScanner, lines: npt.NDArray[Any] | None = None) -> GroupView:
+        """The open groups now, in `lines`: a copy of the slots' lines, made before the fates are read. Their table may
+        have grown."""
+        lines = self.ring.lines() if lines is None else lines
         if len(self.fates) != len(scanner.fates):
             scanner.fates = self.fates.view()
         self.lines = lines
         return scanner.scan(lines)
-
-    def copy_lines(self) -> npt.NDArray[Any]:
-        """The lines of all slots as they are now; a copy that a role may correct."""
-        return self.ring.lines()
 
     # -- internals ----------------------------------------------------------------------------------------------
 

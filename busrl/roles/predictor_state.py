@@ -1,20 +1,12 @@
-"""Plain data in one file: numbers, strings, lists, dicts with string keys, and NumPy arrays among them.
-
-Talks to one file, a NumPy archive without pickle: the arrays under numbers, and a JSON text that says where each
-belongs. Knows nothing of what the data mean.
-
-- A file is whole or the old one: it is written beside it and renamed.
-- `load` gives equal data back, tuples as lists; a damaged file is a ValueError.
-
-The length predictor of a run: made as the topology says, guarded, and kept in `predictor.npz`.
+"""The length predictor of a run: made as the topology says, guarded, and kept in `predictor.npz`.
 
 Talks to files: the run's own state, the copy in each checkpoint, the user's table of keywords. Used by the scheduler
 (makes, restores, saves) and by the learner (`copy_into` a checkpoint). Knows nothing of policies or slots.
 
-- Losing the state costs order, never a sample: a file that can not be used is warned about and passed over, and a save
-  that fails is tried again later.
-- A checkpoint finds a state that is recent: it is saved with the first answers, before each step that may end in a
-  checkpoint, and every few seconds, so seldom that saving takes at most a hundredth of the scheduler's time.
+- Losing the state costs order, never a sample: an unusable file causes a warning, and a save that fails is tried again
+  later. A file is whole or the old one.
+- A checkpoint finds a recent state: it is saved with the first answers, before each step that may end in a checkpoint,
+  and every few seconds, so seldom that saving takes at most a hundredth of the scheduler's time.
 - A start takes the run's own file, or else that of the newest checkpoint that has one.
 """
 
@@ -40,14 +32,16 @@ from busrl.files import replacing
 from busrl.paths import RunPaths
 from busrl.scheduling.lengths import Guard, Keywords, RulesPredictor, make_predictor
 
-# -- Plain data in one file: numbers, strings, lists, dicts with string keys, and NumPy arrays among them -------------
-
-
+log = logging.getLogger("busrl")
+SAVE_EVERY_S, SAVE_COSTS = 5.0, 100.0  # seconds between two saves, and times that one took: whichever is more
+MOST_COSTS = 2.0  # where every step may end in a checkpoint: no more often than this allows
+Warn = Callable[[str], None]
 ARRAY, TEXT = "$array", "data"
 
 
 def save_plain(path: Path, data: Mapping[str, Any]) -> None:
-    """Write `data`. OSError if the disk refuses."""
+    """Write numbers, strings, lists, dicts with string keys, and arrays among them as a NumPy archive without pickle:
+    the arrays under numbers, and a JSON text that says where each belongs. OSError if the disk refuses."""
     arrays: list[npt.NDArray[Any]] = []
     text = json.dumps(_taken_out(dict(data), arrays)).encode()
     members = {f"a{number}": array for number, array in enumerate(arrays)}
@@ -56,7 +50,7 @@ def save_plain(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def load_plain(path: Path) -> dict[str, Any] | None:
-    """The data of a file, None if there is none. ValueError if it can not be read."""
+    """The data of a file, tuples as lists; None if there is no file. ValueError if it cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             found: dict[str, Any] = _put_back(json.loads(archive[TEXT].tobytes()), archive)
@@ -64,7 +58,7 @@ def load_plain(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as problem:
-        raise ValueError(f"{path}: can not be read ({problem}); it is not used") from None
+        raise ValueError(f"{path}: cannot be read ({problem}); it is not used") from None
 
 
 def _taken_out(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
@@ -86,17 +80,8 @@ def _put_back(value: Any, archive: Any) -> Any:
     return [_put_back(item, archive) for item in value] if isinstance(value, list) else value
 
 
-# -- The length predictor of a run: made as the topology says, guarded, and kept in `predictor.npz` -------------------
-
-
-log = logging.getLogger("busrl")
-SAVE_EVERY_S, SAVE_COSTS = 5.0, 100.0  # seconds between two saves, and times that one took: whichever is more
-MOST_COSTS = 2.0  # where every step may end in a checkpoint: no more often than this allows
-Warn = Callable[[str], None]
-
-
 class PredictorState:
-    """`guard` is the predictor to be asked. `warn` is told of what goes wrong."""
+    """`guard` is the predictor to be asked; `warn` gets what goes wrong."""
 
     def __init__(self, topology: Topology, paths: RunPaths, stream: JsonlStream, warn: Warn) -> None:
         self.paths, self._warn = paths, warn
@@ -109,15 +94,15 @@ class PredictorState:
         self._before = -1  # the step for whose checkpoint was saved last
 
     def restore(self) -> bool:
-        """Take over what an earlier scheduler learned; False if there was nothing that could be used."""
+        """Load what an earlier scheduler learned; False if there was nothing usable."""
         for path in _candidates(self.paths):
             try:
                 state = load_plain(path)
                 if state is not None:
                     self.guard.load(state)
-                    log.info("the predictor goes on from %s", path)
+                    log.info("the predictor continues from %s", path)
                     return True
-            except Exception as problem:  # whatever a damaged file may lead to: the run is worth more
+            except Exception as problem:  # a damaged file may lead to anything, and must not end the run
                 self._warn(f"{path}: what the predictor learned is not used: {problem}")
         return False
 
@@ -143,11 +128,12 @@ class PredictorState:
             self._warn(f"what the predictor learned is not saved: {problem}")
 
     def close(self) -> None:
-        """Save, and say how good it was."""
+        """Save, and log how good it was."""
         self.save()
         if self.guard.answers or self.guard.fallbacks:
-            told = (f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in self.guard.measures().items())
-            log.info("predictor %s: %s", self.guard.name, ", ".join(told))
+            found = self.guard.metrics().items()
+            shown = ", ".join(f"{name.removeprefix('predictor_')} {value:.4g}" for name, value in found)
+            log.info("predictor %s: %s", self.guard.name, shown)
 
 
 def copy_into(checkpoint: Path, paths: RunPaths) -> None:
@@ -166,7 +152,7 @@ def _candidates(paths: RunPaths) -> Iterator[Path]:
 
 
 def _keywords(topology: Topology, warn: Warn) -> Keywords | None:
-    """The user's table; None for the shipped one. `launch` has checked it, so a fault is one of a moment later."""
+    """The user's table; None for the shipped one. `launch` has checked it: a problem here arose since then."""
     if not topology.scheduler.keywords:
         return None
     found, problems = files.read_keywords(topology.scheduler.keywords)

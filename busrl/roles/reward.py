@@ -1,11 +1,10 @@
-"""A reward worker: takes GENERATED slots, lets a child process judge them, writes the reward, commits REWARDED.
+"""A reward worker: claims GENERATED slots, has child processes judge them, writes the reward, commits REWARDED.
 
-Talks to the ring and to its own child (`busrl.rewards`), where the user's function runs so that it may raise, hang or
-crash. Consumes GENERATED slots, produces REWARDED ones and REWARD_COMPUTED; waits for DATA_GENERATED, unblocked by it
-or by the timer. Knows nothing of tokenizers, groups or advantages.
+Talks to the ring and to its children (`busrl.rewards`), where the user's function may raise, hang or crash. Consumes
+GENERATED slots, produces REWARDED ones and REWARD_COMPUTED; waits for DATA_GENERATED, unblocked by it or by the timer.
+Knows nothing of tokenizers, groups or advantages.
 
-Invariants:
-- A sample whose judge raised, hung or gave no number is dropped with that reason; the others of its batch are judged.
+- A sample whose function raised, hung or returned no number is dropped with that reason; the others are judged.
 - A slot stays REWARDING until its outcome is known: if this process dies, the slot goes back to GENERATED.
 """
 
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from busrl.protocol import messages as m
-from busrl.rewards import Item, Outcome, RewardPool
+from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.ring import SlotTooSmall, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.trajectory import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
@@ -26,12 +25,12 @@ BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.05  # a little longer than the pause between two doorbells of a busy rollout
 JUDGE_WAIT_S = 0.02
 LOAD_LOOK_S = 0.5
-WINDOW_S, BUSY = 10.0, 0.9  # a reward that worked all of this time, while samples waited, is slow
+WINDOW_S, BUSY = 10.0, 0.9  # a reward that was busy for this share of a window, while samples waited, is slow
 FATE_OF = {"raised": Fate.REWARD_RAISED, "hung": Fate.REWARD_HUNG, "malformed": Fate.MALFORMED}
 
 
-class Load:
-    """How busy the judges are, and what that costs when everybody waits for them. Pure: time comes from the caller."""
+class RewardLoad:
+    """How busy the reward functions are, and what that costs when samples wait. Pure: time comes from the caller."""
 
     def __init__(self, workers: int, processes: int, step_samples: int, now: float) -> None:
         self.workers, self.processes = workers, processes
@@ -50,24 +49,24 @@ class Load:
         return now - self._since >= self._window_s
 
     def slow(self, judged: int, waiting: int, now: float) -> str:
-        """At the end of a window: what a reward costs that held everybody up all the time, "" if it did not."""
+        """At the end of a window: a warning if the run waited for the rewards all the time, else ""."""
         passed, busy, count = now - self._since, self.busy_s - self._busy, judged - self._judged
         self._since, self._busy, self._judged = now, self.busy_s, judged
         if busy < BUSY * passed or waiting <= 2 * self.workers:
             return ""
-        self._window_s *= 2  # said again, less and less often
+        self._window_s *= 2  # repeated, less and less often
         if not count:
             return f"the reward function gave no answer for {passed:.0f} s, {waiting} samples wait; {self._remedy()}"
         call_s = busy * self.workers / count
         step_s = self.step_samples * call_s / (self.workers * self.processes)
         return (
-            f"the reward holds everything up: a call takes {call_s:.3g} s, a step's {self.step_samples} samples "
+            f"the run waits for the reward: a call takes {call_s:.3g} s, a step's {self.step_samples} samples "
             f"{step_s:.3g} s, and {waiting} wait; {self._remedy()}"
         )
 
     def hung(self) -> str:
-        """What a call that does not end costs, to be added to the warning of it."""
-        return f"; each such call holds its worker up for so long: {self._remedy()}, or lower the limit"
+        """What a hung call costs, to be added to its warning."""
+        return f"; each such call blocks its worker for so long: {self._remedy()}, or lower the limit"
 
     def _remedy(self) -> str:
         all_ = self.workers * self.processes
@@ -83,7 +82,7 @@ class Reward(Actor):
 
     def setup(self) -> None:
         self.pool = RewardPool(self.topology.reward)
-        # Not ready before its function is: one that can not be loaded ends the run instead of being tried for ever.
+        # Not ready before its function is: one that cannot be loaded ends the run instead of many restarts.
         with self.activity("load the reward function", self.topology.limits.ready_s):
             while not self.stopping and not self.pool.wait_ready(LOAD_LOOK_S):
                 pass
@@ -92,13 +91,9 @@ class Reward(Actor):
         self.bell = Doorbell()
         self.streaming = False
         self.rung, self.next_look = True, 0.0
-        self.load = self._load()
-
-    def _load(self) -> Load:
-        topology, reward = self.topology, self.topology.reward
-        processes = sum(one.role == "reward" for one in topology.processes())
-        samples = topology.learner.trigger.n_min * topology.groups.size
-        return Load(reward.workers, processes, samples, time.monotonic())
+        processes = sum(one.role == "reward" for one in self.topology.processes())
+        samples = self.topology.learner.trigger.n_min * self.topology.groups.size
+        self.load = RewardLoad(self.topology.reward.workers, processes, samples, time.monotonic())
 
     def handle(self, message: m.Message) -> None:
         self.rung = True
@@ -109,10 +104,10 @@ class Reward(Actor):
             self.pool.submit(self._items(taken))
         # In a stream of answers one look takes many; the last ones of a round come few at a time and are not kept.
         self.streaming = len(taken) >= STREAM_BATCH
-        return bool(self._settle(0.0)) and not self.streaming
+        return bool(self._settle()) and not self.streaming
 
     def _take(self) -> list[tuple[int, int]]:
-        """Look at the ring when a doorbell rang, or a tick after the last look; an answer of the judge is no reason."""
+        """Claim slots when a doorbell rang, or a tick after the last look; a reward that arrived is no reason."""
         now, limit = time.monotonic(), BATCH - len(self.held)
         if not self.rung and now < self.next_look:
             return []
@@ -127,19 +122,19 @@ class Reward(Actor):
             super().idle(min(timeout_s, STREAM_PAUSE_S))
         elif not self.held:
             super().idle(timeout_s)
-        elif not self._settle(0.0):
+        elif not self._settle():
             self.bus.wait(min(timeout_s, JUDGE_WAIT_S), self.pool.fileno())
 
-    def _settle(self, timeout_s: float) -> int:
-        """Commit what the judges have answered, waiting at most `timeout_s` for a first answer."""
-        outcomes = self.pool.poll(timeout_s)
+    def _settle(self) -> int:
+        """Commit the rewards that have arrived."""
+        outcomes = self.pool.poll(0.0)
         self._count_busy()
         self._commit([outcome for outcome in outcomes if outcome.error is None])
         for outcome in outcomes:
             if outcome.error is not None:
-                said, _, trace = outcome.text.partition("\n")
-                said += self.load.hung() if outcome.error == "hung" else ""
-                self._drop(outcome.key, outcome.error, f"{outcome.error}: {said}", trace)
+                text, _, trace = outcome.text.partition("\n")
+                text += self.load.hung() if outcome.error == "hung" else ""
+                self._drop(outcome.key, outcome.error, f"{outcome.error}: {text}", trace)
         self.ring_bell(self.bell)
         if outcomes:
             self.ring.add(samples=len(outcomes))
@@ -155,14 +150,14 @@ class Reward(Actor):
                 self.warn("reward", slow, kind="slow")
 
     def _items(self, taken: Sequence[tuple[int, int]]) -> list[Item]:
-        """What the judge needs of each; a sample that can not be read is dropped as malformed."""
+        """What the function needs of each; a sample that cannot be read is dropped as malformed."""
         self.held.update(taken)
         try:
             tasks = read_copies(self.ring, taken, "task")
             texts = map(text_of, read_copies(self.ring, taken, "text"))
             ids = [self._ids(slot, word) if self.wants_ids else [] for slot, word in taken]
             return [Item(held[0], *parts) for held, parts in zip(taken, zip(tasks, texts, ids))]
-        except UNREADABLE:  # which of them it is, is found one by one
+        except UNREADABLE:  # one by one, to find which of them
             return [item for slot, word in taken if (item := self._item(slot, word)) is not None]
 
     def _item(self, slot: int, word: int) -> Item | None:
@@ -170,7 +165,7 @@ class Reward(Actor):
             ids = self._ids(slot, word) if self.wants_ids else []
             return Item(slot, read_task(self.ring, slot), read_text(self.ring, slot, segments_of(word)), ids)
         except UNREADABLE as problem:
-            self._drop(slot, "malformed", f"has a payload that can not be read: {problem}")
+            self._drop(slot, "malformed", f"has a payload that cannot be read: {problem}")
             return None
 
     def _ids(self, slot: int, word: int) -> list[int]:
@@ -178,7 +173,7 @@ class Reward(Actor):
         return ids
 
     def _commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Write the rewards of judged samples and let their slots go on."""
+        """Write the rewards of judged samples and commit their slots."""
         owned = [(outcome.key, self.held.pop(outcome.key)) for outcome in outcomes]
         for (slot, word), outcome in zip(owned, outcomes):
             try:

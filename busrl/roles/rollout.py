@@ -24,7 +24,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config.derive import admission_limits
 from busrl.data import prompt_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
@@ -229,7 +228,7 @@ class Rollout(Actor):
         self.held: dict[int, ClaimedSlot] = {}  # by slot
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.alone = False
-        self.limits = admission_limits(self.topology)
+        self.limits = self.topology.derived.limits
         self.segments = SegmentCuts.of(self.topology)
         self.waves = self.segments.waves
         if self.waves is not None:

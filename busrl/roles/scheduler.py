@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from busrl.config import Topology
-from busrl.config.derive import admission_limits, checkpoint_may_follow, in_flight
+from busrl.config.derive import checkpoint_may_follow, in_flight
 from busrl.data import JsonlStream, plain_text, trace
 from busrl.errors import DiskFull, SamplesUsedUp
 from busrl.paths import RunPaths
@@ -70,7 +70,7 @@ class DispatchFeed:
         scheduler, derived = topology.scheduler, topology.derived
         self.policy: Policy = make_policy(
             scheduler.policy, derived.horizon, self.predictor, scheduler.aging,
-            tail_share=scheduler.tail_share, window=derived.W, group_size=topology.groups.size,
+            tail_share=scheduler.tail_share, window=derived.limits.W, group_size=topology.groups.size,
             round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
         )
         self._answers = FinishedAnswers()
@@ -105,8 +105,8 @@ class DispatchFeed:
         """Numbers about policy and predictor, for SCHEDULER_STATE and `scheduler.jsonl`."""
         if not self.policy.learns:
             return {}
-        measures = self.predictor.measures()
-        return self.policy.told() | {name: value for name, value in measures.items() if math.isfinite(value)}
+        measures = self.predictor.metrics()
+        return self.policy.metrics() | {name: value for name, value in measures.items() if math.isfinite(value)}
 
     def _write(self, records: Sequence[Record], least: int = RECORDS_A_LINE) -> None:
         """Append ended groups to `scheduler.jsonl`, one list per number and line, and how good the predictions are."""
@@ -138,7 +138,7 @@ class Scheduler(Actor):
         self.group_size = self.topology.groups.size
         # The answer key is not checked here: a Python reward may need none.
         self.stream = JsonlStream(data.train, self.topology.run.seed, data.shuffle, data.prompt_key)
-        limits = admission_limits(self.topology)
+        limits = self.topology.derived.limits
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)
         warn = partial(self.warn, "scheduler")
@@ -146,7 +146,7 @@ class Scheduler(Actor):
         self.predictor.restore()
         self.feed = DispatchFeed(self.topology, self.paths, self.stream, self.predictor.guard, warn)
         self.policy = self.feed.policy
-        self.probes = Probes(derived.W if self.topology.scheduler.probe else 0)
+        self.probes = Probes(derived.limits.W if self.topology.scheduler.probe else 0)
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
         self.arrivals = make_arrivals(self.topology)
         self.waves = waves_of(limits)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import logging
 
 from busrl.config import Topology
-from busrl.config.derive import admission_limits
 from busrl.ring import Ring, State
 from busrl.scheduling.admission import Waves
-from busrl.scheduling.limits import Limits
+from busrl.scheduling.limits import AdmissionLimits
 from busrl.scheduling.segments import Cut, SegmentPlan
 from busrl.states import HeaderWord, SampleClass
 
@@ -22,7 +21,7 @@ log = logging.getLogger("busrl")
 BETA = 0.9  # smoothing of the two times
 
 
-def waves_of(limits: Limits) -> Waves | None:
+def waves_of(limits: AdmissionLimits) -> Waves | None:
     """The waves of a run whose rounds are made of segments; None for any other."""
     return Waves(limits.n_min) if limits.waves else None
 
@@ -52,7 +51,7 @@ class SegmentCuts:
     def of(cls, topology: Topology) -> SegmentCuts:
         own = topology.segments
         plan = SegmentPlan(own.length, own.max_segments, topology.generation.max_new_tokens)
-        return cls(plan, own.on and own.loss == "last_segment", waves_of(admission_limits(topology)))
+        return cls(plan, own.on and own.loss == "last_segment", waves_of(topology.derived.limits))
 
     def next(self, cls: int, segment: int, left: int) -> Cut:
         """The segment number `segment` of a sample of that class, which may still have `left` tokens."""

@@ -1,12 +1,11 @@
-"""The validator: puts held-out prompts through the same engines and rewards, and writes their mean.
+"""The validator: puts held-out prompts through the same engines and rewards, and writes their mean reward.
 
 Talks to the ring (it dispatches and consumes the slots of class `validate`) and publishes VALIDATION_STARTED and
 VALIDATION_DONE. Validation slots never enter the window, the trigger or staleness. Knows nothing of the optimiser.
 
-A round pins a version by `hold`: the header word `hold` names this process, and the learner publishes nothing while it
-stands. A metric of tokens of several versions, in one answer or in several, is labelled `mixed` with all of them.
+With `validation.mode = "hold"` a round pins the published version: the learner publishes nothing while the header word
+`hold` names this process. A metric of tokens of several versions, in one answer or in several, is labelled `mixed`.
 
-Invariants:
 - A result is appended to validation.log before its fate becomes V: a successor reads it back and loses nothing.
 - The uid of a sample is round x samples + index: a round that was cut short is finished, not repeated.
 - Every round asks the same prompts, spread over the file, and each prompt has the same weight in the mean.
@@ -45,7 +44,7 @@ class Result(msgspec.Struct, frozen=True):
     uid: int
     round: int
     reward: float
-    version: int  # of the newest weights that drew a token of it,
+    version: int  # policy version of the newest weights that drew a token,
     oldest: int  # and of the oldest
     tokens: int
     parts: dict[str, float] = {}  # of its reward
@@ -85,7 +84,7 @@ class Validator(Actor):
         self.log_path = self.paths.root / "validation.log"
         self.log, self.rows = LineFile(self.log_path), LineFile(self.paths.validation)
         self.rounds = Rounds(config.at_start, config.every, config.at_end, _finished_rounds(self.paths.validation))
-        # Where the batch can vary an interval is so many groups; how many were trained is told by the learner.
+        # Where the batch size can vary an interval is so many groups, which the learner's messages count.
         self.interval = config.every * self.topology.learner.trigger.n_min if batch_varies(self.topology) else 0
         self.groups, self.groups_done = 0, _groups_done(self.paths.validation)
         self.round: int | None = None
@@ -107,7 +106,7 @@ class Validator(Actor):
         return bool(moved)
 
     def idle(self, timeout_s: float) -> None:
-        """In a round the ring's wake-up is quicker than a message; between rounds a look now and then is enough."""
+        """Wait for the ring's wake-up in a round, quicker than a message; between rounds look now and then."""
         if self.round is None:
             super().idle(4 * timeout_s)
         else:
@@ -225,15 +224,9 @@ class Validator(Actor):
             return
         version_pin.unpin(self.ring)
         self.ring.activity("")
-        self.bus.send(
-            m.ValidationDone(
-                round=round_number,
-                version=record["version"],
-                samples=samples,
-                mean=mean,
-                mixed=record["mixed"],
-            )
-        )
+        self.bus.send(m.ValidationDone(
+            round=round_number, version=record["version"], samples=samples, mean=mean, mixed=record["mixed"]
+        ))
         if record["dropped"]:
             self.warn(
                 "validator",
@@ -272,7 +265,7 @@ class Validator(Actor):
 
 
 def _finished_rounds(path: Path) -> set[int]:
-    """A round whose line was damaged is finished once more: its samples are in the log."""
+    """The rounds with a line; a round whose line was damaged is finished again: its samples are in the log."""
     return {row["round"] for row in json_lines(path) if isinstance(row.get("round"), int)}
 
 

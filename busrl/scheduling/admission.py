@@ -1,15 +1,7 @@
-"""An open stream: which prompts are there by now. Prompts of a stream arrive over time instead of lying ready.
+"""How many new groups may be opened now, and which rule says no: credit, limits, age, rounds, arrivals, probes.
 
-Talks to nothing: it is given the times of the lines and a clock value. Knows nothing of files, policies or credit.
-
-- Draw d is line d mod N of epoch d div N; a later epoch is the first one again, after it and one mean gap.
-- The clock starts when it is first asked. A successor that finds groups admitted goes on where the last of them
-  arrived, so a restart makes nobody wait again for what was there.
-
-How many new groups may be opened now, and which rule says no.
-
-Talks to nothing: it is given a view of the groups, the free slots and a few header words. Knows nothing of prompts,
-policies or workers.
+Is given a view of the groups, the free slots, a few header words and clock values. Knows nothing of prompts, policies,
+files or messages.
 
 - Group credit: a group is opened only when the free slots of its class cover the members still due of all open groups
   and one whole group more; a member of an open group may always be dispatched. Without it the ring fills up with groups
@@ -19,68 +11,33 @@ policies or workers.
 - sync: round r is made of the admission indices [r x n_min, (r + 1) x n_min). It begins when nothing is in flight and
   is never refilled.
 - sync in segments: a round begins when the wave before it is over and what it completed is trained and published.
-  Nobody may claim any of it before all of it is admitted (`scheduling.waves`), so nothing holds a part of it back.
+  Nobody may claim any of it before all of it is admitted (`Waves`), so nothing holds a part of it back.
 - With max_staleness = 0 nothing is admitted while trained groups wait for their publication: it would be one step old.
-- Nothing here is remembered from one call to the next.
-
-Age of a group in learner steps, and what is done with one that is too old.
-
-Talks to nothing. Age = the learner's finished steps - the step of the oldest version that any trained token of the
-group was generated with; a version that is published again after a restart keeps its step, so it ages nothing.
-
-- wait: no step fires that would leave an unfinished group above the bound; the group is waited for and trained.
-- drop: a group above the bound is set aside whole, however it looks.
-- bound None (fully-async): every age is in order.
-
-Synchronous rounds in segments: in each wave every unfinished answer gets one segment, all under one version (UloRL).
-
-Pure: is given a copy of the ring's lines and the header word `next_admission`. Round r is made of the admission indices
-[r x n_min, (r + 1) x n_min), and wave w runs when w rounds are admitted whole. So a slot of round r may have w - r
-segments: what is claimable, and when a wave is over, follows from ring and header alone, and needs no memory.
-
-- A wave is over when nothing is being made or judged and nothing may be claimed any more.
-- A sample of round r has all of its segments after wave r + max_segments, so at most max_segments rounds are in flight.
-
-How many sequences all workers can run at once, as far as they said.
-
-Talks to nothing: announcements and clock values come in. Knows nothing of slots or messages.
-
-- Before anybody announced anything it is what the topology says; a worker that fell silent counts no more.
-- Not more than `most` are remembered: a name comes from outside, and a run has no more processes.
-- Workers that announce nothing (they do not listen on the bus) are known only by what they run.
-
-Probes: one sample of a group first, its siblings when it ended, so that they go in the order that it taught.
-
-Talks to nothing: it is given a view of the groups. Knows nothing of lengths, policies or slots.
-
-- Whether a group waits for its probe follows from the view alone, so a new scheduler goes on where the old one died.
-- A group waits only while its probe is being generated. The probe itself waits for nothing but a row, and siblings
-  count as members due in the group credit, so nothing can dead-lock.
-- A probe that ended by accident ends the wait too; so do `bound` groups admitted since, as from then on the learner's
-  window may be waiting for this group.
-- Rows are never left empty for it: while workers could run more than is QUEUED, waiting groups are released, the one
-  admitted first before others.
+- Nothing is remembered from one call to the next, so a restarted scheduler answers the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from busrl.scheduling.groups import NOT_STARTED, QUEUED, RESERVED, REWARDED, UNKNOWN, Bools, GroupView, Ints
-from busrl.scheduling.limits import Limits
+from busrl.scheduling.limits import AdmissionLimits
 from busrl.states import SampleClass
 
-# -- An open stream: which prompts are there by now. Prompts of a stream arrive over time instead of lying ready ------
-
+# -- arrivals ------------------------------------------------------------------------------------------------
 
 class Arrivals:
-    """`times`: seconds after the start at which each line arrives, ascending."""
+    """An open stream: which prompts are there by now. `times`: seconds after the start of each line, ascending.
+
+    Draw d is line d mod N of epoch d div N; a later epoch is the first one again, after it and one mean gap. The clock
+    starts when it is first asked. A successor that finds groups admitted continues where the last of them arrived, so a
+    restart makes nobody wait again for what was there.
+    """
 
     def __init__(self, times: Sequence[float]) -> None:
         self._times = np.asarray(times, np.float64)
@@ -107,8 +64,7 @@ class Arrivals:
         return epoch * len(self._times) + line
 
 
-# -- How many new groups may be opened now, and which rule says no ----------------------------------------------------
-
+# -- room ----------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Room:
@@ -131,7 +87,7 @@ def kept_back(reserve: int, in_use: int) -> int:
 def not_ahead(room: Room, ahead: int, waiting: int, group_size: int) -> Room:
     """Fewer groups where `waiting` samples wait for an engine already and `ahead` of them are enough (0: never enough).
 
-    What was dispatched can not be reordered any more. A group that is opened when an engine is nearly free is chosen
+    What was dispatched cannot be reordered any more. A group that is opened when an engine is nearly free is chosen
     among more, and is younger when it is trained.
     """
     if not ahead or room.groups <= 0 or room.whole:
@@ -143,7 +99,7 @@ def not_ahead(room: Room, ahead: int, waiting: int, group_size: int) -> Room:
 class Admission:
     """Admits groups under the limits: the same arguments give the same answer after any restart."""
 
-    def __init__(self, limits: Limits, over_age: str = "wait") -> None:
+    def __init__(self, limits: AdmissionLimits, over_age: str = "wait") -> None:
         if over_age not in ("wait", "drop"):
             raise ValueError(f"over_age = {over_age!r}: must be wait or drop")
         self.limits, self.over_age = limits, over_age
@@ -193,20 +149,16 @@ class Admission:
         return int(view.draws[oldest]) if began != NOT_STARTED and step - began > bound else None
 
 
-# -- Age of a group in learner steps, and what is done with one that is too old ---------------------------------------
-
-
-class Verdict(Enum):
-    """What follows from an age: OK -> train; WAIT -> train before anything new is admitted; DROP -> set aside."""
-
-    OK = "ok"
-    WAIT = "wait"
-    DROP = "drop"
-
+# -- age -----------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Staleness:
-    """The bound S in steps, and what happens above it."""
+    """The bound S in steps (None: no bound), and what happens above it.
+
+    Age = the learner's finished steps - the step of the oldest version that any trained token of the group was
+    generated with; a version that is published again after a restart keeps its step. `wait`: no step fires that would
+    leave an unfinished group above the bound; the group is waited for and trained. `drop`: it is set aside whole.
+    """
 
     bound: int | None
     over_age: str = "wait"
@@ -214,12 +166,6 @@ class Staleness:
     def __post_init__(self) -> None:
         if self.over_age not in ("wait", "drop"):
             raise ValueError(f"over_age = {self.over_age!r}: must be wait or drop")
-
-    def verdict(self, group_age: int) -> Verdict:
-        """What to do with a resolved group of this age."""
-        if self.bound is None or group_age <= self.bound:
-            return Verdict.OK
-        return Verdict.WAIT if self.over_age == "wait" else Verdict.DROP
 
     def too_old(self, oldest_step: Ints, step: int) -> Bools:
         """Groups above the bound now."""
@@ -243,14 +189,19 @@ def ages(oldest_step: Ints, step: int) -> Ints:
     return np.where(oldest_step == NOT_STARTED, 0, np.maximum(0, step - oldest_step))
 
 
-# -- Synchronous rounds in segments: in each wave every unfinished answer gets one segment, all under one ... ---------
-
+# -- waves ---------------------------------------------------------------------------------------------------
 
 Lines = npt.NDArray[Any]
 
 
 class Waves:
-    """The rules for rounds of `n_min` groups."""
+    """Rounds of `n_min` groups in segments: in each wave every unfinished answer gets one, under one version (UloRL).
+
+    Wave w runs when w rounds are admitted whole, so a slot of round r may have w - r segments: what is claimable, and
+    when a wave is over, follows from the ring's lines and the header word `next_admission` alone. A wave is over when
+    nothing is being made or judged and nothing may be claimed any more. A sample of round r has all of its segments
+    after wave r + max_segments, so at most max_segments rounds are in flight.
+    """
 
     def __init__(self, n_min: int) -> None:
         self.n_min = n_min
@@ -281,11 +232,15 @@ class Waves:
         return [int(slot) for slot in at[order[:limit]]]
 
 
-# -- How many sequences all workers can run at once, as far as they said ----------------------------------------------
-
+# -- rows of the engines -------------------------------------------------------------------------------------
 
 class Rows:
-    """`expected`: rows of the workers that the topology starts; `forget_s`: after this silence a worker is gone."""
+    """How many sequences all workers can run at once, from their announcements.
+
+    `expected`: rows of the workers that the topology starts, which counts until one announced anything; `forget_s`:
+    after this silence a worker is gone. At most `most` are remembered, since a name comes from outside. Workers that
+    announce nothing (they do not listen on the bus) are known only by what they run.
+    """
 
     def __init__(self, expected: int, forget_s: float, most: int = 1024) -> None:
         self.expected, self.forget_s, self.most = expected, forget_s, most
@@ -309,11 +264,18 @@ class Rows:
         return max(generating, known or self.expected)
 
 
-# -- Probes: one sample of a group first, its siblings when it ended, so that they go in the order that it taught -----
-
+# -- probes --------------------------------------------------------------------------------------------------
 
 class Probes:
-    """`bound`: groups admitted after a group until its siblings wait no longer (the learner's W); 0 = no probes."""
+    """One sample of a group first, its siblings when it ended, so that they go in the order that it taught.
+
+    `bound`: groups admitted after a group until its siblings wait no longer (the learner's W, as from then on its
+    window may be waiting for this group); 0 = no probes. Whether a group waits follows from the view alone. It waits
+    only while its probe is being generated; a probe that ended by accident ends the wait too. The probe itself waits
+    for nothing but a row, and siblings count as members due in the group credit, so nothing can dead-lock. Rows are
+    never left empty for it: while workers could run more than is QUEUED, waiting groups are released, the one
+    admitted first before others.
+    """
 
     def __init__(self, bound: int) -> None:
         if bound < 0:

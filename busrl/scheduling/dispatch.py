@@ -1,36 +1,8 @@
-"""In the order drawn: the policy without lengths, predictor or memory.
+"""Which group is opened next: the order of dispatch, within a horizon, behind one interface (`Policy`).
 
-Talks to nothing. What it answers to the questions of the `Policy` protocol is what a policy answers that looks at
-nothing but the draw. Knows nothing of slots, credit, workers or clocks.
-
-Shortest first and longest first: by predicted length, softened by aging and by the learner's entropy.
-
-Talks to a predictor of answer lengths. Knows nothing of slots, credit, workers or clocks: how long a group has waited
-is how early it was drawn.
-
-- key = strength x (+-) predicted / mean + aging x 2 x draw / H; the smallest is next, ties go by draw.
-- Aging is linear in the draw, so it never changes which of two waiting groups goes first: keys stay as they are until
-  the strength, the mean (by a quarter) or the predictions change.
-- A group is overtaken by at most min(H - 1, spread x H / (2 x aging)) groups drawn after it, spread being the largest
-  difference of two predictions over their mean; and it waits for at most 2H - 2 groups in all (see `policy`).
-
-Short first while feeding a stream, long first when closing a synchronous round, rows kept for the long tail.
-
-Builds on `ordered`. Knows nothing of slots, credit, workers or clocks; how many rows there are and how many members of
-each open group run is told to `look`.
-
-- In rounds (`round_groups` > 0) a round is the next `round_groups` draws, longest first: what is trained together is
-  what would have been without a policy, only its order is another. No prompt waits for a later round.
-- In a stream `tail_share` of the rows belong to long groups: while fewer work on them and one waits, the oldest long
-  one is opened next. A group is long when its prediction lies above the `TAIL` quantile of those offered lately.
-- The reserve is accounting, not a partition: rows are never kept empty for it.
-
-Which group is opened next: the order of dispatch, within a horizon, behind one interface.
-
-`fifo`, `sjf` and `ljf` (`ordered`), `adaptive`. They talk to a predictor of answer lengths and know nothing of slots,
-credit, workers or clocks: how long a group has waited is how early it was drawn, so that a simulated and a live
-scheduler decide alike. When a group's siblings are dispatched is `probes`; in which order workers take what is
-dispatched is `slotorder`.
+`fifo`, `sjf` and `ljf`, `adaptive`. They talk to a predictor of answer lengths and know nothing of slots, credit,
+workers or clocks: how long a group has waited is how early it was drawn, so that a simulated and a live scheduler
+decide alike.
 
 - Reordering stays within a horizon of H draws: a draw is opened only while it is less than H beyond the oldest draw
   that is still waiting.
@@ -38,9 +10,8 @@ dispatched is `slotorder`.
   opened. (They are draws from o to d + H - 1, o being the oldest waiting then, and d <= o + H - 1.) Aging makes
   the wait shorter, the horizon makes it bounded. `adaptive` in rounds of n groups: at most n - 1.
 - Same offers, looks and feedback, same order. A new scheduler starts without what the old one had learned.
-
-Shortest-first raises no throughput in a closed loop with bounded slots; it makes the first groups of a stream ready
-earlier.
+- Shortest-first raises no throughput in a closed loop with bounded slots; it makes the first groups of a stream ready
+  earlier.
 """
 
 from __future__ import annotations
@@ -67,11 +38,10 @@ from busrl.scheduling.pool import (
     as_draws,
 )
 
-# -- In the order drawn: the policy without lengths, predictor or memory ----------------------------------------------
-
+# -- fifo ----------------------------------------------------------------------------------------------------
 
 class Fifo:
-    """In the order drawn."""
+    """In the order drawn: without lengths, predictor or memory, so most calls do nothing."""
 
     name = "fifo"
     learns = False
@@ -102,19 +72,19 @@ class Fifo:
         return self._waiting.pop(draw)
 
     def feedback(self, state: LearnerState) -> None:
-        """The order does not depend on the learner."""
+        """Nothing: the order does not depend on the learner."""
 
     def unknown(self, draws: Iterable[int]) -> list[int]:
         return []
 
     def adopt(self, candidates: Sequence[Candidate]) -> None:
-        """Nothing has to be known of open groups,"""
+        """Nothing."""
 
     def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
-        """nor of what is in flight,"""
+        """Nothing."""
 
     def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> None:
-        """nor of what came out."""
+        """Nothing."""
 
     def priority(self, draw: int, admission: int, probe: bool = False) -> int:
         return slot_priority(admission)
@@ -122,21 +92,25 @@ class Fifo:
     def take_records(self) -> list[Record]:
         return []
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {}
 
 
-# -- Shortest first and longest first: by predicted length, softened by aging and by the learner's entropy ------------
+# -- by predicted length -------------------------------------------------------------------------------------
 
-
-DRIFT = 0.25  # the mean may move by this much before the keys are computed anew
-REFRESH = 4  # predictions are made anew after this many finished members for each waiting group,
+DRIFT = 0.25  # the mean may move by this much before the keys are recomputed
+REFRESH = 4  # predictions are repeated after this many finished members for each waiting group,
 REFRESH_AT_LEAST = 256  # and not before so many
 RECENT = 0.99  # memory of the promoted share
 
 
 class Ordered:
     """By length. `direction`: 1 shortest first, -1 longest first. `window`: the learner's W, for slot priorities.
+
+    key = strength x (+-) predicted / mean + aging x 2 x draw / H; the smallest is next, ties go by draw. Aging is
+    linear in the draw, so it never changes which of two waiting groups goes first: keys stay as they are until the
+    strength, the mean (by a quarter) or the predictions change. A group is overtaken by at most min(H - 1, spread x H
+    / (2 x aging)) groups drawn after it, spread being the largest difference of two predictions over their mean.
 
     With aging 0.5, having been drawn H groups earlier is worth one mean length. High entropy raises the strength to 1,
     as answers are then wanted early; low entropy takes it to 0, which is the order drawn (`strength`).
@@ -223,12 +197,12 @@ class Ordered:
             return self.order.probe()
         return self.order.sample(admission, group.estimate if group else 1.0)
 
-    # -- telling --------------------------------------------------------------------------------------------------
+    # -- metrics --------------------------------------------------------------------------------------------------
 
     def take_records(self) -> list[Record]:
         return self.inflight.take_records()
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         waits = self.inflight.waits
         return {
             "strength": self.strength.value,
@@ -265,7 +239,7 @@ class Ordered:
         return self.strength.value * self.way / self._mean, 2.0 * self.aging / self.horizon
 
     def _refresh(self) -> None:
-        """Predict the waiting groups anew, after the predictor has seen what others came to."""
+        """Predict the waiting groups again, after the predictor has seen what others came to."""
         self._observed = 0
         entries = list(self.pool)
         if entries:
@@ -289,17 +263,23 @@ class Ljf(Ordered):
     direction = -1
 
 
-# -- Short first while feeding a stream, long first when closing a synchronous round, rows kept for the long tail -----
-
+# -- adaptive ------------------------------------------------------------------------------------------------
 
 TAIL = 0.75
 OFFERS_KEPT = 1024
-QUANTILE_EVERY = 64  # the quantile is computed anew after so many offers
+QUANTILE_EVERY = 64  # the quantile is recomputed after so many offers
 MOST_TAIL = 0.9
 
 
 class Adaptive(Ordered):
-    """`tail_share`: 0 to 0.9 of the rows; `round_groups`: groups of a synchronous round, 0 in a stream."""
+    """Short first while feeding a stream, long first when closing a synchronous round, rows kept for the long tail.
+
+    `tail_share`: 0 to 0.9 of the rows; `round_groups`: groups of a synchronous round, 0 in a stream. A round is the
+    next `round_groups` draws, longest first: what is trained together is what would have been without a policy, only
+    its order is another. In a stream `tail_share` of the rows belong to long groups: while fewer work on them and one
+    waits, the oldest long one is opened next. A group is long when its prediction lies above the `TAIL` quantile of
+    those offered lately. The reserve is accounting, not a partition: rows are never kept empty for it.
+    """
 
     name = "adaptive"
 
@@ -339,8 +319,8 @@ class Adaptive(Ordered):
         super().look(draws, running, rows)
         self.rows = rows
 
-    def told(self) -> dict[str, float]:
-        found = super().told()
+    def metrics(self) -> dict[str, float]:
+        found = super().metrics()
         if self.round_groups:
             return found | {"wait_bound": float(self.round_groups - 1)}
         return found | {"tail_rows": float(self.inflight.tail_rows), "tail_reserved": self.tail_share * self.rows}
@@ -384,8 +364,7 @@ class Adaptive(Ordered):
                 heapq.heappush(self._tail, entry.candidate.draw)
 
 
-# -- Which group is opened next: the order of dispatch, within a horizon, behind one interface ------------------------
-
+# -- the interface -------------------------------------------------------------------------------------------
 
 POLICIES = ("fifo", "sjf", "ljf", "adaptive")
 
@@ -394,7 +373,7 @@ class Policy(Protocol):
     """Order of the waiting groups. The caller keeps it supplied with the oldest draws that have no fate yet.
 
     `offer` and `next` are all that an order needs. `look` before them (what is open, what workers can run) and
-    `finished` (what came out) make it better informed; a policy that is not told goes on with what was predicted.
+    `finished` (what came out) make it better informed; without them a policy keeps what was predicted.
     """
 
     name: str
@@ -430,7 +409,7 @@ class Policy(Protocol):
         ...
 
     def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> None:
-        """Members of open groups that were finished since the last call: draw and tokens of each. Told once each.
+        """Members of open groups that were finished since the last call: draw and tokens of each, once.
 
         The policy hands them on to its predictor.
         """
@@ -444,8 +423,8 @@ class Policy(Protocol):
         """What was predicted of groups that ended since the last call, and what came out."""
         ...
 
-    def told(self) -> dict[str, float]:
-        """A few numbers about itself, for people."""
+    def metrics(self) -> dict[str, float]:
+        """A few numbers about itself, for the metrics and for people."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""What every open group is up to: derived from the ring's lines and the fate bytes, each time anew.
+"""What every open group is up to: recomputed from the ring's lines and the fate bytes at each scan.
 
-Talks to nothing: it is given two arrays. A group is a draw of the loader; its members' uids are
+Is given two arrays. A group is a draw of the loader; its members' uids are
 `(draw x 2 + try) x G + member`, try 1 being the one re-roll of a member that ended by accident. Knows nothing of
 policies, triggers or how the arrays came about.
 

@@ -1,6 +1,6 @@
 """How many groups may be in flight (B) and how far the learner looks ahead (W): the sums behind a staleness bound.
 
-Talks to nothing: arithmetic on four numbers of the topology. Knows nothing of slots' contents, clocks or the ring.
+Arithmetic on a few numbers of the topology. Knows nothing of slots' contents, clocks or the ring.
 
 - batch-async: B + W <= (max_staleness + 1) x n_lo + 1. A group is trained after at most B - 1 older and W - 1 younger
   ones, and every step takes at least n_lo of them, so its age is at most (B + W - 2) // n_lo <= max_staleness.
@@ -19,7 +19,7 @@ WINDOW_SHARE = 0.3
 
 
 @dataclass(frozen=True)
-class Limits:
+class AdmissionLimits:
     """Derived numbers of a run, counted in groups. `max_age` is None where nothing bounds it (fully-async)."""
 
     mode: str
@@ -123,7 +123,7 @@ def derive(
     n_floor: int = 0,
     window: int = 0,
     waves: int = 0,
-) -> Limits:
+) -> AdmissionLimits:
     """The limits of a run. `n_lo`, `n_hi`: thresholds that a controller may choose (default: n_min, it does not act);
     `window`: W, 0 to derive it; `waves`: segments of an answer where rounds of sync are made of segments.
 
@@ -140,7 +140,7 @@ def derive(
         width = window or window_of(admitted)
     else:
         admitted, width = _admitted(low, high, max_staleness, window)
-    return Limits(
+    return AdmissionLimits(
         mode=mode,
         n_min=n_min,
         n_lo=low,
@@ -193,7 +193,7 @@ def _largest_admitted(total: int) -> int:
     return admitted
 
 
-def _explain_mode(limits: Limits) -> str:
+def _explain_mode(limits: AdmissionLimits) -> str:
     n, admitted, window = limits.n_lo, limits.B, limits.W
     if limits.waves:
         return (

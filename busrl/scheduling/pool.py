@@ -1,45 +1,7 @@
-"""The groups that wait to be opened, in the order of a key, within a horizon of draws.
+"""What dispatch policies are made of: waiting groups, open groups, strength, slot priorities, finished answers.
 
-Talks to nothing. A key is fixed when a group comes within the horizon and stays until `rekey`, so taking and adding
-cost O(log n) however many wait. Knows nothing of what a key means, nor of slots, credit or clocks.
-
-- Only a draw below `limit(oldest waiting draw)` is ever taken.
-- Keys that are equal go by draw. Same additions, same keys, same order.
-- An entry that was taken and is added again has lost nothing.
-
-What a policy knows of the groups that are open: predicted length, finished lengths, members that still run.
-
-Talks to nothing. Knows nothing of slots or fates: it is told which draws are open and which members finished.
-
-- A hint only: a scheduler that lost it is told the open groups again (`adopt`), and what finished unseen stays unseen.
-- Holds the open groups, and for a while the records of ended ones; nothing else.
-
-How far a policy departs from the order drawn, as the learner's entropy asks for it.
-
-Talks to nothing: learner states come in, a number from 0 (as drawn) to 1 (by length) comes out. Knows nothing of
-prompts or lengths.
-
-- Without a reference (the first updates) the strength is 1.
-- It moves in steps of 1 / LEVELS, so that whoever keeps an order by it has to sort again only now and then.
-
-Priority numbers of slots: in which order workers take what is QUEUED, larger first.
-
-Talks to nothing. The ring serves unfinished segments first, then the larger priority, then the older admission index.
-Knows nothing of how a length was estimated.
-
-- Blocks of `window` admission indices are served one after the other; only inside a block does length decide. So a
-  group is overtaken only by groups that lie in the learner's window while it holds that window: overtaking never makes
-  a finished group wait for the anchor. In `sync` a block is a round.
-- Probes go before everything else of training: few rows, and they tell the order of the rest.
-- All numbers are <= 0, so that a class with positive priorities (validation) goes before training.
-
-Answers that were finished since the last look: from the ring's lines, each once.
-
-Talks to nothing: it is given lines. A slot that came free still shows its last sample until it is used again, so an
-answer that was judged and trained between two looks is seen too. Knows nothing of groups' fates or predictors.
-
-- Each finished training answer is given once, unless its slot was used twice between two looks.
-- A new scheduler is given those that the ring shows at its start once more.
+Used by `dispatch` and the scheduler role. Nothing here talks to anything: draws, lines and learner states are handed
+in. Knows nothing of fates, credit or clocks.
 """
 
 from __future__ import annotations
@@ -58,8 +20,7 @@ from busrl.scheduling.groups import FREE, GENERATED, TRAINING, Ints, Lines, slot
 from busrl.scheduling.lengths import Candidate
 from busrl.states import VALIDATE_BIT, SampleClass
 
-# -- The groups that wait to be opened, in the order of a key, within a horizon of draws ------------------------------
-
+# -- waiting groups ------------------------------------------------------------------------------------------
 
 BEYOND = -1
 SPARE = 1024
@@ -75,7 +36,12 @@ class Entry:
 
 
 class Pool:
-    """Waiting groups. key = per_token x predicted + per_draw x draw, 0 until `rekey`; the smallest is `first`.
+    """The groups that wait to be opened, in the order of a key, within a horizon of draws.
+
+    key = per_token x predicted + per_draw x draw, 0 until `rekey`; the smallest is `first`, equal keys go by draw. A
+    key is fixed when a group comes within the horizon and stays until `rekey`, so taking and adding cost O(log n).
+    Only a draw below `limit(oldest waiting draw)` is ever taken; an entry that was taken and is added again has lost
+    nothing.
 
     `way`: 1 or -1, the sign by which predictions alone would order them, the smallest being `best`.
     """
@@ -258,8 +224,7 @@ class Present:
         return draw - low
 
 
-# -- What a policy knows of the groups that are open: predicted length, finished lengths, members that still run ------
-
+# -- open groups ---------------------------------------------------------------------------------------------
 
 RECORDS_KEPT = 4096
 WAITS_KEPT = 1024
@@ -301,7 +266,11 @@ class Open:
 
 
 class InFlight:
-    """The open groups by draw."""
+    """What a policy knows of the open groups: predicted length, finished lengths, members that still run.
+
+    A hint only: a scheduler that lost it is given the open groups again (`adopt`), and what finished unseen stays
+    unseen.
+    """
 
     def __init__(self) -> None:
         self._open: dict[int, Open] = {}
@@ -359,8 +328,7 @@ class InFlight:
             self.records.append(Record(draw, group.wait, group.predicted, mean, group.longest, group.members))
 
 
-# -- How far a policy departs from the order drawn, as the learner's entropy asks for it ------------------------------
-
+# -- strength ------------------------------------------------------------------------------------------------
 
 REFERENCE_UPDATES = 20  # updates whose mean entropy is the reference
 EMA = 0.9
@@ -370,14 +338,19 @@ LEVELS = 16
 
 @dataclass(frozen=True)
 class LearnerState:
-    """What the learner tells about itself; the part of LEARNER_STATE_UPDATE that policies use."""
+    """What the learner reports about itself; the part of LEARNER_STATE_UPDATE that policies use."""
 
     step: int
     entropy: float
 
 
 class Strength:
-    """High entropy (against its reference) takes the strength to 1: answers are wanted early. Low takes it to 0."""
+    """How far a policy departs from the order drawn: 0 (as drawn) to 1 (by length), as the learner's entropy asks for.
+
+    High entropy (against its reference) takes the strength to 1: answers are wanted early. Low takes it to 0. Without a
+    reference (the first updates) it is 1. It moves in steps of 1 / LEVELS, so that an order is sorted again only
+    rarely.
+    """
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -410,8 +383,7 @@ class _Reference:
         return self._smooth / self._mean if self._mean > 0 else None
 
 
-# -- Priority numbers of slots: in which order workers take what is QUEUED, larger first ------------------------------
-
+# -- slot priorities -----------------------------------------------------------------------------------------
 
 LEVELS_PER_OCTAVE = 16
 TOP = 255  # levels of a length: 1 to 65,536 tokens
@@ -419,7 +391,14 @@ BLOCKS = 1 << 22  # block numbers wrap here; far apart ones are never in the rin
 
 
 class SlotOrder:
-    """`window`: the learner's W. `direction`: 1 shortest first, -1 longest first, 0 as admitted."""
+    """In which order workers take what is QUEUED, larger first. The ring serves unfinished segments before that.
+
+    `window`: the learner's W. `direction`: 1 shortest first, -1 longest first, 0 as admitted. Blocks of `window`
+    admission indices are served one after the other; only inside a block does length decide. So a group is overtaken
+    only by groups that lie in the learner's window while it holds that window: overtaking never makes a finished group
+    wait for the anchor. In `sync` a block is a round. Probes go before everything else of training: few rows, and they
+    tell the order of the rest. All numbers are <= 0, so that a class with positive priorities (validation) goes first.
+    """
 
     def __init__(self, window: int, direction: int) -> None:
         if window < 1 or direction not in (-1, 0, 1):
@@ -443,8 +422,7 @@ def level(tokens: float) -> int:
     return min(TOP, int(LEVELS_PER_OCTAVE * math.log2(max(1.0, tokens))))
 
 
-# -- Answers that were finished since the last look: from the ring's lines, each once ---------------------------------
-
+# -- finished answers ----------------------------------------------------------------------------------------
 
 NOBODY = (1 << 64) - 1
 
@@ -457,7 +435,11 @@ class Answers(NamedTuple):
 
 
 class FinishedAnswers:
-    """Remembers per slot which sample it has given."""
+    """Answers that were finished since the last look, from the ring's lines; each is given once.
+
+    A slot that came free still shows its last sample until it is used again, so an answer that was judged and trained
+    between two looks is seen too, unless its slot was used twice. A new scheduler is given those that the ring shows.
+    """
 
     def __init__(self) -> None:
         self._given = np.empty(0, np.uint64)

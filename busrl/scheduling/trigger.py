@@ -1,25 +1,8 @@
-"""The anchored window: which ready groups may be trained now, so that answers that finish early are not favoured.
-
-Talks to nothing. Groups have admission indices; the window is the W indices from the oldest group that is neither
-claimed nor set aside (the anchor). Knows nothing of rewards, ages or steps.
-
-- A group is chosen only if it is ready and inside the window, oldest first.
-- Choosing the anchor moves the window; choosing a younger group does not.
-- A ready group outside waits for the anchor, and the result names it.
-
-When an optimiser step fires: enough groups, or enough time, or the end of a round or of the run.
-
-Talks to nothing: counts and a clock value come in, a cause comes out. Knows nothing of which groups they are.
-
-- No groups, no step: every cause needs at least one group, `time` at least n_floor.
-- `time` never leaves another group above the staleness bound.
-- `n_min` and `t_max_s` may be changed between steps (by a controller); nothing else is.
-
-The learner's decisions in one place: what to set aside, what to claim, whether to fire, or what it waits for.
+"""The learner's decisions: what to set aside, what to claim, whether to fire, or what it waits for. Pure.
 
 Joins groups, window, trigger and staleness. Given a view of the groups, what is already claimed for the coming step,
-the step number and a clock value, it returns actions; the learner role carries them out and asks again. Knows nothing
-of slots' contents, files or tensors.
+the step number and a clock value, `LearnerPlan` returns actions; the learner role carries them out and asks again.
+Knows nothing of slots' contents, files or tensors.
 
 - A group is claimed at most once: claimed draws come in with every call, and are never among the actions again.
 - A step holds at most n_min groups (set-aside ones counted in where the trigger counts every ended group), plus those
@@ -27,10 +10,6 @@ of slots' contents, files or tensors.
 - Under `wait`, and for steps by time, no step leaves an unfinished group above the bound: age <= S at firing.
 - Streaming claims groups as they become ready; otherwise everything is claimed at firing, sorted by draw.
 - A claim that fails in the ring (a lost CAS) cancels the Fire of the same answer: look again.
-
-When weights are published that have not been published with their step.
-
-Talks to nothing: three numbers in, yes or no out.
 """
 
 from __future__ import annotations
@@ -44,11 +23,10 @@ import numpy as np
 
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.groups import UNKNOWN, Bools, GroupView, Ints
-from busrl.scheduling.limits import Limits
+from busrl.scheduling.limits import AdmissionLimits
 from busrl.states import RULES, Fate
 
-# -- The anchored window: which ready groups may be trained now, so that answers that finish early are not favoured ---
-
+# -- the anchored window -------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Window:
@@ -64,7 +42,10 @@ class Window:
 
 
 def look(admission: Ints, ready: Bools, width: int, limit: int) -> Window:
-    """Choose up to `limit` ready groups among those neither claimed nor set aside.
+    """Choose up to `limit` ready groups among those neither claimed nor set aside, oldest first.
+
+    The window is the `width` admission indices from the oldest group that is not ready (the anchor), so that answers
+    that finish early are not favoured. A ready group outside waits for the anchor.
 
     `admission` need not be sorted. Choosing the ready groups before the first one that is not ready moves the window
     past them, so the anchor that counts is that first one.
@@ -80,8 +61,7 @@ def look(admission: Ints, ready: Bools, width: int, limit: int) -> Window:
     return Window(inside[: max(0, limit)], inside, anchor, int(ready.sum()) - len(inside))
 
 
-# -- When an optimiser step fires: enough groups, or enough time, or the end of a round or of the run -----------------
-
+# -- the trigger ---------------------------------------------------------------------------------------------
 
 class Cause(str, Enum):
     """Why a step fired; the value is what the train log says."""
@@ -106,7 +86,10 @@ class Moment:
 
 
 class Trigger:
-    """Two thresholds, and the ends. `sync` knows rounds only.
+    """When a step fires: enough groups, enough time, or the end of a round or of the run. `sync` knows rounds only.
+
+    Every cause needs at least one group, `time` at least n_floor; `time` never leaves another group above the staleness
+    bound. Only `n_min` and `t_max_s` may change, between two steps.
 
     With `count_ended` the groups set aside since the last step count against n_min too: a step is then made of n_min
     *drawn* groups, as in a loop that does not refill its batch, and not of n_min groups that carry a signal.
@@ -140,7 +123,7 @@ class Trigger:
         self.n_min, self.t_max_s = n_min, t_max_s
 
     def step_ended(self, now: float) -> None:
-        """Start the time threshold anew: at the start of the run and after every step."""
+        """Restart the time threshold: at the start of the run and after every step."""
         self._since = now
 
     def deadline_s(self, now: float) -> float:
@@ -169,8 +152,7 @@ class Trigger:
         return late and moment.groups >= self.n_floor and not moment.leaves_too_old
 
 
-# -- The learner's decisions in one place: what to set aside, what to claim, whether to fire, or what it waits for ----
-
+# -- the plan ------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class SetAside:
@@ -216,7 +198,7 @@ Action = SetAside | Claim | Fire | Wait
 class LearnerPlan:
     """Pure: its state is the trigger's clock. Call `decide` whenever something changed."""
 
-    def __init__(self, limits: Limits, trigger: Trigger, staleness: Staleness, *, streaming: bool) -> None:
+    def __init__(self, limits: AdmissionLimits, trigger: Trigger, staleness: Staleness, *, streaming: bool) -> None:
         self.limits, self.trigger, self.staleness, self.streaming = limits, trigger, staleness, streaming
 
     def decide(
@@ -336,9 +318,6 @@ class _Seen:
 
     def wait(self, reason: str, draw: int, ready: int) -> Wait:
         return Wait(reason, draw, int(self.admission[np.flatnonzero(self.draws == draw)[0]]), ready)
-
-
-# -- When weights are published that have not been published with their step ------------------------------------------
 
 
 def publication_is_due(unpublished: int, step: int, *, n_min: int, admitted: int, publish_every: int) -> bool:

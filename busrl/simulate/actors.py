@@ -1,37 +1,6 @@
-"""Service times of a simulated run: how long a decoding step, a reward, an optimiser step and a publication take.
+"""What takes time in a simulated run: service times, the ring, rollout processes, reward workers, the learner.
 
-Plain numbers in seconds, with a note where each came from: stated (an assumption of the topology's [simulate] section)
-or fitted (`fit`). Talks to nothing; knows nothing of events, rings or policies.
-
-- A decoding step of an actor with n running sequences takes step_s + row_s x n; a sequence that joins costs
-  sequence_s + prefill_token_s x (its prompt and what earlier segments made of it) once.
-- An answer is looked at by a reward process after reward_s on average, and judged by one of its workers, which takes
-  reward_call_s: workers are servers with a rate, and answers queue for them.
-- A learner's step takes learner_step_s, plus learner_token_s per token, plus learner_group_s per group set aside.
-
-A ring of slots in memory: the lines and fates that the group scanner reads, and the steps of the state machine.
-
-NumPy arrays instead of shared memory, and no owners, since nobody dies here; otherwise the ledger's rules: a fate is
-stored before its slot is freed. Talks to nothing. Knows nothing of time, policies or the learner's decisions.
-
-- `changes` counts every change of a line or a fate, so that a view is made again only when it must be.
-- Slots wait in the order of their priority: unfinished samples first, then groups in the order of their admission.
-
-Actors that generate: continuous batching in rows, with decoding steps whose length grows with what is running.
-
-Given a clock value with every call; says when it next wants to be called. An actor's time is kept in decoding steps,
-not in tokens: between two events its step time is constant, so nothing has to be done for a token. Talks to the ring
-only through what it is handed. Knows nothing of groups, policies or the learner.
-
-- A sequence of n tokens that joins at step k ends at step k + n; the next event is the smallest such end.
-- New weights interrupt every running actor once, for weights_s. That is settled when the actor is next looked at, which
-  gives the same times as settling it at once.
-- Busy time, stalls and idle time add up to the time that has passed.
-
-The learner of a simulated run: carries out what `LearnerPlan` decides, and says how long that takes.
-
-Talks to the simulated ring. Every decision is the plan's; this class frees and claims slots, counts tokens and adds up
-seconds. Knows nothing of actors, prompts or the event queue.
+Clock values come in with every call. Each class keeps the rules of its live counterpart; the event queue is `world`'s.
 """
 
 from __future__ import annotations
@@ -64,15 +33,21 @@ from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, p
 from busrl.simulate.figures import Counts, StepRow
 from busrl.states import Fate
 
-# -- Service times of a simulated run: how long a decoding step, a reward, an optimiser step and a publication take ---
-
+# -- service times -------------------------------------------------------------------------------------------
 
 STATED = "assumed"
 
 
 @dataclass(frozen=True)
 class Times:
-    """In seconds, but for spreads, which are standard deviations of a natural log: between actors (`speed_spread`), of
+    """Service times with a note where each came from: stated (the topology's [simulate]), fitted, or assumed.
+
+    A decoding step of an actor with n running sequences takes step_s + row_s x n; a sequence that joins costs
+    sequence_s + prefill_token_s x (its prompt and what earlier segments made of it) once. An answer is looked at by a
+    reward process after reward_s on average, and judged by one of its workers, which takes reward_call_s. A learner's
+    step takes learner_step_s, plus learner_token_s per token, plus learner_group_s per group set aside.
+
+    In seconds, but for spreads, which are standard deviations of a natural log: between actors (`speed_spread`), of
     one actor over the time (`step_spread`), of the learner's work (`learner_spread`); none changes a mean.
 
     `busy_share`: of an actor's own time, what its counters call busy (the rest is its loop).
@@ -118,8 +93,7 @@ class Times:
         return [(name, getattr(self, name), self.source.get(name, STATED)) for name in named]
 
 
-# -- A ring of slots in memory: the lines and fates that the group scanner reads, and the steps of the state machine --
-
+# -- the ring ------------------------------------------------------------------------------------------------
 
 LINE = np.dtype(
     [
@@ -133,7 +107,13 @@ UNFINISHED = 1 << 40  # more priority for a slot that has segments already
 
 
 class SimRing:
-    """`slots` slots for training, of groups of `group_size`."""
+    """`slots` slots for training, of groups of `group_size`: the lines and fates that the group scanner reads.
+
+    NumPy arrays instead of shared memory, and no owners, since nobody dies here; otherwise the ledger's rules: a fate
+    is stored before its slot is freed. `changes` counts every change of a line or a fate, so that a view is made
+    again only when it must be. Slots wait by priority: unfinished samples first, then groups in the order of their
+    admission.
+    """
 
     def __init__(self, slots: int, group_size: int) -> None:
         self.lines: npt.NDArray[Any] = np.zeros(slots, LINE)
@@ -225,8 +205,7 @@ class SimRing:
             self.fates = grown
 
 
-# -- Actors that generate: continuous batching in rows, with decoding steps whose length grows with what is running ---
-
+# -- rollout and reward --------------------------------------------------------------------------------------
 
 PACE_S = 0.25  # an actor keeps its pace for so long: the interval over which a fit measures it
 
@@ -265,7 +244,7 @@ class Delays:
         return self._drawn.pop()
 
 
-class Judges:
+class RewardWorkers:
     """Workers of the reward processes: each makes one call after the other, and whoever is free first takes the next
     answer. Given a clock value with every call."""
 
@@ -288,7 +267,7 @@ class Judges:
         return (self._busy_s - ahead) / len(self._free)
 
 
-def judges_of(topology: Topology) -> int:
+def reward_workers(topology: Topology) -> int:
     """How many calls of the reward go on at once in a run of that topology."""
     return topology.reward.workers * max(1, sum(one.role == "reward" for one in topology.processes()))
 
@@ -311,7 +290,13 @@ class Actor:
 
 
 class Actors:
-    """All actors of a run. `event` is called with (time, index, stamp) for each next event."""
+    """All rollout processes of a run: continuous batching in rows, with steps whose length grows with what is running.
+
+    An actor's time is kept in decoding steps, not in tokens: between two events its step time is constant. A sequence
+    of n tokens that joins at step k ends at step k + n; the next event is the smallest such end. New weights
+    interrupt every running actor once, for weights_s; that is settled when the actor is next looked at, with the same
+    times as at once. Busy time, stalls and idle time add up to the time that has passed.
+    """
 
     def __init__(self, count: int, rows: int, times: Times, seed: int) -> None:
         if count < 1 or rows < 1:
@@ -456,8 +441,7 @@ def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
     return SegmentPlan(length, -(-limit // length) if length else 1, limit)
 
 
-# -- The learner of a simulated run: carries out what `LearnerPlan` decides, and says how long that takes -------------
-
+# -- the learner ---------------------------------------------------------------------------------------------
 
 @dataclass
 class Look:

@@ -1,6 +1,6 @@
 """What the answers to a draw will be: their lengths and rewards, from a trace, from a recorded run, or made up.
 
-Talks to nothing but what it is given; same arguments, same answers. Knows nothing of time, slots or policies.
+Same arguments, same answers. Knows nothing of time, slots or policies.
 
 - A draw's answers do not depend on when they are asked for, but for a recorded run, where they follow the learner's
   step: a policy that learns gives shorter answers and more groups without a signal.

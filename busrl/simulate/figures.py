@@ -1,7 +1,7 @@
-"""What a simulated run came to: counted while it goes on, put together at the end.
+"""What a simulated run came to: counted while it runs, put together at the end.
 
-Pure counting. Times are in seconds of the virtual clock, lengths in tokens, ages in learner steps. Knows nothing of
-why anything happened.
+Times are in seconds of the virtual clock, lengths in tokens, ages in learner steps. Knows nothing of why anything
+happened.
 """
 
 from __future__ import annotations

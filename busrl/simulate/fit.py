@@ -7,7 +7,7 @@ beside a topology; changes nothing. Knows nothing of events or tables.
   defaults of [simulate], which are assumed. Every number carries its source.
 - Actors: wall time without waits, over intervals of a quarter second ~ step_s x steps + row_s x tokens + sequence_s x
   joined, by least squares without negative numbers.
-- Learner: learner_token_s is the seconds in forward and backward over the tokens trained (steps of one size tell no
+- Learner: learner_token_s is the seconds in forward and backward over the tokens trained (steps of one size show no
   slope by themselves); the rest of a step without its waits ~ learner_step_s + learner_group_s x groups set aside. A
   token takes at least `mock.learner_s_per_token`, as in a real run.
 - Rewards, by Little's law: mean slots in GENERATED and REWARDING over the samples that passed through per second.
@@ -37,7 +37,7 @@ from busrl.data.trace import Task
 from busrl.errors import DataError, NoSuchRun, UserError
 from busrl.ledger.trainlog import of_step
 from busrl.paths import RunPaths
-from busrl.simulate.actors import PACE_S, STATED, Times, judges_of
+from busrl.simulate.actors import PACE_S, STATED, Times, reward_workers
 from busrl.simulate.answers import Recorded, RecordedAnswers, chance
 
 # -- a finished run -------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def fit(run_dir: str | Path) -> Fitted:
     values: dict[str, float] = {}
     notes: list[str] = []
     floor = topology.mock.learner_s_per_token
-    for part in (_actors(paths), _learner(paths, floor), _rewards(paths, judges_of(topology))):
+    for part in (_actors(paths), _learner(paths, floor), _rewards(paths, reward_workers(topology))):
         values.update(part[0])
         notes.append(part[1])
     groups = _groups(paths, topology)
@@ -130,7 +130,7 @@ def _intervals(paths: RunPaths) -> dict[str, list[dict[str, Any]]]:
 
 
 def _steps(paths: RunPaths) -> list[dict[str, Any]]:
-    """The steps of the learner that tell something: the first one and those of a log say nothing of its times."""
+    """The steps of the learner that say something of its times: not the first one, and none replayed from a log."""
     rows = _rows(paths.metrics, STEP_KEYS)
     return [row for row in rows if not row.get("replayed") and row["step"] > 1]
 
@@ -208,7 +208,7 @@ def _learner(paths: RunPaths, floor_s: float) -> tuple[dict[str, float], str]:
     return values, text
 
 
-def _rewards(paths: RunPaths, judges: int) -> tuple[dict[str, float], str]:
+def _rewards(paths: RunPaths, workers: int) -> tuple[dict[str, float], str]:
     """How long answers wait to be looked at, and what a call takes: the share that the workers were busy, over what
     went through them. What is left of an answer's stay, without its queueing, is the wait."""
     if not paths.summary.is_file():
@@ -222,17 +222,17 @@ def _rewards(paths: RunPaths, judges: int) -> tuple[dict[str, float], str]:
         raise _missing(paths.summary, "no `slots` in it: the run was too short, or made by an older busrl") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{paths.summary}: damaged ({error}); was it edited? Fit another run") from None
-    call_s = busy * judges / rate if rate > 0 else 0.0
-    queue_s = busy / (2 * max(0.02, 1 - busy)) * call_s / judges  # as of one line before servers of a fixed time
+    call_s = busy * workers / rate if rate > 0 else 0.0
+    queue_s = busy / (2 * max(0.02, 1 - busy)) * call_s / workers  # as of one line before servers of a fixed time
     wait_s = max(0.0, seconds - call_s - queue_s)
     text = f"rewards: {1e3 * seconds:.3g} ms after the answer (mean slots over throughput)"
     return {"reward_s": wait_s, "reward_call_s": call_s}, f"{text}, a call takes {1e3 * call_s:.3g} ms"
 
 
 def _reward_share(summary: dict[str, Any]) -> float:
-    """Mean busy share of the reward processes; 0 where none is told."""
-    told = [one.get("busy_share") for name, one in summary.get("processes", {}).items() if name.startswith("reward")]
-    known = [float(share) for share in told if share is not None]
+    """Mean busy share of the reward processes; 0 where none is known."""
+    shares = [one.get("busy_share") for name, one in summary.get("processes", {}).items() if name.startswith("reward")]
+    known = [float(share) for share in shares if share is not None]
     return sum(known) / len(known) if known else 0.0
 
 
@@ -249,7 +249,7 @@ def _groups(paths: RunPaths, topology: Topology) -> tuple[Recorded, ...]:
                 for draw, born, lengths, rewards in zip(row["draws"], row["born"], row["lengths"], row["rewards"])
             )
     except DataError as problem:
-        raise UserError(f"{paths.root}: its prompts can not be read any more: {problem}") from None
+        raise UserError(f"{paths.root}: its prompts cannot be read any more: {problem}") from None
 
 
 def nonnegative(sums: Floats, seconds: Floats) -> Line:
@@ -369,7 +369,7 @@ def _kind_of(prompt: str) -> int:
 # -- which time comes from where ----------------------------------------------------------------------------
 
 SET, MOCK = "set in [simulate]", "stated in [mock]"
-SLICE_S = 0.05  # a scripted engine draws its jitter anew for each stretch of at most so long
+SLICE_S = 0.05  # a scripted engine draws its jitter again for each stretch of at most so long
 NAMES = tuple(one.name for one in dataclasses.fields(Times) if one.name not in ("source", "busy_share"))
 
 

@@ -1,14 +1,7 @@
-"""A sweep as a picture: small charts in one SVG, readable in any browser, made without a plotting library.
+"""The figures of simulated runs for people: a page for one run, a table and a picture for a sweep.
 
-Pure: figures in, text out. Knows nothing of files.
-
-A sweep: the same simulation for every combination of some values of topology keys.
-
-Loads and checks every topology before the first run, so that a wrong key costs nothing. Knows nothing of tables.
-
-The figures of a simulated run as text for people: a page for one run, a table for a sweep.
-
-Pure: figures in, text out. Knows nothing of how they came about.
+Loads and checks every topology of a sweep before the first run, so that a wrong key costs nothing. Otherwise pure:
+figures in, text out. The picture is an SVG of small charts, made without a plotting library.
 """
 
 from __future__ import annotations
@@ -24,16 +17,14 @@ from pathlib import Path
 
 from busrl.config import Topology, sketch
 from busrl.errors import TopologyError, UserError
-from busrl.scheduling.limits import Limits
-from busrl.simulate.actors import STATED, judges_of
+from busrl.simulate.actors import STATED, reward_workers
 from busrl.simulate.figures import Figures
 from busrl.simulate.fit import Seen
 from busrl.simulate.settings import Setting
 from busrl.simulate.world import FATES
 from busrl.states import Fate
 
-# -- A sweep as a picture: small charts in one SVG, readable in any browser, made without a plotting library ----------
-
+# -- the picture of a sweep ----------------------------------------------------------------------------------
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 250, 64, 16, 34, 58
 ACROSS = 2
@@ -107,8 +98,7 @@ def _y(value: float, top: float) -> float:
     return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top)
 
 
-# -- A sweep: the same simulation for every combination of some values of topology keys -------------------------------
-
+# -- the points of a sweep -----------------------------------------------------------------------------------
 
 MAX_POINTS = 1000
 
@@ -168,8 +158,7 @@ def _load(file: Path, overrides: Sequence[str], axes: Sequence[Axis], values: tu
         raise TopologyError(renamed) from None
 
 
-# -- The figures of a simulated run as text for people: a page for one run, a table for a sweep -----------------------
-
+# -- pages and tables ----------------------------------------------------------------------------------------
 
 BUSY, IDLE = 0.9, 0.8  # busy shares above which something is the bottleneck, and below which it is not
 DECISIVE = ("step_s", "row_s", "reward_call_s", "learner_step_s", "learner_token_s")
@@ -183,12 +172,12 @@ COLUMNS = (
 )
 
 
-def page(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float, cores: int) -> str:
+def page(topology: Topology, setting: Setting, found: Figures, took_s: float, cores: int) -> str:
     """Everything about one run. `cores`: those of this machine."""
-    lines = [*warning(setting), *_head(topology, limits, setting, found, took_s), ""]
+    lines = [*warning(setting), *_head(topology, setting, found, took_s), ""]
     lines += [*_body(topology, setting, found), ""]
     if not assumed(setting):
-        lines += [*(f"  {line}" for line in advice(topology, limits, setting, found, cores)), ""]
+        lines += [*(f"  {line}" for line in advice(topology, setting, found, cores)), ""]
     lines += _origin(topology, setting)
     return "\n".join(lines) + "\n"
 
@@ -211,8 +200,8 @@ def warning(setting: Setting) -> list[str]:
     ]
 
 
-def _head(topology: Topology, limits: Limits, setting: Setting, found: Figures, took_s: float) -> list[str]:
-    rows = topology.generation.max_batch
+def _head(topology: Topology, setting: Setting, found: Figures, took_s: float) -> list[str]:
+    rows, limits = topology.generation.max_batch, topology.derived.limits
     of = f"of {topology.run.max_steps} " if found.steps < topology.run.max_steps else ""
     return [
         f"{topology.run.name}, simulated: {setting.actors} rollout x {rows} rows, {limits.mode}, "
@@ -231,7 +220,7 @@ def _body(topology: Topology, setting: Setting, found: Figures) -> list[str]:
     judged = (
         [
             f"reward      {found.reward_busy:.0%} busy: calls of {_seconds(setting.times.reward_call_s)}, "
-            f"{judges_of(topology)} at a time"
+            f"{reward_workers(topology)} at a time"
         ]
         if setting.times.reward_call_s
         else []
@@ -250,11 +239,11 @@ def _body(topology: Topology, setting: Setting, found: Figures) -> list[str]:
         f"lengths     drawn {found.length_drawn:.1f} (p95 {found.length_drawn_p95:.0f}), trained "
         f"{found.length_consumed:.1f} (p95 {found.length_consumed_p95:.0f}); skew {found.skew:.2f}",
         f"set aside   groups: {aside}",
-        *_told(found),
+        *_metrics(found),
     ]
 
 
-def _told(found: Figures) -> list[str]:
+def _metrics(found: Figures) -> list[str]:
     """Policy and predictor, where they report anything."""
     parts: dict[str, list[str]] = {"policy": [], "predictor": []}
     for name, value in found.told.items():
@@ -264,9 +253,9 @@ def _told(found: Figures) -> list[str]:
     return [f"{head:<12}{', '.join(said)}" for head, said in parts.items() if said]
 
 
-def advice(topology: Topology, limits: Limits, setting: Setting, found: Figures, cores: int) -> list[str]:
+def advice(topology: Topology, setting: Setting, found: Figures, cores: int) -> list[str]:
     """What limits the run, and which keys move it."""
-    said = _bottleneck(topology, limits, setting, found, cores)
+    said = _bottleneck(topology, setting, found, cores)
     flat = found.set_aside.get(Fate.FLAT.letter, 0)
     ended = sum(found.set_aside.values()) + sum(row.groups for row in found.rows)
     if flat > FLAT * ended:
@@ -286,14 +275,16 @@ def advice(topology: Topology, limits: Limits, setting: Setting, found: Figures,
     return [f"Neither learner nor rollout is busy, and no single key stands out; the learner waits most for: {waits}."]
 
 
-def _bottleneck(topology: Topology, limits: Limits, setting: Setting, found: Figures, cores: int) -> list[str]:
+def _bottleneck(topology: Topology, setting: Setting, found: Figures, cores: int) -> list[str]:
+    limits = topology.derived.limits
     rows, slots = setting.actors * topology.generation.max_batch, limits.B * limits.group_size
     if found.learner_busy >= BUSY:
         return ["The learner is the bottleneck: more rollout processes would only wait."]
     if found.reward_busy >= BUSY:
         return [
-            f"The reward is the bottleneck: {judges_of(topology)} at a time, {_seconds(setting.times.reward_call_s)} "
-            "a call, and always busy; raise reward.workers or the count of reward processes, or make it faster."
+            f"The reward is the bottleneck: {reward_workers(topology)} at a time, "
+            f"{_seconds(setting.times.reward_call_s)} a call, and always busy; "
+            "raise reward.workers or the count of reward processes, or make it faster."
         ]
     if found.actors_busy >= BUSY:
         return [_more_actors(topology, setting, found, cores)]
@@ -353,9 +344,6 @@ def outside(seen: Seen, found: Figures) -> str:
         if found.steps and not least <= value <= most:
             said.append(f"{_short(value)} {what} (the fitted run: {_short(least)} to {_short(most)})")
     return ", ".join(said)
-
-
-# ----------------------------------------------------------------------------------------------------------- sweeps
 
 
 def cells(found: Figures) -> list[str]:

@@ -1,18 +1,12 @@
-"""Policy and predictor of a simulated run: made as the scheduler makes them, and told the same things.
+"""The scheduler of a simulated run: what one look of it opens, by the rules of the live one.
 
-The one place that knows how the live scheduler calls policies; what the scheduler role tells them about open groups and
-finished answers is told here too. The oracle knows the lengths that the answers will have. Knows nothing of slots.
-
-- A finished answer is told to the policy alone, which hands it on to the predictor.
-- `adopt` is not needed: it is for groups that an earlier scheduler opened, and no scheduler dies here.
-
-The scheduler of a simulated run: what one look of it opens, by the rules of the live one.
-
-Talks to the simulated ring. Admission, policy, probes and waves are those of the live scheduler, asked in its order.
-Takes no time; when it looks is the world's business. Knows nothing of actors, rewards or the event queue.
+Talks to the simulated ring. Admission, policy, predictor, probes and waves are those of the live scheduler, asked in
+its order and given the same. Takes no time; when it looks is decided by `world`. Knows nothing of actors, rewards or
+events.
 
 - Members of open groups (siblings of probes) go before new groups, and those held for a probe come last, if rows idle.
-- Nobody dies here, so a group has no re-rolls and is never half open but for its probe.
+- Nobody dies here, so a group has no re-rolls and is never half open but for its probe, and `adopt` is not needed.
+- A finished answer is given to the policy alone, which hands it on to the predictor.
 """
 
 from __future__ import annotations
@@ -24,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from busrl.config import Topology, files
-from busrl.config.derive import admission_limits
 from busrl.data.trace import Task
 from busrl.errors import UserError
 from busrl.roles.segments import waves_of
@@ -37,8 +30,7 @@ from busrl.simulate.actors import SimRing
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts
 
-# -- Policy and predictor of a simulated run: made as the scheduler makes them, and told the same things --------------
-
+# -- policy and predictor ------------------------------------------------------------------------------------
 
 CLOCKS = ("predictor_us_per_prompt", "predictor_us_per_answer")  # there is no clock here to measure them
 
@@ -56,7 +48,7 @@ class Feed:
         self.guard = Guard(predictor, RulesPredictor(words))
         self.policy: Policy = make_policy(
             scheduler.policy, derived.horizon, self.guard, scheduler.aging,
-            tail_share=scheduler.tail_share, window=derived.W, group_size=topology.groups.size,
+            tail_share=scheduler.tail_share, window=derived.limits.W, group_size=topology.groups.size,
             round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
         )
         self._draws, self._lengths = list[int](), list[int]()
@@ -88,16 +80,16 @@ class Feed:
         self.step = step
         self.policy.feedback(LearnerState(step, entropy))
 
-    def told(self) -> dict[str, float]:
-        """What policy and predictor say of themselves; nothing under fifo."""
+    def metrics(self) -> dict[str, float]:
+        """Those of policy and predictor; none under fifo."""
         if not self.policy.learns:
             return {}
-        found = {**self.policy.told(), **self.guard.measures()}
+        found = {**self.policy.metrics(), **self.guard.metrics()}
         return {name: value for name, value in found.items() if math.isfinite(value) and name not in CLOCKS}
 
 
 def keywords_of(path: str) -> Keywords | None:
-    """The user's table of keywords; None for the shipped one. `UserError` for one that has a fault."""
+    """The user's table of keywords; None for busrl's own. `UserError` for one that has a fault."""
     if not path:
         return None
     found, problems = files.read_keywords(path)
@@ -106,8 +98,7 @@ def keywords_of(path: str) -> Keywords | None:
     return found
 
 
-# -- The scheduler of a simulated run: what one look of it opens, by the rules of the live one ------------------------
-
+# -- looks ---------------------------------------------------------------------------------------------------
 
 CHARACTERS_PER_TOKEN = 4  # of a prompt, for the cost of its prefill
 
@@ -138,11 +129,11 @@ class Scheduler:
     def __init__(
         self, topology: Topology, answers: Answers, ring: SimRing, counts: Counts, rows: int, *, oracle: bool
     ) -> None:
-        self.limits, self.answers, self.ring, self.counts = admission_limits(topology), answers, ring, counts
+        self.limits, self.answers, self.ring, self.counts = topology.derived.limits, answers, ring, counts
         self.size, self.rows, self.ahead = topology.groups.size, rows, topology.scheduler.ahead
         self.admission = Admission(self.limits, topology.weights.over_age)
         self.feed = Feed(topology, answers, oracle)
-        self.probes = Probes(topology.derived.W if topology.scheduler.probe else 0)
+        self.probes = Probes(topology.derived.limits.W if topology.scheduler.probe else 0)
         self.waves = waves_of(self.limits)
         self.groups: dict[int, Group] = {}
         self.lengths: dict[int, tuple[int, ...]] = {}

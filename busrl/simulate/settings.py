@@ -1,16 +1,11 @@
-"""Where the answers of a simulated run come from, and what has to be said about them.
+"""From a topology and the command line to what a simulated run needs: service times and answers, each with its origin.
 
-Reads traces and prompts. Knows nothing of times, events or tables.
+Reads traces and prompts. Knows nothing of events or tables.
 
-- The first of these: --trace, --fit, `data.train` if its lines have lengths, what is shipped for the quickstart's data,
-  and else a generated trace, whose lengths are an assumption.
+- Answers come from the first of these: --trace, --fit, `data.train` if its lines have lengths, the fit file beside the
+  topology, and else a generated trace, whose lengths are an assumption.
 - A live run obeys the arrivals of `data.train` with `data.arrivals` only, and then goes through the file again and
   again; a trace given with --trace is an open stream if its lines say so, and ends with the last one.
-
-From a topology and the command line to what a simulated run needs: service times and answers.
-
-Puts together what `pacing` knows of times and `sources` of answers. Says of everything where it came from. Knows
-nothing of events or tables.
 """
 
 from __future__ import annotations
@@ -32,8 +27,7 @@ from busrl.simulate.actors import Times
 from busrl.simulate.answers import Answers, RecordedAnswers, TraceAnswers
 from busrl.simulate.fit import FitFile, Fitted
 
-# -- Where the answers of a simulated run come from, and what has to be said about them -------------------------------
-
+# -- answers -------------------------------------------------------------------------------------------------
 
 GENERATED_PROMPTS = 2048
 
@@ -157,18 +151,17 @@ def _times(one: Sequence[int], size: int, i: int) -> int:
     return -(-(size - i) // len(one))
 
 
-def notes(told: Iterable[tuple[str, str]]) -> list[str]:
+def notes(given: Iterable[tuple[str, str]]) -> list[str]:
     """What is said of the answers of each point of a sweep: once where it is the same for all."""
     by: dict[str, list[str]] = {}
-    for point, note in told:
+    for point, note in given:
         by.setdefault(note, []).append(point)
     if len(by) == 1:
         return list(by)
     return [f"{', '.join(points)}: {note}" for note, points in by.items()]
 
 
-# -- From a topology and the command line to what a simulated run needs: service times and answers --------------------
-
+# -- the setting ---------------------------------------------------------------------------------------------
 
 MAX_ACTORS = 1 << 20
 STEPS = 60  # of a run are played unless more are asked for: enough to be past its beginning, and done in seconds
@@ -199,7 +192,7 @@ class Asked:
 def make(
     topology: Topology, asked: Asked, fitted: Fitted | None = None, written: Collection[str] = frozenset()
 ) -> Setting:
-    """The setting of one simulated run; `UserError` for what can not be. `written`: keys that the topology gives."""
+    """The setting of one simulated run; `UserError` for what cannot be. `written`: keys that the topology gives."""
     if topology.learner.controller.mode == "act":
         raise UserError(
             'learner.controller.mode = "act": the controller follows the entropy of the policy, and a simulation '

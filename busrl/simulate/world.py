@@ -1,11 +1,4 @@
-"""When a simulated run can not get on: nothing is under way any more, or nothing of what is made can be trained.
-
-Pure: is told of groups, and makes the texts. Knows nothing of events, rings or traces.
-
-- A trace may be repeated for ever, so groups that train nothing would be made for ever too. That is ended after so many
-  in a row that it is no chance.
-
-One simulated run: the event queue, the virtual clock, and who is woken by what.
+"""One simulated run: the event queue, the virtual clock, and who is woken by what.
 
 Drives the objects that the live roles drive (GroupScanner, Admission, the policy, LearnerPlan with its trigger and
 staleness) over a ring in memory. What takes time comes from `Times`, what comes out of it from `Answers`. Knows
@@ -16,6 +9,8 @@ nothing of files, tables or the command line.
   live counterparts do after a doorbell.
 - Rewards are delivered on a grid of `grid_s` (0: each at its own time). It bounds the looks of a large run; the live
   rewards come in batches too.
+- A trace may be repeated for ever, so groups that train nothing would be made for ever too: after so many in a row that
+  it is no chance the run ends with the reason.
 """
 
 from __future__ import annotations
@@ -27,24 +22,34 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from busrl.config import Topology
-from busrl.config.derive import admission_limits, make_plan
+from busrl.config.derive import make_plan
 from busrl.config.rules import batch_varies, due
 from busrl.errors import UserError
 from busrl.scheduling.groups import GroupScanner, GroupView
-from busrl.simulate.actors import Actors, Delays, Judges, Learner, Look, Noise, SimRing, Times, cuts_of, judges_of
+from busrl.simulate.actors import (
+    Actors,
+    Delays,
+    Learner,
+    Look,
+    Noise,
+    RewardWorkers,
+    SimRing,
+    Times,
+    cuts_of,
+    reward_workers,
+)
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts, Figures, figures
 from busrl.simulate.scheduler import Learned, Scheduler
 from busrl.states import Fate
 
-# -- When a simulated run can not get on: nothing is under way any more, or nothing of what is made can be trained ----
-
+# -- runs that cannot continue -------------------------------------------------------------------------------
 
 FATES = {Fate.FLAT.letter: "flat", Fate.OLD.letter: "too old", Fate.INCOMPLETE.letter: "incomplete"}
 LEAST, STEPS = 2000, 50  # groups in a row, and in steps of n_min: with 99 % flat ones it happens once in 10^8 groups
 
 
-class InVain:
+class FlatStreak:
     """Groups in a row whose members all have one reward."""
 
     def __init__(self, n_min: int) -> None:
@@ -75,8 +80,7 @@ def nothing_under_way(reason: str, step: int, now: float, groups: int, aside: Ma
     )
 
 
-# -- One simulated run: the event queue, the virtual clock, and who is woken by what ----------------------------------
-
+# -- the run -------------------------------------------------------------------------------------------------
 
 TICK_S = 0.03  # the scheduler sees slots that came free without a message at its next tick, after this on average
 PROBING_TICK_S = 0.01  # and the end of a probe after this
@@ -108,7 +112,7 @@ class World:
     ) -> None:
         derived = topology.derived
         self.topology, self.times, self.answers, self.steps = topology, times, answers, steps
-        self.limits = admission_limits(topology)
+        self.limits = topology.derived.limits
         self.size, self.limit = topology.groups.size, topology.generation.max_new_tokens
         self.ring = SimRing(derived.train_slots, self.size)
         self.scanner = GroupScanner(self.ring.fates, self.size, horizon=derived.horizon)
@@ -118,13 +122,13 @@ class World:
         self.scheduler = Scheduler(topology, answers, self.ring, self.counts, rows, oracle=oracle)
         self.feed, self.groups, self.lengths = self.scheduler.feed, self.scheduler.groups, self.scheduler.lengths
         streaming = topology.learner.updates_per_batch == 1 and not topology.learner.deterministic
-        plan = make_plan(topology, self.limits, streaming=streaming)
+        plan = make_plan(topology, streaming=streaming)
         noise = Noise(times.learner_spread, [seed, 4])
         self.learner = Learner(topology, plan, times, self.ring, self.counts, noise, self.lengths)
         self.cuts = cuts_of(topology, segment_length)
         self._trained = 0  # groups
         self._running = 0  # sequences of all actors
-        self._in_vain = InVain(self.limits.n_min)
+        self._flat_streak = FlatStreak(self.limits.n_min)
         self.now = 0.0
         self._heap: list[tuple[float, int, int, int, int]] = []
         self._sequence = 0
@@ -132,7 +136,7 @@ class World:
         self._segment: list[int] = [0] * derived.train_slots  # slot -> tokens of the segment under way
         self._due: dict[float, list[int]] = {}  # reward time -> slots
         self._delays = Delays(times.reward_s, [seed, 2])
-        self._judges = Judges(judges_of(topology), times.reward_call_s)
+        self._reward_workers = RewardWorkers(reward_workers(topology), times.reward_call_s)
         self._grid = self._default_grid() if grid_s is None else grid_s
         self._view: GroupView | None = None
         self._view_of = -1
@@ -164,9 +168,9 @@ class World:
         self.actors.settle(self.now)
         every = self.actors.all
         steps = sum(actor.steps for actor in every)
-        self.counts.reward_busy_s = self._judges.busy_s(self.now)
+        self.counts.reward_busy_s = self._reward_workers.busy_s(self.now)
         busy, stalled = [actor.busy_s for actor in every], [actor.stalled_s for actor in every]
-        return figures(self.counts, self.now, busy, stalled, steps, self.feed.told())
+        return figures(self.counts, self.now, busy, stalled, steps, self.feed.metrics())
 
     def _stuck(self) -> str:
         reason, _ = self._looked_for
@@ -295,7 +299,7 @@ class World:
             return
         self.ring.generated(slot)
         self._whole(*self._of[slot])
-        due = self._judges.done(self.now + self._delays.next())
+        due = self._reward_workers.done(self.now + self._delays.next())
         due = math.ceil(due / self._grid) * self._grid if self._grid else due
         if due in self._due:
             self._due[due].append(slot)
@@ -328,7 +332,7 @@ class World:
             if not group.left:
                 self._resolved = True
                 self.counts.grouped.append(self.now - group.since)
-                if self._in_vain.ended(group.rewards) and not self._draining():
+                if self._flat_streak.ended(group.rewards) and not self._draining():
                     raise UserError(self._all_flat())
         self.counts.ended += len(slots)
         self.ring.rewarded(slots, rewards)
@@ -338,7 +342,7 @@ class World:
 
     def _all_flat(self) -> str:
         share = self.topology.simulate.flat_share
-        return all_flat(self._in_vain.groups, self.learner.step, self.now, self.answers.name, share)
+        return all_flat(self._flat_streak.groups, self.learner.step, self.now, self.answers.name, share)
 
     # -- learner ------------------------------------------------------------------------------------------------
 

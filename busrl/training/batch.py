@@ -33,8 +33,8 @@ class Sample:
     member: int
     prompt_ids: NDArray[np.int32]
     token_ids: NDArray[np.int32]  # what was generated, the end token included
-    logprobs: NDArray[np.float32]  # of each generated token, under the distribution it was sampled from
-    versions: NDArray[np.uint32]  # the weights that sampled each token; for accounting
+    behaviour_logprobs: NDArray[np.float32]  # of each generated token, under the distribution it was sampled from
+    policy_versions: NDArray[np.uint32]  # of the weights that sampled each token; for accounting
     reward: float = 0.0
     temperature: float = 1.0
     finish: int = 1  # 1 end token, 2 length cut
@@ -48,10 +48,10 @@ class Sample:
         """Why this sample must not be trained, or None."""
         if len(self.prompt_ids) < 1 or len(self.token_ids) < 1:
             return f"{len(self.prompt_ids)} prompt and {len(self.token_ids)} generated tokens: at least one of each"
-        counts = len(self.token_ids), len(self.logprobs), len(self.versions)
+        counts = len(self.token_ids), len(self.behaviour_logprobs), len(self.policy_versions)
         if len(set(counts)) > 1:
             return "{} tokens, {} log-probabilities, {} versions".format(*counts)
-        bad = self.logprobs[~(np.isfinite(self.logprobs) & (self.logprobs <= 0))]
+        bad = self.behaviour_logprobs[~(np.isfinite(self.behaviour_logprobs) & (self.behaviour_logprobs <= 0))]
         if len(bad):
             return f"a log-probability is above 0 or not a finite number: {bad[:1].tolist()}"
         if not math.isfinite(self.reward):
@@ -68,12 +68,12 @@ class Sample:
 def all_sound(samples: Sequence[Sample], vocabulary: int) -> bool:
     """Whether none of `samples` has a `fault`, looked at together: much cheaper than one by one."""
     for s in samples:
-        counted = len(s.token_ids) == len(s.logprobs) == len(s.versions) > 0 and len(s.prompt_ids) > 0
+        counted = len(s.token_ids) == len(s.behaviour_logprobs) == len(s.policy_versions) > 0 and len(s.prompt_ids) > 0
         sound = counted and s.temperature > 0 and math.isfinite(s.reward) and 0 <= s.context < len(s.token_ids)
         if not sound:
             return False
     ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.token_ids)])
-    logprobs = np.concatenate([s.logprobs for s in samples])
+    logprobs = np.concatenate([s.behaviour_logprobs for s in samples])
     # NaN compares as false with everything, and minus infinity is below every float.
     below = bool((logprobs <= 0).all()) and float(logprobs.min()) >= np.finfo(np.float32).min
     return below and int(ids.min()) >= 0 and int(ids.max()) < vocabulary
@@ -83,7 +83,7 @@ def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[
     """Micro-batches as lists of indices, each sorted by length, so that little is padded; padded size at most `budget`.
 
     `together` is for a forward that computes a shared prompt once and pads nothing: the members of a group stay in one
-    place, and the budget is in real tokens. A single sample above the budget is a micro-batch of its own.
+    place, and the budget is in real tokens. A single sample above the budget is one micro-batch.
     """
     lengths = [sample.length for sample in samples]
     by_length = [(lengths[i], s.group, s.member) for i, s in enumerate(samples)]
@@ -163,7 +163,7 @@ class Flat:
 
     targets: Tensor
     behaviour_logprobs: Tensor
-    versions: NDArray[np.uint32]
+    policy_versions: NDArray[np.uint32]
     rows: Tensor  # the sample of each token
     lengths: Tensor  # trained tokens of each sample
     temperature: Tensor | None  # per token; None if all are 1
@@ -190,7 +190,7 @@ def flatten(samples: Sequence[Sample], padded: Padded, dtype: torch.dtype) -> Fl
     return Flat(
         targets=padded.ids[padded.rows, padded.columns + 1],
         behaviour_logprobs=torch.from_numpy(behaviour).to(dtype),
-        versions=versions,
+        policy_versions=versions,
         rows=padded.rows,
         lengths=torch.bincount(rows, minlength=len(samples)),
         temperature=None if bool((temperatures == 1).all()) else temperatures[padded.rows],
@@ -213,8 +213,8 @@ def _at_positions(samples: Sequence[Sample], padded: Padded) -> tuple[NDArray[np
     prompts, responses = lengths_of(samples)
     own_rows, own_columns = _generated_positions(prompts, responses)
     logprobs, versions = np.zeros(padded.ids.shape, np.float32), np.zeros(padded.ids.shape, np.uint32)
-    logprobs[own_rows, own_columns] = np.concatenate([sample.logprobs for sample in samples])
-    versions[own_rows, own_columns] = np.concatenate([sample.versions for sample in samples])
+    logprobs[own_rows, own_columns] = np.concatenate([sample.behaviour_logprobs for sample in samples])
+    versions[own_rows, own_columns] = np.concatenate([sample.policy_versions for sample in samples])
     rows, tokens = padded.rows.numpy(), padded.columns.numpy() + 1
     return logprobs[rows, tokens], versions[rows, tokens]
 

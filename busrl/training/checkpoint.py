@@ -1,24 +1,11 @@
-"""Directories that appear whole or not at all, and the removal of old ones.
+"""Checkpoints: `checkpoints/global_step_<n>/` with the model as a Hugging Face folder, the optimiser, random state
+and meta; and directories that appear whole or not at all.
 
-Used by `checkpoint`. Talks to the file system; knows nothing of models.
+Written and read by the learner, and by transports that publish folders. Talks to the file system and to the model's own
+save function; knows nothing of ledgers: the learner adds its files (the trained set) through `extras`.
 
-- A directory is written under a temporary name, every file and folder in it is synced, then it is renamed and its
-  parent synced. Whoever dies on the way leaves a temporary directory that the next writer removes, never half of a
-  real one.
-- One that takes the place of another is exchanged with it in one step: at every moment there is a whole one of that
-  name. On a file system that can not exchange two names the old one has a name from which `finish_replacements` brings
-  it back.
-- A directory is renamed before it is deleted: half of a deleted one has no real name either.
-- One writer per parent at a time; the caller holds the lock that makes it so.
-
-Checkpoints: `checkpoints/global_step_<n>/` with the model as a Hugging Face folder, the optimiser, random state
-and meta.
-
-Written and read by the learner. Talks to the file system and to the model's own save function; knows nothing of
-ledgers: the learner adds its files (the trained set) through `extras`.
-
-- A checkpoint is there whole or not at all (`durable`); `files.json` lists every file with size and CRC-32, and one
-  that does not match is torn: it is skipped with a warning and never removed, an older one is used.
+- A checkpoint is there whole or not at all; `files.json` lists every file with size and CRC-32. One that does not match
+  is torn: it is skipped with a warning and never removed, and an older one is used.
 - The newest `keep_last` whole ones are kept; older ones go only after the new one is on disk.
 - Nothing in it is a pickle that could run code: tensors are read with `weights_only=True`.
 """
@@ -46,8 +33,7 @@ from busrl import checksums, device
 from busrl.errors import DiskFull
 from busrl.files import REPLACED, finish_replacements, sync
 
-# -- Directories that appear whole or not at all, and the removal of old ones -----------------------------------------
-
+# -- directories that appear whole or not at all ----------------------------------
 
 TEMPORARY = ".tmp-"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -58,7 +44,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 @contextlib.contextmanager
 def whole_directory(final: Path, moved: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """A temporary directory to fill; it becomes `final`, in place of one that is there, when the block ends well.
-    `moved` is called after each file that was synced."""
+
+    Every file and folder in it is synced before it is renamed, and its parent after. A writer that dies on the way
+    leaves a temporary directory, which the next writer removes, never half of a real one. A directory that is replaced
+    is exchanged in one step; where the file system cannot do that, the old one has a name from which
+    `finish_replacements` restores it. One writer per parent at a time: the caller holds the lock. `moved` is called
+    after each file that was synced.
+    """
     parent = final.parent
     parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(parent)
@@ -106,12 +98,8 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def remove(path: Path) -> None:
-    """Deletes a directory so that no half of it is ever seen under its name."""
-    _delete(path, path.name)
-
-
 def _delete(path: Path, name: str) -> None:
+    """Rename it first, so that no half of it is ever seen under its name."""
     aside = path.parent / f"{TEMPORARY}old-{name}"
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
@@ -137,8 +125,7 @@ def sync_tree(root: Path, moved: Callable[[], None] = lambda: None) -> None:
         sync(Path(folder))
 
 
-# -- Checkpoints: `checkpoints/global_step_<n>/` with the model as a Hugging Face folder, the optimiser, random ... ---
-
+# -- checkpoints ------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +259,7 @@ def _listing(directory: Path, moved: Callable[[], None]) -> dict[str, list[int]]
 
 def _prune(root: Path, keep_last: int) -> None:
     for path in _by_step(root)[keep_last:]:
-        remove(path)
+        _delete(path, path.name)
 
 
 def _by_step(root: Path) -> list[Path]:
@@ -304,5 +291,5 @@ def fault_of(path: Path) -> str | None:
         if (fault := checksums.fault_in(path, listed)) is not None:
             return fault
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return f"{FILES} can not be read: {error}"
+        return f"{FILES} cannot be read: {error}"
     return next((f"{name} is not listed" for name in (META, OPTIMIZER, RANDOM) if name not in listed), None)

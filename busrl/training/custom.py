@@ -179,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
     """`arguments`: pairs of key and import path. One JSON line: for each what is wrong with it, "" if nothing."""
     answers = os.dup(1)
     os.dup2(2, 1)  # what user code prints is no answer
-    signal.alarm(TRIAL_S)  # also if nobody is left to end this process
+    signal.alarm(TRIAL_S)  # ends it even if its parent is gone
     found = []
     for key, target in zip(arguments[::2], arguments[1::2], strict=True):
         try:

@@ -1,43 +1,20 @@
-"""Where every row of a micro-batch's lean forward comes from and which rows attend to which.
+"""From samples to one row of logits per generated token, in the flat order of `batch`, with as little work as possible.
 
-Made from the samples with NumPy once per micro-batch, shared by all layers. Knows nothing of weights.
-
-- Rows are: for each distinct prompt all tokens but the last; then, per sample, the last prompt token and all
-  generated tokens but the last. The second part has one row per trained token, in flat order.
-- A padded query reads row 0 and its result is dropped; a padded key lies to the right of every real query of its row.
-
-The four steps of a Llama-like layer that are not matrix products, with derivatives written out.
-
-Used by `lean` alone. On small models the time goes into passes over activations; each of these needs about half of
-the passes that the same formula costs when autograd takes it apart. Knows nothing of models.
-
-- Every derivative is held against autograd of the plain formula in the tests.
-- Nothing here can be differentiated twice.
-
-A forward for small Llama-like models (Llama, Qwen2, Qwen3) that computes nothing twice and nothing that is not
-trained.
-
-Chosen by `forward.choose` after it gave the model's own logits on a probe; reads the parameters of the Hugging Face
-model, so gradients end up where the optimiser looks. Knows nothing of losses.
-
-- Rows are tokens without padding. The prompt of a group, but for its last token, is computed once for all of its
-  members.
-- The other rows are one per trained token, in flat order: each is the position that predicts it.
-- In the last layer only those rows are carried on: the others are wanted as keys and values alone.
-
-From samples to one row of logits per trained token, in the flat order of `batch`, with as little work as the model
-allows.
-
-`choose` looks at the model once and picks: the lean forward of `lean` where it gives the same numbers, else the
-decoder and the head apart (only trained positions meet the vocabulary), else `logits_to_keep`, else all logits.
+`choose_forward` looks at the model once and picks: the fused forward for small Llama-like models, else the decoder and
+the head apart (only trained positions meet the vocabulary), else `logits_to_keep`, else all logits. Reads the
+parameters of the Hugging Face model, so gradients end up where the optimiser looks. Knows nothing of losses.
 
 - A shorter way is taken only after it gave the model's own logits on a probe: models that scale or cap logits differ
   there.
 - No attention mask is passed: rows are padded at the right and attention is causal.
+- The fused forward computes nothing twice and nothing that is not trained. Its rows are tokens without padding: the
+  prompt of a group but for its last token, once for all members, then one row per generated token, in flat order: the
+  position that predicts it. In the last layer only the latter are carried on.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,10 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from busrl.training.batch import Ints, Padded, Sample, pad
-from busrl.training.model import takes_logits_to_keep, vocabulary
+from busrl.training.model import vocabulary
 
-# -- Where every row of a micro-batch's lean forward comes from and which rows attend to which ------------------------
-
+# -- which rows attend to which ------------------------------------------------------
 
 PIECES, SMALLEST_PIECE = 4, 32
 
@@ -70,7 +46,7 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spot:
+class AttentionBlock:
     """One attention over a rectangle, for consecutive rows."""
 
     queries: Tensor  # [sequences x heads x longest], indices into rows of single query heads
@@ -86,8 +62,8 @@ class Plan:
     ids: Tensor
     positions: Tensor
     shared: int  # rows of the first kind
-    prompts: Spot
-    own: tuple[Spot, ...]
+    prompts: AttentionBlock
+    own: tuple[AttentionBlock, ...]
 
 
 def plan_of(samples: Sequence[Sample], heads: Heads, dtype: torch.dtype) -> Plan:
@@ -107,8 +83,8 @@ def plan_of(samples: Sequence[Sample], heads: Heads, dtype: torch.dtype) -> Plan
     return Plan(
         ids=torch.from_numpy(np.concatenate(pieces).astype(np.int64)),
         positions=torch.from_numpy(positions), shared=shared,
-        prompts=_spot(none, none, shared_first, shared_lengths, heads, dtype),
-        own=tuple(_spot(shared_first[which[part]], starts[part], own_first[part], own_lengths[part], heads, dtype)
+        prompts=_block(none, none, shared_first, shared_lengths, heads, dtype),
+        own=tuple(_block(shared_first[which[part]], starts[part], own_first[part], own_lengths[part], heads, dtype)
                   for part in _alike(own_lengths + starts)))
 
 
@@ -127,17 +103,19 @@ def _counts(lengths: Ints) -> Ints:
     return np.arange(int(lengths.sum())) - np.repeat(_starts(lengths), lengths)
 
 
-def _spot(before_first: Ints, before: Ints, first: Ints, lengths: Ints, heads: Heads, dtype: torch.dtype) -> Spot:
+def _block(
+    before_first: Ints, before: Ints, first: Ints, lengths: Ints, heads: Heads, dtype: torch.dtype
+) -> AttentionBlock:
     """Per sequence, attention of the rows from `first` on to themselves and to `before` rows from `before_first` on."""
     wide = max(int(lengths.max()), 1)
     place = np.arange(wide)
     queries = np.where(place < lengths[:, None], first[:, None] + place, 0)
-    spots = np.arange(max(int((before + lengths).max()), 1))
-    own = np.where(spots < (before + lengths)[:, None], first[:, None] + spots - before[:, None], 0)
-    keys = np.where(spots < before[:, None], before_first[:, None] + spots, own)
-    seen = spots <= before[:, None, None] + place[:, None]
+    blocks = np.arange(max(int((before + lengths).max()), 1))
+    own = np.where(blocks < (before + lengths)[:, None], first[:, None] + blocks - before[:, None], 0)
+    keys = np.where(blocks < before[:, None], before_first[:, None] + blocks, own)
+    seen = blocks <= before[:, None, None] + place[:, None]
     bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
-    return Spot(
+    return AttentionBlock(
         queries=_per_head(queries, heads), keys=torch.from_numpy(keys).view(-1), bias=bias,
         results=_results(lengths, wide, heads))
 
@@ -154,7 +132,7 @@ def _results(lengths: Ints, wide: int, heads: Heads) -> Tensor:
     return torch.from_numpy((sequences[:, None] * heads.query + each) * wide + _counts(lengths)[:, None]).view(-1)
 
 
-# -- The four steps of a Llama-like layer that are not matrix products, with derivatives written out ------------------
+# -- the steps of a layer that are not matrix products, with their derivatives -------
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -177,9 +155,9 @@ def head_norm_rope(projected: Tensor, heads: Heads, weight: Tensor | None, eps: 
     return result
 
 
-def attention(queries: Tensor, pairs: Tensor, spots: tuple[Spot, ...], heads: Heads, scale: float) -> Tensor:
+def attention(queries: Tensor, pairs: Tensor, blocks: tuple[AttentionBlock, ...], heads: Heads, scale: float) -> Tensor:
     """Attention over some rectangles that cover the last rows; one row of all query heads for each of them."""
-    result: Tensor = _Attention.apply(queries, pairs, spots, heads, scale)  # type: ignore[no-untyped-call]
+    result: Tensor = _Attention.apply(queries, pairs, blocks, heads, scale)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -281,38 +259,38 @@ def _rotate_back(gradient: Tensor, cosine: Tensor, sine: Tensor, out: Tensor) ->
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, pairs: Tensor, spots: tuple[Spot, ...], heads: Heads, scale: float
+        ctx: Any, queries: Tensor, pairs: Tensor, blocks: tuple[AttentionBlock, ...], heads: Heads, scale: float
     ) -> Tensor:
         mixed, kept = [], []
-        for spot in spots:
-            sequences, wide = spot.bias.shape[0], spot.bias.shape[1]
+        for block in blocks:
+            sequences, wide = block.bias.shape[0], block.bias.shape[1]
             # Query heads of one key head are one matrix: [sequences x key heads, repeats x queries, size].
-            asked = queries.view(-1, heads.size).index_select(0, spot.queries)
+            asked = queries.view(-1, heads.size).index_select(0, block.queries)
             asked = asked.view(sequences * heads.key, -1, heads.size)
-            keys, values = _unpaired(pairs.index_select(0, spot.keys), sequences, heads)
+            keys, values = _unpaired(pairs.index_select(0, block.keys), sequences, heads)
             scores = _scaled_product(asked, keys.transpose(1, 2), scale)
-            scores.view(sequences, heads.query, wide, -1).add_(spot.bias[:, None])
+            scores.view(sequences, heads.query, wide, -1).add_(block.bias[:, None])
             shares = torch.softmax(scores, -1)
-            mixed.append(torch.bmm(shares, values).view(-1, heads.size).index_select(0, spot.results))
+            mixed.append(torch.bmm(shares, values).view(-1, heads.size).index_select(0, block.results))
             kept += [asked, keys, values, shares]
         ctx.save_for_backward(*kept)
-        ctx.rest = (spots, heads, scale, len(queries))
+        ctx.rest = (blocks, heads, scale, len(queries))
         return torch.cat(mixed).view(-1, heads.query * heads.size)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        spots, heads, scale, rows = ctx.rest
+        blocks, heads, scale, rows = ctx.rest
         gradient = gradients[0].reshape(-1, heads.size)
         to_queries, to_pairs, done = [], [], 0
-        for spot, kept in zip(spots, zip(*[iter(ctx.saved_tensors)] * 4)):
-            part = gradient[done : done + len(spot.results)]
-            done += len(spot.results)
-            for_queries, for_pairs = _attention_back(part, spot, heads, scale, *kept)
+        for block, kept in zip(blocks, zip(*[iter(ctx.saved_tensors)] * 4)):
+            part = gradient[done : done + len(block.results)]
+            done += len(block.results)
+            for_queries, for_pairs = _attention_back(part, block, heads, scale, *kept)
             to_queries.append(for_queries)
             to_pairs.append(for_pairs)
         untouched = gradient.new_zeros(rows * heads.query - done, heads.size)
         # A shared prompt's keys collect from all samples that read them; padding adds zeros.
-        index = torch.cat([spot.keys for spot in spots])
+        index = torch.cat([block.keys for block in blocks])
         collected = torch.ops.aten.embedding_dense_backward(torch.cat(to_pairs), index, rows, -1, False)
         return (torch.cat([untouched, *to_queries]).view(rows, heads.query, heads.size),
                 collected.view(rows, -1, heads.size), None, None, None)
@@ -320,7 +298,7 @@ class _Attention(torch.autograd.Function):
 
 def _attention_back(
     gradient: Tensor,
-    spot: Spot,
+    block: AttentionBlock,
     heads: Heads,
     scale: float,
     asked: Tensor,
@@ -328,11 +306,11 @@ def _attention_back(
     values: Tensor,
     shares: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    mixed = torch.zeros_like(asked).view(-1, heads.size).index_copy_(0, spot.results, gradient).view(asked.shape)
+    mixed = torch.zeros_like(asked).view(-1, heads.size).index_copy_(0, block.results, gradient).view(asked.shape)
     to_scores = torch._softmax_backward_data(torch.bmm(mixed, values.transpose(1, 2)), shares, -1, shares.dtype)
-    to_asked = _scaled_product(to_scores, keys, scale).view(-1, heads.size).index_select(0, spot.results)
+    to_asked = _scaled_product(to_scores, keys, scale).view(-1, heads.size).index_select(0, block.results)
     to_keys = _scaled_product(to_scores.transpose(1, 2), asked, scale)
-    return to_asked, _paired(to_keys, torch.bmm(shares.transpose(1, 2), mixed), len(spot.bias), heads)
+    return to_asked, _paired(to_keys, torch.bmm(shares.transpose(1, 2), mixed), len(block.bias), heads)
 
 
 def _unpaired(pairs: Tensor, sequences: int, heads: Heads) -> tuple[Tensor, Tensor]:
@@ -353,8 +331,7 @@ def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(unread, left, right, beta=0, alpha=scale)
 
 
-# -- A forward for small Llama-like models (Llama, Qwen2, Qwen3) that computes nothing twice and nothing that is not --
-
+# -- the fused forward ---------------------------------------------------------------
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 STATIC_ROPE = ("default", "linear", "llama3")  # angles that do not depend on the length of the batch
@@ -364,7 +341,7 @@ LARGEST_HIDDEN = 1024  # above, matrix products are all that counts and the plai
 class FusedForward:
     """Holds the model and its head counts; the plan of a micro-batch is made from its samples."""
 
-    name, together = "lean", True
+    name, together = "fused", True
 
     def __init__(self, model: Any) -> None:
         self.model, self.decoder = model, model.model
@@ -388,8 +365,8 @@ class FusedForward:
         part = layer.self_attn
         projected = _linear(_normed(layer.input_layernorm, rows), part.q_proj, part.k_proj, part.v_proj)
         queries, pairs = head_norm_rope(projected, self.heads, _head_weights(part, self.heads), _head_eps(part), *rope)
-        spots = plan.own if final or not plan.shared else (plan.prompts, *plan.own)
-        mixed = attention(queries, pairs, spots, self.heads, self.scale)
+        blocks = plan.own if final or not plan.shared else (plan.prompts, *plan.own)
+        mixed = attention(queries, pairs, blocks, self.heads, self.scale)
         rows = _added(rows[plan.shared :] if final else rows, mixed, part.o_proj)
         hidden = _linear(_normed(layer.post_attention_layernorm, rows), layer.mlp.gate_proj, layer.mlp.up_proj)
         return _added(rows, swiglu(hidden), layer.mlp.down_proj)
@@ -434,8 +411,7 @@ def fused_fits(model: Any) -> bool:
     return all(kind == "full_attention" for kind in kinds) and rope in STATIC_ROPE and config.hidden_act == "silu"
 
 
-# -- From samples to one row of logits per trained token, in the flat order of `batch`, with as little work as ... ----
-
+# -- the choice of a forward ---------------------------------------------------------
 
 PROBE_TOLERANCE = 1e-4
 
@@ -496,21 +472,21 @@ def _inputs(padded: Padded, model: Any) -> Tensor:
     return padded.ids[:, :-1].to(model.device)
 
 
-def choose_forward(model: Any, lean: bool = True) -> Forward:
+def choose_forward(model: Any, fused: bool = True) -> Forward:
     """The cheapest way that gives the model's own logits."""
-    for way in _candidates(model, lean):
+    for way in _candidates(model, fused):
         if forward_agrees(way, model):
             return way
     return FullLogits(model)
 
 
-def _candidates(model: Any, lean: bool) -> list[Forward]:
+def _candidates(model: Any, fused: bool) -> list[Forward]:
     found: list[Forward] = []
-    if lean and fused_fits(model):
+    if fused and fused_fits(model):
         found.append(FusedForward(model))
     if model.get_output_embeddings() is not None and model.base_model is not model:
         found.append(HeadApart(model))
-    if takes_logits_to_keep(model):
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
         found.append(KeptLogits(model))
     return found
 

@@ -1,28 +1,18 @@
-"""Loading a causal language model from a Hugging Face folder, ready to be trained.
+"""Loading a causal language model from a Hugging Face folder, ready to be trained, and a low-rank adapter (LoRA) on it.
 
-Used by the learner, the engines' makers and the tests. Talks to the file system only: nothing is ever downloaded.
+Used by the learner, the engines' makers and the tests. Talks to the file system and, for an adapter, to `peft`: nothing
+is ever downloaded. Knows nothing of optimisers, versions or publication.
 
 - Parameters are float32 whatever the folder holds: gradients and optimiser add small numbers to large ones.
 - How attention is computed is the model's own choice: sdpa where it can, eager where that would be wrong (softcaps,
   sinks). Both are causal without a mask, so rows padded at the right are right.
 - Dropout is off: a ratio between two forwards of the same weights has to be 1.
-
-A low-rank adapter (LoRA) on a model that is being trained: wrapped by `peft`, kept and given away in its format.
-
-Used by the training step: the trainer sees a model of which only the adapter's parameters want gradients. Talks to
-peft and to files. Knows nothing of optimisers, versions or who publishes.
-
-- A wrapped layer computes x (W + scale B A): A is [rank, in], drawn from a seed, B is [out, rank], zero at first, so
-  the adapter begins as nothing and a learner that starts again begins with the same numbers.
-- A folder of it (adapter_config.json, adapter_model.safetensors) loads with `peft` anywhere, on the same base model.
-- Dropout acts while gradients are recorded and never else: scores and probes see the whole adapter.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,9 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from busrl.errors import ModelNotLoaded
-
-# -- Loading a causal language model from a Hugging Face folder, ready to be trained ----------------------------------
-
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -50,13 +37,13 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.dev
     from transformers.utils import logging as transformers_logging
 
     quiet: Any = transformers_logging  # it has no type hints
-    quiet.disable_progress_bar()  # who trains is a process with a log, not a terminal
+    quiet.disable_progress_bar()  # the learner has a log, no terminal
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True)
     except Exception as error:  # whatever type it has: a library of readers, each with its own
         raise ModelNotLoaded(
-            f"{folder}: transformers can not load it as a causal language model: {error}; check that config.json "
+            f"{folder}: transformers cannot load it as a causal language model: {error}; check that config.json "
             "names a causal architecture that this version of transformers knows and that the weights belong to it"
         ) from error
     if getattr(model.config, "is_encoder_decoder", False):
@@ -79,23 +66,17 @@ def vocabulary(model: Any) -> int:
     return int(model.get_input_embeddings().num_embeddings)
 
 
-def takes_logits_to_keep(model: Any) -> bool:
-    """True if the model can be asked for the logits of some positions only."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
-
-
 def named_weights(model: Any) -> dict[str, Tensor]:
     """The parameters by name, each once (tied weights have one name); views, not copies."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def copied_weights(model: Any) -> dict[str, Tensor]:
-    """The same as copies on the host, each in memory of its own: for a model whose parameters are views of others."""
+    """The same as separate copies on the host: for a model whose parameters are views of others."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(model).items()}
 
 
-# -- A low-rank adapter (LoRA) on a model that is being trained: wrapped by `peft`, kept and given away in its ... ----
-
+# -- LoRA -------------------------------------------------------------------------
 
 CONFIG, WEIGHTS, OWN = "adapter_config.json", "adapter_model.safetensors", "default"
 PREFIX = "base_model.model."  # peft's, before the names that the model has without it
@@ -103,7 +84,7 @@ PREFIX = "base_model.model."  # peft's, before the names that the model has with
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Numbers of the adapter. `targets`: last names of layers; empty = every linear layer but the output head."""
+    """Settings of the adapter. `targets`: last names of layers; empty = every linear layer but the output head."""
 
     rank: int
     scale: float
@@ -117,11 +98,17 @@ class LoraSettings:
 
 
 class Adapter:
-    """Wraps the layers of `model` in place; from then on only the adapter's parameters require gradients."""
+    """A low-rank adapter on a model: wraps its layers in place; from then on only the adapter requires gradients.
+
+    - A wrapped layer computes x (W + scale B A): A is [rank, in], drawn from a seed, B is [out, rank], zero at first,
+      so the adapter begins as nothing and a learner that starts again begins with the same numbers.
+    - Its folder (adapter_config.json, adapter_model.safetensors) loads with `peft` anywhere, on the same base model.
+    - Dropout acts while gradients are recorded only: scores and probes see the whole adapter.
+    """
 
     def __init__(self, model: Any, settings: LoraSettings) -> None:
         try:
-            peft: Any = importlib.import_module("peft")  # only here: it takes seconds, and not everybody has it
+            peft: Any = importlib.import_module("peft")  # only here: it takes seconds, and is an extra
         except ImportError as problem:
             raise ModelNotLoaded(f"lora.rank = {settings.rank}: {problem}; pip install 'busrl[lora]'") from problem
         self.settings, self.model = settings, model

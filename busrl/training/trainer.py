@@ -1,30 +1,4 @@
-"""The numbers of a trainer, and what it reports per step.
-
-Plain data; the names are those of the topology's [learner] keys.
-
-The learning rate of a step: warm-up and decay counted in groups, coupled to the size of the step.
-
-Pure; called by the learner. Knows nothing of the optimiser.
-
-- Everything counts groups, not steps: with a trigger that may fire early a step has no fixed size.
-- The coupling is sqrt(groups / n_min), the change that keeps the noise of Adam's update the same, within [0.5, 2].
-
-From logits to the log-probability of each trained token and the entropy of its whole distribution.
-
-Called by the trainer and the probes. Knows nothing of samples and losses.
-
-- The distribution is the one that was sampled from: logits divided by the sampling temperature.
-- Entropy carries no gradient.
-
-Tells the C library to keep freed memory instead of handing it back to the kernel.
-
-Called once by a process that trains on the CPU. Talks to glibc; does nothing elsewhere.
-
-- A step allocates the same few megabytes again and again. Handed back each time, every page has to be mapped and zeroed
-  anew: thousands of page faults and about a tenth of the time of a small model's step.
-
-The optimiser step: streams samples through forward and backward as groups become ready, then divides, clips and
-updates.
+"""The trainer: streams samples through forward and backward as groups become ready, then divides, clips and updates.
 
 Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and AdamW; knows
 nothing of rings, groups that are still missing, checkpoints or the clock of the run.
@@ -43,7 +17,7 @@ import contextlib
 import ctypes
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -54,7 +28,6 @@ from torch import Tensor
 
 from busrl import device
 from busrl.algorithms import aggregation, diagnostics, losses, masking
-from busrl.algorithms import diagnostics as told
 from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossSettings
 from busrl.training import batch
@@ -63,15 +36,15 @@ from busrl.training.custom import load_loss
 from busrl.training.fused import Forward, choose_forward
 from busrl.training.model import named_weights
 
-# -- The numbers of a trainer, and what it reports per step -----------------------------------------------------------
+# -- settings and statistics ---------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Everything but the learning rate, which comes with each step."""
+    """Numbers by the names of the topology's [learner] keys; the learning rate comes with each step."""
 
     loss: str = "ppo_clip"
-    aggregation: str = "token-mean"  # of a run always
+    aggregation: str = "token-mean"  # the only one of a topology
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -102,7 +75,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimiser step was; `skipped` says why there was none, `culprits` which samples or parameters did it."""
+    """One optimiser step; `skipped` says why there was none, `culprits` names the samples or parameters."""
 
     lr: float
     loss: float  # the aggregated loss of the step, before the update
@@ -134,7 +107,7 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
     added = {name: sum(getattr(one, name) for one in updates) for name in ADDED}
     weights = [one.tokens + one.context_tokens for one in updates]
     return replace(
-        last, **added, sums=sums, diagnostics=told.finish(sums),
+        last, **added, sums=sums, diagnostics=diagnostics.finish(sums),
         loss=sum(one.loss * one.tokens for one in updates) / max(1, sum(one.tokens for one in updates)),
         padding=sum(one.padding * weight for one, weight in zip(updates, weights, strict=True)) / max(1, sum(weights)),
         partly=len({bool(one.skipped) for one in updates}) > 1,
@@ -148,15 +121,19 @@ ADDED = (
 )
 
 
-# -- The learning rate of a step: warm-up and decay counted in groups, coupled to the size of the step ----------------
-
+# -- learning rate --------------------------------------------------------------
 
 COUPLING_LOW, COUPLING_HIGH = 0.5, 2.0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`lr` is for steps of `n_min` groups; `warmup_groups` = 0 starts at full size, `decay_to` is a share of `lr`."""
+    """The learning rate of a step: `lr` for steps of `n_min` groups, times warm-up, decay and coupling.
+
+    All is counted in groups: with a trigger that may fire early a step has no fixed size. The coupling to that size is
+    sqrt(groups / n_min) within [0.5, 2], which keeps the noise of Adam's update the same. `warmup_groups` = 0 starts at
+    full size, `decay_to` is a share of `lr`.
+    """
 
     lr: float
     n_min: int
@@ -185,7 +162,7 @@ class Schedule:
         return min(max(math.sqrt(groups / self.n_min), COUPLING_LOW), COUPLING_HIGH)
 
 
-# -- From logits to the log-probability of each trained token and the entropy of its whole distribution ---------------
+# -- log-probabilities -----------------------------------------------------------
 
 
 def at_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
@@ -206,7 +183,7 @@ class _Selected(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         every = torch.log_softmax(logits, -1)
         ctx.save_for_backward(every, targets)
-        # A token that can not occur (-inf) adds nothing to the entropy; 0 * -inf would.
+        # A token that cannot occur (-inf) adds nothing to the entropy; 0 * -inf would.
         entropy = -(every.exp() * every.clamp(min=-1e4)).sum(-1)
         ctx.mark_non_differentiable(entropy)
         return every.gather(-1, targets[:, None])[:, 0], entropy
@@ -219,15 +196,18 @@ class _Selected(torch.autograd.Function):
         return out.scatter_add_(-1, targets[:, None], gradient), None
 
 
-# -- Tells the C library to keep freed memory instead of handing it back to the kernel --------------------------------
-
+# -- memory of the C library ------------------------------------------------------
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 LARGEST = (1 << 31) - 1
 
 
 def keep_freed_memory(slack: int = 1 << 26) -> bool:
-    """True if the C library took it; `slack` bytes are asked for at a time."""
+    """Let glibc keep freed memory instead of giving it back to the kernel; True if it does. `slack`: bytes per request.
+
+    A step allocates the same few megabytes again and again. Given back each time, every page has to be mapped and
+    zeroed again: thousands of page faults, about a tenth of the time of a small model's step.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -237,8 +217,7 @@ def keep_freed_memory(slack: int = 1 << 26) -> bool:
     return all(taken)
 
 
-# -- The optimiser step: streams samples through forward and backward as groups become ready, then divides, ... -------
-
+# -- the optimiser step ----------------------------------------------------------
 
 Floats = NDArray[np.float32]
 Versions = NDArray[np.uint32]
@@ -257,14 +236,14 @@ class Trainer:
         """`named` gives the weights to publish; others than the model's own where it has an adapter."""
         self.model, self.settings, self._named = model, settings, named
         self.loss = load_loss(settings.loss)
-        self.forward = forward or choose_forward(model, lean=settings.compute_dtype == "float32")
+        self.forward = forward or choose_forward(model, fused=settings.compute_dtype == "float32")
         self._loss_settings = settings.for_loss()
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._device = self._parameters[0].device
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._device = self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
-        self._dtype = torch.promote_types(self._parameters[0].dtype, torch.float32)
-        self.optimizer = _adamw(self._parameters, settings)
-        self.moved: Callable[[], None] = _nothing  # called after each micro-batch, a scored one too
+        self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        self.optimizer = _adamw(self.parameters, settings)
+        self.moved: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
         self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
         self._published: dict[str, Tensor] = {}
         self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
@@ -277,8 +256,6 @@ class Trainer:
         self._mastered = torch.zeros((), dtype=torch.int64, device=self._device)
         self._blame: list[tuple[list[int], Tensor]] = []
         self._marks: list[tuple[Any, Any, Any]] = []  # before and after a forward, after its backward
-
-    # ------------------------------------------------------------------------------------------------- streaming
 
     def accumulate(
         self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None = None,
@@ -329,8 +306,8 @@ class Trainer:
         return losses.LossInputs(
             trainer_logprobs=logprobs, behaviour_logprobs=flat.behaviour_logprobs, proximal_logprobs=before,
             advantages=flat.per_token(advantages, self._dtype), mask=flat.mask, samples=flat.rows,
-            policy_versions=torch.from_numpy(flat.versions.astype(np.int64)).to(self._device),
-            ages=torch.from_numpy(self.ages_of(flat.versions)).to(self._device),
+            policy_versions=torch.from_numpy(flat.policy_versions.astype(np.int64)).to(self._device),
+            ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device),
         )
 
     def _find_mastered(self, inputs: losses.LossInputs, flat: Flat, entropy: Tensor) -> Tensor:
@@ -377,40 +354,39 @@ class Trainer:
         """Which tokens the weights of `version` drew, and which of them in answers that began with these weights."""
         if version is None:
             return None, None
-        began = np.fromiter((sample.versions[0] == version for sample in samples), np.bool_, len(samples))
-        drawn = torch.from_numpy(flat.versions == version).to(self._device)
+        began = np.fromiter((sample.policy_versions[0] == version for sample in samples), np.bool_, len(samples))
+        drawn = torch.from_numpy(flat.policy_versions == version).to(self._device)
         return drawn, torch.from_numpy(began).to(self._device)[flat.rows]
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Floats]:
         """Log-probabilities of the generated tokens under the present weights, in the order of `samples`."""
         found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
-        for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            chosen = [samples[i] for i in part]
-            padded, flat = self._tensors(chosen)
-            logprobs, _ = self._logprobs(chosen, padded, flat)
-            ends = np.cumsum([len(sample.token_ids) for sample in chosen])[:-1]
+        for part, logprobs, _ in self._scored(samples):
+            ends = np.cumsum([len(samples[i].token_ids) for i in part])[:-1]
             for index, row in zip(part, np.split(logprobs.float().cpu().numpy(), ends), strict=True):
                 found[index] = row
-            self.moved()
         return found
 
     @torch.no_grad()
     def entropy(self, samples: Sequence[Sample]) -> float:
         """Mean entropy in nats, full softmax at the sampling temperature, over the generated tokens of `samples`."""
         total, tokens = torch.zeros((), dtype=torch.float64, device=self._device), 0
-        for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            chosen = [samples[i] for i in part]
-            padded, flat = self._tensors(chosen)
-            _, entropy = self._logprobs(chosen, padded, flat)
-            total, tokens = total + entropy.sum(dtype=torch.float64), tokens + len(flat.targets)
-            self.moved()
+        for _, _, entropy in self._scored(samples):
+            total, tokens = total + entropy.sum(dtype=torch.float64), tokens + len(entropy)
         return float(total) / max(tokens, 1)
 
-    # ------------------------------------------------------------------------------------------------ the update
+    def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Per micro-batch the positions of its samples, log-probabilities and entropies of their tokens."""
+        for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
+            chosen = [samples[i] for i in part]
+            yield part, *self._logprobs(chosen, *self._tensors(chosen))
+            self.moved()
+
+    # -- the update ------------------------------------------------------------------------------------------------
 
     def step(self, lr: float) -> StepStats:
-        """Divides, clips and updates with that learning rate; or skips, and says why."""
+        """Divides, clips and updates with that learning rate; or skips, with the reason."""
         device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
         count = aggregation.denominator(self.settings.aggregation, self._tokens, self._sequences)
@@ -418,20 +394,17 @@ class Trainer:
         if count == 0:
             reason = "no trained token"
         else:
-            norm = normalised_norm(self._parameters, count)
+            norm = normalised_norm(self.parameters, count)
             if np.isfinite(norm):
-                self._update(lr, norm)
+                clip(self.parameters, norm, self.settings.max_grad_norm)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                self.optimizer.step()
             else:
                 reason, culprits = f"the gradient norm is {norm}", self._culprits()
         stats = self._stats(lr, norm, count, reason, culprits, started)
         self._clear()
         return stats
-
-    def _update(self, lr: float, norm: float) -> None:
-        clip(self._parameters, norm, self.settings.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
 
     def _culprits(self) -> tuple[str, ...]:
         bad = [f"sample {uid}" for uids, sums in self._blame
@@ -444,27 +417,17 @@ class Trainer:
     def _stats(self, lr: float, norm: float, count: int, reason: str, culprits: tuple[str, ...],
                started: float) -> StepStats:
         sums = tuple(self._sums.tolist())  # the one time that the device is read
-        told = diagnostics.finish(sums)
+        found = diagnostics.finish(sums)
         return StepStats(
-            lr=lr, loss=told.loss / max(count, 1), grad_norm=norm, tokens=self._tokens, sequences=self._sequences,
+            lr=lr, loss=found.loss / max(count, 1), grad_norm=norm, tokens=self._tokens, sequences=self._sequences,
             micro_batches=len(self._blame), padding=1.0 - self._real / self._computed if self._computed else 0.0,
-            diagnostics=told, skipped=reason, culprits=culprits, context_tokens=self._context,
+            diagnostics=found, skipped=reason, culprits=culprits, context_tokens=self._context,
             mastered_tokens=int(self._mastered),
             forward_s=sum(self._watch.seconds(begun, between) for begun, between, _ in self._marks),
             backward_s=sum(self._watch.seconds(between, ended) for _, between, ended in self._marks),
             step_s=time.perf_counter() - started, sums=sums)
 
-    @property
-    def tokens(self) -> int:
-        """Trained tokens of the step under way."""
-        return self._tokens
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """What is trained."""
-        return self._parameters
-
-    # ------------------------------------------------------------------------------------------------- in and out
+    # -- weights and state -----------------------------------------------------------------------------------------
 
     def named_weights(self) -> dict[str, Tensor]:
         """The weights to publish, by name, in the compute type; valid until the next step."""
@@ -479,13 +442,13 @@ class Trainer:
         return self._published
 
     def optimizer_state(self) -> dict[str, Any]:
-        """For `checkpoint`; tensors, numbers and lists only. `master`: the trained parameters as they are, where the
-        model's folder has them rounded."""
+        """For a checkpoint; tensors, numbers and lists only. `master`: the trained parameters, where the model's folder
+        has them rounded."""
         return {**self.optimizer.state_dict(), **({MASTER: self._masters()} if self.rounded else {})}
 
     @property
     def rounded(self) -> bool:
-        """Whether weights are given away in fewer bits than they are trained in."""
+        """Whether weights are published in fewer bits than they are trained in."""
         return str(self._dtype) != f"torch.{self.settings.compute_dtype}" and self._dtype != torch.float64
 
     def _masters(self) -> dict[str, Tensor]:
@@ -495,7 +458,7 @@ class Trainer:
     def load_optimizer_state(self, state: dict[str, Any]) -> list[str]:
         """The counterpart; the model's weights are loaded from the checkpoint's model folder.
 
-        The settings stay those of this trainer: returns in words which of them are others than those of `state`.
+        The settings stay those of this trainer: returns, as text, which of them differ from those of `state`.
         """
         own = [{name: group[name] for name in OPTIMISER_KEYS} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict({name: value for name, value in state.items() if name != MASTER})
@@ -510,10 +473,6 @@ class Trainer:
                 group[name] = value
         self._clear()
         return list(dict.fromkeys(changed))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _no_age(versions: Versions) -> NDArray[np.int64]:

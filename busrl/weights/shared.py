@@ -96,9 +96,9 @@ CUDA_FIELDS = ("handle", "nbytes", "offset", "counter", "counter_offset", "event
 def export_handle(storage: torch.UntypedStorage) -> Handle:
     """A handle of the storage, exported in place: every tensor that is a view of it stays one, and shares it too."""
     kind = storage.device.type
-    if kind not in EXPORT:
+    if kind not in ("cpu", "cuda"):
         raise UserError(f"processes cannot share weights on a {kind} device; use another weights.transport")
-    return {"kind": kind, "nbytes": storage.nbytes(), **EXPORT[kind](storage)}
+    return {"kind": kind, "nbytes": storage.nbytes(), **(_export_file if kind == "cpu" else _export_cuda)(storage)}
 
 
 def map_handle(handle: Handle, device: torch.device, owner: ProcessIdentity) -> torch.UntypedStorage:
@@ -108,7 +108,7 @@ def map_handle(handle: Handle, device: torch.device, owner: ProcessIdentity) -> 
         raise UserError(f"the weights are on a {kind} device, this process works on {device.type}; both must use one")
     if not owner.alive:
         raise WeightsOwnerLost(f"the process that owns the weights is gone ({owner})")
-    return MAP[device.type](handle, device, owner)
+    return _map_file(handle, owner) if kind == "cpu" else _map_cuda(handle, device)
 
 
 def _export_file(storage: torch.UntypedStorage) -> Handle:
@@ -116,7 +116,7 @@ def _export_file(storage: torch.UntypedStorage) -> Handle:
     return {"descriptor": int(descriptor), "inode": os.fstat(descriptor).st_ino}
 
 
-def _map_file(handle: Handle, device: torch.device, owner: ProcessIdentity) -> torch.UntypedStorage:
+def _map_file(handle: Handle, owner: ProcessIdentity) -> torch.UntypedStorage:
     path = f"/proc/{owner.pid}/fd/{int(handle['descriptor'])}"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -143,7 +143,7 @@ def _export_cuda(storage: torch.UntypedStorage) -> Handle:
     }
 
 
-def _map_cuda(handle: Handle, device: torch.device, owner: ProcessIdentity) -> torch.UntypedStorage:
+def _map_cuda(handle: Handle, device: torch.device) -> torch.UntypedStorage:
     missing = [name for name in CUDA_FIELDS if name not in handle]
     if missing:
         raise UserError(f"no handle of CUDA memory: {missing[0]} is missing; both sides must run one version of busrl")
@@ -151,12 +151,6 @@ def _map_cuda(handle: Handle, device: torch.device, owner: ProcessIdentity) -> t
     torch.empty(0, device=device)  # the device's context has to be there before memory is mapped
     mapped: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *given)
     return mapped
-
-
-EXPORT: Mapping[str, Callable[[torch.UntypedStorage], Handle]] = {"cpu": _export_file, "cuda": _export_cuda}
-MAP: Mapping[str, Callable[[Handle, torch.device, ProcessIdentity], torch.UntypedStorage]] = {
-    "cpu": _map_file, "cuda": _map_cuda,
-}
 
 
 # -- the rows of fused tensors ---------------------------------------------------------------------------------

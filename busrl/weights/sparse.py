@@ -72,14 +72,6 @@ class Frame:
         return sum(len(part.indices) + len(part.values) for part in self.parts)
 
 
-class _ThreadPart:
-    """The tensors that one thread compares, and its room for the changes that it finds."""
-
-    def __init__(self, entries: list[int], most_bytes: int) -> None:
-        self.entries = entries
-        self.indices, self.values = np.empty(most_bytes // 4, np.uint32), np.empty(most_bytes, np.uint8)
-
-
 class Shadow:
     """The sender's copy of what it last published, in a block of the manifest's layout; finds what has changed.
 
@@ -91,7 +83,11 @@ class Shadow:
         self.most_bytes = int(manifest.nbytes * threshold)
         self.checksum = checksum
         self._views = manifest.views(block)
-        self._thread_parts = [_ThreadPart(entries, self.most_bytes) for entries in _by_thread(manifest)]
+        # The tensors that each thread compares, with room for all changes: they may lie in one half of the model.
+        self._parts = [
+            (entries, np.empty(self.most_bytes // 4, np.uint32), np.empty(self.most_bytes, np.uint8))
+            for entries in _by_thread(manifest)
+        ]
         self.full()
 
     @classmethod
@@ -114,8 +110,11 @@ class Shadow:
             return None
         rows = []
         for k, indices, values in found:
-            self.sums[k] = (self.sums[k] + self._put(k, indices, values)) & MASK
-            rows.append(TensorChange(k, width_of(self.manifest.entries[k]), indices, values, self.sums[k]))
+            entry = self.manifest.entries[k]
+            width = width_of(entry)
+            gained = put(self._views[entry.name].data_ptr(), entry.nbytes // width, width, indices, values)
+            self.sums[k] = (self.sums[k] + gained) & MASK
+            rows.append(TensorChange(k, width, indices, values, self.sums[k]))
         self.since_key += 1
         whole = self.manifest.digest(self._views, version, step) if self.checksum else 0
         return pack(Frame(base, version, step, whole, tuple(rows)))
@@ -124,10 +123,9 @@ class Shadow:
         """Indices and new values of each tensor that changed; None if a frame of them would be too long."""
         self.manifest.check(named)
         most -= HEAD.size + FOOT.size
-        with ThreadPoolExecutor(len(self._thread_parts), "changed values") as pool:
-            # Each thread has room for all changes: they may lie in one half of the model.
+        with ThreadPoolExecutor(len(self._parts), "changed values") as pool:
             found: list[tuple[int, Bytes, Bytes]] = []
-            for part in pool.map(lambda own: self._find_in(own, named, most), self._thread_parts):
+            for part in pool.map(lambda own: self._find_in(own, named, most), self._parts):
                 if part is None:
                     return None
                 found += part
@@ -136,16 +134,17 @@ class Shadow:
         return found
 
     def _find_in(
-        self, own: _ThreadPart, named: Mapping[str, torch.Tensor], left: int
+        self, part: tuple[list[int], Any, Bytes], named: Mapping[str, torch.Tensor], left: int
     ) -> list[tuple[int, Bytes, Bytes]] | None:
+        entries, own_indices, own_values = part
         found = []
-        for k in own.entries:
+        for k in entries:
             entry = self.manifest.entries[k]
             width = width_of(entry)
             if left < ROW.size + 16:
                 return None
             room = (left - ROW.size - 16) // (4 + width)
-            indices, values = own.indices[:room], own.values[: room * width]
+            indices, values = own_indices[:room], own_values[: room * width]
             count = self._changed(named[entry.name], entry, width, indices, values)
             if count < 0:
                 return None
@@ -160,11 +159,6 @@ class Shadow:
             now = now.cpu().contiguous()
         before = self._views[entry.name]
         return changed(before.data_ptr(), now.data_ptr(), entry.nbytes // width, width, indices, values)
-
-    def _put(self, k: int, indices: Bytes, values: Bytes) -> int:
-        entry = self.manifest.entries[k]
-        width = width_of(entry)
-        return put(self._views[entry.name].data_ptr(), entry.nbytes // width, width, indices, values)
 
 
 def _by_thread(manifest: Manifest) -> list[list[int]]:

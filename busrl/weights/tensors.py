@@ -17,7 +17,7 @@ import json
 import struct
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,30 +37,24 @@ ALIGNMENT = 64
 # -- copies ----------------------------------------------------------------------------------------------------
 
 
-class CopyBatch:
-    """Copies to be made together."""
-
-    def __init__(self) -> None:
-        self._to, self._source, self._sizes = array("Q"), array("Q"), array("Q")
-        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def add(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Both have one shape; they stay alive until `run`."""
-        if is_plain(to) and is_plain(source) and to.dtype == source.dtype:
-            self._to.append(to.data_ptr())
-            self._source.append(source.data_ptr())
-            self._sizes.append(source.nbytes)
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy to each first tensor the second, of the same shape; those in plain memory all in one call."""
+    to, source, sizes = array("Q"), array("Q"), array("Q")
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for pair in pairs:
+        if pair[0].dtype == pair[1].dtype and all(map(is_plain, pair)):
+            to.append(pair[0].data_ptr())
+            source.append(pair[1].data_ptr())
+            sizes.append(pair[1].nbytes)
         else:
-            self._others.append((to, source))
+            others.append(pair)
+    move(to, source, sizes)
+    if others:
+        import torch
 
-    def run(self) -> None:
-        move(self._to, self._source, self._sizes)
-        if self._others:
-            import torch
-
-            with torch.no_grad():
-                for to, source in self._others:
-                    to.copy_(source)
+        with torch.no_grad():
+            for one, other in others:
+                one.copy_(other)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -164,27 +158,18 @@ class Manifest:
             begun.append(entry)
             if entry.offset + entry.nbytes - begun[0].offset < piece:
                 continue
-            self._copy_in(begun, named, flat)
+            copy_all([(self.view(flat, one), named[one.name]) for one in begun])
             if done is not None:
                 done(entry.name)
             yield entry.offset + entry.nbytes
             begun = []
-        self._copy_in(begun, named, flat)
+        copy_all([(self.view(flat, one), named[one.name]) for one in begun])
         yield self.nbytes
-
-    def _copy_in(self, entries: list[Entry], named: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
-        copies = CopyBatch()
-        for entry in entries:
-            copies.add(self.view(flat, entry), named[entry.name])
-        copies.run()
 
     def scatter(self, flat: torch.Tensor, named: Mapping[str, torch.Tensor]) -> None:
         """Copy the flat block into the tensors, in place."""
         self.check(named)
-        copies = CopyBatch()
-        for entry in self.entries:
-            copies.add(named[entry.name], self.view(flat, entry))
-        copies.run()
+        copy_all([(named[entry.name], self.view(flat, entry)) for entry in self.entries])
 
     def digest(self, named: Mapping[str, torch.Tensor], version: int, step: int) -> int:
         """64 bits that any change of a value changes; never 0. The tensors are contiguous and on the CPU."""

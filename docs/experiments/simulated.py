@@ -35,7 +35,10 @@ from typing import Any
 
 from busrl.config import Topology, load
 from busrl.data.trace import Shape, make_trace
-from busrl.simulate import Figures, Times, TraceAnswers, World
+from busrl.simulate.actors import Times
+from busrl.simulate.answers import TraceAnswers
+from busrl.simulate.figures import Figures
+from busrl.simulate.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(__file__).resolve().parent / "results"

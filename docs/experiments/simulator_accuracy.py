@@ -27,9 +27,9 @@ from runs import run  # noqa: E402
 from busrl.config import Topology  # noqa: E402
 from busrl.config.schema import Process  # noqa: E402
 from busrl.ledger.trainlog import step_lines  # noqa: E402
-from busrl.simulate import World  # noqa: E402
 from busrl.simulate.fit import Fitted, fit  # noqa: E402
 from busrl.simulate.settings import Asked, make  # noqa: E402
+from busrl.simulate.world import World  # noqa: E402
 
 OUT = Path(__file__).resolve().parent / "results"
 BAR = 0.10

@@ -35,7 +35,9 @@ import numpy as np
 
 from busrl.config import Topology, load
 from busrl.data.trace import Task
-from busrl.simulate import Times, TraceAnswers, World
+from busrl.simulate.actors import Times
+from busrl.simulate.answers import TraceAnswers
+from busrl.simulate.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(__file__).resolve().parent / "results"

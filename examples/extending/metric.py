@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from busrl.ledger.log import SampleRecord
+from busrl.ledger.wal import SampleRecord
 
 
 def diversity(samples: Sequence[SampleRecord], row: Mapping[str, Any]) -> dict[str, float]:

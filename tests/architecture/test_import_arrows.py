@@ -43,10 +43,10 @@ ARROWS: dict[str, set[str]] = {
     },
     "launch": {
         "errors", "files", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "gateway",
-        "device",
+        "device", "monitor",
     },
     "simulate": {"errors", "files", "paths", "config", "scheduling", "data", "ledger", "roles"},
-    "monitor": {"errors", "paths", "protocol", "ring", "bus", "scheduling", "launch"},
+    "monitor": {"errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "ledger", "gateway"},
     "evaluate": {"errors", "data", "engines", "rewards", "config"},
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import uvloop
 
-from busrl.bus import AsyncEndpoint
+from busrl.bus.aio import AsyncEndpoint
 from busrl.errors import BusNotReady
 from busrl.protocol import messages as m
 from busrl.protocol import topic

@@ -42,10 +42,10 @@ def test_pauses_between_pings_of_a_round_trip_grow_and_begin_anew_with_the_next(
     one._receive = lambda flags: []  # nothing comes back
     pauses, now = [], 0.0
     for _ in range(8):
-        one.knock(now)
+        one.round_trip(now)
         pauses.append(round(one._ping_due - now, 6))
         now = one._ping_due
     assert pauses == sorted(pauses) and pauses[0] < PING_EVERY_S / 10 and pauses[-1] == PING_EVERY_S
     one.forget_echo()
-    one.knock(now)
+    one.round_trip(now)
     assert one._ping_due - now < PING_EVERY_S / 10

@@ -174,7 +174,7 @@ def test_a_ring_that_can_not_be_read_is_kept_without_force(tmp_path: Path) -> No
     paths = RunPaths.of(tmp_path)
     paths.ring_file.write_bytes(b"something else")
     try:
-        assert "can not be read" in told(busrl("ring", "clean", tmp_path))
+        assert "cannot be read" in told(busrl("ring", "clean", tmp_path))
         assert paths.ring_file.exists()
         assert busrl("ring", "clean", tmp_path, "--force").returncode == 0
     finally:
@@ -183,7 +183,7 @@ def test_a_ring_that_can_not_be_read_is_kept_without_force(tmp_path: Path) -> No
 
 def test_a_run_directory_given_as_topology_says_how_a_run_goes_on(tmp_path: Path) -> None:
     message = told(busrl("check", tmp_path))
-    assert f"{tmp_path}: can not be read: is a directory" in message and "give the path of a topology file" in message
+    assert f"{tmp_path}: cannot be read: is a directory" in message and "give the path of a topology file" in message
     (tmp_path / "run.json").write_text("{}")
     assert f"busrl launch TOPOLOGY --run-dir {tmp_path}" in told(busrl("launch", tmp_path))
 

@@ -140,12 +140,12 @@ def test_a_bound_on_age_that_a_synchronous_run_never_reads_is_warned_of(loaded: 
 
 def test_a_device_that_this_machine_lacks_is_warned_of(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("busrl.device._driver", lambda kind: False)
-    assert 'model.device = "cuda": this machine shows no cuda device' in report(loaded("", "model.device=cuda"))
+    assert 'model.device = "cuda": this machine has no cuda device' in report(loaded("", "model.device=cuda"))
     monkeypatch.setattr("busrl.device._driver", lambda kind: kind == "cuda")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert "this machine shows no" not in report(loaded("", "model.device=cuda"))
+    assert "this machine has no" not in report(loaded("", "model.device=cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "this machine shows no cuda device" in report(loaded("", "model.device=cuda"))
+    assert "this machine has no cuda device" in report(loaded("", "model.device=cuda"))
 
 
 @pytest.mark.parametrize(("kinds", "bf16", "dtype"), [

@@ -36,7 +36,7 @@ def test_tcp_with_keys_is_accepted_and_explained(loaded: Loaded, key_directory: 
 
 
 def test_a_list_of_nobody_deserves_a_warning(loaded: Loaded, key_directory: Path) -> None:
-    assert "nobody may connect to tcp://127.0.0.1:5600 yet; see `busrl keys add NAME`" in report(
+    assert "no client may connect to tcp://127.0.0.1:5600 yet; see `busrl keys add NAME`" in report(
         loaded(bus("tcp://127.0.0.1:5600"))
     )
 

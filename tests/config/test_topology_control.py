@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from busrl.config import Topology
-from busrl.config.derive import admission_limits, checkpoint_is_due, checkpoint_may_follow, control_settings
+from busrl.config.derive import checkpoint_is_due, checkpoint_may_follow, control_settings
 from busrl.config.rules import batch_varies
 
 Loaded = Callable[..., Topology]
@@ -65,11 +65,13 @@ def test_off_asks_nothing_of_its_other_keys(loaded: Loaded) -> None:
 
 def test_only_a_controller_that_acts_is_in_the_sums(loaded: Loaded) -> None:
     told = loaded("[weights]\nmax_staleness = 4\n")
-    assert (told.derived.B, told.derived.W, told.derived.n_lo, told.derived.n_hi) == (124, 37, 32, 32)
+    limits = told.derived.limits
+    assert (limits.B, limits.W, limits.n_lo, limits.n_hi) == (124, 37, 32, 32)
     assert not batch_varies(told)
     acting = loaded(ACT)
-    assert (acting.derived.B, acting.derived.W, acting.derived.n_lo, acting.derived.n_hi) == (64, 17, 16, 64)
-    assert admission_limits(acting).max_age == 4 and batch_varies(acting)
+    limits = acting.derived.limits
+    assert (limits.B, limits.W, limits.n_lo, limits.n_hi) == (64, 17, 16, 64)
+    assert acting.derived.limits.max_age == 4 and batch_varies(acting)
     assert any("moves n_min between 16 and 64" in line for line in acting.derived.explain)
     found = control_settings(acting)
     assert found is not None and (found.n_lo, found.n_hi) == (16, 64)
@@ -90,7 +92,7 @@ def test_publishing_rarely_must_leave_room_for_the_largest_step(refused: Refused
 
 def test_an_explicit_window_is_in_the_sums(loaded: Loaded) -> None:
     derived = loaded("[weights]\nwindow = 5\n").derived
-    assert (derived.B, derived.W) == (92, 5)
+    assert (derived.limits.B, derived.limits.W) == (92, 5)
 
 
 def test_checkpoints_count_groups_where_the_batch_varies(loaded: Loaded) -> None:

@@ -37,8 +37,8 @@ def test_the_page_names_the_device_of_each_process_which_sees_no_other(loaded: L
     ("extra", "said"),
     [
         ('[[process]]\nrole = "validator"\ndevice = "cuda"\n', "a validator of busrl's own runs no model"),
-        (TWO + 'devices = ["first"]\n', "'first' is no list of devices"),
-        (TWO + 'devices = ["0,"]\n', "'0,' is no list of devices"),
+        (TWO + 'devices = ["first"]\n', "'first' is not a list of devices"),
+        (TWO + 'devices = ["0,"]\n', "'0,' is not a list of devices"),
         (TWO + 'device = "gpu"\n', 'process.3.device = "gpu": expected one of'),
     ],
 )

@@ -1,4 +1,4 @@
-"""[openai] and the keys of engines: what can not work is refused before anything starts."""
+"""[openai] and the keys of engines: what cannot work is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ENGINE = ("process.rollout.engine=openai",)
 FREE = '[weights]\nmode = "fully-async"\n'
 
 REFUSED = [
-    ("[openai]\n" + FREE, "an endpoint is asked, and none is named; for example http://127.0.0.1:8000/v1"),
-    ('[openai]\nbase_url = "127.0.0.1:8000"\n' + FREE, "is no address of an endpoint"),
-    ('[openai]\nbase_url = "http://host:port/v1"\n' + FREE, "is no address of an endpoint"),
+    ("[openai]\n" + FREE, "the engine needs an endpoint, and none is named; for example http://127.0.0.1:8000/v1"),
+    ('[openai]\nbase_url = "127.0.0.1:8000"\n' + FREE, "is not the address of an endpoint"),
+    ('[openai]\nbase_url = "http://host:port/v1"\n' + FREE, "is not the address of an endpoint"),
     ("[openai]\n" + URL, "the server keeps its first weights, so every sample is older than this mode allows"),
-    (f'[openai]\n{URL}update = "vllm"\n', "a server in another process is told of a folder, and this transport writes"),
-    (f'[openai]\n{URL}endpoint = "chat"\n{FREE}', "what is trained would be without it"),
+    (f'[openai]\n{URL}update = "vllm"\n', "a server in another process loads versions from a folder, and this"),
+    (f'[openai]\n{URL}endpoint = "chat"\n{FREE}', "training would see it without that"),
     (f'[openai]\n{URL}endpoint = "chat"\n{FREE}[data]\ntemplate = "chat"\n[segments]\nlength = 20\n',
      "by chat an answer is made in one go"),
     (f'[openai]\n{URL}tools = "tools.json"\n{FREE}', "tools belong to the chat endpoint"),
@@ -70,14 +70,14 @@ def test_what_can_work_is_loaded_and_warned_of_where_the_server_has_to_be_set_up
     assert any("processed_logprobs" in line for line in topology.derived.warnings)
     assert Topology.from_json(topology.to_json()) == topology
     fixed = loaded(f"[openai]\n{URL}{FREE}", *ENGINE)
-    assert any("ever further from what generates" in line for line in fixed.derived.warnings)
+    assert any("moves ever further away from them" in line for line in fixed.derived.warnings)
     unused = loaded(f"[openai]\n{URL}")
     assert any('no [[process]] has engine = "openai"' in line for line in unused.derived.warnings)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [(None, "can not be read: [Errno 2]"), ("{", "can not be read: Expecting"), ('{"a": 1}', "not a list of objects")],
+    [(None, "cannot be read: [Errno 2]"), ("{", "cannot be read: Expecting"), ('{"a": 1}', "not a list of objects")],
 )
 def test_the_file_of_tools_is_looked_at(here: Path, refused: Refused, text: str | None, why: str) -> None:
     if text is not None:

@@ -19,6 +19,6 @@ def test_samples_that_no_message_can_hold_are_warned_of_only_where_somebody_woul
     loaded: Callable[..., Topology],
 ) -> None:
     big = ("ring.slot_bytes=8000", "bus.max_message_bytes=8192")
-    assert "workers without a mapping can not join" in report(loaded("", *NONE_HERE, *big))
+    assert "workers without a mapping cannot join" in report(loaded("", *NONE_HERE, *big))
     assert "workers without a mapping" not in report(loaded("", *big))
     assert "workers without a mapping" not in report(loaded("", *NONE_HERE))

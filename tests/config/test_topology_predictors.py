@@ -42,7 +42,7 @@ def test_a_table_that_is_no_table_says_where_and_why(here: Path, refused: Refuse
 
 def test_a_missing_table_is_reported_at_its_key(here: Path, refused: Refused) -> None:
     (found,) = refused(SORTED + 'keywords = "nowhere.toml"\n')
-    assert "t.toml:13: scheduler.keywords = " in found and "can not be read (No such file" in found
+    assert "t.toml:13: scheduler.keywords = " in found and "cannot be read (No such file" in found
     (here / "words.toml").write_bytes(b"\xff\xfe")
     (found,) = refused(SORTED + 'keywords = "words.toml"\n')
     assert "it is not UTF-8 text" in found
@@ -59,10 +59,10 @@ def test_an_oracle_for_a_real_model_is_refused(here: Path, refused: Refused) -> 
     line = json.dumps({"prompt": "1+1=", "answer": "2", "lengths": [3, 4]})
     (here / "train.jsonl").write_text(f"{line}\n" * 40)
     (found,) = refused(SORTED + 'predictor = "oracle"\n')
-    assert "nobody knows the lengths of a real model's answers beforehand" in found and "blend" in found
+    assert "the lengths of a real model's answers are not known beforehand" in found and "blend" in found
 
 
 def test_fifo_with_a_predictor_is_warned_about(loaded: Loaded) -> None:
     (warning,) = [w for w in loaded('[scheduler]\npredictor = "blend"\n').derived.warnings if "fifo" in w]
-    assert "asks no predictor" in warning
+    assert "uses no predictor" in warning
     assert not [w for w in loaded(SORTED + 'predictor = "blend"\n').derived.warnings if "fifo" in w]

@@ -1,4 +1,4 @@
-"""Prompts in tokens: the limit that "auto" comes to, what a given one leaves out, and chats that can not be written."""
+"""Prompts in tokens: the limit that "auto" comes to, what a given one leaves out, and chats that cannot be written."""
 
 from __future__ import annotations
 
@@ -150,9 +150,9 @@ def test_a_chat_that_the_template_refuses_is_named_with_its_line(chats: Callable
 def test_a_system_prompt_without_a_chat_has_no_place(chats: Callable[..., Path], refused: Refused) -> None:
     chats(["a"])
     (found,) = refused("", "data.system=Be short.")
-    assert "a text has no place for a system prompt" in found
+    assert "a prompt as plain text has no place for a system message" in found
     (found,) = refused("", CHAT, "data.system=Be short.", "process.rollout.count=0")
-    assert "rollouts from outside are not told of it" in found
+    assert "rollouts from outside do not receive it" in found
 
 
 def test_without_a_tokenizer_that_can_be_read_a_byte_counts_as_a_token(loaded: Loaded) -> None:

@@ -19,15 +19,16 @@ Refused = Callable[..., list[str]]
 
 def test_the_limits_are_those_of_the_worked_example(loaded: Loaded) -> None:
     derived = loaded().derived
-    assert (derived.B, derived.W, derived.n_lo, derived.g_min, derived.n_floor) == (75, 22, 32, 6, 8)
+    limits = derived.limits
+    assert (limits.B, limits.W, limits.n_lo, limits.g_min, limits.n_floor) == (75, 22, 32, 6, 8)
     assert derived.train_slots == derived.slots == 600 and derived.val_reserve == 0
     assert derived.horizon == 64
 
 
 def test_sync_admits_one_round_and_fully_async_has_no_bound(loaded: Loaded) -> None:
-    sync = loaded('[weights]\nmode = "sync"\n').derived
+    sync = loaded('[weights]\nmode = "sync"\n').derived.limits
     assert (sync.B, sync.W) == (32, 32)
-    free = loaded('[weights]\nmode = "fully-async"\n').derived
+    free = loaded('[weights]\nmode = "fully-async"\n').derived.limits
     assert (free.B, free.W) == (128, 38)
 
 
@@ -47,10 +48,10 @@ def test_every_accepted_run_keeps_the_bound_and_can_fire(loaded: Loaded, n_min: 
     text = f"[learner.trigger]\nn_min = {n_min}\n[weights]\nmax_staleness = {stale}\n[groups]\nsize = {size}\n"
     derived = loaded(text).derived
     bound = (stale + 1) * n_min + 1
-    assert bound >= derived.B + derived.W
-    assert n_min <= derived.B and derived.W >= 1
-    assert derived.slots >= size * derived.B
-    assert 2 <= derived.g_min <= size and 1 <= derived.n_floor <= n_min
+    assert bound >= derived.limits.B + derived.limits.W
+    assert n_min <= derived.limits.B and derived.limits.W >= 1
+    assert derived.slots >= size * derived.limits.B
+    assert 2 <= derived.limits.g_min <= size and 1 <= derived.limits.n_floor <= n_min
 
 
 def test_too_few_slots_show_the_sum_and_an_accepted_number(loaded: Loaded, refused: Refused) -> None:
@@ -72,7 +73,7 @@ REFUSED = [
     ("[learner]\nupdates_per_batch = 40", "at most n_min updates", 12),
     ("[learner]\npublish_every = 3", "3 x n_min = 96 > B = 75; publish_every <= 2", 12),
     ('[learner]\npublish_every = 2\n[weights]\nmode = "sync"', "2 x n_min = 64 > B = 32; publish_every <= 1", 12),
-    ("[scheduler]\nprobe = true", "a probe tells how long its siblings will be, and fifo does not ask", 12),
+    ("[scheduler]\nprobe = true", "a probe shows how long its siblings will be, and fifo does not use", 12),
     ('[scheduler]\npolicy = "ljf"\nhorizon = 1', "ljf has nothing to choose from within a horizon of one draw", 13),
     (
         '[scheduler]\npolicy = "adaptive"\nhorizon = 31\n[weights]\nmode = "sync"',
@@ -92,8 +93,8 @@ REFUSED = [
         "only rollout and reward may be another program",
         15,
     ),
-    ('[[process]]\nrole = "reward"\ncommand = ["sh", "{rundir}"]', "{rundir} is none of the words", 13),
-    ('[[process]]\nrole = "reward"\ncommand = ["{here}/judge"]', "judge is no program that can be executed", 13),
+    ('[[process]]\nrole = "reward"\ncommand = ["sh", "{rundir}"]', "{rundir} is not one of the words", 13),
+    ('[[process]]\nrole = "reward"\ncommand = ["{here}/judge"]', "judge is not an executable program", 13),
     ("[ring]\nprocesses = 8", "11 entries are needed", 12),
     ("[bus]\nmax_message_bytes = 4096\n", "do not fit; set it to", 12),
 ]

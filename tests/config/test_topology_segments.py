@@ -1,4 +1,4 @@
-"""[segments]: what can not reach the limit or can not be stored is refused, and a slot has room for all segments."""
+"""[segments]: what cannot reach the limit or cannot be stored is refused, and a slot has room for all segments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WAVES = "rounds = 'segments'\nlength = 16\n"
 REFUSED = [
     (
         "length = 7\nmax_segments = 9",
-        "segments.length = 7, segments.max_segments = 9, generation.max_new_tokens = 64: 9 segments of 7 tokens can "
-        "not reach the limit of 64; length >= 8, or more segments",
+        "segments.length = 7, segments.max_segments = 9, generation.max_new_tokens = 64: 9 segments of 7 tokens cannot "
+        "reach the limit of 64; length >= 8, or more segments",
     ),
-    ("length = 20\nmax_segments = 2\nglobal_max_length = 50", "2 segments of 20 tokens can not reach the limit of 50"),
+    ("length = 20\nmax_segments = 2\nglobal_max_length = 50", "2 segments of 20 tokens cannot reach the limit of 50"),
     ("length = 8\nmax_segments = 15", "segments.max_segments = 15: expected a whole number >= 1 and <= 14"),
     ("global_max_length = 100", "segments are off, so the limit of an answer is generation.max_new_tokens"),
     ('loss = "pois"', "with ratio 1 nothing corrects for old samples"),
@@ -76,7 +76,7 @@ def test_a_slot_has_room_for_the_tensors_of_every_segment(loaded: Loaded) -> Non
 def test_rounds_of_segments_have_slots_for_as_many_rounds_as_an_answer_has_segments(loaded: Loaded) -> None:
     text = '[segments]\nlength = 16\nmax_segments = 4\nrounds = "segments"\n[weights]\nmode = "sync"\n'
     derived = loaded(text).derived
-    assert (derived.B, derived.W, derived.train_slots) == (128, 128, 1024)
+    assert (derived.limits.B, derived.limits.W, derived.train_slots) == (128, 128, 1024)
     assert any("at most 4 rounds in flight" in line for line in derived.explain)
 
 

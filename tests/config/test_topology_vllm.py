@@ -1,4 +1,4 @@
-"""engine = "vllm" in a topology: which vLLM is taken, and which keys can not work beside it."""
+"""engine = "vllm" in a topology: which vLLM is taken, and which keys cannot work beside it."""
 
 from __future__ import annotations
 

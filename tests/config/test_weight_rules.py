@@ -1,4 +1,4 @@
-"""weights.transport and [lora]: what can not work together is refused before anything starts, costs are told."""
+"""weights.transport and [lora]: what cannot work together is refused before anything starts, costs are told."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
 
 REFUSED = [
-    ('[weights]\ntransport = "lora_hotswap"', "a version of it is a LoRA adapter, and none is trained; set lora.rank"),
+    ('[weights]\ntransport = "lora_hotswap"', "its versions are LoRA adapters, and none is trained; set lora.rank"),
     ('[weights]\ntransport = "lora_restart"', "none is trained"),
     ('[lora]\nrank = 4\ntargets = ["q_proj"]', "no layer 'q_proj' that an adapter could be put on; it has fc, lm_head"),
     ('[lora]\nrank = 4\ntargets = ["embed"]', "no layer 'embed' that an adapter could be put on"),
-    ('[lora]\nrank = 4\ntargets = ["layers.0.fc"]', "is no last name of a layer"),
+    ('[lora]\nrank = 4\ntargets = ["layers.0.fc"]', "is not the last name of a layer"),
     ('[lora]\nrank = 4\ntargets = ["fc", "fc"]', "a layer is named twice"),
     (
         '[lora]\nrank = 4\ndropout = 0.1\n[learner]\ndeterministic = true\n[weights]\nmode = "sync"',
@@ -113,7 +113,8 @@ def test_an_engine_that_can_not_take_it_is_refused_with_what_it_can(loaded: Load
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_rules, "ENGINES", tables)
         (found,) = engine_rules._engines(both)
-    assert found.rule == "gives weights to torch only" and "broadcast" in found.remedy and "shm" not in found.remedy
+    assert found.rule == "this transport gives weights to torch only"
+    assert "broadcast" in found.remedy and "shm" not in found.remedy
 
 
 def test_a_run_without_peft_is_refused_at_the_key(

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,6 @@ from busrl.roles.learner.step import TrainingStep
 ROOT = Path(__file__).resolve().parents[2] / "busrl"
 HAS_CUDA = not device.missing("cuda")
 without_cuda = pytest.mark.skipif(HAS_CUDA, reason="this machine has a CUDA device")
-with_cuda = pytest.mark.skipif(not HAS_CUDA, reason=device.missing("cuda"))
 
 
 def test_no_other_module_names_a_kind_of_accelerator() -> None:
@@ -41,14 +39,13 @@ def test_no_other_module_names_a_kind_of_accelerator() -> None:
 @without_cuda
 def test_auto_is_the_cpu_where_there_is_nothing_else() -> None:
     assert device.choose("auto") == torch.device("cpu") == device.choose("cpu")
-    assert not device.present()
 
 
 @without_cuda
 def test_a_device_that_is_not_there_is_refused_with_the_cause_and_the_remedy() -> None:
     with pytest.raises(DeviceMissing, match=r'model\.device = "cuda": .*; set model\.device = "cpu"'):
         device.choose("cuda")
-    with pytest.raises(DeviceMissing, match="torch_npu can not be imported"):
+    with pytest.raises(DeviceMissing, match="torch_npu cannot be imported"):
         device.choose("npu")
 
 
@@ -108,25 +105,6 @@ def test_hccl_is_given_free_ports_unless_it_was_told_which() -> None:
 def test_a_group_of_a_device_that_torch_was_not_built_for_is_refused() -> None:
     with pytest.raises(DeviceMissing, match="no process groups of gloo2"):
         device.device_group("gloo2", None, 0, 1, 1.0)
-
-
-def test_memory_that_can_not_be_pinned_stays_the_same_pageable_bytes() -> None:
-    block = np.zeros(4096, np.uint8)
-    with device.pinned(block, torch.device("cpu")) as pinned:
-        assert not pinned.pinned and pinned.why
-        pinned.tensor[7] = 9
-        assert block[7] == 9
-    assert device.host_buffer(64, torch.device("cpu")).numel() == 64
-
-
-@with_cuda
-def test_memory_is_pinned_in_place_for_a_cuda_device() -> None:
-    block = np.zeros(1 << 20, np.uint8)
-    with device.pinned(block, device.choose("cuda")) as pinned:
-        assert pinned.pinned and pinned.tensor.is_pinned()
-        pinned.tensor[7] = 9
-        assert int(pinned.tensor.to("cuda")[7]) == 9 == block[7]
-    assert not pinned.pinned
 
 
 def test_the_host_has_memory_and_waiting_for_it_is_nothing() -> None:

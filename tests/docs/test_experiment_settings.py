@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from busrl.config import load
-from busrl.scheduling import POLICIES
+from busrl.scheduling.dispatch import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "experiments"))

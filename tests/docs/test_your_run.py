@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from busrl.cli.command import main
-from busrl.launch.story import read_map
 from busrl.ledger.trainlog import step_lines
+from busrl.monitor.runfiles import read_map
 from busrl.paths import SHM, RunPaths
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-run.md").read_text()
@@ -103,7 +103,7 @@ def test_every_command_of_the_page_works_and_its_run_goes_on(followed: tuple[Fol
     text = "\n".join(told.values())
     assert "finished, the learner has reached the goal" in text
     assert "changed since the last start: run.max_steps 2 → 3" in text
-    assert "goes on after step 2 of 3" in text and text.count("mean reward") == 3
+    assert "continues after step 2 of 3" in text and text.count("mean reward") == 3
     paths = RunPaths.of(someone.folder / "runs" / "my")
     assert read_map(paths.summary)["steps"] == 3 and not read_map(paths.summary)["audit"]["findings"]
     assert (paths.checkpoints / "global_step_3" / "model" / "tokenizer.json").is_file()

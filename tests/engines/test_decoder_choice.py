@@ -49,7 +49,7 @@ def test_an_architecture_that_can_not_be_decoded_with_a_cache_is_computed_anew_f
         monkeypatch.setattr(kind, "_masks", lambda *a, masks=masks: torch.zeros_like(masks(*a)))
     assert isinstance(fast.choose_decoder(model, 2, 64, fast=False), WholeDecoder)
     monkeypatch.setattr(fast, "WAYS", fast.WAYS[:3])
-    with pytest.raises(UserError, match="can not run this architecture"):
+    with pytest.raises(UserError, match="cannot run this architecture"):
         fast.choose_decoder(model, 2, 64, fast=False)
 
 

@@ -21,7 +21,7 @@ from checks import check_end
 from harness import Run, read_lines, running
 from outside import EXAMPLES, finished, node, words_of, workers
 
-from busrl.launch.display import status
+from busrl.monitor.status import status
 
 ANSWER_S = 20.0
 EMPTY = {"dtype": "int32", "shape": [3], "data": b"\0" * 12}

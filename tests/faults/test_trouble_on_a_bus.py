@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from busrl.bus import AsyncEndpoint, Endpoint
+from busrl.bus import Endpoint
+from busrl.bus.aio import AsyncEndpoint
 from busrl.config.schema import BusFault, Faults
 from busrl.errors import BusNotReady
 from busrl.faults import trouble_for

@@ -26,7 +26,8 @@ PATIENCE_S = 60.0
 DRIVER = """
 import dataclasses, json, sys
 from busrl.launch import launch
-from busrl.config import *
+from busrl.config.schema import *
+from busrl.scheduling.limits import derive
 root, modes, limits, child = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
 
 class Scripted(Topology):
@@ -36,7 +37,7 @@ class Scripted(Topology):
                 for name, mode in modes.items()]
 
 fields = {f.name: 0 for f in dataclasses.fields(Derived) if f.default is dataclasses.MISSING}
-derived = Derived(**{**fields, "slots": 8, "slot_bytes": 4096})
+derived = Derived(**{**fields, "limits": derive("sync", 1, 0, 2), "slots": 8, "slot_bytes": 4096})
 topology = Scripted(run=Run(name="scripted", max_steps=10), model=Model(path="/none"), data=Data(train="/none"),
     groups=Groups(), generation=Generation(), bus=Bus(), ring=Ring(), scheduler=Scheduler(), learner=Learner(lr=1e-3),
     weights=Weights(), reward=Reward(), validation=Validation(), limits=Limits(**limits), process=(), derived=derived)

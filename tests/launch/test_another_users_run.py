@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.cli.run import stop
+from busrl.cli.run import stop_run
 from busrl.config import load
 from busrl.errors import UserError
 from busrl.launch.rundir import belongs_to_another, open_run
@@ -56,7 +56,7 @@ def test_stopping_it_names_its_owner(theirs: Path, monkeypatch: pytest.MonkeyPat
         (theirs / "run.json").write_text(json.dumps({"launch_pid": child.pid}))
         monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
         with pytest.raises(UserError, match=rf"only they \(or root\) can stop process {child.pid}"):
-            stop(theirs, 1.0)
+            stop_run(theirs, 1.0)
     finally:
         child.kill()
         child.communicate()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from busrl.bus import Endpoint
-from busrl.launch import status
 from busrl.launch.summary import MOST_SENDERS, OTHERS, EventLog
 from busrl.launch.supervisor import Child, Patience
+from busrl.monitor.status import status
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 
@@ -71,7 +71,7 @@ def test_an_error_from_outside_is_shown_filed_and_counted_in_status(scripted) ->
 def test_a_flood_is_a_line_now_and_then_and_no_error_is_missing_from_the_count(paths: RunPaths) -> None:
     chronicle = EventLog(paths, [], [])
     for number in range(1000):
-        chronicle.heard(m.Error(sender="loud", severity="error", text=f"number {number}"), now=0.001 * number)
+        chronicle.received(m.Error(sender="loud", severity="error", text=f"number {number}"), now=0.001 * number)
     chronicle.tick(6.0)
     texts = [row["text"] for row in filed(paths)]
     assert texts == ["number 0", "999 more from it, the latest: number 999"]
@@ -81,7 +81,7 @@ def test_a_flood_is_a_line_now_and_then_and_no_error_is_missing_from_the_count(p
 def test_many_names_are_one_after_the_first_ones(paths: RunPaths) -> None:
     chronicle = EventLog(paths, [], [])
     for number in range(1000):
-        chronicle.heard(m.Error(sender=f"name-{number}", severity="odd", text="x"), now=0.0)
+        chronicle.received(m.Error(sender=f"name-{number}", severity="odd", text="x"), now=0.0)
     counted = chronicle.plain()["errors_from_outside"]
     assert len(counted) == MOST_SENDERS + 1 and counted[OTHERS]["warning"] == 1000 - MOST_SENDERS
     assert len(filed(paths)) == MOST_SENDERS + 1
@@ -90,5 +90,5 @@ def test_many_names_are_one_after_the_first_ones(paths: RunPaths) -> None:
 def test_errors_of_busrls_own_processes_are_shown_and_left_to_them_to_file(paths: RunPaths) -> None:
     chronicle = EventLog(paths, [Child("reward/0", PATIENCE)], ["reward/0"])
     error = m.Error(sender="reward-0", severity="error", where="judge", text="first\nsecond")
-    assert chronicle.heard(error, 0.0) == ["error: reward-0 (judge): first"]
+    assert chronicle.received(error, 0.0) == ["error: reward-0 (judge): first"]
     assert filed(paths) == [] and chronicle.plain()["errors_from_outside"] == {}

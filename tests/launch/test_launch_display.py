@@ -14,8 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.launch.display import Display, LiveDisplay, fit, open_display, picture, plain_line, sparkline
-from busrl.launch.story import Progress, Rate, Row, duration, short
+from busrl.launch.display import Display, LiveDisplay, open_display, render
+from busrl.launch.summary import Progress
+from busrl.launch.supervisor import Child, Patience
+from busrl.monitor.state import Facts, ProcessRecord, Rate, RingRecord, RunState
+from busrl.monitor.text import duration, line, short
 from busrl.protocol import messages as m
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -28,16 +31,37 @@ class Clock:
         return self.now
 
 
+def record(step: int, version: int, tokens: int, *processes: ProcessRecord) -> RingRecord:
+    words = {"step": step, "version": version, "run_state": 0}
+    occupancy = {"free": 5, "generating": 128}
+    return RingRecord(133, occupancy, words, 0, 0, 0, 0, tokens, {}, -1, -1, processes)
+
+
+def begun(goal: int = 200, children: int = 2) -> Progress:
+    """A run whose learner is ready while its rollout workers start again."""
+    names = ["learner", *(f"rollout/{number}" for number in range(children - 1))]
+    made = [Child(name, Patience(9, 9, 9)) for name in names]
+    for pid, child in enumerate(made, 100):
+        child.started(pid, 0.0)
+    made[0].became_ready()
+    for child in made[1:]:
+        child.restarts = 2
+    return Progress(RunState(facts=Facts(name="sort", max_steps=goal)), made, 0.0)
+
+
 def progress() -> Progress:
-    made = Progress("sort", 200, 0.0)
+    made = begun()
     for step in range(1, 85):
-        made.hear(
-            m.LearnerStateUpdate(step=step, version=step + 1, groups=32, samples=256, tokens=9000, reward=step / 200)
-        )
-    made.ring(step=84, version=85, tokens=1000, slots={"free": 5, "generating": 128}, now=0.0)
-    made.ring(step=84, version=85, tokens=7200, slots={"free": 5, "generating": 128}, now=2.0)
-    made.rows = (Row("learner", "ready", "training", 0.93), Row("rollout/0", "starting", restarts=2))
+        update = {"step": step, "version": step + 1, "groups": 32, "samples": 256, "tokens": 9000, "reward": step / 200}
+        made.handle(m.LearnerStateUpdate(**update), 0.0)
+    for second, busy in ((0.0, 0), (2.0, 1_860_000_000)):
+        learner = ProcessRecord("learner", "learner", 100, "ready", "training", 0.0, 0.1, 0.1, busy, 0, 0, 85)
+        made.run.look(record(84, 85, 1000 + int(3100 * second), learner), second)
     return made
+
+
+def shown(state: Progress, width: int = 100, height: int = 30, now: float = 2.0) -> list[str]:
+    return COLOUR.sub("", render(state, now, width, height)).splitlines()
 
 
 def test_a_pipe_gets_plain_lines_at_most_one_per_five_seconds_and_only_for_new_steps():
@@ -45,11 +69,12 @@ def test_a_pipe_gets_plain_lines_at_most_one_per_five_seconds_and_only_for_new_s
     display = open_display(stream, clock)
     for second in range(10):
         clock.now = float(second)
-        state.step = 84 + second // 8
+        state.run.look(record(84 + second // 8, 85, 7200), 2.0)
         display.show(state)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2 and "\x1b" not in stream.getvalue()
-    assert lines[0].startswith("step 84/200 · reward 0.") and "3.1k tokens/s · version 85" in lines[0]
+    assert lines[0].startswith("step 84/200 · version 85 · reward 0.398 · length 0.0") and "3.1k tokens/s" in lines[0]
+    assert lines[0].endswith(" · 0s") and lines[1].startswith("step 85/200")
 
 
 def test_a_terminal_gets_a_picture_that_is_redrawn_in_place_below_the_lines_that_stay(monkeypatch):
@@ -71,7 +96,7 @@ def test_a_terminal_gets_a_picture_that_is_redrawn_in_place_below_the_lines_that
         while "the end" not in text:
             text += os.read(master, 65536).decode()
     os.close(master)
-    assert text.count("\x1b[J") == 3 and "step 84/200" in text and "restarted 2×" in text
+    assert text.count("\x1b[J") == 3 and "step 84/200" in text and "↻2" in text
     after = text.split("starting it again")[1].rpartition("\x1b[J")[0].rpartition("\x1b")[0]
     assert "\x1b[J" not in after and "sort" in after
 
@@ -141,9 +166,11 @@ STEPS = st.one_of(COUNTS, st.integers(80, 220))
 def test_no_message_that_the_bus_lets_pass_can_end_the_picture(messages):
     state = progress()
     for message in messages:
-        state.hear(message)
-        assert picture(state, 1.0, 80) and plain_line(state, 1.0)
-    assert state.recent_reward() is None or math.isfinite(state.recent_reward())
+        state.handle(message, 1.0)
+        assert line(state.run, 1.0)
+    assert shown(state)
+    reward = state.run.steps.recent(lambda one: one.reward)
+    assert reward is None or math.isfinite(reward)
 
 
 def test_a_reader_that_went_away_does_not_end_the_run():
@@ -155,30 +182,27 @@ def test_a_reader_that_went_away_does_not_end_the_run():
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_no_line_of_the_picture_is_wider_than_the_terminal(width):
-    for line in picture(progress(), 70.0, width):
-        assert len(COLOUR.sub("", fit(line, width))) < width
-
-
-@given(st.lists(st.floats(-1e6, 1e6), max_size=500), st.integers(1, 60))
-def test_a_sparkline_fits_its_width_whatever_the_numbers(values, width):
-    line = sparkline(values, width)
-    assert len(line) <= max(width, 1) and (len(line) > 0) == bool(values)
+@pytest.mark.parametrize(("height", "children"), [(24, 2), (24, 60), (8, 3), (3, 1)])
+def test_the_picture_is_smaller_than_the_terminal(width, height, children):
+    state = progress()
+    state.children = begun(children=children).children
+    lines = shown(state, width, height)
+    assert 0 < len(lines) < height and all(len(one) < width for one in lines)
 
 
 def test_late_and_doubled_updates_change_nothing():
     state = progress()
-    before = (state.step, state.samples, len(state.rewards))
-    state.hear(m.LearnerStateUpdate(step=84, samples=256, reward=9.0))
-    state.hear(m.LearnerStateUpdate(step=10, samples=256, reward=9.0))
-    assert (state.step, state.samples, len(state.rewards)) == before
+    before = (state.run.at_step, state.samples, len(state.run.steps))
+    state.handle(m.LearnerStateUpdate(step=84, samples=256, reward=9.0), 3.0)
+    state.handle(m.LearnerStateUpdate(step=10, samples=256, reward=9.0), 3.0)
+    assert (state.run.at_step, state.samples, len(state.run.steps)) == before
 
 
 def test_without_any_message_the_ring_alone_shows_how_far_the_run_is():
-    state = Progress("sort", 200, 0.0)
+    state = begun()
     for second in range(11):
-        state.ring(step=second * 2, version=second, tokens=0, slots={}, now=float(second))
-    assert state.step == 20 and state.left_s() == pytest.approx(90.0)
+        state.run.look(record(second * 2, second, 0), float(second))
+    assert state.run.at_step == 20 and state.run.left_s(10.0) == pytest.approx(90.0)
 
 
 HOSTILE = "\x1b[2J\x1b[1;1Hall is well\x1b]0;x\x07\x9b31m\u202e\rover"
@@ -189,17 +213,27 @@ def test_what_others_wrote_moves_no_cursor_on_a_pipe_or_a_terminal(monkeypatch):
     Display(stream, Clock()).say(f"REMOTE_FAIL: {HOSTILE}")
     assert stream.getvalue().isprintable() is False and stream.getvalue()[:-1].isprintable(), stream.getvalue()
     assert "all is well" in stream.getvalue() and stream.getvalue().endswith("over\n")
-    state = Progress("sort", 200, 0.0)
-    state.hear(m.SchedulerState(credit=0, waiting=HOSTILE))
-    state.rows = (Row(HOSTILE, "ready", HOSTILE, 0.5),)
-    for line in picture(state, 0.0, 100):
-        assert COLOUR.sub("", fit(line, 100)).isprintable(), line
+    state = begun()
+    state.handle(m.SchedulerState(credit=0, waiting=HOSTILE), 0.0)
+    learner = ProcessRecord(HOSTILE, "learner", 100, "ready", HOSTILE, 0.0, 0.1, 0.1, 0, 0, 0, 1)
+    state.run.look(record(0, 0, 0, learner), 0.0)
+    state.run.facts = Facts(name=HOSTILE, max_steps=200)
+    for one in shown(state):
+        assert one.isprintable(), one
 
 
 def test_validations_are_lines_that_stay():
     state = progress()
-    (line,) = state.hear(m.ValidationDone(round=1, version=7, samples=512, mean=0.5))
-    assert line == "validation 1 of version 7: 0.500 over 512 samples" and state.validations == [(1, 0.5, 512)]
+    (said,) = state.handle(m.ValidationDone(round=1, version=7, samples=512, mean=0.5), 2.0)
+    assert said == "validation 1 of version 7: 0.500 over 512 samples"
+    assert [(one.round, one.mean, one.samples) for one in state.run.validations.values()] == [(1, 0.5, 512)]
+
+
+def test_faults_on_purpose_are_shown_all_the_time():
+    state = begun()
+    assert "FAULTS ARE ON" not in "".join(shown(state))
+    state = Progress(state.run, state.children, 0.0, ["drops 1 % of all messages"])
+    assert "FAULTS ARE ON" in shown(state)[0] and line(state.run, 0.0).startswith("FAULTS ARE ON · step 0/200")
 
 
 def test_a_rate_starts_afresh_when_its_counter_does():

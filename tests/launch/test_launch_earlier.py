@@ -62,7 +62,7 @@ def test_what_changed_since_the_last_start_is_said_key_by_key_and_kept(place: Pl
     told = "\n".join(found.notes)
     assert "changed since the last start:" in told and "learner.lr 0.0" in told and "→ 0.5" in told
     assert "limits.progress_s" in told and ".threads 1 → 2" in told
-    assert "goes on after step 30 of 60, reward 0.010 → 0.255" in told
+    assert "continues after step 30 of 60, reward 0.010 → 0.255" in told
     rows = [json.loads(line) for line in place.paths.starts.read_text().splitlines()]
     assert rows[0]["changes"] == {} and rows[1]["changes"]["learner.lr"]["now"] == 0.5 and rows[1]["step"] == 30
     assert not any("changed" in note for note in place.start("learner.lr=0.5", "limits.progress_s=99",
@@ -116,14 +116,14 @@ def test_a_run_directory_of_before_there_were_digests_goes_on(place: Place) -> N
 @pytest.mark.parametrize("key", ["run.seed=7", "groups.size=3", "data.shuffle=false"])
 def test_a_key_that_says_what_a_sample_is_can_not_change(place: Place, key: str) -> None:
     place.start()
-    with pytest.raises(UserError, match="it can not change: choose another run directory"):
+    with pytest.raises(UserError, match="it cannot change: choose another run directory"):
         place.start(key)
 
 
 def test_a_goal_behind_what_was_done_is_refused_and_a_reached_one_is_said(place: Place) -> None:
     place.start()
     place.stepped(60)
-    assert any("goes on after step 60 of 60" in note for note in place.start().notes), "its end may be missing"
+    assert any("continues after step 60 of 60" in note for note in place.start().notes), "its end may be missing"
     place.paths.summary.write_text(json.dumps({"outcome": "finished"}))
     with pytest.raises(RunFinished, match=r"60 of 60 steps are done; to go on set run\.max_steps above 60") as told:
         place.start()

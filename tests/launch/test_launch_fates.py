@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from busrl.launch import status
+from busrl.monitor.status import status
 from busrl.paths import RunPaths
 
 MODES = {"keeper": "well", "rollout/0": "well", "learner": "learner"}
@@ -32,7 +32,7 @@ CUT = r"was made shorter by somebody else, from 65536 to \d bytes|2 samples in s
 DAMAGE: dict[str, tuple[Callable[[RunPaths], object], str]] = {
     "cut to nothing": (lambda paths: os.truncate(paths.fates, 0), CUT),
     "cut within a page": (lambda paths: os.truncate(paths.fates, 2), CUT),
-    "removed": (lambda paths: paths.fates.unlink(), "can not be found any more"),
+    "removed": (lambda paths: paths.fates.unlink(), "cannot be found any more"),
     "replaced": (swap, "is another file than at the start"),
     "blanked": (blank, r"2 samples in slots have no fate \(3, 4\)"),
 }

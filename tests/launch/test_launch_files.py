@@ -71,10 +71,10 @@ def test_something_else_in_the_place_of_the_lock_is_told_once_and_refuses_the_ne
     scripted.ready("learner")
     scripted.paths.lock("run").unlink()
     scripted.paths.lock("run").mkdir()
-    scripted.said("another launch can not be kept out")
+    scripted.said("another launch cannot be kept out")
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
-    assert scripted.log().count("another launch can not be kept out") == 1
+    assert scripted.log().count("another launch cannot be kept out") == 1
     scripted.start(MODES)
     assert scripted.wait() != 0
     assert "run.lock: Is a directory (errno 21); move away what is there" in scripted.output
@@ -152,7 +152,7 @@ def test_a_ring_that_somebody_removed_ends_the_run_by_name_when_a_process_has_to
     scripted.paths.ring_file.unlink()
     os.kill(pid, signal.SIGKILL)
     assert scripted.wait() == 1
-    said = f"keeper can not be started: {scripted.paths.ring_file} was removed or replaced by somebody else; start"
+    said = f"keeper cannot be started: {scripted.paths.ring_file} was removed or replaced by somebody else; start"
     assert said in scripted.output and scripted.lives("keeper")[1] == 1, scripted.output
     assert scripted.paths.open_bin.exists() and scripted.leftovers() == []
     scripted.start(MODES)

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from busrl.errors import first_line
+from busrl.files import TAIL_BYTES
 from busrl.launch.children import last_words
-from busrl.launch.story import SHOWN, TAIL_BYTES, kinds, lines
+from busrl.monitor.status import MOST_KINDS, problem_lines
 
 
 def problems(path: Path) -> list[str]:
-    return list(lines(kinds(path), path))
+    return list(problem_lines(path))
 
 
 def write(path: Path, *texts: str, process: str = "bus") -> None:
@@ -43,7 +44,7 @@ def test_the_newest_kinds_are_shown_and_the_others_counted(tmp_path: Path) -> No
     for letter in "abcdefgh":
         write(path, f"problem {letter}")
     lines = problems(path)
-    assert "problem h" in lines[1] and lines[-1].strip() == f"and {8 - SHOWN} older kinds"
+    assert "problem h" in lines[1] and lines[-1].strip() == f"and {8 - MOST_KINDS} older kinds"
 
 
 def test_a_torn_line_a_cut_tail_and_a_huge_file_are_no_obstacle(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_a_second_interrupt_kills_at_once(scripted):
 def test_a_process_that_does_not_map_the_ring_is_ready_when_it_says_hello(scripted):
     scripted.start({"bus": "bus", "rollout/0": "foreign", "learner": "learner"}, progress_s=1.0)
     pid = scripted.life("rollout/0")
-    scripted.said(f"rollout/0 (pid {pid}) is ready: it said HELLO")
+    scripted.said(f"rollout/0 (pid {pid}) is ready: it sent HELLO")
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
     assert "killing" not in scripted.log() and scripted.lives("rollout/0") == (pid, 1)

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from busrl.errors import NoSuchRun
-from busrl.launch import status
+from busrl.monitor.status import status
 from busrl.paths import RunPaths
 
 
@@ -17,7 +17,7 @@ def test_a_running_run_shows_its_processes_slots_and_step(scripted):
     pid = scripted.ready("rollout/0")
     text = status(scripted.root)
     assert "running" in text and f"rollout/0      pid {pid}" in text
-    assert "slots    free 8" in text and "step 0/10" in text
+    assert "slots     free 8" in text and "step 0/10" in text
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
     text = status(scripted.root)

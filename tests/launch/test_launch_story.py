@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from busrl.launch import status
-from busrl.launch.display import plain_line
-from busrl.launch.story import STORY_TAIL_BYTES, Progress, Story, fates, number, sample_line
+from busrl.launch.summary import Progress
+from busrl.monitor.runfiles import TAIL_BYTES, RunFiles, fates, number, run_of_files, sample_line
+from busrl.monitor.state import RunState, StepRate
+from busrl.monitor.status import status
+from busrl.monitor.text import line
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.states import Fate
@@ -42,29 +44,40 @@ def write(path: Path, *rows: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
 
 
+def story(paths: RunPaths) -> RunState:
+    return run_of_files(RunFiles(paths))
+
+
+def reward(run: RunState) -> float | None:
+    return run.steps.recent(lambda one: one.reward)
+
+
 def test_a_story_begins_with_the_first_step_ever_and_ends_with_the_newest_ones(run: RunPaths) -> None:
-    story = Story.of(run)
-    assert (story.step, story.first_reward, story.recent("reward")) == (60, 0.01, pytest.approx(0.555))
-    assert story.flat_share() == pytest.approx(0.8) and story.recent("ess") is None
-    assert story.pace() == (0.5, 50.0) and story.pace(quiet_s=22.0) == (0.25, 25.0)
-    assert story.means() == [(0, 0.0, 8), (30, 0.3, 8), (60, 0.6, 8)]
+    told = story(run)
+    assert (told.at_step, told.first_reward, reward(told)) == (60, 0.01, pytest.approx(0.555))
+    assert told.steps.flat_share() == pytest.approx(0.8) and told.steps.recent(lambda one: one.ess) is None
+    assert told.steps.pace(0.0) == StepRate(0.5, 0.0, 50.0) and told.steps.pace(22.0) == StepRate(0.25, 0.0, 25.0)
+    rounds = [(one.round, one.mean, one.samples) for one in told.validations.values()]
+    assert rounds == [(0, 0.0, 8), (30, 0.3, 8), (60, 0.6, 8)]
 
 
 def test_a_long_file_is_read_at_both_ends_and_bad_lines_are_left_out(run: RunPaths) -> None:
     run.metrics.write_bytes(
-        b"\xff\n[]\n" + json.dumps(row(1)).encode() + b"\n" + b"x" * STORY_TAIL_BYTES + b"\n"
+        b"\xff\n[]\n" + json.dumps(row(1)).encode() + b"\n" + b"x" * TAIL_BYTES + b"\n"
         + b'{"step": 7, "reward": 1e999}\n{"step": 8, "reward": 0.5}\n{"step": 9, "rew'
     )
-    story = Story.of(run)
-    assert (story.first_reward, story.step, story.rewards()) == (0.01, 8, [0.5])
-    assert Story.of(RunPaths.of(run.root / "nothing")) == Story()
+    told = story(run)
+    assert (told.first_reward, told.at_step, told.steps.course(lambda one: one.reward)) == (0.01, 8, [0.5])
+    empty = RunState()
+    RunFiles(RunPaths.of(run.root / "nothing")).fold_into(empty)
+    assert empty == RunState(errors=empty.errors, steps=empty.steps) and not len(empty.steps)
 
 
 def test_status_shows_reward_validation_waste_and_a_sample_in_words(run: RunPaths) -> None:
     text = status(run.root)
     for wanted in (
-        "reward   0.010 → 0.555 · validation 0.000 → 0.600 · entropy 0.50",
-        "80% of the groups flat (all rewards equal: thrown away) · 25% of the trained answers cut",
+        "stopped, asked to; it took 9s", "step 60/90 · version 60 · validation 0.000 → 0.600", "0.010 → 0.600 over 60",
+        "policy    flat groups 80% · cut answers 25% · entropy 0.50",
         "'1+1=' → '3', reward 0",
         "200 trained · 800 flat (all rewards of the group equal) · 1 whose reward raised · 1 open",
     ):
@@ -82,11 +95,11 @@ def test_status_as_json_tells_the_same_and_no_number_that_is_none(run: RunPaths)
 def test_files_with_numbers_that_are_none_are_no_obstacle(run: RunPaths) -> None:
     with open(run.samples, "a") as file:
         file.write('{"prompt": [NaN], "completion": "3", "reward": -Infinity}\n')
-    newest = Story.of(run).step
+    newest = story(run).at_step
     for path, key in ((run.metrics, "step"), (run.validation, "round")):
         with open(path, "a") as file:
             file.write(f'{{"{key}": {10**300}}}\n{{"{key}": -1}}\n{{"{key}": true}}\n')
-    assert Story.of(run).step == newest and all(0 <= row["round"] < 100 for row in Story.of(run).rounds)
+    assert story(run).at_step == newest and all(0 <= at < 100 for at in story(run).validations)
     run.summary.write_text('{"outcome": "stopped", "why": "x", "seconds": NaN, "open_samples": NaN, "steps": 1e999}')
     told = json.loads(status(run.root, as_json=True), parse_constant=lambda word: pytest.fail(word))
     assert told["seconds"] is told["step"] is told["sample"]["reward"] is None
@@ -115,15 +128,17 @@ def test_a_sample_is_one_line_whatever_stands_in_it(sample: dict[str, Any], line
 
 
 def test_a_resumed_run_goes_on_with_its_story(run: RunPaths) -> None:
-    progress = Progress("told", 90, 0.0)
-    progress.recall(Story.of(run))
-    progress.ring(step=61, version=61, tokens=0, slots={}, now=1.0)  # the ring may tell of a step before its message
+    progress = Progress(story(run), [], 0.0)
+    progress.run.ended_step = 61  # the ring may tell of a step before its message
     metrics = {"flat_share": 0.5, "groups_ended": 4.0, "cut_share": 0.0}
-    progress.hear(m.LearnerStateUpdate(step=61, version=61, reward=0.9, metrics=metrics))
-    progress.hear(m.LearnerStateUpdate(step=60, version=60, reward=0.0))
-    assert (progress.first_reward, progress.before, progress.rewards[-1]) == (0.01, 60, 0.9)
-    assert [mean for _, mean, _ in progress.validations] == [0.0, 0.3, 0.6]
-    assert "step 61/90 · reward 0.594 · 50% flat" in plain_line(progress, 2.0)
+    progress.handle(m.LearnerStateUpdate(step=61, version=61, reward=0.9, metrics=metrics), 1.0)
+    progress.handle(m.LearnerStateUpdate(step=60, version=60, reward=0.0), 1.0)
+    newest = progress.run.steps.newest
+    assert newest and (progress.run.first_reward, progress.before, newest.reward) == (0.01, 60, 0.9)
+    assert [one.mean for one in progress.run.validations.values()] == [0.0, 0.3, 0.6]
+    assert reward(progress.run) == pytest.approx(0.594)
+    told = line(progress.run, 2.0)
+    assert "step 61/90 · version 61" in told and "reward 0.594" in told and "79% flat" in told
 
 
 def test_groups_that_give_no_step_are_told_and_are_no_steps(run: RunPaths) -> None:
@@ -131,13 +146,14 @@ def test_groups_that_give_no_step_are_told_and_are_no_steps(run: RunPaths) -> No
             "seconds": 99.0, "idle_groups": 100, "idle_limit": 128, "idle_causes": {"flat": 100}}
     with open(run.metrics, "a") as file:
         file.write(json.dumps(idle) + "\n")
-    story = Story.of(run)
-    assert (story.step, story.recent("reward"), story.pace()) == (60, pytest.approx(0.555), (0.5, 50.0))
-    assert story.flat_share() == pytest.approx(0.9)
+    told = story(run)
+    assert (told.at_step, reward(told)) == (60, pytest.approx(0.555))
+    assert told.steps.pace(0.0) == StepRate(0.5, 0.0, 50.0) and told.steps.flat_share(told.idle) == pytest.approx(0.9)
     text = status(run.root)
-    assert "idle     100 groups in a row ended with nothing to train (100 flat), the run ends after 128" in text
+    assert "idle      100 groups in a row ended with nothing to train (100 flat), the run ends after 128" in text
     write(run.metrics, idle)
-    assert (Story.of(run).first_reward, Story.of(run).rewards(), Story.of(run).flat_share()) == (None, [], 1.0)
+    told = story(run)
+    assert (told.first_reward, len(told.steps), told.steps.flat_share(told.idle)) == (None, 0, 1.0)
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), True, "7", None, [], {}])

@@ -202,7 +202,7 @@ def test_a_name_that_is_taken_by_something_else_than_a_file_is_refused_with_what
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nowhere").symlink_to(tmp_path / "there" / "is" / "none")
     for name, why in (("folder", "Is a directory"), ("pipe", "no regular file"), ("nowhere", "No such file")):
-        with pytest.raises(UserError, match=f"{name}: can not be opened for lines: .*{why}.*move away"):
+        with pytest.raises(UserError, match=f"{name}: cannot be opened for lines: .*{why}.*move away"):
             LineFile(tmp_path / name)
 
 

@@ -90,7 +90,7 @@ def test_the_list_of_the_checkpoint_follows_a_file_that_was_packed_otherwise(pat
     [
         (lambda paths: paths.train_log.unlink(), "names 0 samples up to its step, not 32"),
         (lambda paths: paths.train_log.write_bytes(b"[" + paths.train_log.read_bytes()), "names 24 samples"),
-        (lambda paths: (newest(paths) / "meta.json").write_text("{}"), "its meta.json can not be read either"),
+        (lambda paths: (newest(paths) / "meta.json").write_text("{}"), "its meta.json cannot be read either"),
     ],
 )
 def test_what_can_not_be_made_again_is_refused_with_what_to_do(paths: RunPaths, spoil, said: str) -> None:
@@ -146,7 +146,7 @@ def test_a_line_with_an_impossible_uid_is_a_damaged_line(paths: RunPaths, uid: s
         mend_trained_set(paths)
     trained = TrainedSet(uid for step in range(1, 5) for uid in STEPS[step])
     told = mend_train_log(paths.train_log, 4, trained, (), lambda uid: 0, 0)
-    assert "line 2: " in told and "the steps of 8 samples are not told apart" in told
+    assert "line 2: " in told and "the steps of 8 samples are not known any more" in told
     mended = [json.loads(line) for line in paths.train_log.read_text().splitlines()]
     assert [(line["step"], line["cause"]) for line in mended] == [(step, RESTORED if step == 2 else "count")
                                                                   for step in (1, 2, 3, 4)]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.monitor import words
+from busrl.monitor import text as words
+from busrl.monitor.runfiles import Follower, RunFiles
 from busrl.monitor.snapshot import snapshot
-from busrl.monitor.sources import Follower, RunFiles
 from busrl.monitor.state import (
     STEPS_KEPT,
     ErrorRecord,
@@ -26,7 +26,7 @@ from busrl.monitor.state import (
     Steps,
     Traffic,
 )
-from busrl.monitor.words import chart, gauge, portions, safe
+from busrl.monitor.text import chart, gauge, portions, safe
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 
@@ -57,7 +57,7 @@ def ring(*processes: ProcessRecord, **changed: object) -> RingRecord:
 def test_steps_told_in_any_order_and_any_number_of_times_make_the_same_charts(told: list[int]) -> None:
     picture = RunState()
     for step in told:
-        picture.hear(update(step), 0.0)
+        picture.handle(update(step), 0.0)
     charts = snapshot(picture, 0.0, 0.0)["charts"]
     assert charts["steps"] == sorted(set(told))
     assert charts["reward"] == [step / 10 for step in sorted(set(told))]
@@ -70,7 +70,7 @@ def test_a_step_that_file_and_bus_both_tell_of_counts_once(filed: set[int], hear
     for step in filed:
         picture.step(StepRecord(step, samples=8), None)
     for step in heard:
-        picture.hear(update(step), 0.0)
+        picture.handle(update(step), 0.0)
     assert picture.steps.numbers() == sorted(filed | heard)
 
 
@@ -84,7 +84,7 @@ def test_the_newest_steps_are_kept_and_memory_is_bounded() -> None:
 
 def test_the_ring_is_believed_where_messages_were_lost() -> None:
     picture = RunState()
-    picture.hear(update(3), 0.0)
+    picture.handle(update(3), 0.0)
     picture.look(ring(process()), 0.0)
     assert (picture.at_step, picture.version, picture.state) == (9, 10, "running")
     picture.look(ring(process(state="dead")), 1.0)
@@ -112,14 +112,14 @@ def test_a_process_is_late_only_after_the_time_that_it_declared() -> None:
 def test_a_process_without_a_mapping_is_shown_by_its_presence_on_the_bus_until_it_leaves() -> None:
     picture = RunState()
     picture.look(ring(process("rollout/0")), 0.0)
-    picture.hear(m.Hello(sender="rollout-0", role="rollout", pid=7, index=1), 0.0)
-    picture.hear(m.Hello(sender="judge", role="reward", pid=99), 0.0)
-    picture.hear(m.Heartbeat(sender="judge", role="reward", activity="judging"), 1.0)
+    picture.handle(m.Hello(sender="rollout-0", role="rollout", pid=7, index=1), 0.0)
+    picture.handle(m.Hello(sender="judge", role="reward", pid=99), 0.0)
+    picture.handle(m.Heartbeat(sender="judge", role="reward", activity="judging"), 1.0)
     row = picture.rows(2.0)[-1]
     assert [one.name for one in picture.rows(2.0)] == ["rollout/0", "judge"]
     assert (row.pid, row.activity, row.progress_age_s, row.late) == (99, "judging", 1.0, False)
     assert picture.rows(60.0)[-1].late
-    picture.hear(m.Goodbye(sender="judge"), 3.0)
+    picture.handle(m.Goodbye(sender="judge"), 3.0)
     assert [one.name for one in picture.rows(3.0)] == ["rollout/0"]
 
 
@@ -152,7 +152,7 @@ def test_steps_tell_how_fast_they_follow_each_other_before_a_second_one_was_watc
         picture.step(StepRecord(number, seconds=3.0, samples=6, tokens=300), None)
     assert picture.speed(50.0) == Speed(2.0, 100.0, 20.0)
     assert picture.left_s(50.0) == pytest.approx(30.0)
-    picture.hear(update(11), 50.0)  # one that does not tell is passed over
+    picture.handle(update(11), 50.0)  # one that does not tell is passed over
     assert picture.speed(52.0) == Speed(2.0, 100.0, 20.0)
 
 
@@ -250,7 +250,7 @@ def test_nothing_that_is_printed_can_move_a_cursor(text: str) -> None:
 def test_a_run_whose_numbers_are_none_is_shown_and_told_as_json(reward: float, length: float, at: float) -> None:
     picture = RunState(facts=Facts(started=at, t_max_s=length))
     picture.step(StepRecord(1, reward=reward, length_mean=length, age_mean=at), 0.0)
-    picture.hear(m.ValidationDone(round=1, version=1, samples=1, mean=reward), 0.0)
+    picture.handle(m.ValidationDone(round=1, version=1, samples=1, mean=reward), 0.0)
     picture.error(ErrorRecord(at, "a", "error"), "file")
     json.dumps(snapshot(picture, 0.0, 0.0), allow_nan=False)
     assert words.lines(picture, 0.0, 1000.0)
@@ -264,10 +264,10 @@ def test_a_snapshot_is_json_whatever_is_not_known() -> None:
 def test_a_round_of_validation_that_file_and_bus_tell_of_is_shown_once() -> None:
     picture = RunState()
     picture.validated(RoundRecord(0, 0, 0.25))
-    picture.hear(m.ValidationDone(round=0, version=0, samples=8, mean=0.25), 0.0)
+    picture.handle(m.ValidationDone(round=0, version=0, samples=8, mean=0.25), 0.0)
     assert words.lines(picture, 0.0, 0.0)[1] == "  progress  step 0 · version 0 · validation 0.250"
     picture.validated(RoundRecord(5, 6, None))  # nothing was judged
-    picture.hear(m.ValidationDone(round=9, version=10, samples=8, mean=0.75), 0.0)
+    picture.handle(m.ValidationDone(round=9, version=10, samples=8, mean=0.75), 0.0)
     assert [one["round"] for one in snapshot(picture, 0.0, 0.0)["validations"]] == [0, 5, 9]
     assert "validation 0.250 → 0.750" in words.line(picture, 0.0)
 
@@ -276,7 +276,7 @@ def test_a_name_that_is_heard_for_the_first_time_between_two_looks_has_a_rate_at
     traffic = Traffic()
     traffic.tick(10.0)
     for _ in range(6):
-        traffic.heard("NEW_TASK", 100)
+        traffic.received("NEW_TASK", 100)
     traffic.tick(12.0)
     assert traffic.by_name["NEW_TASK"].rate.per_s() == traffic.per_s() == 3.0
 
@@ -293,6 +293,6 @@ def test_the_busy_share_of_a_process_that_tells_none_is_not_known() -> None:
 def test_the_newest_sample_is_read_once_and_a_bad_line_is_left_out(tmp_path: Path) -> None:
     paths = RunPaths.of(tmp_path)
     files = RunFiles(paths)
-    assert files.sample() == ""
+    assert files.sample() == {}
     paths.samples.write_text('{"prompt": "Q", "completion": "A"}\n[1]\n{"prompt": "R", "completion": "B"}\n{broken\n')
-    assert files.sample() == "'R' → 'B'" and files.sample() == ""
+    assert files.sample() == {"prompt": "R", "completion": "B"} and files.sample() == {}

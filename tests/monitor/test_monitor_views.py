@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from busrl.monitor import words as plain
+from busrl.monitor import text as plain
 from busrl.monitor.screen import view
 from busrl.monitor.snapshot import snapshot
 from busrl.monitor.state import ErrorRecord, Facts, ProcessRecord, RingRecord, RunState, StepRecord
@@ -34,7 +34,7 @@ def picture(processes: int = 7, errors: int = 3, steps: int = 120, name: str = "
     for number in range(errors):
         made.error(ErrorRecord(1000.0 + number, f"rollout/{number}", "warning", "rollout", f"trouble {number}"), "file")
     for name_ in ("DATA_GENERATED", "REWARD_COMPUTED"):
-        made.traffic.heard(name_, 100)
+        made.traffic.received(name_, 100)
     return made
 
 

@@ -67,7 +67,7 @@ class MadeRun:
         self.metrics = StepMetrics(self.paths, lambda draw, fate: fate.encode() in self.fates[draw * 2 * SIZE :][:SIZE])
         self.history.load(self.training, lambda meta, folder: None)
         for record in self.history.to_replay():
-            self.training.old.at(record.version, record.step - 1)
+            self.training.stale.at(record.version, record.step - 1)
             stats = self.training.replay(record)
             self.history.finished(record)
             self.metrics.replayed(record, stats)
@@ -94,11 +94,11 @@ class MadeRun:
         samples = [record for group in groups for record in group.records]
         record = Record(
             step=step, version=version, cause="count", groups=[group.group for group in groups], samples=samples,
-            dmmpt=self.training.skip_mastered,
+            dmmpt=self.training.trainer.skip_mastered,
         )
         self.flat_group(step)
         self.history.append(record)
-        self.training.old.at(version, step - 1)
+        self.training.stale.at(version, step - 1)
         if TrainingStep.streamable(self.topology.learner):
             self.training.accumulate([one for group in groups[:2] for one in group.records], version)
             self.training.accumulate([one for group in groups[2:] for one in group.records], version)
@@ -171,6 +171,8 @@ def _topology(root: Path, folder: Path, tables: dict[str, dict[str, Any]]) -> To
         "run": {"max_steps": 6}, "generation": {"temperature": 0.7, "max_new_tokens": LIMIT},
         "reward": {"kind": "python", "function": JUDGE}, "learner": {}, "trigger": {"n_min": GROUPS},
     }
+    if "derived" in tables:
+        tables = {**tables, "derived": {"limits": dataclasses.replace(base.derived.limits, **tables["derived"])}}
     for name, values in tables.items():
         given[name] = {**given.get(name, {}), **values}
     trigger = dataclasses.replace(base.learner.trigger, **given.pop("trigger"))

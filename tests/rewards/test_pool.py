@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.errors import RewardNotLoaded
-from busrl.rewards import Item, Outcome, RewardPool
+from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.rewards.process import Lane, Request, Setup, Splitter, frame
 
 JUDGE = """
@@ -197,8 +197,8 @@ def lane(tmp_path: Path) -> Iterator[LaneAt]:
     lanes = []
 
     def build(now: float) -> Lane:
-        setup = Setup("python", "judge.py:judge", "", "", str(tmp_path), {})
-        lanes.append(Lane(setup, poller, 5.0, 120.0, (), now))
+        setup = Setup("python", "judge.py:judge", "", "", str(tmp_path))
+        lanes.append(Lane(setup, poller, 5.0, 120.0, now))
         while not lanes[-1].serving:
             assert poller.poll(60)
             assert lanes[-1].collect(now, 0.0) == []
@@ -254,7 +254,7 @@ import sys
 import time
 sys.path.insert(0, {root!r})
 from types import SimpleNamespace
-from busrl.rewards import Item, RewardPool
+from busrl.rewards.pool import Item, RewardPool
 s = SimpleNamespace(kind="python", function="judge.py:judge", extract="", answer_key="", timeout_s=600, workers=1)
 pool = RewardPool(s, base_dir={base!r})
 pool.wait_ready(60)

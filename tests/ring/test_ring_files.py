@@ -271,7 +271,7 @@ def test_who_removes_a_ring_and_who_has_it_see_each_other(world):
     launch.release()
     late = RingGuard(path)
     assert cleaner.try_take()
-    with pytest.raises(TimeoutError, match="somebody has been removing it"):
+    with pytest.raises(TimeoutError, match="another process has been removing it"):
         late.take(timeout_s=0.05)
     path.unlink()
     cleaner.release()

@@ -124,9 +124,10 @@ def test_a_publication_waits_for_a_validation_that_has_results_and_names_one_tha
     worker.idle = lambda timeout_s: now.__setitem__(0, now[0] + 9.0)
     publisher: Any = publish.Publisher.__new__(publish.Publisher)
     publisher.actor, publisher.ring, publisher._work_s = worker, ring, 10.0
-    publisher._wait_for_hold()
+    publisher._wait_for_pin()
     assert now[0] > 400.0 and ring.moved >= 50, "each result is waited for, and is progress"
-    assert told == ([] if lets_go else ["validator (pid 7) holds the version and had no result for 10 s; going on"])
+    text = "validator (pid 7) holds the version and had no result for 10 s; publishing without it"
+    assert told == ([] if lets_go else [text])
 
 
 def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each() -> None:
@@ -144,7 +145,7 @@ def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each() ->
             during.append((version, *learner.ring.said))
             learner._moved()
 
-    learner.training = SimpleNamespace(old=SimpleNamespace(at=lambda version, step: None), accumulate=accumulate)
+    learner.training = SimpleNamespace(stale=SimpleNamespace(at=lambda version, step: None), accumulate=accumulate)
     learner.pending = [SimpleNamespace(records=["a", "b", "c"])]
     learner._accumulate()
     assert during == [(4, ("accumulate", 600.0))] * 3 and len(moved) == 4 and learner.pending == []

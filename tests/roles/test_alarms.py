@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.roles.learner.metrics import Alarms
+from busrl.roles.learner.alarms import Alarms
 
 
 def row(

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from busrl.config import Topology, load
-from busrl.config.derive import admission_limits, control_settings, make_plan
+from busrl.config.derive import control_settings, make_plan
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.roles.learner.control import Control, read_lines
 from busrl.scheduling.controller import Controller, Inputs
@@ -49,7 +49,7 @@ class Living:
         """As the learner does: checkpoint, replay, go on."""
         self.training: Any = SimpleNamespace(entropy=lambda probe: self.entropy)
         self.entropy = 0.5
-        self.plan = make_plan(self.topology, admission_limits(self.topology), streaming=True)
+        self.plan = make_plan(self.topology, streaming=True)
         ring: Any = SimpleNamespace(processes=list)
         self.control = Control(self.folder / "decisions.jsonl", self.topology, self.training, self.plan, ring)
         if self.checkpoint[0]:

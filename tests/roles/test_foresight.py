@@ -17,7 +17,9 @@ from busrl.data import JsonlStream
 from busrl.paths import RunPaths
 from busrl.roles import predictor_state
 from busrl.roles.scheduler import DispatchFeed
-from busrl.scheduling import Candidate, GroupScanner, Record
+from busrl.scheduling.groups import GroupScanner
+from busrl.scheduling.lengths import Candidate
+from busrl.scheduling.pool import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),
@@ -47,7 +49,7 @@ def test_a_missing_file_is_nothing_and_a_damaged_one_is_named(tmp_path: Path) ->
     whole = path.read_bytes()
     for damaged in (b"", b"no archive", whole[:40], whole[:-40], whole[:100] + b"\xff" * 40 + whole[140:]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"state\.npz: can not be read"):
+        with pytest.raises(ValueError, match=r"state\.npz: cannot be read"):
             predictor_state.load_plain(path)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from busrl.config.rules import MOST_SAMPLES
-from busrl.errors import ENDS_RUN, QueuesFull, SamplesUsedUp, process_code
+from busrl.errors import RUN_FAILED, QueuesFull, SamplesUsedUp, process_code
 from busrl.protocol import messages as m
 from busrl.ring import Fates
 from busrl.roles import bus as bus_role
@@ -99,7 +99,7 @@ def test_a_full_table_of_fates_ends_the_run_by_name_with_the_remedy():
     one._check_room(1 << 20)
     with pytest.raises(SamplesUsedUp, match=r"run/fates.bin is full.*65536 prompts.*new run directory") as raised:
         one._check_room((1 << 20) + 1)
-    assert process_code(raised.value) == ENDS_RUN
+    assert process_code(raised.value) == RUN_FAILED
 
 
 def test_a_table_of_fates_has_room_for_what_check_and_the_watch_believe(tmp_path):

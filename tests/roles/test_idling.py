@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from busrl.config import Topology, load
 from busrl.engines.base import LENGTH
-from busrl.errors import ENDS_RUN, NothingToTrain, process_code
+from busrl.errors import RUN_FAILED, NothingToTrain, process_code
 from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
-from busrl.roles.learner.metrics import MOST_GROUPS, Flat, Idling, Skew, StepMetrics, cause_of
+from busrl.roles.learner.alarms import MOST_GROUPS, FlatStreak, Idling, LengthSkew, cause_of
+from busrl.roles.learner.metrics import StepMetrics
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 DTYPE = [("reward", "f8"), ("finish", "u1")]
@@ -96,7 +97,7 @@ def test_a_step_and_a_group_that_can_be_trained_end_the_streak_and_trained_group
     assert idle.streak == 1, "the same group is no news"
     idle.look(view(ended=["oo"], ready=[9, 10]), [10])
     assert idle.streak == 2, "a group that is just being dropped as too old can not be trained"
-    idle.stepped()
+    idle.end_streak()
     assert idle.streak == 0 and not idle.quarters()
 
 
@@ -123,7 +124,7 @@ def test_whatever_came_before_a_run_without_anything_to_train_ends(before: list[
     idle.look(view(), [])
     for draw, usable in enumerate(before):
         idle.look(view(ready=[draw]) if usable else view(ended=["ff"]), [])
-    idle.stepped()
+    idle.end_streak()
     idle.look(view(ended=["ff"] * (32 * (len(before) + 8) + 32)), [])
     assert 4 in idle.quarters()
 
@@ -152,7 +153,7 @@ def test_flat_groups_are_told_with_their_rewards_the_cut_answers_and_one_of_them
 
 def test_groups_that_are_all_at_the_best_reward_of_the_run_are_a_solved_task(tmp_path: Path) -> None:
     idle = idling(tmp_path)
-    idle.saw([0.0, 1.0])
+    idle.add_rewards([0.0, 1.0])
     for _ in range(19):
         idle.set_aside(lines(1.0, 1.0), "f", sample)
         idle.look(view(ended=["ff"]), [])
@@ -172,7 +173,7 @@ def test_equal_rewards_that_were_higher_before_or_never_others_are_no_solved_tas
     tmp_path: Path, earlier: list[float]
 ) -> None:
     idle = idling(tmp_path)
-    idle.saw(earlier)
+    idle.add_rewards(earlier)
     idle.set_aside(lines(1.0, 1.0), "f", sample)
     idle.look(view(ended=["ff"]), [])
     assert not idle.solved and "reward.extract" in idle.text(60)
@@ -190,7 +191,7 @@ def test_flat_groups_of_different_rewards_are_no_solved_task(tmp_path: Path) -> 
 def test_of_prompts_that_are_always_or_never_right_the_shares_are_told(tmp_path: Path) -> None:
     """Nine of ten are solved, and one is beyond the model: no failure of the reward, and not the goal either."""
     idle = idling(tmp_path)
-    idle.saw([0.0, 1.0])
+    idle.add_rewards([0.0, 1.0])
     for group in range(20):
         idle.set_aside(lines(*[float(group % 10 != 3)] * 2), "f", sample)
         idle.look(view(ended=["ff"]), [])
@@ -201,7 +202,7 @@ def test_of_prompts_that_are_always_or_never_right_the_shares_are_told(tmp_path:
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=30))
 def test_the_shares_at_the_highest_and_the_lowest_reward_are_of_all_answers(rewards: list[float]) -> None:
-    flat = Flat()
+    flat = FlatStreak()
     for reward in rewards:
         flat.add(np.full(2, reward))
     assert (flat.answers, flat.top) == (2 * len(rewards), 2 * rewards.count(max(rewards)))
@@ -227,14 +228,15 @@ def test_accidents_are_told_with_the_last_error_behind_them(tmp_path: Path) -> N
         file.write(b'[1]\n{"half": ')
     idle = idling(tmp_path)
     idle.look(view(ended=["RR", "RR", "l."]), [])
-    assert "the last error: sample 5 raised: KeyError: 'answer' (judge.py:3); mend the reward function" in idle.text(0)
-    idle.stepped()
+    text = "the last error: sample 5 raised: KeyError: 'answer' (judge.py:3); correct the reward function"
+    assert text in idle.text(0)
+    idle.end_streak()
     idle.look(view(ended=["l."]), [])
     assert "prompt too long" in idle.text(0) and "its prompt has 99 tokens; raise generation.max_prompt" in idle.text(0)
 
 
 def test_the_end_of_such_a_run_is_final() -> None:
-    assert process_code(NothingToTrain("x")) == ENDS_RUN
+    assert process_code(NothingToTrain("x")) == RUN_FAILED
 
 
 def test_groups_without_a_step_have_a_line_of_their_own_kind_and_count_for_the_next_step_too(tmp_path: Path) -> None:
@@ -278,7 +280,7 @@ def test_groups_that_are_set_aside_for_ever_take_no_memory_where_no_step_is_ever
 
 
 def test_the_figures_of_lengths_keep_the_newest_groups_where_no_step_is_ever_made() -> None:
-    skew = Skew(4, 0.0)
+    skew = LengthSkew(4, 0.0)
     for draw in range(MOST_GROUPS + 10):
         skew.ended(draw, [draw], "f")
     row = skew.step([])

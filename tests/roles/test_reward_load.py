@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from busrl.roles.reward import WINDOW_S, Load
+from busrl.roles.reward import WINDOW_S, RewardLoad
 
 
-def made(workers: int = 1, processes: int = 1) -> Load:
-    return Load(workers, processes, step_samples=256, now=0.0)
+def made(workers: int = 1, processes: int = 1) -> RewardLoad:
+    return RewardLoad(workers, processes, step_samples=256, now=0.0)
 
 
 def test_a_reward_that_works_all_the_time_while_samples_wait_says_what_a_step_costs() -> None:
@@ -37,4 +37,4 @@ def test_a_call_that_does_not_end_says_whom_it_holds_up_and_for_how_long() -> No
     load = made()
     load.seen(WINDOW_S)
     assert "no answer for 10 s, 9 samples wait; one worker serves all" in load.slow(0, 9, WINDOW_S)
-    assert "holds its worker up for so long: one worker serves all" in load.hung() and "lower the limit" in load.hung()
+    assert "blocks its worker for so long: one worker serves all" in load.hung() and "lower the limit" in load.hung()

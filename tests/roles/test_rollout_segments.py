@@ -15,7 +15,6 @@ import pytest
 from planned_engine import EOS_ID, PlannedEngine, logprobs_of
 
 from busrl.config import load
-from busrl.config.derive import admission_limits
 from busrl.config.schema import Segments, Topology
 from busrl.engines.base import Finished, Request
 from busrl.protocol import messages as m
@@ -25,6 +24,7 @@ from busrl.roles.learner.groups import Claimed, claim_group
 from busrl.roles.rollout import Pace, Rollout
 from busrl.roles.segments import SegmentCuts
 from busrl.roles.trajectory import read_generated, read_text
+from busrl.scheduling.limits import derive
 from busrl.weights.base import VersionSteps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ class Worker(Rollout):
 
     def __init__(self, topology: Topology, ring: Ring, engine: PlannedEngine) -> None:
         self.topology, self.ring, self.engine, self.name = topology, ring, engine, "rollout/0"
-        self.held, self.alone, self.limits = {}, False, admission_limits(topology)
+        self.held, self.alone, self.limits = {}, False, topology.derived.limits
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.segments = SegmentCuts.of(topology)
         self.waves = self.segments.waves
@@ -108,7 +108,9 @@ def in_waves(n_min: int) -> Topology:
     """Synchronous rounds of segments, of so many groups each."""
     base = topology(rounds="segments")
     learner = dataclasses.replace(base.learner, trigger=dataclasses.replace(base.learner.trigger, n_min=n_min))
-    return dataclasses.replace(base, learner=learner, weights=dataclasses.replace(base.weights, mode="sync"))
+    limits = derive("sync", n_min, 0, base.groups.size, waves=base.segments.waves)
+    derived, weights = dataclasses.replace(base.derived, limits=limits), dataclasses.replace(base.weights, mode="sync")
+    return dataclasses.replace(base, learner=learner, weights=weights, derived=derived)
 
 
 def dispatch(ring: Ring, uids: Sequence[int], cls: int = 0, step: int = 0, version: int = 0) -> None:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.roles.learner.metrics import Skew, distribution, ks_distance
+from busrl.roles.learner.alarms import LengthSkew, distribution, ks_distance
 
 
 def test_first_finished_groups_are_shorter_than_drawn_ones_and_the_alarm_says_so_once() -> None:
-    skew = Skew(steps=3, alarm=0.9)
+    skew = LengthSkew(steps=3, alarm=0.9)
     told = []
     for step in range(6):
         for i in range(4):
@@ -27,7 +27,7 @@ def test_first_finished_groups_are_shorter_than_drawn_ones_and_the_alarm_says_so
 
 
 def test_a_group_that_takes_long_holds_back_what_was_drawn_after_it() -> None:
-    skew = Skew(steps=5, alarm=0.9)
+    skew = LengthSkew(steps=5, alarm=0.9)
     skew.ended(0, [5], "T")
     skew.ended(2, [7], "T")
     row = skew.step([1, 3])
@@ -38,7 +38,7 @@ def test_a_group_that_takes_long_holds_back_what_was_drawn_after_it() -> None:
 
 
 def test_nothing_ended_is_no_alarm() -> None:
-    skew = Skew(steps=1, alarm=0.9)
+    skew = LengthSkew(steps=1, alarm=0.9)
     row = skew.step([])
     assert row["length_ratio"] is None and skew.warning(row) == "" and row["untrained_share"] == 0.0
 

@@ -282,7 +282,7 @@ def test_a_step_in_segments_is_the_same_live_and_replayed_with_a_gate_that_goes_
     masks = []
     for step in range(1, 6):
         record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3],
-                        samples=with_segments(records(step)), dmmpt=living.skip_mastered)
+                        samples=with_segments(records(step)), dmmpt=living.trainer.skip_mastered)
         history.append(record)
         stats = living.train(record.samples, 4, record.version)
         masks.append((record.dmmpt, stats.mastered_tokens > 0, living.gate_moved))
@@ -294,7 +294,7 @@ def test_a_step_in_segments_is_the_same_live_and_replayed_with_a_gate_that_goes_
 
     again, successor = TrainingStep(gated), History(paths, gated)
     successor.load(again, lambda meta, folder: None)
-    assert again.gate is not None and living.gate is not None and again.gate.on and again.skip_mastered
+    assert again.gate is not None and living.gate is not None and again.gate.on and again.trainer.skip_mastered
     for record in successor.to_replay():
         again.replay(record)
         successor.finished(record)
@@ -307,7 +307,7 @@ def test_a_replayed_step_is_masked_as_the_log_says_and_the_next_one_as_the_setti
     record = Record(step=1, version=0, cause="count", groups=[0, 1, 2, 3], samples=records(1), dmmpt=True)
     step = TrainingStep(changed(topology, dmmpt_tau=0.01, dmmpt_sigma=4.0))  # off by now
     assert step.replay(record).mastered_tokens > 0
-    assert not step.skip_mastered and step.train(records(2), 4, 1).mastered_tokens == 0
+    assert not step.trainer.skip_mastered and step.train(records(2), 4, 1).mastered_tokens == 0
 
 
 def test_tokens_above_the_bound_are_in_no_denominator_and_a_replay_leaves_out_the_same(topology: Topology) -> None:
@@ -320,7 +320,7 @@ def test_tokens_above_the_bound_are_in_no_denominator_and_a_replay_leaves_out_th
     living, again = TrainingStep(topology), TrainingStep(topology)
     for step in (living, again):
         for version in range(6):
-            step.old.at(version, version)
+            step.stale.at(version, version)
     living.accumulate(batch[:8], 5)
     living.accumulate(batch[8:], 5)
     streamed = living.finish(4)
@@ -336,8 +336,8 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
     for sample in batch[1:]:
         sample.step, sample.versions = 5, np.full(len(sample.versions) // 4, 5, "<u4").tobytes()
     step, other = TrainingStep(topology), TrainingStep(topology)
-    step.old.at(0, 0)
-    step.old.at(5, 5)
+    step.stale.at(0, 0)
+    step.stale.at(5, 5)
     stats = step.train(batch, 2, 5)
     assert stats.sequences == 7
     other.trainer.accumulate([to_sample(one) for one in batch[1:]], other._advantages(batch)[1:], None, 5)
@@ -379,7 +379,7 @@ def test_with_a_damaged_newest_checkpoint_the_one_before_and_the_log_lead_to_the
         successor.finished(record)
     assert successor.step == 7 and len(successor.trained) == 7 * 16
     assert torch.allclose(weights(living), weights(again), atol=1e-6)
-    [told] = successor.told
+    [told] = successor.warnings
     assert "global_step_6 is damaged" in told and "kept as torn-global_step_6" in told and "nothing is lost" in told
     successor.checkpoint(again, 7, {}, lambda folder: None)
     successor.close()
@@ -407,7 +407,7 @@ def test_steps_that_neither_a_whole_checkpoint_nor_the_log_holds_are_refused_by_
         change_a_byte(paths.checkpoints / f"global_step_{step}" / "optimizer.pt")
     for _ in range(2):  # nothing is changed by being refused
         again, successor = TrainingStep(topology), History(paths, topology)
-        with pytest.raises(UserError, match="4 steps from 1 to 4 can not be had again") as refused:
+        with pytest.raises(UserError, match="4 steps from 1 to 4 cannot be restored") as refused:
             successor.load(again, lambda meta, folder: None)
         successor.close()
     for name in ("global_step_4", "global_step_6", str(paths.wal)):
@@ -449,7 +449,7 @@ def test_log_or_checkpoints_that_vanish_under_a_living_learner_are_seen_before_t
     for record in successor.to_replay():
         again.train(record.samples, len(record.groups), record.version)
         successor.finished(record)
-    assert successor.step == 5 and not successor.told
+    assert successor.step == 5 and not successor.warnings
     assert torch.allclose(weights(living), weights(again), atol=1e-6)
     successor.close()
 
@@ -462,7 +462,7 @@ def test_a_log_that_ends_before_the_train_log_does_is_told(topology: Topology, t
     again, successor = TrainingStep(topology), History(paths, topology)
     successor.load(again, lambda meta, folder: None)
     assert successor.step == 3 and not list(successor.to_replay())
-    [told] = successor.told
+    [told] = successor.warnings
     assert "train.jsonl names steps up to 5, but checkpoint and log end at step 3" in told
     successor.close()
 
@@ -533,10 +533,10 @@ def test_a_damaged_train_log_is_written_again_from_checkpoint_and_log(
     for uid, _, crc in found[4]:
         assert crc in (0, stream.item(uid // 16).crc)
     if not (living and damage is garbage_at_the_end):
-        [told] = history.told
+        [told] = history.warnings
         assert "train.jsonl was damaged or removed" in told and "it was written again from checkpoint and log" in told
     history.close()
     successor = History(paths, topology)
     successor.load(TrainingStep(topology), lambda meta, folder: None)
-    assert bool(successor.told) == (living and damage is garbage_at_the_end)  # lines were written behind it
+    assert bool(successor.warnings) == (living and damage is garbage_at_the_end)  # lines were written behind it
     successor.close()

@@ -125,7 +125,7 @@ def disk_becomes_read_only(folder: Path) -> None:
         Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error").write_text("1")
         assert run.wait() == 1, run.tail()
         text = run.output.read_text()
-        assert "can not be written any more: Read-only file system; look at the disk" in text, text
+        assert "cannot be written any more: Read-only file system; look at the disk" in text, text
         assert "Traceback" not in text and "starting it again" not in text and run.leftovers() == [], text
         subprocess.run(["umount", str(disk)], check=True)
         assert subprocess.run(["e2fsck", "-fp", str(image)], stdout=subprocess.DEVNULL).returncode in (0, 1)

@@ -140,7 +140,7 @@ def test_rows_that_can_not_be_written_are_said_before_anything_is_computed(
     monkeypatch.setattr(Evaluation, "run", lambda *_: pytest.fail("it computes"))
     (tmp_path / "file").write_text("")
     assert main(["evaluate", str(QUICKSTART), "--out", str(tmp_path / "file" / "rows.jsonl")]) == 2
-    assert "rows can not be written there" in (told := capsys.readouterr().err) and "--out" in told
+    assert "rows cannot be written there" in (told := capsys.readouterr().err) and "--out" in told
 
 
 def test_a_new_run_begins_with_what_a_checkpoint_has_learned(done: Run, tmp_path: Path) -> None:

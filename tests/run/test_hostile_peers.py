@@ -17,7 +17,7 @@ from busrl.bus import Endpoint, tcp_pair
 from busrl.bus.endpoint import encrypt
 from busrl.errors import BusNotReady
 from busrl.keys import ClientKeys, Pair
-from busrl.launch.display import status
+from busrl.monitor.status import status
 from busrl.protocol import messages as m
 from busrl.protocol import topic
 from busrl.ring import Ring, State
@@ -88,9 +88,9 @@ def test_a_run_finishes_in_hostile_company_and_names_who_it_was(tmp_path: Path) 
             raise AssertionError("an unlisted key was let in")
         broken = break_descriptors(run)
         run.until("the refusal was recorded", lambda: said(run, public.decode()))
-        run.until("a broken sample was recorded", lambda: said(run, "payload that can not be read"))
+        run.until("a broken sample was recorded", lambda: said(run, "payload that cannot be read"))
         page = status(run.directory)
-        assert public.decode() in page and "127.0.0.1" in page and "can not be read" in page
+        assert public.decode() in page and "127.0.0.1" in page and "cannot be read" in page
         assert "dropped a message: malformed from loud" in page
         assert run.wait() == 0, run.tail()
     report = run.audit()

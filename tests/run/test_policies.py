@@ -9,7 +9,7 @@ from checks import check_end
 from harness import Run, read_lines, running
 
 from busrl.ring import Fates, Ring
-from busrl.scheduling import GroupScanner
+from busrl.scheduling.groups import GroupScanner
 
 G = 8
 FEW_ROWS = "generation.max_batch=16"  # so that siblings have something to wait behind

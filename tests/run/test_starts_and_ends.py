@@ -90,7 +90,7 @@ def test_a_run_that_was_asked_to_end_ends_in_order_and_is_finished_by_later_star
     assert "signal SIG" not in (run.paths.logs / "launch.log").read_text(), run.tail()
     told, rows = run.summary(), run.metrics()
     assert told["steps_before"] >= 12 and told["reward"]["first"] == rows[0]["reward"], "the story of all its starts"
-    assert "goes on after step" in run.text()
+    assert "continues after step" in run.text()
     assert run.start().wait() == 0 and f"{STEPS} of {STEPS} steps are done; to go on" in run.text()
     assert run.summary() == told, "a finished run is left as it is"
 

@@ -12,25 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from busrl.scheduling import (
-    UNKNOWN,
-    Admission,
-    Candidate,
-    Cause,
-    Claim,
-    Fire,
-    GroupScanner,
-    GroupView,
-    LearnerPlan,
-    SetAside,
-    Staleness,
-    Trigger,
-    derive,
-    make_policy,
-    uid_of,
-)
-from busrl.scheduling.admission import Probes, not_ahead
+from busrl.scheduling.admission import Admission, Probes, Staleness, not_ahead
+from busrl.scheduling.dispatch import make_policy
+from busrl.scheduling.groups import UNKNOWN, GroupScanner, GroupView, uid_of
+from busrl.scheduling.lengths import Candidate
+from busrl.scheduling.limits import derive
 from busrl.scheduling.pool import FinishedAnswers
+from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, Trigger
 
 FREE, QUEUED, GENERATING, REWARDED, TRAINING = 0, 2, 3, 6, 7
 LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling import POLICIES
+from busrl.scheduling.dispatch import POLICIES
 from busrl.scheduling.limits import oldest_age, window_of
 from busrl.scheduling.trigger import look
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling import derive
+from busrl.scheduling.limits import derive
 
 LOOPS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -83,7 +83,7 @@ def test_an_explicit_window_is_kept_and_one_above_the_buffer_is_refused() -> Non
 
 
 def test_the_trigger_takes_new_thresholds_between_steps_and_refuses_nonsense() -> None:
-    from busrl.scheduling import Moment, Trigger
+    from busrl.scheduling.trigger import Moment, Trigger
 
     trigger = Trigger(4)
     trigger.set(2, 0.5)

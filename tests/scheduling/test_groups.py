@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling import NOT_STARTED, UNKNOWN, GroupScanner, uid_of
+from busrl.scheduling.groups import NOT_STARTED, UNKNOWN, GroupScanner, uid_of
 from busrl.scheduling.limits import least_survivors
 
 FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = range(9)

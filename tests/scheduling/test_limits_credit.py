@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.scheduling import Admission, Room, derive, kept_back
+from busrl.scheduling.admission import Admission, Room, kept_back
+from busrl.scheduling.limits import derive
 
 G = 4
 

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling import Candidate, GroupScanner, RulesPredictor, make_policy, slot_priority, uid_of
 from busrl.scheduling.admission import Probes, Rows
+from busrl.scheduling.dispatch import make_policy
+from busrl.scheduling.groups import GroupScanner, slot_priority, uid_of
+from busrl.scheduling.lengths import Candidate, RulesPredictor
 from busrl.scheduling.pool import Entry, FinishedAnswers, Pool, Present, SlotOrder
 
 FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = range(9)

@@ -8,22 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from busrl.scheduling import (
-    NOT_STARTED,
-    Cause,
-    Claim,
-    Fire,
-    LearnerPlan,
-    Moment,
-    SetAside,
-    Staleness,
-    Trigger,
-    Verdict,
-    Wait,
-    age,
-    derive,
-)
-from busrl.scheduling.trigger import look
+from busrl.scheduling.admission import Staleness, age
+from busrl.scheduling.groups import NOT_STARTED
+from busrl.scheduling.limits import derive
+from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, Moment, SetAside, Trigger, Wait, look
 
 G = 4
 GOOD, FLAT = [0.0, 1.0, 0.5, 0.5], [1.0] * 4
@@ -172,8 +160,6 @@ def test_window_choice_is_by_admission_and_names_the_anchor() -> None:
 
 def test_age_counts_steps_and_a_group_that_has_not_begun_has_none() -> None:
     assert (age(3, 5), age(5, 5), age(NOT_STARTED, 5)) == (2, 0, 0)
-    assert [Staleness(2, how).verdict(3) for how in ("wait", "drop")] == [Verdict.WAIT, Verdict.DROP]
-    assert Staleness(2).verdict(2) is Staleness(None).verdict(99) is Verdict.OK
 
 
 def test_the_trigger_never_fires_on_nothing_and_refuses_nonsense() -> None:

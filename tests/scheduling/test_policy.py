@@ -7,16 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling import (
-    POLICIES,
-    Candidate,
-    LearnerState,
-    Policy,
-    RulesPredictor,
-    kendall_tau,
-    make_policy,
-    slot_priority,
-)
+from busrl.scheduling.dispatch import POLICIES, Policy, make_policy
+from busrl.scheduling.groups import slot_priority
+from busrl.scheduling.lengths import Candidate, RulesPredictor, kendall_tau
+from busrl.scheduling.pool import LearnerState
 
 
 def candidate(draw: int, length: int = 10) -> Candidate:
@@ -108,7 +102,7 @@ def test_adaptive_keeps_its_share_of_rows_on_long_groups_and_takes_short_ones_wi
         long.append(chosen.draw % 8 == 7)
     middle = in_use[100:300]
     assert max(middle) <= 20 and sum(middle) / len(middle) > 8, (max(middle), sum(middle) / len(middle))
-    assert policy.told()["tail_reserved"] == 16.0
+    assert policy.metrics()["tail_reserved"] == 16.0
 
 
 def test_fifo_keeps_the_order_drawn_and_sjf_takes_the_short_ones_first() -> None:

@@ -89,7 +89,7 @@ def test_an_observe_that_raises_is_counted_and_scoring_goes_on() -> None:
         guard.predict(asked)
         guard.observe([(c, 10 * (i + 1)) for i, c in enumerate(asked)])
     assert guard.faults == {"observe raised ZeroDivisionError": 33} and len(told) == 1
-    assert guard.tau == pytest.approx(1.0) and guard.measures()["predictor_faults"] == 33
+    assert guard.tau == pytest.approx(1.0) and guard.metrics()["predictor_faults"] == 33
 
 
 def test_tau_is_of_the_prediction_made_last_before_the_answer_and_of_a_sliding_window() -> None:
@@ -100,13 +100,13 @@ def test_tau_is_of_the_prediction_made_last_before_the_answer_and_of_a_sliding_w
         guard.predict(asked)
         guard.observe([(c, 1 + c.draw % 100) for c in asked])
         assert guard.tau == pytest.approx(sign)
-    assert guard.measures()["predictor_pairs"] == 512
+    assert guard.metrics()["predictor_pairs"] == 512
 
 
 def test_tau_is_silent_before_it_can_say_anything_and_answers_nobody_asked_about_do_not_count() -> None:
     guard = Guard(RulesPredictor())
     guard.observe([(Candidate(d, "", 8), 3) for d in range(100)])
-    assert np.isnan(guard.tau) and guard.measures()["predictor_pairs"] == 0
+    assert np.isnan(guard.tau) and guard.metrics()["predictor_pairs"] == 0
 
 
 def test_predictions_waiting_for_answers_are_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_predictions_waiting_for_answers_are_bounded_and_the_oldest_go(monkeypat
     for draw in range(40):
         guard.predict([Candidate(draw, "", 8), Candidate(0, "", 8)])  # draw 0 is asked about again and again
     guard.observe([(Candidate(draw, "", 8), 3) for draw in range(40)])
-    assert guard.measures()["predictor_pairs"] == 20
+    assert guard.metrics()["predictor_pairs"] == 20
 
 
 def test_costs_are_told_in_microseconds_per_prompt_and_per_answer() -> None:
@@ -123,7 +123,7 @@ def test_costs_are_told_in_microseconds_per_prompt_and_per_answer() -> None:
     guard = Guard(RulesPredictor(), clock=lambda: float(next(now)))
     guard.predict(ASKED[:2])
     guard.observe([(ASKED[0], 5)] * 4)
-    told = guard.measures()
+    told = guard.metrics()
     assert told["predictor_us_per_prompt"] == pytest.approx(500) and told["predictor_us_per_answer"] == pytest.approx(
         250
     )

@@ -27,7 +27,7 @@ signal.signal(signal.SIGTERM, lambda *_: stop.set())
 say = lambda text: print(text, flush=True)
 run_broker(f"ipc://{directory}/pub.sock", f"ipc://{directory}/sub.sock", OfdLock(f"{directory}/bus.lock"), stop,
            on_ready=lambda: say("ready"), on_progress=lambda: say("progress"), ping_s=0.05,
-           door=CurveListener(endpoint, Path(files)) if endpoint else None, on_refused=say)
+           listener=CurveListener(endpoint, Path(files)) if endpoint else None, on_refused=say)
 """
 PATIENCE_S = 30.0
 

@@ -13,7 +13,7 @@ import zmq
 
 from busrl import keys
 from busrl.bus import CurveListener, Endpoint, run_broker
-from busrl.bus.broker import MAX_KNOCKERS
+from busrl.bus.broker import MAX_REFUSED
 from busrl.errors import BadKeys, BrokerRunning, BusNotReady
 from busrl.keys import ClientKeys, Pair
 from busrl.protocol import messages as m
@@ -153,7 +153,7 @@ def test_the_holder_of_a_port_is_named_whatever_it_is(short_dir, key_directory):
         with pytest.raises(BrokerRunning, match=rf"{address}: .* in use by process {os.getpid()} \("):
             run_broker(
                 f"ipc://{short_dir}/pub", f"ipc://{short_dir}/sub", OfdLock(str(short_dir / "lock")),
-                threading.Event(), door=CurveListener(address, key_directory),
+                threading.Event(), listener=CurveListener(address, key_directory),
             )
 
 
@@ -164,11 +164,11 @@ def test_a_door_without_keys_does_not_open(tmp_path):
 
 def test_a_flood_of_unknown_keys_is_counted_in_bounded_memory(key_directory: Path):
     door = CurveListener("tcp://127.0.0.1:1", key_directory)
-    for number in range(MAX_KNOCKERS * 3):
+    for number in range(MAX_REFUSED * 3):
         frames = [b"1.0", b"7", b"busrl", f"10.0.{number % 256}.9".encode(), b"", b"CURVE", number.to_bytes(32, "big")]
         assert door._answer(frames)[1:3] == [b"7", b"400"]
     refusals = door.refusals()
-    assert len(refusals) == MAX_KNOCKERS + 1 and sum(one.count for one in refusals) == MAX_KNOCKERS * 3
+    assert len(refusals) == MAX_REFUSED + 1 and sum(one.count for one in refusals) == MAX_REFUSED * 3
     assert door.refusals() == []
 
 

@@ -13,9 +13,9 @@ from busrl.config import load, sketch
 from busrl.config.schema import Simulate
 from busrl.data.trace import Task, write
 from busrl.errors import NoSuchRun, UserError
-from busrl.simulate import World
 from busrl.simulate.fit import fit, nonnegative
 from busrl.simulate.settings import Asked, make
+from busrl.simulate.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,9 +13,9 @@ from busrl.engines.base import Statistics
 from busrl.launch.summary import ResidenceTimes
 from busrl.quickstart import ensure
 from busrl.roles import rollout
-from busrl.simulate import World
 from busrl.simulate.fit import fit
 from busrl.simulate.settings import Asked, make
+from busrl.simulate.world import World
 
 
 def test_stays_follow_littles_law() -> None:

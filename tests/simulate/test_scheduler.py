@@ -14,7 +14,7 @@ from worlds import FREE_TIMES, answers, topology
 
 from busrl.errors import UserError
 from busrl.scheduling.groups import DISPATCHED
-from busrl.simulate import Times
+from busrl.simulate.actors import Times
 from busrl.simulate.scheduler import Learned, keywords_of
 
 Make = Callable[..., Any]

@@ -190,13 +190,13 @@ def test_what_can_not_be_simulated_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["/nowhere/trace.jsonl"], "can not be written"),
+        (["/nowhere/trace.jsonl"], "cannot be written"),
         (["x", "--prompts", "0"], "--prompts 0: must be >= 1"),
         (["x", "--median", "900", "--limit", "100"], "--median 900: must be 1 to --limit"),
         (["x", "--seed", "-4"], "--seed -4: must be >= 0"),
         (["x", "--trace", "y"], "--trace belongs to a simulation"),
         (["x", "--actors", "0"], "--actors belongs to a simulation"),
-        ([__file__], "is there already"),
+        ([__file__], "exists already"),
     ],
 )
 def test_what_can_not_be_generated_is_refused_in_one_line(

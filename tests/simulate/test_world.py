@@ -14,7 +14,7 @@ from worlds import FREE_TIMES, answers, topology
 
 from busrl.errors import UserError
 from busrl.scheduling.groups import DISPATCHED
-from busrl.simulate import Times
+from busrl.simulate.actors import Times
 from busrl.states import ACCIDENTS
 
 Make = Callable[..., Any]
@@ -177,7 +177,7 @@ def test_a_run_of_flat_groups_says_what_it_stands_still_for(checked: Make) -> No
 
 
 def test_no_actor_is_refused() -> None:
-    from busrl.simulate import World
+    from busrl.simulate.world import World
 
     with pytest.raises(ValueError, match="0 actors"):
         World(topology(), FREE_TIMES, answers([(5,) * 8]), actors=0, steps=1)

@@ -133,9 +133,9 @@ from gpucheck import machine_checks
 def quick(context):
     context.figure("device", "none")
 def sleeps(context):
-    from gpucheck.stop import held
+    from gpucheck.stop import dies_with_parent
     import subprocess
-    child = subprocess.Popen(held("sh", "-c", "sleep 600"))
+    child = subprocess.Popen(dies_with_parent("sh", "-c", "sleep 600"))
     os.write(int(os.environ["TOLD"]), f"{{os.getpid()}} {{child.pid}}\\n".encode())
     child.wait()
 machine_checks.quick, machine_checks.sleeps = quick, sleeps

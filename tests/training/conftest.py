@@ -18,7 +18,7 @@ from busrl.training.model import load
 from busrl.training.trainer import StepStats, Trainer, TrainerSettings
 
 VOCABULARY = 23
-WAYS = {"full": FullLogits, "kept": KeptLogits, "apart": HeadApart, "lean": FusedForward}
+WAYS = {"full": FullLogits, "kept": KeptLogits, "apart": HeadApart, "fused": FusedForward}
 LLAMA_LIKE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
               "tie_word_embeddings": True}
@@ -129,7 +129,7 @@ class Lab:
             logp = torch.log_softmax(model(input_ids=ids[None]).logits[0] / sample.temperature, -1)
             own = torch.zeros((), dtype=torch.float64)
             for t, token in enumerate(sample.token_ids.tolist()):
-                now, mu = logp[len(sample.prompt_ids) - 1 + t, token], float(sample.logprobs[t])
+                now, mu = logp[len(sample.prompt_ids) - 1 + t, token], float(sample.behaviour_logprobs[t])
                 start = now.item() if prox is None else float(prox[index][t])
                 own = own + plain_loss(now, mu, start, advantage, loss)
             count = len(sample.token_ids)
@@ -165,7 +165,7 @@ def behaved(sample: Sample, logprobs: Any) -> Sample:
         sample.prompt_ids,
         sample.token_ids,
         np.asarray(logprobs, np.float32),
-        sample.versions,
+        sample.policy_versions,
         sample.reward,
         sample.temperature,
         sample.finish,

@@ -49,14 +49,14 @@ def test_each_generated_token_is_a_target_once_and_no_prompt_token_ever(shapes: 
 def test_a_good_sample_has_no_fault_and_a_certain_token_is_fine() -> None:
     good = sample(0, 3, 4)
     assert good.fault(10) is None
-    assert replace(good, logprobs=np.zeros(4, np.float32)).fault(10) is None
+    assert replace(good, behaviour_logprobs=np.zeros(4, np.float32)).fault(10) is None
 
 
 @pytest.mark.parametrize(("change", "text"), [
-    ({"logprobs": np.array([-1, -1, -1], np.float32)}, "4 tokens, 3 log-probabilities, 4 versions"),
-    ({"logprobs": np.array([-1, 0.5, -1, -1], np.float32)}, "above 0 or not a finite number: \\[0.5\\]"),
-    ({"logprobs": np.array([-1, np.nan, -1, -1], np.float32)}, "above 0 or not a finite number: \\[nan\\]"),
-    ({"logprobs": np.array([-1, -np.inf, -1, -1], np.float32)}, "-inf"),
+    ({"behaviour_logprobs": np.array([-1, -1, -1], np.float32)}, "4 tokens, 3 log-probabilities, 4 versions"),
+    ({"behaviour_logprobs": np.array([-1, 0.5, -1, -1], np.float32)}, "above 0 or not a finite number: \\[0.5\\]"),
+    ({"behaviour_logprobs": np.array([-1, np.nan, -1, -1], np.float32)}, "above 0 or not a finite number: \\[nan\\]"),
+    ({"behaviour_logprobs": np.array([-1, -np.inf, -1, -1], np.float32)}, "-inf"),
     ({"prompt_ids": np.zeros(0, np.int32)}, "at least one of each"),
     ({"prompt_ids": np.array([10], np.int32)}, "token 10 is outside of the vocabulary of 10"),
     ({"token_ids": np.array([0, 1, -1, 2], np.int32)}, "token -1 is outside"),
@@ -101,7 +101,8 @@ def test_looking_at_samples_together_finds_what_looking_at_each_finds(drawn: lis
     samples = [
         Sample(
             uid=i, group=0, member=i, prompt_ids=np.array(prompt, np.int32), token_ids=np.array(tokens, np.int32),
-            logprobs=np.full(len(tokens) + short, logprob, np.float32), versions=np.zeros(len(tokens), np.uint32),
+            behaviour_logprobs=np.full(len(tokens) + short, logprob, np.float32),
+            policy_versions=np.zeros(len(tokens), np.uint32),
             temperature=temperature, reward=reward,
         )
         for i, (prompt, tokens, logprob, temperature, reward, short) in enumerate(drawn)

@@ -62,9 +62,9 @@ def test_an_adapter_of_the_same_seed_begins_the_same_and_as_nothing(lab: Any) ->
     assert all(not value.any() for name, value in one.items() if ".lora_B." in name)
 
 
-def test_the_lean_forward_is_not_taken_for_an_adapted_model(lab: Any) -> None:
+def test_the_fused_forward_is_not_taken_for_an_adapted_model(lab: Any) -> None:
     """It reads weights, not layers, and at the start its numbers would even agree."""
-    assert Trainer(load(lab.folder("qwen3")), TrainerSettings()).forward.name == "lean"
+    assert Trainer(load(lab.folder("qwen3")), TrainerSettings()).forward.name == "fused"
     assert trained(lab, steps=0)[0].forward.name == "head_apart"
 
 

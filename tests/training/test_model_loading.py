@@ -57,8 +57,8 @@ def test_what_transformers_can_not_load_is_passed_on_with_the_path(lab: Any, tmp
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     config = json.loads((lab.folder("qwen3") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "no-such-model"}))
-    with pytest.raises(ModelNotLoaded, match="can not load it as a causal language model"):
+    with pytest.raises(ModelNotLoaded, match="cannot load it as a causal language model"):
         load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelNotLoaded, match="can not load it as a causal language model"):
+    with pytest.raises(ModelNotLoaded, match="cannot load it as a causal language model"):
         load(tmp_path)

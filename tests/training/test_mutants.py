@@ -33,8 +33,8 @@ def step_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
     gradient_is_the_plain_one(lab, distance, "apart")
 
 
-def lean_step_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    gradient_is_the_plain_one(lab, distance, "lean")
+def fused_step_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
+    gradient_is_the_plain_one(lab, distance, "fused")
 
 
 def sequence_mean_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
@@ -44,7 +44,7 @@ def sequence_mean_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
 def wild_ratio(lab: Any, distance: Any, with_logprobs: Any) -> None:
     """A token that was all but impossible when it was sampled: bounded loss, finite gradient."""
     made = lab.trainer("qwen3", "apart", double=False)
-    samples = [with_logprobs(sample, sample.logprobs * 0 - 400) for sample in lab.samples()]
+    samples = [with_logprobs(sample, sample.behaviour_logprobs * 0 - 400) for sample in lab.samples()]
     _, stats = lab.step(made, [(samples, [-1.0] * len(samples))])
     assert not stats.skipped
     assert stats.loss == pytest.approx(3.0, rel=1e-6)
@@ -105,7 +105,7 @@ def drift_is_measured(lab: Any, distance: Any, with_logprobs: Any) -> None:
 
 CHECKS: list[Callable[[Any, Any, Any], None]] = [
     step_gradient,
-    lean_step_gradient,
+    fused_step_gradient,
     sequence_mean_gradient,
     wild_ratio,
     clip_interval,
@@ -119,7 +119,7 @@ CHECKS: list[Callable[[Any, Any, Any], None]] = [
 # ------------------------------------------------------------------------------------------------------ the mutants
 
 good_positions, good_weights, good_plan = batch.predicting_positions, aggregation.sequence_weights, fused.plan_of
-good_spot, good_flatten, good_per_token = fused._spot, batch.flatten, batch.Flat.per_token
+good_block, good_flatten, good_per_token = fused._block, batch.flatten, batch.Flat.per_token
 
 
 def shifted_by_one(prompts: Any, responses: Any) -> Any:
@@ -171,10 +171,10 @@ def plan_with_wrong_places(samples: Any, heads: Any, dtype: Any) -> Any:
     return replace(plan, positions=torch.cat([plan.positions[: plan.shared], plan.positions[plan.shared :] + 1]))
 
 
-def spot_that_sees_one_ahead(*arguments: Any) -> Any:
-    spot = good_spot(*arguments)
-    ahead = torch.cat([torch.zeros_like(spot.bias[..., :1]), spot.bias[..., :-1]], -1)
-    return replace(spot, bias=ahead)
+def block_that_sees_one_ahead(*arguments: Any) -> Any:
+    block = good_block(*arguments)
+    ahead = torch.cat([torch.zeros_like(block.bias[..., :1]), block.bias[..., :-1]], -1)
+    return replace(block, bias=ahead)
 
 
 def plan_that_mixes_prompts(samples: Any, heads: Any, dtype: Any) -> Any:
@@ -250,9 +250,9 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
         lambda parameters, norm, limit: None,
         norm_is_clipped_after_the_division,
     ),
-    "own tokens stand one place too far": (fused, "plan_of", plan_with_wrong_places, lean_step_gradient),
-    "attention sees one token ahead": (fused, "_spot", spot_that_sees_one_ahead, lean_step_gradient),
-    "prompts are mixed up": (fused, "plan_of", plan_that_mixes_prompts, lean_step_gradient),
+    "own tokens stand one place too far": (fused, "plan_of", plan_with_wrong_places, fused_step_gradient),
+    "attention sees one token ahead": (fused, "_block", block_that_sees_one_ahead, fused_step_gradient),
+    "prompts are mixed up": (fused, "plan_of", plan_that_mixes_prompts, fused_step_gradient),
 }
 
 

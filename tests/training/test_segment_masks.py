@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-WAYS = ["full", "apart", "lean"]
+WAYS = ["full", "apart", "fused"]
 
 
 def with_context(samples: Sequence[Any], seed: int = 5) -> list[Any]:
@@ -34,7 +34,7 @@ def plain(model: Any, samples: Sequence[Any], advantages: Sequence[float], *, po
             tokens += 1
             if skip is not None and skip(float(now.detach().exp()), entropy, advantage):
                 continue
-            ratio = torch.exp(now - (now.item() if pois else float(sample.logprobs[t])))
+            ratio = torch.exp(now - (now.item() if pois else float(sample.behaviour_logprobs[t])))
             value = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
             total = total + (torch.minimum(value, torch.tensor(-3.0 * advantage)) if advantage < 0 else value)
     value = total / tokens
@@ -69,7 +69,7 @@ def test_what_stands_in_an_earlier_segment_changes_no_gradient_but_through_the_c
         })
 
     found, _ = lab.step(trainer, [(samples, advantages)])
-    behaviour = [changed(s, logprobs=np.full(len(s.logprobs), -17, np.float32)) for s in samples]
+    behaviour = [changed(s, behaviour_logprobs=np.full(len(s.behaviour_logprobs), -17, np.float32)) for s in samples]
     assert apart(lab.step(trainer, [(behaviour, advantages)])[0], found) < 1e-9
     ids = [changed(s, token_ids=(s.token_ids + 1) % 16) for s in samples]
     assert apart(lab.step(trainer, [(ids, advantages)])[0], found) > 1e-3

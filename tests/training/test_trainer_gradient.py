@@ -13,10 +13,10 @@ WAYS = [
     ("qwen3", "full"),
     ("qwen3", "kept"),
     ("qwen3", "apart"),
-    ("qwen3", "lean"),
-    ("qwen2", "lean"),
+    ("qwen3", "fused"),
+    ("qwen2", "fused"),
     ("llama", "apart"),
-    ("llama", "lean"),
+    ("llama", "fused"),
     ("gpt2", "full"),
     ("gpt2", "kept"),
     ("gpt2", "apart"),
@@ -41,7 +41,7 @@ def test_the_gradient_of_a_step_is_that_of_a_plain_loop_over_tokens(
     assert (stats.tokens, stats.sequences) == (sum(len(s.token_ids) for s in samples), len(samples))
 
 
-@pytest.mark.parametrize("way", ["apart", "lean"])
+@pytest.mark.parametrize("way", ["apart", "fused"])
 def test_the_decoupled_loss_uses_the_scores_from_the_start_of_the_step(lab: Any, apart: Any, way: str) -> None:
     trainer = lab.trainer("qwen3", way, loss="decoupled")
     samples = lab.samples(model=trainer.model)
@@ -60,7 +60,7 @@ def test_the_decoupled_loss_uses_the_scores_from_the_start_of_the_step(lab: Any,
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("qwen3", "lean"), ("qwen2", "lean"), ("llama", "lean"), ("gpt2", "head_apart"), ("granite", "logits_to_keep")],
+    [("qwen3", "fused"), ("qwen2", "fused"), ("llama", "fused"), ("gpt2", "head_apart"), ("granite", "logits_to_keep")],
 )
 def test_the_cheapest_way_is_chosen_that_gives_the_models_own_logits(lab: Any, kind: str, expected: str) -> None:
     assert lab.trainer(kind, double=False).forward.name == expected
@@ -72,7 +72,7 @@ def test_a_way_that_gives_other_logits_is_never_chosen(lab: Any, monkeypatch: py
 
 
 @quick
-@given(budget=st.integers(1, 400), seed=st.integers(0, 1000), way=st.sampled_from(["apart", "lean"]), data=st.data())
+@given(budget=st.integers(1, 400), seed=st.integers(0, 1000), way=st.sampled_from(["apart", "fused"]), data=st.data())
 def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(
     lab: Any, apart: Any, budget: int, seed: int, way: str, data: Any
 ) -> None:

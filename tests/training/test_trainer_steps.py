@@ -79,7 +79,7 @@ def test_a_step_of_several_updates_says_whether_some_of_them_were_made(lab: Any)
     assert not combined([skipped, skipped]).partly and not combined([made, made]).partly
 
 
-@pytest.mark.parametrize("way", ["apart", "lean"])
+@pytest.mark.parametrize("way", ["apart", "fused"])
 def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_sample(lab: Any, way: str) -> None:
     trainer = lab.trainer("qwen3", way)
     samples = lab.samples()
@@ -107,7 +107,7 @@ def test_when_all_samples_are_fine_the_parameters_with_a_broken_gradient_are_nam
 
 def test_a_ratio_without_bounds_leaves_the_gradient_finite(lab: Any, with_logprobs: Any) -> None:
     trainer = lab.trainer("qwen3", double=False)
-    samples = [with_logprobs(sample, sample.logprobs * 0 - 500.0) for sample in lab.samples()]
+    samples = [with_logprobs(sample, sample.behaviour_logprobs * 0 - 500.0) for sample in lab.samples()]
     trainer.accumulate(samples, [-1.0] * len(samples))
     stats = trainer.step(1e-3)
     assert not stats.skipped
@@ -120,7 +120,7 @@ def test_fewer_advantages_than_samples_are_refused(lab: Any) -> None:
         lab.trainer("qwen3").accumulate(lab.samples(), [0.0] * 11)
 
 
-@pytest.mark.parametrize("way", ["apart", "lean"])
+@pytest.mark.parametrize("way", ["apart", "fused"])
 def test_without_drift_the_step_says_so_and_entropy_is_at_the_sampling_temperature(
     lab: Any, with_logprobs: Any, way: str
 ) -> None:
@@ -147,7 +147,7 @@ def test_the_mismatch_counts_tokens_of_the_present_version_alone(lab: Any, with_
     samples = lab.samples()
     moved = []
     for sample, row in zip(samples, trainer.score(samples), strict=True):
-        moved.append(with_logprobs(sample, row - np.where(sample.versions == 5, 0.25, 2.0)))
+        moved.append(with_logprobs(sample, row - np.where(sample.policy_versions == 5, 0.25, 2.0)))
     _, stats = lab.step(trainer, [(moved, lab.advantages(len(moved)))], version=5)
     assert stats.diagnostics.mismatch == pytest.approx(0.25, rel=1e-5)
 
@@ -225,6 +225,6 @@ def test_two_trainers_with_the_same_samples_end_with_the_same_bits(lab: Any) -> 
 def test_padding_is_told_where_there_is_any(lab: Any) -> None:
     samples = lab.samples()
     real, wide = sum(sample.length for sample in samples), max(sample.length for sample in samples)
-    for way, expected in (("apart", 1 - real / (wide * len(samples))), ("lean", 0.0)):
+    for way, expected in (("apart", 1 - real / (wide * len(samples))), ("fused", 0.0)):
         trainer = lab.trainer("qwen3", way, micro_batch_tokens=10**6)
         assert lab.step(trainer, [(samples, lab.advantages(len(samples)))])[1].padding == pytest.approx(expected)

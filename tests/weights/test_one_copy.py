@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import one_copy_engine
 
+from busrl import files
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
 from busrl.training.model import copied_weights
 from busrl.weights import shared
@@ -420,10 +421,10 @@ def test_a_bridge_that_others_could_have_written_or_that_is_damaged_is_refused(t
         shared.read_bridge(file)
     for text, said in ((good[:50], "not a bridge"), ("[]", "not a bridge"), (good.replace('"layout":1', '"layout":9'),
                        "layout 9"), (good.replace('"tensors"', '"tensor"'), "KeyError")):
-        shared.write_private(file, text)
+        files.replace(file, text.encode())
         with pytest.raises(UserError, match=said):
             shared.read_bridge(file)
-    shared.write_private(file, good.replace('"shape":[4]', '"shape":[5]'))
+    files.replace(file, good.replace('"shape":[4]', '"shape":[5]').encode())
     beyond = shared.read_bridge(file)
     assert beyond is not None
     with pytest.raises(UserError, match="a does not fit into its memory"):

@@ -26,7 +26,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import numpy as np  # noqa: E402
 
-from busrl.scheduling import POLICIES, Candidate, GroupScanner, Policy, make_policy, uid_of  # noqa: E402
+from busrl.scheduling.dispatch import POLICIES, Policy, make_policy  # noqa: E402
+from busrl.scheduling.groups import GroupScanner, uid_of  # noqa: E402
+from busrl.scheduling.lengths import Candidate  # noqa: E402
 
 LOOK = 64  # groups opened per look
 GROUP, SLOTS, ROWS = 8, 4096, 1024

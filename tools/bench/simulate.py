@@ -21,7 +21,10 @@ from typing import Any
 
 from busrl.config import load
 from busrl.data.trace import Shape, make_trace
-from busrl.simulate import Figures, Times, TraceAnswers, World
+from busrl.simulate.actors import Times
+from busrl.simulate.answers import TraceAnswers
+from busrl.simulate.figures import Figures
+from busrl.simulate.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP, PROMPTS, LIMIT = 8, 4096, 4096

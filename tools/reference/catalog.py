@@ -1,7 +1,7 @@
-"""What the structs of the messages do not say: who sends and hears each, to whom it is addressed, since when.
+"""What the structs of the messages do not say: sender and readers of each, its reach, its first version.
 
-Read by `reference.py` (the tables of docs/protocol.md) and by the tests; knows nothing of sockets. A message or a field
-that stands in `registry.py` but not here makes `check` fail, and says what to add.
+Read by `protocol_page` (the tables of docs/protocol.md) and by the tests; knows nothing of sockets. A message or field
+that is in the codec's `ALL` but not here makes `check` fail, which names what to add.
 
 - Every message has one `Route`.
 - Every field stands in exactly one version of `HISTORY`. A removed name stays there, so that it is never used again.
@@ -155,7 +155,7 @@ def fields_of(kind: type[Message]) -> list[str]:
     return [name for name in kind.__struct_fields__ if name not in Message.__struct_fields__]
 
 
-# -- what is missing -----------------------------------------------------------------------------------------------
+# -- what is missing -----
 
 
 def check() -> list[str]:

@@ -1,25 +1,15 @@
-"""Msgpack bytes taken apart for a reader: each token with its offset, its bytes and what it says.
-
-Pure, and its own decoder on purpose: docs/protocol.md shows what the wire holds, not what the codec believes. Knows
-only the part of msgpack that messages use; extension types are refused.
-
-What each field of a message means, in one line each, for docs/protocol.md.
-
-Read by `reference.py` alone. A name means the same in every message; where it does not, "MESSAGE.name" stands beside it
-and wins. A field without a meaning makes `missing` name it.
-
-The session of docs/protocol.md: what a worker without a library sends and receives, byte by byte.
-
-Pure: made from the codec, the topics and the framing of ZMTP 3; knows nothing of libzmq. A test plays the page's bytes
-on plain sockets against a real broker.
-
-Every line is `SOCKET > hex ; words` (the worker sends) or `SOCKET < hex ; words` (the broker does).
-
-Writes the generated parts of docs/protocol.md from the structs, and the golden vectors with `--vectors`.
+"""Writes the generated parts of docs/protocol.md from the structs, and the golden vectors with `--vectors`.
 
 `python -m tools.reference.protocol_page` rewrites the page between its marks; a test compares. Uses `catalog` (routes,
-versions), `meanings`, `vectors` and `session`; knows nothing of sockets. A message or field that has no docstring,
-route, version or meaning is an error that says what to add.
+versions) and `vectors`; knows nothing of sockets. A message or field that lacks a docstring, route, version or meaning
+is an error that says what to add.
+
+- The page shows what the wire holds, not what the codec believes: bytes are taken apart by a decoder of their own,
+  which knows only the part of msgpack that messages use.
+- The session is what a worker without a library sends and receives, made from the codec, the topics and the framing of
+  ZMTP 3. A test plays its bytes on plain sockets against a real broker. A line is `SOCKET > hex ; words` for what the
+  worker sends, and `SOCKET < hex ; words` for what the broker does.
+- A name of a field means the same in every message; where it does not, "MESSAGE.name" stands beside it and wins.
 """
 
 from __future__ import annotations
@@ -47,7 +37,7 @@ from tools.reference import vectors
 from tools.reference.catalog import ROUTES, check, described, fields_of, message_since, records, since, topic_form
 from tools.reference.vectors import ARRAYS
 
-# -- Msgpack bytes taken apart for a reader: each token with its offset, its bytes and what it says -------------------
+# -- msgpack, token by token -----
 
 
 _SIZED = {0xC4: "bin 8", 0xC5: "bin 16", 0xC6: "bin 32", 0xD9: "str 8", 0xDA: "str 16", 0xDB: "str 32"}
@@ -160,7 +150,7 @@ def _made(raw: bytes, at: int, size: int, form: str, text: str, depth: int, chil
     return Token(at, raw[at : at + size], form, text, depth, children)
 
 
-# -- What each field of a message means, in one line each, for docs/protocol.md ---------------------------------------
+# -- what each field means -----
 
 
 MEANINGS: Final[dict[str, str]] = {
@@ -172,9 +162,9 @@ MEANINGS: Final[dict[str, str]] = {
     # a slot and its sample
     "worker_id": "Name of the worker, as in topics.",
     "capacity": "How many tasks more it could begin now.",
-    "rows": "How many tasks it runs at once when it is full; 0 = not said.",
+    "rows": "How many tasks it runs at once when it is full; 0 = unknown.",
     "slot_id": "Index of the slot in the ring.",
-    "seq": "`seq` of the slot's control word when this was said (36 bits).",
+    "seq": "`seq` of the slot's control word when this was sent (36 bits).",
     "uid": "The sample. Bit 62 is set for validation.",
     "count": "How many slots this doorbell stands for; the named one is the first.",
     "status": '`"generated"`: the answer is whole. `"segment"`: a segment was committed. `"aborted"`: handed back.',
@@ -204,7 +194,7 @@ MEANINGS: Final[dict[str, str]] = {
     # scheduler
     "admitted": "Groups admitted so far.",
     "open_groups": "Groups in flight.",
-    "queued": "Slots waiting for a worker; 0 = not said.",
+    "queued": "Slots waiting for a worker; 0 = unknown.",
     "free": "Free slots.",
     "credit": "Groups that may be opened now.",
     "waiting": "What it waits for, in words.",
@@ -241,13 +231,13 @@ MEANINGS: Final[dict[str, str]] = {
     "a list of messages as it is.",
     "GATEWAY_WELCOME.index": "The worker's entry in the ring's process table.",
     "tasks": "The tasks.",
-    "code": "What became of the request, below.",
+    "code": "The outcome of the request, below.",
     "about": "Name of the request.",
     "GATEWAY_ANSWER.text": "Why, for a person.",
-    "lost": "Tasks of `holding` that are not the worker's any more.",
+    "lost": "Tasks of `holding` that the worker no longer holds.",
     "record": "The prompt's JSONL line as it stands.",
     "segment": "Segments that are committed already.",
-    "attempt": "How often it was tried since the last committed segment.",
+    "attempt": "Tries since the last committed segment.",
     "max_new_tokens": "Tokens that may still be generated.",
     "segment_tokens": "Tokens after which this segment ends, with `done` false; 0: none, make the answer whole.",
     "temperature": "For sampling.",
@@ -260,7 +250,7 @@ MEANINGS: Final[dict[str, str]] = {
     "data": "The elements, little endian.",
     # presence, errors, control
     "role": "What the process does: `rollout`, `reward`, ...",
-    "pid": "Its process id on its host; 0 = not said.",
+    "pid": "Its process id on its host; 0 = unknown.",
     "host": "Name of its host.",
     "index": "Its entry in the ring's process table; 0 = it does not map the ring.",
     "activity": "What it is doing, in words.",
@@ -276,7 +266,7 @@ MEANINGS: Final[dict[str, str]] = {
 
 
 def meaning(message: str, name: str) -> str:
-    """The line about a field ("" = of the envelope); KeyError if there is none."""
+    """The line about a field, "" for `message` = of the envelope; KeyError if there is none."""
     return MEANINGS.get(f"{message}.{name}") or MEANINGS[name]
 
 
@@ -289,7 +279,7 @@ def missing(message: str, names: list[str]) -> list[str]:
     ]
 
 
-# -- The session of docs/protocol.md: what a worker without a library sends and receives, byte by byte ----------------
+# -- the session -----
 
 
 WORKER: Final = "reward-9"
@@ -361,11 +351,11 @@ def lines() -> list[str]:
     answers = [topic(kind, WORKER) for kind in (g.GatewayWelcome, g.GatewayTasks, g.GatewayAnswer)]
     for prefix in (topic(m.Stop), topic(m.DataGenerated), *answers, topic(m.Ping, WORKER)):
         script.put("SUB", ">", bytes([LAST, 1 + len(prefix), 1]) + prefix.encode(), f'subscribe "{prefix}"')
-    script.say("Are we heard? A PING to ourselves, repeated until it comes back.")
+    script.say("Are we connected? A PING to ourselves, repeated until it comes back.")
     before = len(script.lines)
     script.message("PUB", ">", m.Ping(token="7c0ffee7"), WORKER, WORKER)
     script.echo("SUB", before)
-    script.say("Say who we are. index 0: this process does not map the ring.")
+    script.say("Announce ourselves. index 0: this process does not map the ring.")
     script.message("PUB", ">", m.Hello(role="reward", pid=4711, host="node-1"), WORKER)
     _work(script)
     script.say("The run ends. Hand back what we hold (nothing), say goodbye, close both sockets.")
@@ -391,7 +381,7 @@ def _work(script: _Script) -> None:
     script.message("PUB", ">", g.RemoteClaim(life=LIFE, req=2, capacity=1), WORKER)
     script.say("One task. Its name is slot 17, claim 42, sample 1289; it is ours for 20 seconds.")
     script.message("SUB", "<", g.GatewayTasks(life=LIFE, req=2, tasks=[_task()]), "keeper", WORKER)
-    script.say("Judge it and answer; again every half second until the keeper has said what became of it.")
+    script.say("Judge it and answer; again every half second until the keeper answers.")
     reward = g.RemoteRewarded(life=LIFE, req=3, task="17.42.1289", reward=1.0)
     script.message("PUB", ">", reward, WORKER)
     done = g.GatewayAnswer(code="done", life=LIFE, req=3, about="REMOTE_REWARDED", task="17.42.1289")
@@ -423,7 +413,7 @@ def parse(text: str) -> Iterator[tuple[str, str, bytes]]:
             yield socket, arrow, bytes.fromhex("".join(hexed))
 
 
-# -- Writes the generated parts of docs/protocol.md from the structs, and the golden vectors with `--vectors` ---------
+# -- the page -----
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -447,7 +437,7 @@ def complete() -> None:
         raise Incomplete("\n".join(problems))
 
 
-# -- types in words ------------------------------------------------------------------------------------------------
+# -- types in words -----
 
 
 def words(kind: kinds.Type) -> str:
@@ -487,7 +477,7 @@ def presence(field: kinds.Field) -> str:
     return "default nil" if field.default is None else f"default `{json.dumps(field.default)}`"
 
 
-# -- the generated parts --------------------------------------------------------------------------------------------
+# -- the generated parts -----
 
 
 def overview() -> str:
@@ -581,11 +571,11 @@ def _first_sentence(kind: type[Message]) -> str:
     return re.split(r"(?<=[.;:])\s", text, maxsplit=1)[0].rstrip(";:.") + "."
 
 
-# -- files ---------------------------------------------------------------------------------------------------------
+# -- files -----
 
 
 def rewritten(page: str) -> str:
-    """The page with every generated part made anew; `Incomplete` if a mark is missing."""
+    """The page with every generated part made again; `Incomplete` if a mark is missing."""
     complete()
     for name, make in PARTS.items():
         begin, end = MARK.format(name), END.format(name)

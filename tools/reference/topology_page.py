@@ -1,4 +1,4 @@
-"""Writes `configs/reference*.toml` from the declarations of the keys, so that the reference can not fall behind.
+"""Writes `configs/reference*.toml` from the declarations of the keys, so that the reference cannot fall behind.
 
 `python -m tools.reference.topology_page > configs/reference.toml` writes what a user needs,
 `python -m tools.reference.topology_page configs` that and the tables that have a file of their own; a test compares.

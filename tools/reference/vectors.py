@@ -64,7 +64,7 @@ TYPICAL: Final[dict[str, Any]] = {
 WIDE: Final[dict[str, Any]] = {"seq": (1 << 36) - 1, "uid": (1 << 62) + SAFE + 1}
 
 
-# -- messages.json: what busrl writes -----------------------------------------------------------------------------
+# -- messages.json: what busrl writes -----
 
 
 def samples() -> Iterator[tuple[str, Message]]:
@@ -120,7 +120,7 @@ def natural(value: Any) -> Any:
     return [natural(one) for one in value] if isinstance(value, list) else value
 
 
-# -- variants.json: what other encoders may write, and means the same --------------------------------------------------
+# -- variants.json: what other encoders may write, and means the same -----
 
 
 def variants() -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ def _with(fields: dict[str, Any], name: str, hexed: str) -> bytes:
     return b"\xdf" + len(fields).to_bytes(4, "big") + body
 
 
-# -- rejected.json: what must be dropped and counted -------------------------------------------------------------------
+# -- rejected.json: what must be dropped and counted -----
 
 
 def rejected() -> list[dict[str, Any]]:
@@ -195,10 +195,10 @@ def _fault(kind: type[Message], raw: bytes) -> str:
         codec.decode(kind, raw, LIMIT)
     except codec.Rejected as rejected:
         return rejected.fault.value
-    raise ValueError(f"{raw.hex()} was to be refused as {name_of(kind)} and was not")
+    raise ValueError(f"{raw.hex()} should be refused as {name_of(kind)} and is accepted")
 
 
-# -- values that follow from a field --------------------------------------------------------------------------------
+# -- values that follow from a field -----
 
 
 def _fields(kind: type[Message], make: Make, required_only: bool) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def _pack(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-# -- files ---------------------------------------------------------------------------------------------------------
+# -- files -----
 
 
 def files() -> dict[str, str]:

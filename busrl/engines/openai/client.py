@@ -107,8 +107,7 @@ def tools_of(settings: Openai) -> list[Any]:
     return found
 
 
-# -- reading answers strictly -----------------------------------------------------------------------------------------
-
+# -- reading answers strictly -----
 
 class Garbage(Exception):
     """An answer that cannot be used; the message says why, and shows its beginning."""
@@ -240,8 +239,7 @@ def _check(ids: list[Any], logprobs: list[Any], vocabulary: int) -> None:
             raise Garbage(f"log-probability {value!r}, above 0")
 
 
-# -- between the engine's thread and the client's event loop ----------------------------------------------------------
-
+# -- between the engine's thread and the client's event loop -----
 
 @dataclass
 class Sent:
@@ -309,7 +307,7 @@ def retry_after_s(header: str | None, now: datetime | None = None) -> float | No
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-# -- the client -------------------------------------------------------------------------------------------------------
+# -- the client -----
 
 BACKOFF = Backoff(first_s=0.25, most_s=15.0)
 
@@ -363,7 +361,7 @@ class Client:
         """Run something on the loop and wait for it; PeerTimeout names the phase after `limit_s`."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop is over, and nobody would ever await this
+        except RuntimeError:  # the loop is over, and would never await this
             work.close()
             raise PeerTimeout(f"{self.endpoint.url}: {phase}: the connection is closed") from None
         try:
@@ -374,7 +372,7 @@ class Client:
             future.cancel()
             raise PeerTimeout(f"{self.endpoint.url}: {phase} took longer than {limit_s:g} s") from None
 
-    # -- from outside -----------------------------------------------------------------------------------------------
+    # -- from outside -----
 
     def start(self, requests: list[Sent]) -> None:
         self._loop.call_soon_threadsafe(self._start, requests)
@@ -410,15 +408,14 @@ class Client:
         if not self._thread.is_alive():
             self._loop.close()
 
-    # -- one request ------------------------------------------------------------------------------------------------
+    # -- one request -----
 
     def _start(self, requests: list[Sent]) -> None:
         for sent in requests:
             self._sent[sent.key] = (sent, self._loop.create_task(self._serve(sent)))
 
     async def _serve(self, sent: Sent) -> None:
-        """Try until there is an end; whatever goes wrong is a message, so that nobody waits for this request for ever.
-        """
+        """Try until there is an end; an error becomes a message, so that no request is waited for in vain."""
         try:
             while not sent.gone:
                 await self._gate.wait()
@@ -547,7 +544,7 @@ class Client:
             self.messages.put(Message(sent.key, part, self.version, ended=part.finish is not None))
         return part.finish is not None
 
-    # -- failures ---------------------------------------------------------------------------------------------------
+    # -- failures -----
 
     def _server_lives(self) -> None:
         self._succeeded = time.monotonic()
@@ -579,7 +576,7 @@ class Client:
             log.warning("%s: %s; asking again, for %.0f s more at most", self.endpoint.url, failure, left)
         await asyncio.sleep(wait_s)
 
-    # -- the gate ---------------------------------------------------------------------------------------------------
+    # -- the gate -----
 
     async def _hold_gate(self) -> None:
         self._gate.clear()
@@ -601,7 +598,7 @@ class Client:
         await self._session.close()
         await self._loop.shutdown_default_executor()  # names are looked up there
 
-    # -- anything else that is asked of the server ----------------------------------------------------------------
+    # -- anything else that is asked of the server -----
 
     async def _send(self, method: str, url: str, body: Body, limit_s: float) -> tuple[int, str, str]:
         """Status, text and Retry-After of one call."""

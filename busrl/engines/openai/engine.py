@@ -103,7 +103,7 @@ class ServedEngine:
             self._client.close()
             raise
 
-    # -- the protocol -------------------------------------------------------------------------------------------
+    # -- the protocol -----
 
     @property
     def capacity(self) -> int:
@@ -241,7 +241,7 @@ class ServedEngine:
         self._weights.close()
         self._client.close()
 
-    # -- requests -------------------------------------------------------------------------------------------------
+    # -- requests -----
 
     def _body(self, request: Request) -> dict[str, Any]:
         """What is sent, without what depends on the tokens so far."""
@@ -331,7 +331,7 @@ class ServedEngine:
             self._settle()
         self._settle()
 
-    # -- the server -----------------------------------------------------------------------------------------------
+    # -- the server -----
 
     def _load(self, version: int, path: Path, deadline: float = math.inf) -> None:
         """Make the server load a version; its tokens carry the number from now on."""

@@ -1,47 +1,29 @@
-"""The key-value cache: one row per running sequence, every row with its own write position.
+"""Runs a causal language model over rows of a cache: the interface, and the implementations for any architecture.
 
-Used by both decoders; for the generic one it also plays the part of a transformers Cache. A row is written from
-position 0 by a prefill, or at once from a `Staging` that a long prompt filled in pieces; then one position further by
-each decoding step. Knows nothing of requests.
-
-- Bytes past a row's own length are garbage; the mask keeps attention away from them, so rows are never cleared.
-- Rows in use are always the first n, so that a step works on slices instead of gathered copies.
-- Only the used prefix of the positions is read; room grows by doubling up to `max_length`.
-
-Runs a causal language model over rows of a cache: the interface, and the implementation for any architecture.
-
-Used by the torch engine. `GenericDecoder` calls the model's own forward with explicit positions and 4-D masks;
-`fast_decoder` has one for the common block structure, `states` those for models that keep more than keys and values.
-Knows nothing of sampling, requests or weights arriving.
+Used by the torch engine. `fast` has another decoder for the common block structure, and chooses one. Knows nothing of
+sampling, requests or weights arriving.
 
 - A prefill computes all tokens of a prompt but the last; the last one enters the next decoding step with all others.
   So there is one place where logits are made, and a prefill never needs the output layer.
 - Prompts are padded on the right: the causal mask alone keeps padding out of every real position.
-
-Decoders for models that do not keep their past in keys and values alone: linear attention, convolutions, Mamba.
-
-Used by the torch engine where `GenericDecoder` does not agree with the model. `StateDecoder` keeps the states of such
-layers row by row beside the keys and values of the others, as transformers' own cache does; `WholeDecoder` keeps the
-tokens and computes everything again, which any causal model allows. Knows nothing of sampling or requests.
-
-- A state has no positions that a mask could hide: a prefill has no padding, and a row begins with states of zero.
-- `WholeDecoder` pads on the right and reads the logits of each row's last token: a causal model sees no padding there.
+- Rows in use are always the first n, so that a step works on slices instead of gathered copies.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache
 
-# -- The key-value cache: one row per running sequence, every row with its own write position -------------------------
-
-
 FIRST_ROOM = 128
+LOGITS = 1 << 25  # numbers that one forward of a `WholeDecoder` may write where the head cannot be called by itself
 StateKey = tuple[str, int, int]  # kind (conv, recurrent), layer, number in the layer
 
+
+# -- the cache -----
 
 class Staging:
     """Keys and values of one sequence of `length` tokens while it is prefilled in pieces; `done` of them are there."""
@@ -65,10 +47,17 @@ class Staging:
 
 
 class RowCache(Cache):  # type: ignore[misc, unused-ignore]
-    """Keys and values per layer, [rows, heads, positions, head width]; `plan_*` says what the next forward does."""
+    """Keys and values per layer, [rows, heads, positions, head width]; `plan_*` says what the next forward does. For
+    the generic decoders it also plays the part of a transformers Cache.
+
+    A row is written from position 0 by a prefill, or at once from a `Staging` that a long prompt filled in pieces; then
+    one position further by each decoding step. Bytes past a row's own length are garbage; the mask keeps attention away
+    from them, so rows are never cleared. Only the used prefix of the positions is read; room grows by doubling up to
+    `max_length`.
+    """
 
     def __init__(self, rows: int, max_length: int) -> None:
-        # The base class would build layer objects of its own; models only call the methods below.
+        # The base class would build its own layer objects; models only call the methods below.
         self.layers: Any = []
         self.rows = rows
         self.max_length = max_length
@@ -83,7 +72,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self._flat: dict[int, torch.Tensor] = {}
         self._places: dict[int, int] = {}  # of the layers that attend, among themselves: others may lie in between
 
-    # -- what the next forward does -----------------------------------------------------------------------------
+    # -- what the next forward does -----
 
     def plan_prefill(self, rows: torch.Tensor, source: torch.Tensor | None, length: int) -> None:
         """The next forward computes `length` positions of new sequences; sequence `source[i]` goes to row `rows[i]`."""
@@ -101,7 +90,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self._positions, self._active, self._span = positions, len(positions), span
         self._flat.clear()
 
-    # -- what a model calls ---------------------------------------------------------------------------------------
+    # -- what a model calls -----
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -129,7 +118,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return self.max_length
 
-    # -- storage ----------------------------------------------------------------------------------------------------
+    # -- storage -----
 
     def store_step(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store one position of each active row ([rows, heads, 1, width] or without the 1); returns the used prefix."""
@@ -154,7 +143,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
             store[target, :, :span] = store[source, :, :span]
 
     def begin(self, rows: torch.Tensor) -> None:
-        """Sequences without a prefill begin in these rows: nothing to do, since a mask hides what others left there."""
+        """Sequences without a prefill begin in these rows: nothing to do, since a mask hides older keys there."""
 
     def clear(self, rows: torch.Tensor) -> None:
         """Zero rows that hold numbers which are not finite: a masked NaN would still spoil the row's next sequence."""
@@ -198,8 +187,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
                 stores[layer] = grown
 
 
-# -- Runs a causal language model over rows of a cache: the interface, and the implementation for any architecture ----
-
+# -- decoders -----
 
 class Rows(Protocol):
     """What a decoder keeps of the sequences, row by row; see `RowCache`."""
@@ -231,22 +219,11 @@ class Decoder(Protocol):
         ...
 
 
-class GenericDecoder:
-    """Any Hugging Face causal language model that keeps its past in keys and values."""
+class CachedDecoder(ABC):
+    """What decoders with a `RowCache` share."""
 
     equal_lengths = False
-
-    def __init__(self, model: Any, rows: int, max_length: int) -> None:
-        self.cache = self._make_cache(rows, max_length)
-        self._model = model
-        self._base = model.base_model
-        config = model.config.get_text_config()
-        self._layer_types: tuple[str, ...] = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
-        self._window = window_of(config)
-        self._dtype = next(model.parameters()).dtype
-
-    def _make_cache(self, rows: int, max_length: int) -> RowCache:
-        return RowCache(rows, max_length)
+    cache: RowCache
 
     def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
         self.cache.plan_prefill(rows, source, ids.shape[1])
@@ -256,6 +233,26 @@ class GenericDecoder:
         self.cache.plan_piece(staging)
         self._fill(ids, staging.done)
         staging.done += ids.shape[1]
+
+    @abstractmethod
+    def _fill(self, ids: torch.Tensor, begin: int) -> None:
+        """Keys and values of `ids` [sequences, length] at the positions from `begin` on."""
+
+
+class GenericDecoder(CachedDecoder):
+    """Any Hugging Face causal language model that keeps its past in keys and values: calls its own forward with
+    explicit positions and 4-D masks."""
+
+    cache_type = RowCache
+
+    def __init__(self, model: Any, rows: int, max_length: int) -> None:
+        self.cache = self.cache_type(rows, max_length)
+        self._model = model
+        self._base = model.base_model
+        config = model.config.get_text_config()
+        self._layer_types: tuple[str, ...] = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
+        self._window = window_of(config)
+        self._dtype = next(model.parameters()).dtype
 
     def _fill(self, ids: torch.Tensor, begin: int) -> None:
         keys = torch.arange(begin + ids.shape[1], device=ids.device)
@@ -309,11 +306,7 @@ def window_of(config: Any) -> int | None:
     return int(window)
 
 
-# -- Decoders for models that do not keep their past in keys and values alone: linear attention, convolutions, Mamba --
-
-
-LOGITS = 1 << 25  # numbers that one forward of a `WholeDecoder` may write where the head can not be called by itself
-
+# -- models that do not keep their past in keys and values alone -----
 
 class StateCache(RowCache):
     """A `RowCache` that also plays the part of transformers' cache for convolution and recurrent states."""
@@ -322,7 +315,7 @@ class StateCache(RowCache):
         super().__init__(rows, max_length)
         self.states: dict[StateKey, torch.Tensor] = {}  # [rows, ...] each
 
-    # -- what a model calls ---------------------------------------------------------------------------------------
+    # -- what a model calls -----
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The last inputs of a convolution; None at the beginning. The model may write into it."""
@@ -355,7 +348,7 @@ class StateCache(RowCache):
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    # -- storage ----------------------------------------------------------------------------------------------------
+    # -- storage -----
 
     def adopt(self, staging: Staging, rows: torch.Tensor) -> None:
         super().adopt(staging, rows)
@@ -398,12 +391,12 @@ class StateCache(RowCache):
 
 
 class StateDecoder(GenericDecoder):
-    """A model some of whose layers keep states. Masks go to layers that attend; the others see no padding at all."""
+    """A model some of whose layers keep states (linear attention, convolutions, Mamba), row by row beside the keys and
+    values of the others. Masks go to layers that attend. A state has no positions that a mask could hide: a prefill has
+    no padding, and a row begins with states of zero."""
 
     equal_lengths = True
-
-    def _make_cache(self, rows: int, max_length: int) -> RowCache:
-        return StateCache(rows, max_length)
+    cache_type = StateCache
 
     def _masks(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
         full = self._additive(keys <= queries)
@@ -411,23 +404,19 @@ class StateDecoder(GenericDecoder):
             return full
         window = self._window
         sliding = full if window is None else self._additive((keys <= queries) & (keys > queries - window))
-        found = {kind: _mask_of(kind, full, sliding) for kind in self._layer_types}
-        # Layers of both kinds in one ask for the mask of an attention layer; without any the model wants no masks.
-        both = {"linear_attention": None, "full_attention": full, **found}
-        return both if any(map(_attends, self._layer_types)) else None
+        attending = [kind for kind in self._layer_types if _attends(kind)]
+        if not attending:
+            return None
+        # Layers of both kinds in one ask for the mask of an attention layer.
+        found = {"full_attention": full, **dict.fromkeys((*self._layer_types, "linear_attention"))}
+        return found | {kind: sliding if "sliding" in kind else full for kind in attending}
 
 
 def _attends(kind: str) -> bool:
     return "hybrid" in kind or ("attention" in kind and "linear" not in kind)
 
 
-def _mask_of(kind: str, full: torch.Tensor, sliding: torch.Tensor) -> torch.Tensor | None:
-    if not _attends(kind):
-        return None
-    return sliding if "sliding" in kind else full
-
-
-class Tokens:
+class TokenRows:
     """What a `WholeDecoder` keeps: the tokens, row by row."""
 
     def __init__(self, rows: int, max_length: int, device: torch.device) -> None:
@@ -447,7 +436,8 @@ class Tokens:
 
 
 class WholeDecoder:
-    """Any causal language model: each step is a forward pass over all tokens. New weights leave nothing stale in it."""
+    """Any causal language model: each step is a forward pass over all tokens. New weights leave nothing stale in it. It
+    reads the logits of each row's last token, where a causal model sees no padding to the right."""
 
     equal_lengths = False
 
@@ -455,7 +445,7 @@ class WholeDecoder:
         self._model = model
         self._head = model.get_output_embeddings() if head_apart else None
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
-        self.cache = Tokens(rows, max_length, next(model.parameters()).device)
+        self.cache = TokenRows(rows, max_length, next(model.parameters()).device)
 
     def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
         self.cache.ids[rows, : ids.shape[1]] = ids if source is None else ids[source]

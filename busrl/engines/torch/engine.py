@@ -1,38 +1,13 @@
-"""Draws one token for each row from logits, all rows at once, by inverting the cumulative distribution.
+"""The embedded engine: continuous batching of any Hugging Face causal language model, without a server.
 
-Used by the torch engine; knows nothing of models, caches or requests. Sums are taken in float64, so that a token is
-drawn with its probability even from a vocabulary of 10**5 and the result does not hang on the order of additions.
+The rollout role drives it through `busrl.engines.base.Engine`; a receiver of weights writes into `parameters()`. Talks
+to a decoder, which computes. Knows nothing of slots, the bus or rewards.
 
-- The log-probability returned is that of the distribution drawn from: after temperature, and after top-p if it is on.
-- Logits that are not finite give a log-probability of NaN and some token of the vocabulary; the caller looks.
-- Temperature 0 is greedy: the first largest logit, log-probability 0 (a distribution with one point).
-
-What the host knows of every sequence: plain arrays, one line ("seat") per sequence.
-
-Used by the torch engine. A sequence has its seat from the moment it is submitted until it ends; a cache row only while
-its keys and values are there. `rows` maps one to the other. Knows nothing of models; imports no torch.
-
-- Random numbers are drawn when a sequence sits down, one per token that it may produce, from its own stream.
-
-Who gets keys and values next: sequences wait here for their cache row, a bounded number of tokens per step.
-
-Used by the torch engine between two decoding steps. Talks to the seats (what is known of a sequence) and to a decoder
-(which computes keys and values). Knows nothing of sampling, versions or time.
-
-- First come, first served. All that fit into the budget join at the next step; equal prompts are computed once.
-- A prompt over the budget is computed in pieces, one per step, outside of the rows: who runs goes on meanwhile.
-- Sequences whose cache is stale stand up and wait again, in front, with all of their tokens.
-
-The embedded engine: continuous batching of any Hugging Face causal language model, without a server.
-
-The rollout role drives it through `busrl.engines.base.Engine`; the weight plane writes into `parameters()`. Knows
-nothing of slots, the bus or rewards.
-
-- Sequences join and leave between decoding steps. Who joins is prefilled in a batch of its own (`filling`), one row for
-  all requests with the same prompt, and copied into the rows of the running batch.
+- Sequences join and leave between decoding steps. Those that join are prefilled in a separate batch (`Prefill`), one
+  row for all requests with the same prompt, and copied into the rows of the running batch.
 - New weights enter between steps. Running sequences keep the keys and values that older weights made, or, with
   `on_update = "recompute"`, wait until theirs are computed again.
-- One transfer from the device and no Python per row in a step, but for rows that begin or end in it.
+- One transfer from the device and no Python per row in a step, apart from rows that begin or end in it.
 """
 
 from __future__ import annotations
@@ -52,7 +27,23 @@ from transformers.utils import logging as transformers_logging
 
 from busrl.config.schema import ONE_COPY
 from busrl.device import choose as choose_device
-from busrl.engines.base import ABORTED, EOS, LENGTH, Event, Finished, Pause, Pauses, Request, Statistics, Streams
+from busrl.engines.base import (
+    ABORTED,
+    EOS,
+    LENGTH,
+    NO_IDS,
+    Event,
+    Finished,
+    Ids,
+    PartialAnswer,
+    Pause,
+    Pauses,
+    Request,
+    Statistics,
+    Streams,
+    check_rows,
+    room_for,
+)
 from busrl.engines.tokens import Tokens, eos_ids_of
 from busrl.engines.torch.decoder import Decoder, Staging
 from busrl.engines.torch.fast import choose_decoder
@@ -64,24 +55,36 @@ if TYPE_CHECKING:
     from busrl.config import Topology
     from busrl.data import Prompt
     from busrl.weights.base import Receiver
-    from busrl.weights.factory import Settings as WeightSettings
+    from busrl.weights.factory import Settings
+
+Index = npt.NDArray[np.intp]
+OnUpdate = Literal["keep", "recompute"]
+PADDING = 256  # tokens of padding that are not worth another forward pass
+SPAN_STEP = 8  # attended prefixes grow in steps, so that fewer shapes occur
+PREFILL_TOKENS = 2048  # keeps a step with a full prefill within some ten times one without, and still fills a GPU
+DEFAULT_MAX_LENGTH = 4096  # where neither the caller nor the model sets one
+quiet: Any = transformers_logging  # it has no type hints
 
 
-
-# -- Draws one token for each row from logits, all rows at once, by inverting the cumulative distribution -------------
-
+# -- sampling -----
 
 @dataclass(frozen=True)
-class Settings:
-    """Sampling settings of all rows, [rows, 1] each; None where no row needs the step."""
+class Sampling:
+    """Settings of all rows, [rows, 1] each; None where no row needs the step."""
 
     inverse_temperature: torch.Tensor | None
     greedy: torch.Tensor | None
     top_p: torch.Tensor | None
 
 
-def draw(logits: torch.Tensor, uniforms: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and float32 log-probabilities, [rows] each, for logits [rows, vocabulary] and uniforms [rows, 1]."""
+def draw(logits: torch.Tensor, uniforms: torch.Tensor, settings: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and float32 log-probabilities, [rows] each, for logits [rows, vocabulary] and uniforms [rows, 1].
+
+    All rows at once, by inverting the cumulative distribution. Sums are taken in float64, so that a token is drawn with
+    its probability even from a vocabulary of 10**5, whatever the order of additions. The log-probability is that of the
+    distribution drawn from, after temperature and top-p. Logits that are not finite give NaN and some token, which the
+    caller has to look for. Temperature 0 is greedy: the first largest logit, log-probability 0 (one point).
+    """
     scores = logits.float()
     if settings.inverse_temperature is not None:
         scores = scores * settings.inverse_temperature
@@ -108,16 +111,16 @@ def _truncate(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(kept, dim=-1)
 
 
-# -- What the host knows of every sequence: plain arrays, one line ("seat") per sequence ------------------------------
-
-
-Index = npt.NDArray[np.intp]
-Ids = npt.NDArray[np.int32]
-NO_IDS: Ids = np.empty(0, np.int32)
-
+# -- sequences -----
 
 class Seats:
-    """State of up to `capacity` sequences of up to `max_length` tokens."""
+    """What the host knows of up to `capacity` sequences of up to `max_length` tokens: plain arrays, a line ("seat")
+    each.
+
+    A sequence has its seat from the moment it is submitted until it ends; a cache row only while its keys and values
+    are there. `rows` maps one to the other. Random numbers are drawn when a sequence sits down, one per token that it
+    may produce, from its own stream.
+    """
 
     def __init__(self, capacity: int, max_length: int, eos: npt.NDArray[np.bool_]) -> None:
         self.max_length = max_length
@@ -132,7 +135,7 @@ class Seats:
         self.temperature = np.zeros(capacity, np.float32)
         self.top_p = np.zeros(capacity, np.float64)
         self._given: list[Ids] = [NO_IDS] * capacity  # prompt and prefix
-        self._told: dict[int, int] = {}  # tokens that events have told of, by the seat of a streaming request
+        self._streamed: dict[int, int] = {}  # tokens that events have handed over, by the seat of a streaming request
         self._events: list[Event] = []
         self._eos = eos
         self._streams = Streams()
@@ -142,17 +145,11 @@ class Seats:
         self._logprobs = np.empty((capacity, max_length), np.float32)
         self._versions = np.empty((capacity, max_length), np.uint32)
 
-    def room_for(self, request: Request) -> int:
-        """How many tokens the request may produce before a limit cuts it."""
-        return min(request.max_new_tokens, self.max_length - len(request.prompt_ids) - len(request.prefix_ids))
-
     def sit(self, request: Request) -> int:
         """Give a request a seat; it has no cache row yet."""
         seat = self.free.pop()
-        given = request.prompt_ids
-        if len(request.prefix_ids):
-            given = np.concatenate((request.prompt_ids, request.prefix_ids))
-        limit = self.room_for(request)
+        given = np.concatenate((request.prompt_ids, request.prefix_ids))
+        limit = room_for(request, self.max_length)
         self._given[seat] = given
         self.key[seat] = request.key
         self.last[seat] = given[-1]
@@ -166,7 +163,7 @@ class Seats:
         else:
             self._uniforms[seat, :limit] = 0.5
         if request.stream:
-            self._told[seat] = 0
+            self._streamed[seat] = 0
         return seat
 
     def cached(self, seat: int) -> Ids:
@@ -216,37 +213,28 @@ class Seats:
         count = int(self.produced[seat])
         tokens = self._tokens[seat, :count].copy()
         finish = ABORTED if aborted else EOS if self._eos[tokens[-1]] else LENGTH
-        if seat in self._told:
+        if seat in self._streamed:
             self._events.append(self._event(seat, finish))
-            del self._told[seat]
+            del self._streamed[seat]
         self.free.append(seat)
-        return Finished(
-            key=int(self.key[seat]),
-            token_ids=tokens,
-            logprobs=self._logprobs[seat, :count].copy(),
-            versions=self._versions[seat, :count].copy(),
-            finish=finish,
-        )
+        return Finished(int(self.key[seat]), *self._arrays(seat, 0, count), finish)
 
     def events(self) -> list[Event]:
         """What streaming requests produced since the last call."""
-        told, self._events = self._events, []
-        return told + [self._event(seat) for seat, count in self._told.items() if count < self.produced[seat]]
+        found, self._events = self._events, []
+        return found + [self._event(seat) for seat, count in self._streamed.items() if count < self.produced[seat]]
 
     def _event(self, seat: int, finish: int | None = None) -> Event:
-        begin, end = self._told[seat], int(self.produced[seat])
-        self._told[seat] = end
-        tokens, logprobs, versions = (
-            array[seat, begin:end].copy() for array in (self._tokens, self._logprobs, self._versions)
-        )
-        return Event(int(self.key[seat]), tokens, logprobs, versions, finish)
+        begin, end = self._streamed[seat], int(self.produced[seat])
+        self._streamed[seat] = end
+        return Event(int(self.key[seat]), *self._arrays(seat, begin, end), finish)
+
+    def _arrays(self, seat: int, begin: int, end: int) -> tuple[Ids, npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
+        at = slice(begin, end)
+        return self._tokens[seat, at].copy(), self._logprobs[seat, at].copy(), self._versions[seat, at].copy()
 
 
-# -- Who gets keys and values next: sequences wait here for their cache row, a bounded number of tokens per step ------
-
-
-PADDING = 256  # tokens of padding that are not worth a forward of their own
-
+# -- prefill -----
 
 class _Piecewise:
     """A prompt that is computed in pieces, and the seats that it is for."""
@@ -260,8 +248,13 @@ class _Piecewise:
         return len(self.ids) - self.staging.done
 
 
-class Filling:
-    """`budget`: tokens of one step, padding left out."""
+class Prefill:
+    """Sequences wait here for their cache row; `budget` is the tokens of one step, padding left out.
+
+    - First come, first served. All that fit into the budget join at the next step; equal prompts are computed once.
+    - A prompt over the budget is computed in pieces, one per step, outside of the rows: running sequences continue.
+    - Sequences whose cache is stale stand up and wait again, in front, with all of their tokens.
+    """
 
     def __init__(self, seats: Seats, decoder: Decoder, budget: int, device: torch.device) -> None:
         self._seats, self._decoder, self._budget, self._device = seats, decoder, budget, device
@@ -275,8 +268,6 @@ class Filling:
     @property
     def joining(self) -> int:
         """How many sequences have their cache after the next `fill`."""
-        if not self._queue and self._long is None:
-            return 0
         return len(self._next()[0])
 
     def wait(self, seat: int) -> None:
@@ -290,7 +281,7 @@ class Filling:
         self._queue.extendleft(sorted(seats, key=lambda seat: -int(self._seats.position[seat])))
 
     def seats(self) -> list[int]:
-        """Everybody who waits."""
+        """All that wait."""
         return [*(self._long.seats if self._long else ()), *self._queue]
 
     def forget(self, seat: int) -> None:
@@ -319,8 +310,6 @@ class Filling:
             self._decoder.cache.begin(self._tensor([rows[k] for k in rows_of[b""]]))
         self._batches({ids: [rows[k] for k in members] for ids, members in rows_of.items() if ids})
         return len(joined)
-
-    # -- one step's share -------------------------------------------------------------------------------------------
 
     def _next(self) -> tuple[list[int], dict[bytes, list[int]]]:
         """The seats that join, and the places in that list which each different prompt (as bytes) is for."""
@@ -356,8 +345,6 @@ class Filling:
             self._decoder.cache.adopt(long.staging, self._tensor([take_row(seat) for seat in long.seats]))
             self._long = None
 
-    # -- whole prompts ----------------------------------------------------------------------------------------------
-
     def _batches(self, rows_of: dict[bytes, list[int]]) -> None:
         """Shortest first; a batch ends where its padding would be more than its tokens."""
         batch: list[bytes] = []
@@ -389,15 +376,7 @@ class Filling:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-# -- The embedded engine: continuous batching of any Hugging Face causal language model, without a server -------------
-
-
-SPAN_STEP = 8  # attended prefixes grow in steps, so that fewer shapes occur
-PREFILL_TOKENS = 2048  # keeps a step with a full prefill within some ten times one without, and still fills a GPU
-DEFAULT_MAX_LENGTH = 4096  # where neither the caller nor the model sets one
-OnUpdate = Literal["keep", "recompute"]
-quiet: Any = transformers_logging  # it has no type hints
-
+# -- the engine -----
 
 class TorchEngine:
     """`capacity` rows of one model on one device. Use `load` for a model folder."""
@@ -427,32 +406,22 @@ class TorchEngine:
         self._tokens = Tokens(tokenizer, eos_ids, chat)
         self._decoder = choose_decoder(model, capacity, self._max_length, fast)
         self._seats = Seats(capacity, self._max_length, eos)
-        self._filling = Filling(self._seats, self._decoder, max(1, prefill_tokens), self._device)
+        self._waiting = Prefill(self._seats, self._decoder, max(1, prefill_tokens), self._device)
         self._capacity = capacity
         self._on_update = on_update
         self._holes: list[int] = []
         self._done: list[Finished] = []
-        self._settings: Settings | None = None
-        self._files = WeightLoader(model)
+        self._sampling: Sampling | None = None
+        self._loader = WeightLoader(model)
         self._pauses = Pauses()
         self._version = self._steps = self._drawn = self._updates = 0
         self._update_s = 0.0
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        *,
-        capacity: int,
-        max_length: int = 0,
-        dtype: str = "float32",
-        device: str | torch.device = "cpu",
-        fast: bool = True,
-        chat: bool = False,
-        on_update: OnUpdate = "keep",
-        prefill_tokens: int = PREFILL_TOKENS,
+        cls, path: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu", **settings: Any
     ) -> TorchEngine:
-        """An engine for a model folder; nothing is fetched from anywhere."""
+        """An engine for a model folder; nothing is downloaded. `settings` are those of the constructor."""
         model: Any
         quiet.disable_progress_bar()  # this is a process with a log, not a terminal
         try:
@@ -460,15 +429,11 @@ class TorchEngine:
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError) as problem:
             raise UserError(f"{path}: no causal language model and tokenizer ({problem}); see model.path") from problem
-        model = model.to(device=device, dtype=getattr(torch, dtype))
-        engine = cls(
-            model, tokenizer, capacity=capacity, max_length=max_length, fast=fast, chat=chat, on_update=on_update,
-            prefill_tokens=prefill_tokens,
-        )
-        engine._files.base = Path(path)
+        engine = cls(model.to(device=device, dtype=getattr(torch, dtype)), tokenizer, **settings)
+        engine._loader.base = Path(path)
         return engine
 
-    # -- the protocol -------------------------------------------------------------------------------------------
+    # -- the protocol -----
 
     @property
     def capacity(self) -> int:
@@ -480,7 +445,7 @@ class TorchEngine:
 
     @property
     def drawing(self) -> int:
-        return 0 if self._pauses.on else self._running + self._filling.joining
+        return 0 if self._pauses.on else self._seats.active - len(self._holes) + self._waiting.joining
 
     @property
     def max_length(self) -> int:
@@ -492,14 +457,14 @@ class TorchEngine:
         return type(self._decoder).__name__
 
     def submit(self, requests: Sequence[Request]) -> None:
-        if self.active + len(requests) > self._capacity:
-            raise ValueError(f"{len(requests)} requests for {self._capacity - self.active} free rows; look at capacity")
-        self._check(requests)
+        check_rows(self, requests)
         for request in requests:
-            if self._seats.room_for(request) > 0:
-                self._filling.wait(self._seats.sit(request))
+            self._check(request)
+        for request in requests:
+            if room_for(request, self._max_length) > 0:
+                self._waiting.wait(self._seats.sit(request))
             else:
-                self._done.append(_empty(request))
+                self._done.append(PartialAnswer(request).finished(LENGTH))
 
     def step(self) -> list[Finished]:
         finished, self._done = self._done, []
@@ -514,9 +479,9 @@ class TorchEngine:
         for index, one in enumerate(self._done):
             if one.key == key:
                 return self._done.pop(index)
-        for seat in self._filling.seats():
+        for seat in self._waiting.seats():
             if self._seats.key[seat] == key:
-                self._filling.forget(seat)
+                self._waiting.forget(seat)
                 return self._seats.leave(seat, aborted=True)
         for row in self._used_rows():
             seat = int(self._seats.rows[row])
@@ -533,7 +498,7 @@ class TorchEngine:
         while how == "wait" and self.active and not self._pauses.on:
             ended += self.step()
         if how == "abort":
-            seats = [*self._filling.seats(), *(int(self._seats.rows[row]) for row in self._used_rows())]
+            seats = [*self._waiting.seats(), *self._seats.rows[self._used_rows()].tolist()]
             ended = [one for key in self._seats.key[seats].tolist() if (one := self.abort(key)) is not None]
         self._pauses.begin()
         return ended
@@ -541,7 +506,7 @@ class TorchEngine:
     def resume(self) -> None:
         self._pauses.end()
 
-    def receiver(self, settings: WeightSettings, name: str) -> Receiver | None:
+    def receiver(self, settings: Settings, name: str) -> Receiver | None:
         """The learner trains this engine's own tensors with one copy of the weights; else the ordinary receiver writes
         into them."""
         if settings.transport != ONE_COPY:
@@ -552,9 +517,10 @@ class TorchEngine:
 
     def update_weights(self, receiver: Receiver) -> tuple[int, int]:
         begun = time.monotonic()
-        self._version, step = self._files.update(receiver)
-        if self._on_update == "recompute":
-            self._stand_up()
+        self._version, step = self._loader.update(receiver)
+        if self._on_update == "recompute":  # all that run give their rows back and wait for new keys and values
+            self._waiting.wait_again(self._seats.rows[self._used_rows()].tolist())
+            self._seats.active, self._holes = 0, []
         self._updates += 1
         self._update_s += time.monotonic() - begun
         return self._version, step
@@ -566,8 +532,8 @@ class TorchEngine:
     def statistics(self) -> Statistics:
         rows = self._used_rows()
         return Statistics(
-            active=self.active, waiting=len(self._filling), paused=self._pauses.on, version=self._version,
-            steps=self._steps, tokens=self._drawn, prefill_tokens=self._filling.computed,
+            active=self.active, waiting=len(self._waiting), paused=self._pauses.on, version=self._version,
+            steps=self._steps, tokens=self._drawn, prefill_tokens=self._waiting.computed,
             cache_tokens=int(self._seats.position[self._seats.rows[rows]].sum()),
             cache_capacity=self._capacity * self._max_length, updates=self._updates, update_s=self._update_s,
             pause_s=self._pauses.seconds + self._update_s,
@@ -582,11 +548,7 @@ class TorchEngine:
     def close(self) -> None:
         """Nothing was started."""
 
-    # -- joining and leaving ------------------------------------------------------------------------------------
-
-    @property
-    def _running(self) -> int:
-        return self._seats.active - len(self._holes)
+    # -- joining and leaving -----
 
     def _used_rows(self) -> list[int]:
         holes = set(self._holes)
@@ -594,7 +556,7 @@ class TorchEngine:
 
     def _arrange(self) -> None:
         """Let requests join, first in the rows of sequences that left, and close up the rows left over."""
-        if not self._filling.fill(self._take_row) and not self._holes:
+        if not self._waiting.fill(self._take_row) and not self._holes:
             return
         seats = self._seats
         if self._holes:
@@ -603,7 +565,7 @@ class TorchEngine:
             self._holes = []
             if sources and span:
                 self._decoder.cache.move(self._tensor(sources), self._tensor(targets), span)
-        self._settings = None
+        self._sampling = None
 
     def _take_row(self, seat: int) -> int:
         seats = self._seats
@@ -614,22 +576,17 @@ class TorchEngine:
         seats.rows[row] = seat
         return row
 
-    def _stand_up(self) -> None:
-        """All that run give their rows back and wait for keys and values of the new weights."""
-        self._filling.wait_again(self._seats.rows[self._used_rows()].tolist())
-        self._seats.active, self._holes = 0, []
-
-    # -- one decoding step --------------------------------------------------------------------------------------
+    # -- one decoding step -----
 
     def _decode(self) -> list[Finished]:
         seats = self._seats
         running: Index = seats.rows[: seats.active]
         positions = seats.position[running]
         span = min(-(-(int(positions.max()) + 1) // SPAN_STEP) * SPAN_STEP, self._max_length)
-        if self._settings is None:
-            self._settings = self._make_settings(running)
+        if self._sampling is None:
+            self._sampling = self._make_sampling(running)
         logits = self._decoder.step(self._to_device(seats.last[running]), self._to_device(positions), span)
-        tokens, logprobs = draw(logits, self._to_device(seats.uniforms(running)), self._settings)
+        tokens, logprobs = draw(logits, self._to_device(seats.uniforms(running)), self._sampling)
         drawn, measured = tokens.cpu().numpy(), logprobs.cpu().numpy()
         ended = seats.record(running, drawn, measured, self._version)
         self._steps += 1
@@ -637,47 +594,31 @@ class TorchEngine:
         if not ended.any():
             return []
         self._holes = ended.nonzero()[0].tolist()
-        self._clear_spoilt(np.isnan(measured))
+        if (spoilt := np.isnan(measured)).any():
+            self._decoder.cache.clear(self._tensor(spoilt.nonzero()[0].tolist()))
         return [seats.leave(seat) for seat in running[ended].tolist()]
 
-    def _clear_spoilt(self, spoilt: npt.NDArray[np.bool_]) -> None:
-        if spoilt.any():
-            self._decoder.cache.clear(self._tensor(spoilt.nonzero()[0].tolist()))
-
-    def _make_settings(self, running: Index) -> Settings:
-        """Sampling settings of the running rows; rebuilt only when sequences joined or left."""
+    def _make_sampling(self, running: Index) -> Sampling:
+        """Settings of the running rows; made again only when sequences joined or left."""
         temperature, top_p = self._seats.temperature[running], self._seats.top_p[running]
         greedy = temperature <= 0
         inverse = 1.0 / np.where(greedy, 1.0, temperature)
-        return Settings(
+        return Sampling(
             inverse_temperature=self._to_device(inverse[:, None]) if (inverse != 1.0).any() else None,
             greedy=self._to_device(greedy[:, None]) if greedy.any() else None,
             top_p=self._to_device(top_p[:, None]) if (top_p < 1.0).any() else None,
         )
 
-    # -- small things -------------------------------------------------------------------------------------------
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        """`ValueError` that names the request without tokens, or with one that the model does not know."""
-        for request in requests:
-            if not len(request.prompt_ids) + len(request.prefix_ids):
-                raise ValueError(
-                    f"request {request.key} (uid {request.uid}) has no tokens; a prompt needs at least one"
-                )
-        if not requests or self._knows([ids for r in requests for ids in (r.prompt_ids, r.prefix_ids)]):
-            return
-        for request in requests:
-            if not self._knows([request.prompt_ids, request.prefix_ids]):
-                ids = np.concatenate((request.prompt_ids, request.prefix_ids))
-                low, high = int(ids.min()), int(ids.max())
-                raise ValueError(
-                    f"request {request.key} (uid {request.uid}) has token id {low if low < 0 else high}; "
-                    f"the model knows 0 to {self._vocabulary - 1}"
-                )
-
-    def _knows(self, parts: Sequence[npt.NDArray[Any]]) -> bool:
-        ids = np.concatenate(parts)
-        return int(ids.min()) >= 0 and int(ids.max()) < self._vocabulary
+    def _check(self, request: Request) -> None:
+        """ValueError that names a request without tokens, or with one that the model does not know."""
+        ids = np.concatenate((request.prompt_ids, request.prefix_ids))
+        name = f"request {request.key} (uid {request.uid})"
+        if not len(ids):
+            raise ValueError(f"{name} has no tokens; a prompt needs at least one")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocabulary:
+            wrong = low if low < 0 else high
+            raise ValueError(f"{name} has token id {wrong}; the model knows 0 to {self._vocabulary - 1}")
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
@@ -694,13 +635,7 @@ def _max_length(model: Any, wanted: int) -> int:
     return min(limits) if limits else DEFAULT_MAX_LENGTH
 
 
-def _empty(request: Request) -> Finished:
-    """A request that has no room for a single token ends at once, cut by its length."""
-    nothing = np.empty(0, np.int32)
-    return Finished(request.key, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), LENGTH)
-
-
-def make(topology: Topology, process: str = "") -> TorchEngine:
+def make(topology: Topology, process: str) -> TorchEngine:
     """The engine of a rollout process whose topology says `engine = "torch"`."""
     generation = topology.generation
     return TorchEngine.load(

@@ -1,16 +1,12 @@
-"""A decoder for the common block (Llama, Qwen2, Qwen3, Mistral): the same weights, far fewer operations a token.
+"""A decoder for the common block (Llama, Qwen2, Qwen3, Mistral), and the choice of the decoder for a model.
 
-Used by the torch engine in place of `GenericDecoder` when `recognise` knows the architecture and `agrees` finds the
-same logits as the model's own forward. Knows nothing of sampling, requests or weights arriving.
+Used by the torch engine. `choose_decoder` checks decoders against the model's own forward when an engine is built. A
+decoder that computes something else would train the model on wrong log-probabilities, silently: one that disagrees, or
+raises, is not used, the next slower one is tried, and the log says why. Knows nothing of sampling or requests.
 
 - The model's parameters stay the only copy: fused projections are made by moving the parameters' storage into one
-  tensor each, so whoever writes a parameter in place has written the fused one.
+  tensor each, so that a write into a parameter is a write into the fused one.
 - Nothing derived from a weight is kept between steps; the rotary table depends on the configuration alone.
-
-Checks a decoder against the model's own forward when an engine is built, and chooses the decoder.
-
-Used by the torch engine. A decoder that computes something else would train the model on wrong log-probabilities and
-nobody would see it, so what disagrees, or raises, is not used: the next slower way is tried, and the log says why.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from busrl.engines.torch.decoder import (
+    CachedDecoder,
     Decoder,
     GenericDecoder,
     RowCache,
@@ -36,9 +33,7 @@ from busrl.engines.torch.decoder import (
 )
 from busrl.errors import UserError
 
-# -- A decoder for the common block (Llama, Qwen2, Qwen3, Mistral): the same weights, far fewer operations a token ----
-
-
+log = logging.getLogger("busrl")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose table does not depend on the sequence's length
 
 
@@ -64,10 +59,8 @@ class Block:
     down_bias: Tensor | None
 
 
-class FastDecoder:
-    """Pre-norm blocks with rotary positions, grouped-query attention and a gated MLP."""
-
-    equal_lengths = False
+class FastDecoder(CachedDecoder):
+    """Pre-norm blocks with rotary positions, grouped-query attention and a gated MLP: far fewer operations a token."""
 
     def __init__(self, model: Any, rows: int, max_length: int) -> None:
         base = _recognise(model)
@@ -89,19 +82,7 @@ class FastDecoder:
         self._cos, self._sin = _rotary_table(base.rotary_emb, max_length, self._embedding)
         self._small = self._embedding.dtype == torch.float32 and self._embedding.device.type == "cpu"
 
-    # -- the two forwards ---------------------------------------------------------------------------------------
-
-    def prefill(self, ids: Tensor, rows: Tensor, source: Tensor | None) -> None:
-        self.cache.plan_prefill(rows, source, ids.shape[1])
-        self._fill(ids, 0)
-
-    def prefill_piece(self, ids: Tensor, staging: Staging) -> None:
-        self.cache.plan_piece(staging)
-        self._fill(ids, staging.done)
-        staging.done += ids.shape[1]
-
     def _fill(self, ids: Tensor, begin: int) -> None:
-        """Keys and values of `ids` [sequences, length] at the positions from `begin` on."""
         count, length = ids.shape
         end = begin + length
         cos, sin = self._cos[begin:end, None], self._sin[begin:end, None]
@@ -129,7 +110,7 @@ class FastDecoder:
             x = self._finish(x, mixed, block)
         return F.linear(self._normed(x, self._norm), self._head, self._head_bias)
 
-    # -- parts of a block -----------------------------------------------------------------------------------------
+    # -- parts of a block -----
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
@@ -174,8 +155,7 @@ class FastDecoder:
         return x + F.linear(gated, block.down, block.down_bias)
 
 
-# -- recognising and fusing -------------------------------------------------------------------------------------------
-
+# -- recognising and fusing -----
 
 def _recognise(model: Any) -> Any:
     """The base model, or NotRecognised with the part that differs."""
@@ -247,10 +227,8 @@ def _rotary_table(rotary: Any, length: int, like: Tensor) -> tuple[Tensor, Tenso
     return cos.contiguous(), sin
 
 
-# -- Checks a decoder against the model's own forward when an engine is built, and chooses the decoder ----------------
+# -- choosing a decoder -----
 
-
-log = logging.getLogger("busrl")
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 LOOSE = 0.15  # bfloat16 and float16: rounding in another order
 Maker = Callable[[Any, int, int], Decoder]
@@ -262,19 +240,19 @@ SLOW_TEXT = "every token costs a forward pass over its whole sequence; engine = 
 def choose_decoder(model: Any, rows: int, max_length: int, fast: bool) -> Decoder:
     """The quickest decoder that agrees with the model; UserError if none does."""
     name = type(model).__name__
-    told: list[str] = []
+    objections: list[str] = []
     maker: Maker
     for maker in WAYS if fast else WAYS[1:]:
         why = _objection(model, maker, max_length)
         if not why:
             if maker in SLOW:
-                log.warning("%s: %s; %s", name, "; ".join(told), SLOW_TEXT)
+                log.warning("%s: %s; %s", name, "; ".join(objections), SLOW_TEXT)
             return maker(model, rows, max_length)
-        told.append(f"{maker.__name__}: {why}")
+        objections.append(f"{maker.__name__}: {why}")
         if maker is FastDecoder:
             log.info("generic decoder for %s: %s", name, why)
     raise UserError(
-        f"{name}: decoding differs from its plain forward ({'; '.join(told)}); the torch engine can not run this "
+        f"{name}: decoding differs from its plain forward ({'; '.join(objections)}); the torch engine cannot run this "
         "architecture, use another engine"
     )
 
@@ -287,7 +265,7 @@ def _objection(model: Any, maker: Maker, max_length: int) -> str:
         return str(problem)
     except Exception as problem:  # a model that asks its cache for something else: whatever it raises
         return f"{type(problem).__name__}: {problem}"
-    allowed = _allowed(model)
+    allowed = TOLERANCE.get(next(model.parameters()).dtype, LOOSE)
     return "" if gap <= allowed else f"its logits differ from the model's by {gap:.2g} (allowed {allowed:.2g})"
 
 
@@ -306,9 +284,8 @@ def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
     ids = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
     wanted = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
     known = torch.tensor([length // 2, length // 3, length // 2], device=device)  # tokens prefilled, per row
-    order = torch.tensor([2, 0, 1], device=device)
+    order, everyone = torch.tensor([2, 0, 1], device=device), torch.arange(rows, device=device)
     if length // 2:
-        everyone = torch.arange(rows, device=device)
         if decoder.equal_lengths:
             decoder.prefill(ids[[2, 0], : length // 2], everyone[[2, 0]], None)
             decoder.prefill(ids[1:2, : length // 3], everyone[1:2], None)
@@ -318,7 +295,6 @@ def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
         for piece in torch.split(ids[:1, : length // 2], -(-length // 4), dim=1):
             decoder.prefill_piece(piece, staging)
         decoder.cache.adopt(staging, torch.zeros(1, dtype=torch.int64, device=device))
-    everyone = torch.arange(rows, device=device)
     gap = 0.0
     for k in range(length - length // 2):
         positions = known + k
@@ -326,7 +302,3 @@ def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
         gap = max(gap, float((logits - wanted[everyone, positions]).abs().max()))
     scale = max(1.0, float(wanted.abs().max()))
     return gap / scale if gap == gap else float("inf")
-
-
-def _allowed(model: Any) -> float:
-    return TOLERANCE.get(next(model.parameters()).dtype, LOOSE)

@@ -3,10 +3,10 @@
 Used by the torch engine between two decoding steps; talks to the model's live parameters and to folders that a
 receiver has taken and verified. Knows nothing of versions, of how folders came here, or of the engine's rows.
 
-- Everything is read and compared with the model before a parameter is touched: what is refused changes nothing.
+- Everything is read and compared with the model before a parameter is touched: a refused folder changes nothing.
 - W = W0 + (alpha / rank) B A, always from the base W0, so that adapters replace each other and never add up. Hot
   swapping keeps a copy of W0 of the adapted layers; an engine that restarts reads it again from its folder.
-- Only what a plain LoRA is: no DoRA, no bias, no layers trained in full, no rank or alpha of a layer's own.
+- Plain LoRA only: no DoRA, no bias, no layers trained in full, one rank and alpha for all layers.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class WeightLoader:
 
     @torch.no_grad()
     def swap(self, folder: Path) -> None:
-        """Put that adapter in the place of the one before."""
+        """Replace the adapter before by that one."""
         adapter, parameters = self._fitting(folder)
         for name in self._kept.keys() - adapter.layers.keys():
             parameters[name].copy_(self._kept[name])
@@ -118,7 +118,7 @@ class WeightLoader:
 
     @torch.no_grad()
     def restart(self, folder: Path) -> None:
-        """Start again with a folder: of a whole model, or of an adapter, which goes on the base as it lies on disk."""
+        """Start again with a folder: of a whole model, or of an adapter, added to the base as it lies on disk."""
         if not (folder / CONFIG).is_file():
             self._load(folder)
             return
@@ -145,7 +145,7 @@ class WeightLoader:
 
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True)
-        except Exception as problem:  # a library of readers, each with errors of its own
+        except Exception as problem:  # a library of readers, each with its own errors
             raise WeightsRefused(f"{folder}: no model that can be loaded: {problem}") from problem
         if (key := _first_difference(model.config.to_dict(), self._model.config.to_dict())) is not None:
             raise WeightsRefused(f"{folder}: another architecture: {key} of its configuration differs")

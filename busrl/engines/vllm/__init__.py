@@ -1,1 +1,1 @@
-"""The engine that drives vLLM in a process of its own. Knows nothing of the run."""
+"""The engine that drives vLLM in separate processes (`engine = "vllm"`); see docs/vllm.md."""

@@ -181,7 +181,7 @@ class VllmEngine:
         self.core = self._start_core()
         self._updates = Updates(self, on_update, on_restart)
 
-    # -- the protocol ---------------------------------------------------------------------------------------------
+    # -- the protocol -----
 
     @property
     def capacity(self) -> int:
@@ -287,7 +287,7 @@ class VllmEngine:
         self._updates.close()
         self.core.close()
 
-    # -- for the updates ------------------------------------------------------------------------------------------
+    # -- for the updates -----
 
     @property
     def running(self) -> list[Running]:
@@ -377,7 +377,7 @@ class VllmEngine:
         cache = getattr(getattr(self.core.engine, "vllm_config", None), "cache_config", None)
         return int((getattr(cache, "num_gpu_blocks", 0) or 0) * (getattr(cache, "block_size", 0) or 0))
 
-    # -- in the loop ----------------------------------------------------------------------------------------------
+    # -- in the loop -----
 
     def _start_core(self) -> Core:
         own = self.own
@@ -451,7 +451,7 @@ class VllmEngine:
                     running.finish = ABORTED
                     self._ended.append(running)
 
-    # -- in the caller's thread ---------------------------------------------------------------------------------
+    # -- in the caller's thread -----
 
     def _gather(self) -> None:
         """Take what ended over from the loop."""

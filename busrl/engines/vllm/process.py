@@ -47,8 +47,7 @@ STATES = {"R": "running", "S": "asleep", "D": "waiting for a device", "T": "stop
 GONE_S = 5.0  # a killed process is gone by then, with the memory of its device
 
 
-# -- how vLLM is started ----------------------------------------------------------------------------------------------
-
+# -- how vLLM is started -----
 
 @dataclass(frozen=True)
 class Start:
@@ -211,8 +210,7 @@ def _value_of(text: str) -> Any:
         return text
 
 
-# -- its life ---------------------------------------------------------------------------------------------------------
-
+# -- its life -----
 
 class Core:
     """One life of vLLM. `start_s`, `rpc_s`, `stop_s`: deadlines in seconds. Raises EngineLost from every method.
@@ -240,7 +238,7 @@ class Core:
         self._watch()
         log.info("vLLM %s is up after %.1f s, engine pids %s", self.version, time.monotonic() - begun, self.pids())
 
-    # -- calls ----------------------------------------------------------------------------------------------------
+    # -- calls -----
 
     def call(self, what: str, make_awaitable: Callable[[], Awaitable[T]], timeout_s: float = 0.0) -> T:
         """Await something in the loop, from another thread. EngineLost names the engine, `what` and the seconds."""
@@ -303,7 +301,7 @@ class Core:
             raise self.lose(f"vLLM's engine died during {what}: {self.lost or self.describe()}")
         raise self.lose(f"vLLM's engine did not answer {what} within {limit_s:g} s; {self.describe()}")
 
-    # -- life -----------------------------------------------------------------------------------------------------
+    # -- life -----
 
     def _run(self, start: Start, logger: Any) -> None:
         asyncio.set_event_loop(self.loop)
@@ -467,7 +465,7 @@ def _state(pid: int) -> str:
 
 
 def _shared_files(pid: int) -> set[Path]:
-    """Shared memory of Python's multiprocessing that a process maps: nobody removes it if that is killed."""
+    """Shared memory of Python's multiprocessing that a process maps: nothing removes it if that is killed."""
     found = set()
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():

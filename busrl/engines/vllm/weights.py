@@ -182,7 +182,7 @@ class Updates:
         self._recompute = on_update != "keep"
         self._finish_first = on_restart == "finish"
         self._dirty = ""
-        self._checked = False  # whether the weights were compared with a plain forward pass, or can not be
+        self._checked = False  # whether the weights were compared with a plain forward pass, or cannot be
         self._own: WorkerReceiver | None = None
         self._close_s = engine.own.stop_s
         self._loaded: dict[int, Any] = {}  # adapters in vLLM, by version
@@ -230,7 +230,7 @@ class Updates:
                 log.warning("vLLM: %s: its workers did not leave: %s", self._own.name, problem)
         self._own.close()
 
-    # -- tensors --------------------------------------------------------------------------------------------------
+    # -- tensors -----
 
     def _tensors(self, own: WorkerReceiver) -> tuple[int, int]:
         newest = own.newest()
@@ -329,7 +329,7 @@ class Updates:
             core.lose(text)
             raise EngineDisagrees(f"{text}: do not train with it; vllm.check_tolerance is the limit")
 
-    # -- adapters and folders -------------------------------------------------------------------------------------
+    # -- adapters and folders -----
 
     def _folder(self, receiver: Receiver) -> tuple[int, int]:
         engine = self._engine

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("busrl")
 LOOK_EVERY_S = 0.005
-RESTAGE_S = 0.25  # a version that nobody loads for this long gives way to a newer one
+RESTAGE_S = 0.25  # a version that is not loaded for this long gives way to a newer one
 PR_SET_PDEATHSIG = 1
 
 
@@ -55,7 +55,7 @@ class WorkerWeights:
         self._thread = threading.Thread(target=self._serve, name="busrl weights", daemon=True)
         self._thread.start()
 
-    # -- called between two decoding steps ------------------------------------------------------------------------
+    # -- called between two decoding steps -----
 
     def prepare(self, hold: bool) -> tuple[int, int]:
         """Keep what is staged as it is until `commit` or `release`; NOTHING if no version is."""
@@ -100,7 +100,7 @@ class WorkerWeights:
         if left := sorted({name for name, _ in self._model.named_parameters()} - set(taken)):
             raise UserError(f"{len(left)} tensors of vLLM's model got no new value, first {left[0]!r}")
 
-    # -- the receiving thread -------------------------------------------------------------------------------------
+    # -- the receiving thread -----
 
     def _serve(self) -> None:
         while not self._stop.wait(LOOK_EVERY_S):
@@ -255,7 +255,7 @@ def _model_of(runner: Any) -> Any:
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends; nothing to do where nobody did."""
+    """The kernel kills this process when the thread that started it ends; nothing to do where no parent is."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

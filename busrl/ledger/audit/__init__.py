@@ -1,8 +1,7 @@
 """`busrl audit`: what became of every sample of a run, recomputed from its files and its ring's raw bytes alone.
 
-Reads a run that is going on, one that ended, or one that was killed, and changes nothing. It has its own readers for
-every file and its own arithmetic for uids and prompts; it shares no counter and, but for the fate codes, no code with
-the run.
+Reads a run that is alive, that ended, or that was killed, and changes nothing. It has its own readers for every file
+and its own arithmetic for uids and prompts; it shares no counter and, but for the fate codes, no code with the run.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Sets of uids, as sorted arrays, as bitmaps and as tables of codes: made for millions of samples in little memory.
+"""The files of a run, each read from its bytes by readers that share no code with the writers, and sets of their uids.
 
-Pure: talks to nothing. Knows nothing of what the uids stand for.
-
-- What a question takes beside its arguments and its answer is a block, however many uids there are.
-
-The files of a run, each read from its bytes by readers that share nothing with the code that wrote them.
-
-Talks to one run directory, read-only, also while the run goes on. Knows nothing of the rules; what it can not read it
-reports as findings and goes on with what it can.
+Talks to one run directory, read-only, also while the run is alive. Knows nothing of the rules; what it cannot read it
+reports as findings, and continues with what it can.
 
 - A file that vanishes between listing and reading was removed by the run, and counts as not there.
+- Sets of uids are sorted arrays, bitmaps and tables of codes, made for millions of samples: a question takes one block
+  of memory beside its arguments and its answer.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ import numpy.typing as npt
 
 from busrl.ledger.audit.report import Finding, error, note
 
-# -- Sets of uids, as sorted arrays, as bitmaps and as tables of codes: made for millions of samples in little ... ----
+# -- sets of uids -----
 
 
 Uids = npt.NDArray[np.uint64]
@@ -123,7 +119,7 @@ def bitmap_minus(bitmap: Codes, other: Codes) -> Uids:
     return in_bitmap(left)
 
 
-# -- The files of a run, each read from its bytes by readers that share nothing with the code that wrote them ---------
+# -- the files -----
 
 
 BLOCK = 4 << 20
@@ -282,7 +278,7 @@ def _no_more_data(fd: int, offset: int) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------------ write-ahead log
+# -- write-ahead log -----
 
 
 def read_log(directory: Path, found: Findings) -> list[LoggedStep]:
@@ -313,7 +309,7 @@ def _read_segment(path: Path, data: bytes, newest: bool, found: Findings) -> Ite
         try:
             yield _without_payload(msgspec.msgpack.decode(payload, type=LoggedStep))
         except msgspec.DecodeError as exc:
-            found.add(error("log_damaged", [path.name], f"a record with a good checksum can not be decoded: {exc}"))
+            found.add(error("log_damaged", [path.name], f"a record with a good checksum cannot be decoded: {exc}"))
 
 
 def _without_payload(step: LoggedStep) -> LoggedStep:
@@ -358,7 +354,7 @@ def _skip_damage(path: Path, data: bytes, offset: int, newest: bool, found: Find
     return following if following >= 0 else len(data)
 
 
-# ---------------------------------------------------------------------------------------------------- checkpoints
+# -- checkpoints -----
 
 
 def read_checkpoints(directory: Path, found: Findings) -> list[Checkpoint]:
@@ -384,9 +380,9 @@ def _read_checkpoint(path: Path, newest: bool, found: Findings) -> Checkpoint | 
         bitmap, count = unpack_trained((path / meta.uids).read_bytes())
     except (OSError, ValueError, zlib.error, struct.error) as exc:
         if newest:
-            found.add(error("checkpoint_damaged", [path.name], f"the newest checkpoint can not be read: {exc}"))
+            found.add(error("checkpoint_damaged", [path.name], f"the newest checkpoint cannot be read: {exc}"))
         elif not isinstance(exc, FileNotFoundError):  # older ones are removed file by file
-            found.add(note("old_checkpoint_damaged", [path.name], f"an older checkpoint can not be read: {exc}"))
+            found.add(note("old_checkpoint_damaged", [path.name], f"an older checkpoint cannot be read: {exc}"))
         return None
     if meta.samples != count:
         text = f"meta.json says {meta.samples} samples, {meta.uids} holds {count}"
@@ -407,7 +403,7 @@ def unpack_trained(data: bytes) -> tuple[Codes, int]:
     return np.frombuffer(bitmap, np.uint8), held
 
 
-# ------------------------------------------------------------------------------------------------- smaller files
+# -- smaller files -----
 
 
 def read_open(path: Path, found: Findings) -> Uids | None:

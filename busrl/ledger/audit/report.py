@@ -1,4 +1,4 @@
-"""What an audit found: numbers, findings, and how a person reads them.
+"""The result of an audit: numbers, findings, and the page that a person reads.
 
 Talks to nothing. Knows nothing of files or rules; `rules` fills it in.
 
@@ -14,11 +14,11 @@ from itertools import islice
 EXAMPLES = 8
 STATES = {
     "running": "running now; samples in slots are in flight",
-    "killed": "nobody runs, and its ring is still there: the next start finishes the samples in it",
-    "damaged": "nobody runs, and its ring can not be used (bad_ring says why): the next start refuses until "
+    "killed": "no process runs, and its ring is still there: the next start finishes the samples in it",
+    "damaged": "no process runs, and its ring cannot be used (bad_ring says why): the next start refuses until "
     "`busrl ring clean RUN_DIR --force`, and then generates again what was in its slots",
     "finished": "ended in order; samples that were open are in open.bin",
-    "gone": "nobody runs, and there is neither a ring nor an open.bin: the next start generates open samples again",
+    "gone": "no process runs, and there is neither a ring nor an open.bin: the next start generates open samples again",
 }
 
 

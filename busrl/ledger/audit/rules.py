@@ -1,19 +1,14 @@
-"""How old every trained group of the log was, worked out again from the versions of its tokens.
+"""The promises of the ledger, each worked out from one snapshot: lost, trained twice, swapped, too old.
 
-Pure: talks to nothing. Knows nothing of how the learner or the engines count; it has the records alone.
+Pure: talks to nothing. Knows nothing of how the snapshot was read, nor of how the learner or the engines count ages.
 
+- History is the newest checkpoint and the records with a later step; older records must be within the checkpoint.
 - Age of a group = finished steps - the least step that a member counts from: that of its admission version, or of an
   older one that drew a token that is trained. So no member may count from a later step than its oldest trained token.
 - Which step made a version is known from the records: each names the newest version before its step. Versions before
   the first record are judged only where it is the first of the run.
 - A group above `max_staleness` is an error; under `over_age = "wait"` one with tokens that are too old themselves,
   which are read then and not trained, is a note.
-
-The promises of the ledger, each worked out from one snapshot: what is lost, trained twice, swapped, out of step.
-
-Pure: talks to nothing. Knows nothing of how the snapshot was read; see `snapshot` for why its order accuses nobody.
-
-- History is the newest checkpoint and the records with a later step; older records must be within the checkpoint.
 """
 
 from __future__ import annotations
@@ -59,7 +54,7 @@ from busrl.ledger.audit.snapshot import (
 )
 from busrl.states import ACCIDENTS, FATE_NAMES, TERMINAL, Fate
 
-# -- How old every trained group of the log was, worked out again from the versions of its tokens ---------------------
+# -- ages -----
 
 
 UNKNOWN = -1
@@ -137,7 +132,7 @@ def _has_old_token(step: LoggedStep, group: int, step_of: VersionSteps, bound: i
     return any(one == UNKNOWN or step.step - 1 - one > bound for one in made)
 
 
-# -- The promises of the ledger, each worked out from one snapshot: what is lost, trained twice, swapped, out of ... --
+# -- all rules -----
 
 
 VALIDATE = np.uint64(1 << 62)
@@ -177,7 +172,7 @@ def draws_of(uids: Uids, group_size: int) -> npt.NDArray[np.int64]:
     return np.asarray(uids // np.uint64(2 * group_size)).view(np.int64)
 
 
-# ---------------------------------------------------------------------------------------- lost, and where the rest is
+# -- lost, and where the rest is -----
 
 
 @dataclass
@@ -217,7 +212,7 @@ def check_lost(snapshot: Snapshot, where: Dispatched) -> Iterator[Finding]:
         yield note("open_and_ring", ["open.bin"], "an open.bin beside a ring: a start or an end is under way", 1)
 
 
-# ----------------------------------------------------------------------------------------- history against the fates
+# -- history against the fates -----
 
 
 def check_history(snapshot: Snapshot, history: History) -> Iterator[Finding]:
@@ -273,7 +268,7 @@ def check_payloads(snapshot: Snapshot) -> Iterator[Finding]:
         yield error("bad_payload", broken, "log-probs or versions do not match the tokens, or a log-prob is none")
 
 
-# --------------------------------------------------------------------------------------------------- groups, re-rolls
+# -- groups, re-rolls -----
 
 
 def check_groups(snapshot: Snapshot, history: History) -> Iterator[Finding]:
@@ -308,7 +303,7 @@ def check_codes(snapshot: Snapshot) -> Iterator[Finding]:
             yield error("wrong_fate_code", wrong, f"bytes in {name} that are no fate there")
 
 
-# -------------------------------------------------------------------------------------------------- who is who: swaps
+# -- who is who: swaps -----
 
 
 @dataclass
@@ -390,7 +385,7 @@ def _check_place(snapshot: Snapshot, place: str, claims: Iterator[Claims]) -> It
         yield error("swapped_prompt", others, f"the prompt in the {place} is not the one that the draw selects")
 
 
-# ---------------------------------------------------------------------------------------------------------- the slots
+# -- the slots -----
 
 
 def check_slots(snapshot: Snapshot) -> Iterator[Finding]:
@@ -425,7 +420,7 @@ def codes_after(snapshot: Snapshot, uids: Uids) -> Codes:
     return np.where(is_validate, codes_at(snapshot.validate_last, uids ^ VALIDATE), codes_at(snapshot.last, uids))
 
 
-# ------------------------------------------------------------------------------------------------------ the train log
+# -- the train log -----
 
 
 def surviving(lines: list[TrainStep]) -> list[TrainStep]:

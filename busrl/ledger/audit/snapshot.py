@@ -1,31 +1,26 @@
-"""The slots of a ring, read from its raw bytes by the documented offsets, with no code of the ring itself.
+"""One look at a run: its ring's slots from raw bytes, its prompts and its files, in an order that accuses no live run.
 
-Maps the file read-only; talks to no process. Knows nothing of fates.
+Maps the ring's file read-only and uses the documented offsets, with no code of the ring itself. Talks to the run
+directory, the ring's file and one prompt file; to no process. Knows nothing of the rules.
 
+The ring:
 - The head is believed only as an adoption believes it: finished, with its own checksum, size and boot.
 - A slot's line is believed only if its control word was the same before, in and after the copy (`stable`).
 - `seen` holds every uid that stood in a slot that was not FREE at any of the looks: a sample that stayed in its slot
   for the whole reading is in it, however often the slot's state changed meanwhile.
 - A RESERVED slot holds the uid of an earlier sample until the seq of its own claim stands in last_commit_seq.
 
-Which prompt a draw selects, worked out again from the prompt file, the seed and the shuffle switch.
+The prompts: the line is proven, that is the bytes of a draw's task. What an engine made of it is not: chat template,
+system prompt and tokenizer are not applied again here.
 
-Talks to one JSONL file. Knows nothing of the stream that the run itself reads.
-
-- Proven is the line: the bytes of a draw's task, whatever its prompt is made of (a text, messages).
-- Not proven is what an engine made of it: chat template, system prompt and tokenizer are not applied again here.
-
-One look at a run, taken in an order that can not accuse a run that is going on of something it did not do.
-
-Talks to the run directory and the ring file, read-only. Knows nothing of the rules.
-
-The order is: fates, size of the train log, log, checkpoints, train log, ring, open.bin, fates again. It leans on the
-order in which the run itself acts:
-- uid into a slot -> D -> ... -> terminal fate -> slot FREE: who is D in both looks at the fates was in its slot between
-  them, when the ring was read. Else it is lost.
-- record -> T; checkpoint in place -> records dropped: who is T in the first look is in the log, or in a checkpoint
-  that was there before the record went, and checkpoints are read after the log.
-- record -> T -> slot FREE: who is in the log, and not T in the last look, was in its slot when the ring was read.
+The order is: fates, size of the train log, log, checkpoints, train log, ring, open.bin, fates again. It follows from
+the order in which the run itself acts:
+- uid into a slot -> D -> ... -> terminal fate -> slot FREE: a sample that is D in both looks at the fates was in its
+  slot between them, when the ring was read. Else it is lost.
+- record -> T; checkpoint in place -> records dropped: a sample that is T in the first look is in the log, or in a
+  checkpoint that was there before the record went, and checkpoints are read after the log.
+- record -> T -> slot FREE: a sample that is in the log, and not T in the last look, was in its slot when the ring was
+  read.
 - record -> line of the train log -> checkpoint: lines that were there before the log was read have their record or a
   checkpoint; uids of a checkpoint have their line, and the train log is read after the checkpoints.
 - open.bin written -> ring unlinked: without a ring, open.bin is there when it is read next.
@@ -53,7 +48,7 @@ from busrl.ledger.audit import readers
 from busrl.ledger.audit.readers import Codes, Uids
 from busrl.ledger.audit.report import Finding, error, note
 
-# -- The slots of a ring, read from its raw bytes by the documented offsets, with no code of the ring itself ----------
+# -- the ring -----
 
 
 MAGIC = b"BUSRLRG1"
@@ -192,7 +187,7 @@ def _read_slots(segment: mmap.mmap, uuid: bytes, n_slots: int, line_off: int) ->
     return Slots(uuid, lines, stable, uids[uids != np.uint64(UID_NONE)], still)
 
 
-# -- Which prompt a draw selects, worked out again from the prompt file, the seed and the shuffle switch --------------
+# -- prompts -----
 
 
 UNREAD = -1  # no crc yet
@@ -246,7 +241,7 @@ class Prompts:
                 self._crcs[item] = zlib.crc32(data[self._starts[item] : self._ends[item]])
 
 
-# -- One look at a run, taken in an order that can not accuse a run that is going on of something it did not do -------
+# -- the look -----
 
 
 LOOKS = 5
@@ -421,7 +416,7 @@ def _slots(run_dir: Path, found: readers.Findings) -> tuple[Slots | None, bool]:
         slots = read_ring(ring_file(run_dir))
     except NotARing as exc:
         found.add(
-            error("bad_ring", [], f"the ring can not be read, so dispatched samples are not found in it: {exc}", 1)
+            error("bad_ring", [], f"the ring cannot be read, so dispatched samples are not found in it: {exc}", 1)
         )
         return None, True
     uuid = readers.read_json(run_dir / "run.json").get("uuid")
@@ -439,7 +434,7 @@ def _prompts(run_dir: Path, terms: Terms, given: Path | None, found: readers.Fin
         prompts = Prompts(path, terms.seed, terms.shuffle)
     except OSError as exc:
         found.add(
-            note("prompts_unchecked", [str(path)], f"no prompt file, so nobody checked which prompt is whose: {exc}")
+            note("prompts_unchecked", [str(path)], f"no prompt file, so prompts were not checked: {exc}")
         )
         return None
     return prompts if len(prompts) else None

@@ -56,7 +56,7 @@ class Control:
     # -- checkpoints and replay ---------------------------------------------------------------------------------
 
     def load(self, meta: Mapping[str, Any], folder: Path) -> None:
-        """Go on from a checkpoint; one that was written without a controller, or by other rules, begins anew."""
+        """Continue from a checkpoint; with one of other rules, or without a controller, start from the beginning."""
         if self.controller is None:
             return
         with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -93,7 +93,7 @@ class Control:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def step(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> Decision | None:
-        """After a step and before the next: tell the controller, and carry out what it decides."""
+        """After a step and before the next: give its numbers to the controller, and apply the decision."""
         if self.controller is None:
             return None
         self._choose_probe(record)
@@ -119,12 +119,12 @@ class Control:
     # -- inputs -------------------------------------------------------------------------------------------------
 
     def _inputs(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> Inputs:
-        """From the line of metrics; a replay has none and gives what record and training say."""
-        told, tokens, masked = stats.diagnostics, stats.tokens, stats.old_tokens
+        """From the line of metrics.jsonl; a replay has none, and takes them from record and training."""
+        found, tokens, masked = stats.diagnostics, stats.tokens, stats.old_tokens
         numbers: dict[str, float | None] = {
             "reward": row.get("reward", _mean([sample.reward for sample in record.samples])),
-            "probe": self._score(record.step), "entropy": told.entropy, "clip": told.clip_low + told.clip_high,
-            "k3": told.k3, "ess": told.ess, "masked": masked / max(1, masked + tokens),
+            "probe": self._score(record.step), "entropy": found.entropy, "clip": found.clip_low + found.clip_high,
+            "k3": found.k3, "ess": found.ess, "masked": masked / max(1, masked + tokens),
             "grad_norm": None if stats.skipped else stats.grad_norm,
         }
         if row:
@@ -151,22 +151,20 @@ class Control:
         self.probe_s = time.perf_counter() - begun
         return self._probe_entropy
 
-    # -- telling ------------------------------------------------------------------------------------------------
-
     def numbers(self) -> dict[str, float]:
-        """What is in force, what the controller thinks, and its cost: for metrics.jsonl and LEARNER_STATE_UPDATE."""
-        told: dict[str, float] = {"n_min": self.plan.trigger.n_min}
+        """What is in force, the controller's state, and its cost: for metrics.jsonl and LEARNER_STATE_UPDATE."""
+        numbers: dict[str, float] = {"n_min": self.plan.trigger.n_min}
         if math.isfinite(self.plan.trigger.t_max_s):
-            told["t_max_ms"] = 1000 * self.plan.trigger.t_max_s
+            numbers["t_max_ms"] = 1000 * self.plan.trigger.t_max_s
         if self.controller is None:
-            return told
+            return numbers
         knobs, signals = self.controller.knobs, self.controller.signals
-        told |= {"control_n_min": knobs.n_min, "control_moves": self.controller.moves}
-        told["probe_s"] = round(self.probe_s, 5)
+        numbers |= {"control_n_min": knobs.n_min, "control_moves": self.controller.moves}
+        numbers["probe_s"] = round(self.probe_s, 5)
         for name, value in (("entropy_ratio", signals.ratio), ("probe_entropy", self._probe_entropy)):
             if value is not None:
-                told[name] = value
-        return told
+                numbers[name] = value
+        return numbers
 
     def close(self) -> None:
         if self._lines is not None:

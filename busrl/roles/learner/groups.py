@@ -1,17 +1,12 @@
-"""Takes whole groups out of the ring for the learner, and gives them back or ends them.
+"""Whole groups out of the ring: claimed for training, given back or ended; their samples as texts for samples.jsonl.
 
-Talks to the ring and makes the write-ahead log's sample records. Knows nothing of losses, weights or the trigger.
+Talks to the ring and to the model folder's chat template, and makes the write-ahead log's sample records. Knows nothing
+of losses, weights or the trigger; imports no torch.
 
-Invariants:
 - All members of a group are claimed, or none: a compare-and-swap that fails gives back what was taken.
 - A record is a copy: it stays good after its slot was freed.
 - A sample whose payload is malformed (counts that differ, a log-probability above 0, NaN, an unknown id) is dropped
-  with fate M; the rest of its group goes back and is looked at again.
-
-Samples as a person reads them, for samples.jsonl: the prompt as the model was given it, the answer, its reward.
-
-Talks to the ring, and to the model folder's chat template where prompts are chats. Imports no torch. Nothing of
-training depends on it: what can not be shown says so in its place.
+  with fate M; the rest of its group goes back to rest.
 """
 
 from __future__ import annotations
@@ -29,6 +24,7 @@ import numpy.typing as npt
 from busrl.config.trial import tools_of_chats
 from busrl.data import plain_text, prompt_of
 from busrl.data.chat import LightTokenizer
+from busrl.engines.base import LENGTH
 from busrl.errors import DataError
 from busrl.ledger.wal import SampleRecord
 from busrl.ring import Ring, State, segments_of
@@ -41,19 +37,17 @@ from busrl.roles.trajectory import (
     read_task,
     read_text,
 )
-from busrl.states import Fate
+from busrl.states import Fate, SampleClass
 
 if TYPE_CHECKING:
     from busrl.config import Topology
 
-
-
-# -- Takes whole groups out of the ring for the learner, and gives them back or ends them -----------------------------
+# -- claims --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """One group in the learner's hands: slots with the words that own them, and a record of each sample."""
+    """One claimed group: slots with the words that own them, and a record of each sample."""
 
     group: int
     admission: int
@@ -90,10 +84,10 @@ class Malformed(Exception):
 def claim_group(ring: Ring, lines: Lines, slots: Sequence[int], fault: Fault) -> Claimed | str | None:
     """Claim the REWARDED `slots` of one group, as `lines` (a copy of all control lines) shows them.
 
-    `fault` says which of the records can not be trained, and why. Returns the group; None when a slot moved meanwhile;
-    or the text of what is malformed, with that sample dropped.
+    `fault` says which of the records cannot be trained, and why. Returns the group; None when a slot moved meanwhile;
+    or what is malformed, with that sample dropped.
     """
-    own = lines[list(slots)]  # what they say holds: a claim succeeds only while the word is the one read with them
+    own = lines[list(slots)]  # they hold: a claim succeeds only while the word is the one read with them
     owned: list[tuple[int, int]] = []
     for slot, word in zip(slots, own["word"].tolist()):
         taken = ring.claim(slot, word, State.TRAINING)
@@ -116,7 +110,7 @@ def claim_group(ring: Ring, lines: Lines, slots: Sequence[int], fault: Fault) ->
 def claim_groups(ring: Ring, lines: Lines, groups: Sequence[Sequence[int]], fault: Fault) -> list[Claimed] | None:
     """Claim several groups at once, each given by its slots: much cheaper than one by one.
 
-    None if anything is in the way: all is given back then, and `claim_group` finds out what it is, with new lines.
+    None if any claim fails: all is given back then, and `claim_group` finds the cause, with new lines.
     """
     slots = [slot for group in groups for slot in group]
     own = lines[slots]
@@ -182,7 +176,7 @@ def _payload(ring: Ring, position: int, slot: int, segments: int) -> Payload:
 
 
 def give_back(ring: Ring, owned: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> None:
-    """Return claimed slots to rest: anybody may look at them again."""
+    """Return claimed slots to REWARDED."""
     for slot, word in owned:
         ring.release(slot, word, State.REWARDED)
 
@@ -204,14 +198,38 @@ def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
     return found
 
 
-# -- Samples as a person reads them, for samples.jsonl: the prompt as the model was given it, the answer, its reward --
+class OverlongShaping:
+    """The reward of a training answer that the limit cut: as it is, a fixed number, or less a penalty.
+
+    The learner applies it to its copy of the ring's lines, so it holds for every kind of reward worker, and the slot
+    keeps the original. Validation is not touched: it measures the task itself. `truncated`: "reward" or the number that
+    takes its place; `penalty` is subtracted.
+    """
+
+    def __init__(self, truncated: float | str = "reward", penalty: float = 0.0) -> None:
+        self.fixed = None if isinstance(truncated, str) else float(truncated)
+        self.penalty = penalty
+
+    def apply(self, lines: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Change the rewards in a copy of the lines, in place."""
+        if self.fixed is None and not self.penalty:
+            return lines
+        state = lines["state"]
+        whole = (state == State.REWARDED) | (state == State.TRAINING)
+        cut = whole & (lines["cls"] == SampleClass.TRAIN) & (lines["finish"] == LENGTH)
+        shaped = lines["reward"] - self.penalty if self.fixed is None else self.fixed
+        lines["reward"] = np.where(cut, shaped, lines["reward"])
+        return lines
 
 
-LENGTH = 2
+# -- samples.jsonl -------------------------------------------------------------
 
 
 class Excerpts:
-    """`log.samples` of them for each step."""
+    """Samples to read: the prompt as the model got it, the answer, its reward; `log.samples` of them for each step.
+
+    Training does not depend on it: a text that cannot be shown says so in its place.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self.data = topology.data
@@ -226,7 +244,7 @@ class Excerpts:
         return [self._of(ring, group, k) for group, k in order[:kept]]
 
     def glimpse(self, ring: Ring, slot: int, line: np.void) -> dict[str, object]:
-        """A sample that nobody claimed; its slot may move meanwhile, which costs the texts."""
+        """A sample that is not claimed; its slot may move meanwhile, which costs the texts."""
         return {
             "uid": int(line["uid"]),
             "group": int(line["group"]),
@@ -253,9 +271,9 @@ class Excerpts:
 
     def _texts(self, ring: Ring, slot: int, word: int) -> dict[str, Any]:
         """The prompt, what else its line holds (the right answer, say), and the completion."""
-        task = _for_people(lambda: read_task(ring, slot).decode("utf-8", "replace"))
+        task = _text_or_problem(lambda: read_task(ring, slot).decode("utf-8", "replace"))
         prompt, rest = self.prompt(task)
-        completion = _for_people(lambda: read_text(ring, slot, segments_of(word)))
+        completion = _text_or_problem(lambda: read_text(ring, slot, segments_of(word)))
         return {"prompt": prompt, "record": rest, "completion": completion}
 
     def prompt(self, task: str) -> tuple[str, dict[str, Any]]:
@@ -271,8 +289,8 @@ class Excerpts:
             return plain_text(record.get(self.data.prompt_key, "")), rest
 
 
-def _for_people(read_it: Callable[[], str]) -> str:
-    """A text that training does not need: a sample without it is trained all the same."""
+def _text_or_problem(read_it: Callable[[], str]) -> str:
+    """A text, or why it cannot be read."""
     try:
         return read_it()
     except UNREADABLE as problem:

@@ -3,7 +3,6 @@
 Talks to files through `busrl.ledger` and `busrl.training.checkpoint`, and to the fate table. Knows nothing of slots,
 gradients or the trigger.
 
-Invariants:
 - Surviving history = checkpoint + log records after it; `trained` holds exactly the uids of both.
 - A record is dropped from the log only after two checkpoints that hold its uids are whole on disk (one with
   `keep_last = 1`): if the newest one is damaged, the one before and the log lead to the same step.
@@ -57,8 +56,8 @@ class History:
             log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
         self.train_log = TrainLog(paths.train_log)
         self.trained = TrainedSet()
-        self.told: list[str] = []  # what a person should know of the start
-        self._train_log_bytes = 0  # that the newest checkpoint knows of
+        self.warnings: list[str] = []  # of the start
+        self._train_log_bytes = 0  # up to the newest checkpoint
         self._unwritten: list[Record] = []
         self._saved: Path | None = None  # the checkpoint that a restart would begin with
         self.step = self.groups = self.highest_version = 0
@@ -82,7 +81,7 @@ class History:
             self._train_log_bytes = int(found.meta.get("train_log_bytes", 0))
             if not train_log_is_whole(self.paths.train_log, self._train_log_bytes):
                 self._mend_train_log()
-            training.old.load(found.meta.get("version_steps", []))
+            training.stale.load(found.meta.get("version_steps", []))
             also(found.meta, found.path)
         if self.wal is not None:
             # A record holds the newest version at its time; its own step may have been published as the one after.
@@ -90,17 +89,17 @@ class History:
 
     def _pass_over(self, torn: Mapping[Path, str], start: int) -> None:
         """Nothing may be missing between step `start` and the newest step that is known; then damaged checkpoints get
-        names under which nobody takes them for one."""
+        other names."""
         if self.wal is not None:
             newest = max([self.wal.last_step, *(_step_of(path) for path in torn)])
             if missing := sorted({*range(start + 1, newest + 1)} - {*self.wal.steps()}):
                 raise _history_torn(self.paths, torn, self.wal.damage, start, missing)
-            self.told += [f"{text}. A checkpoint has made them superfluous" for text in self.wal.damage]
+            self.warnings += [f"{text}. A checkpoint has made them superfluous" for text in self.wal.damage]
             trained = last_step(self.paths.train_log)
             if trained > max(newest, start):
-                self.told.append(
+                self.warnings.append(
                     f"{self.paths.train_log.name} names steps up to {trained}, but checkpoint and log end at step "
-                    f"{max(newest, start)}: the end of the log was lost; training goes on from there, and `busrl "
+                    f"{max(newest, start)}: the end of the log was lost; training continues from there, and `busrl "
                     "audit` names the samples of the steps after it as trained_unlogged"
                 )
         for path, fault in torn.items():
@@ -111,8 +110,8 @@ class History:
                 if self.wal is not None
                 else f'the steps after {start} are lost with it (learner.wal = "off")'
             )
-            self.told.append(
-                f"{path.name} is damaged ({fault}) and is kept as {aside.name}; training goes on from step {start}: "
+            self.warnings.append(
+                f"{path.name} is damaged ({fault}) and is kept as {aside.name}; training continues from step {start}: "
                 f"{gone}"
             )
 
@@ -121,7 +120,7 @@ class History:
         data, width = self.topology.data, 2 * self.topology.groups.size
         records = self.wal.records() if self.wal is not None else ()
         with JsonlStream(data.train, self.topology.run.seed, data.shuffle, data.prompt_key) as stream:
-            self.told.append(
+            self.warnings.append(
                 mend_train_log(
                     self.paths.train_log, self.step, self.trained, records,
                     lambda uid: stream.item(uid // width).crc, self._train_log_bytes,
@@ -135,10 +134,10 @@ class History:
         yield from () if self.wal is None else self.wal.records(after=self.step)
 
     def store_fates(self, fates: Fates) -> None:
-        """T for every trained uid: the predecessor may have died before it said so."""
+        """T for every trained uid: the predecessor may have died before it stored it."""
         for uids in self.trained.blocks():
             codes = np.zeros(uids.size, np.uint8)
-            known = fates.view()  # anew: a store may make it longer
+            known = fates.view()  # again: a store may make it longer
             inside = uids < len(known)
             codes[inside] = known[uids[inside]]
             for uid in uids[codes != Fate.TRAINED].tolist():
@@ -162,11 +161,11 @@ class History:
             self._write_lines()
 
     def fault(self) -> str:
-        """What somebody did to log or checkpoint, so that a restart would not come back here; empty if nothing."""
+        """What somebody else did to log or checkpoint, so that a restart would not come back here; mostly ""."""
         if self._saved is not None and not (self._saved / "meta.json").is_file():
             return f"{self._saved} was removed or emptied by somebody else"
         fault = self.wal.fault() if self.wal is not None else ""
-        return fault and f"{fault}: somebody else was there"
+        return fault and f"{fault}: somebody else changed it"
 
     def _write_lines(self) -> None:
         """Lines of the train log that a full disk refused; neither a step nor a checkpoint comes before them."""
@@ -191,7 +190,7 @@ class History:
             "seed": self.topology.run.seed,
             "uids": "trained.bin",
             "train_log_bytes": 0,
-            "version_steps": training.old.state(),
+            "version_steps": training.stale.state(),
             **also,
         }
 
@@ -243,14 +242,14 @@ def _free_name(path: Path) -> Path:
 def _history_torn(
     paths: RunPaths, torn: Mapping[Path, str], damage: list[str], start: int, missing: list[int]
 ) -> UserError:
-    """Why no training goes on, and the two ways out."""
+    """Why training cannot continue, and the two ways out."""
     why = "; ".join([*(f"{path.name} is damaged: {fault}" for path, fault in torn.items()), *damage])
     which = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} steps from {missing[0]} to {missing[-1]}"
     names = ", ".join([*(str(path) for path in torn), str(paths.wal)])
     base = f"the checkpoint of step {start}" if start else "the model that the run began with"
     return UserError(
-        f"{paths.root}: {which} can not be had again: no whole checkpoint holds them, and they are not in the log"
+        f"{paths.root}: {which} cannot be restored: no whole checkpoint holds them, and they are not in the log"
         f"{f' ({why})' if why else ''}. Restore what was damaged or removed from a copy and start again; or move "
-        f"{names} out of the run directory: the run then goes on from {base}, and `busrl audit` names the "
+        f"{names} out of the run directory: the run then continues from {base}, and `busrl audit` names the "
         "samples of all steps after it as trained_unlogged"
     )

@@ -1,29 +1,11 @@
-"""Whether engines and learner have the same model: the log-probabilities of one are compared with those of the other.
-
-Used by the learner, with the numbers that training brings anyway. Knows nothing of engines but their names, and of no
-bus: what it finds is an error or a text for a warning.
-
-- Compared are tokens that the very weights at hand drew: those of older weights differ, and should. Where such tokens
-  may stand over keys of older weights, only answers that began with the weights at hand are compared; without any,
-  nothing but a difference that no arithmetic explains is told.
-- Before the first step is committed a difference that no arithmetic explains (`learner.mismatch_limit`) ends the run:
-  nothing of it was trained or logged then. Afterwards a difference above `tolerance` is a warning.
-- Nothing is concluded of engines that are no models of busrl's own kinds; of scripted ones nothing is even said.
-
-What a training answer is worth that the limit cut: its reward, a fixed number, or its reward less a penalty.
-
-Applied by the learner to its copy of the ring's lines, so that it holds for rewards from every kind of worker, and the
-slot keeps what the judge said. Knows nothing of groups. Validation is not touched: it measures the task itself.
-
-The learner: claims resolved groups, trains on them, publishes versions. Where a gradient comes out.
+"""The learner: claims resolved groups, trains on them, publishes policy versions.
 
 Talks to the ring (REWARDED -> TRAINING* -> FREE, fates), the write-ahead log, `busrl.training`, the weight plane and
-the bus (LEARNER_STATE_UPDATE). Consumes groups, waits for the trigger, unblocked by rewards. What to claim and when to
-fire is decided by `busrl.scheduling`; knows nothing of prompts as text or of engines.
+the bus (LEARNER_STATE_UPDATE). What to claim and when to fire is decided by `busrl.scheduling`; knows nothing of
+prompts as text or of engines.
 
-Invariants:
-- Append to the log, then fates and slots, then the optimiser: whoever dies in between, each sample is trained exactly
-  once in the history that survives.
+- Append to the log, then fates and slots, then the optimiser: wherever a learner dies in between, each sample is
+  trained exactly once in the history that survives.
 - Groups count as unpublished before their slots are freed, until their version is published.
 - Micro-batches run while the step fills up (streaming); the weights do not change in between.
 - All that may take long is declared, and moves the progress counter with each micro-batch, tensor or file.
@@ -38,23 +20,29 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import numpy.typing as npt
 
-from busrl.config import Topology
-from busrl.config.derive import admission_limits, checkpoint_is_due, make_plan
-from busrl.config.schema import RESTARTS
-from busrl.engines.base import LENGTH
-from busrl.errors import DiskFull, EngineDisagrees, FateRefused, NothingToTrain, WriteFailed
+from busrl.config.derive import checkpoint_is_due, make_plan
+from busrl.errors import DiskFull, FateRefused, NothingToTrain, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline
+from busrl.roles.learner.alarms import QUARTERS, Alarms, Idling, LengthSkew, LogprobCheck
 from busrl.roles.learner.control import Control
-from busrl.roles.learner.groups import Claimed, Excerpts, claim_group, claim_groups, end, give_back, parts_of
+from busrl.roles.learner.groups import (
+    Claimed,
+    Excerpts,
+    OverlongShaping,
+    claim_group,
+    claim_groups,
+    end,
+    give_back,
+    parts_of,
+)
 from busrl.roles.learner.history import History
-from busrl.roles.learner.metrics import QUARTERS, Alarms, Idling, Skew, StepMetrics
-from busrl.roles.learner.publish import Publisher
+from busrl.roles.learner.metrics import StepMetrics
+from busrl.roles.learner.publish import Publisher, join_engine
 from busrl.roles.learner.step import TrainingStep
 from busrl.roles.segments import waves_of
 from busrl.scheduling.groups import GroupScanner, GroupView
@@ -65,119 +53,23 @@ from busrl.training.custom import Metrics
 if TYPE_CHECKING:
     from busrl.training.trainer import StepStats
 
-
-
-# -- Whether engines and learner have the same model: the log-probabilities of one are compared with those of ... -----
-
-
-SAMPLES, TOKENS = 64, 64  # at most and at least, of the first comparison
-EXACT, ROUNDED = 1e-3, 0.1  # nats: mean differences of float32, and where anybody computes in 16 bits (experts too)
-UNEXPLAINED = 1.0  # nats: more than old keys under new weights make
-MODELS = ("torch", "vllm", "openai")
-
-Score = Callable[[Sequence[SampleRecord]], Sequence[npt.NDArray[np.float32]]]
-
-
-class LogprobCheck:
-    """`first` until it has seen enough, `warning` after each step."""
-
-    def __init__(self, topology: Topology) -> None:
-        entries = [entry for entry in topology.process if entry.role == "rollout"]
-        known = all(entry.engine in MODELS and entry.count and not entry.command for entry in entries)
-        self.limit = topology.learner.mismatch_limit if known else 0.0
-        self.tolerance = tolerance(topology)
-        self._silent = topology.scripted or bool(topology.lora.dropout)
-        self._mixed = mixed(topology)
-        self._engines = ", ".join(sorted({entry.engine for entry in entries}))
-        self._remedy = f"give every engine the model of {topology.model.path}"
-        if "openai" in self._engines:
-            self._remedy += (
-                f": does {topology.openai.base_url} serve {topology.openai.model or 'it'}, with log-probabilities "
-                "after temperature (vLLM: --logprobs-mode processed_logprobs)?"
-            )
-
-    def first(self, records: Sequence[SampleRecord], version: int, score: Score) -> None:
-        """Before a step of the present weights, `version`, is committed: EngineDisagrees if its engines can not be of
-        this model. Once enough tokens were compared there is nothing more to do."""
-        if not self.limit:
-            return
-        exact = [record for record in records if (record.version_array() == version).any()][:SAMPLES]
-        if sum(int((record.version_array() == version).sum()) for record in exact) < TOKENS:
-            return
-        made = [record.version_array() == version for record in exact]
-        theirs = np.concatenate([record.logprob_array()[one] for record, one in zip(exact, made)])
-        ours = np.concatenate([row[one] for row, one in zip(score(exact), made)])
-        gap = float(np.abs(theirs - ours).mean())
-        if not gap <= self.limit:
-            raise EngineDisagrees(
-                f"engine {self._engines}, version {version}: over {len(ours)} tokens of these very weights the "
-                f"engine's log-probabilities (mean {theirs.mean():.3g}) and the learner's (mean {ours.mean():.3g}) "
-                f"differ by {gap:.3g} on average, more than learner.mismatch_limit = {self.limit:g}, which no "
-                f"arithmetic explains; nothing was trained. {self._remedy[0].upper()}{self._remedy[1:]}"
-            )
-        self.limit = 0.0
-
-    def warning(self, step: int, version: int, mismatch: float | None, begun: float | None = None) -> str:
-        """What there is to say of the step after `step`, whose weights were those of `version`; mostly nothing.
-
-        `mismatch` is over all tokens of these weights, `begun` over those of answers that began with them.
-        """
-        found, limit = mismatch, self.tolerance
-        if self._mixed and step:
-            found, limit = (begun, self.tolerance) if begun is not None else (mismatch, UNEXPLAINED)
-        if found is None or self._silent or found <= limit:
-            return ""
-        return (
-            f"step {step + 1}: the log-probabilities of engine {self._engines}, version {version}, differ from the "
-            f"learner's by {found:.3g} on average (mismatch), where {limit:g} can be rounding; "
-            f"{self._remedy}"
-        )
-
-
-def tolerance(topology: Topology) -> float:
-    """The mean difference that rounding can make. In which type a server computes is not known here."""
-    served = any(entry.role == "rollout" and entry.engine == "openai" for entry in topology.process)
-    return EXACT if topology.model.dtype == "float32" and not served else ROUNDED
-
-
-def mixed(topology: Topology) -> bool:
-    """Whether tokens of new weights may be drawn over keys of old ones: then they agree with neither (docs/engines.md).
-
-    Not before the first update: the first step can always be judged.
-    """
-    if topology.weights.mode == "sync" or topology.weights.transport in RESTARTS:
-        return False
-    how = topology.generation.on_update
-    keeps = any(entry.role == "rollout" and entry.engine not in ("vllm", "openai") for entry in topology.process)
-    return how == "keep" or (how == "auto" and keeps)
-
-
-# -- What a training answer is worth that the limit cut: its reward, a fixed number, or its reward less a penalty -----
-
-
-class OverlongShaping:
-    """`truncated`: "reward" or the number that takes its place; `penalty` is subtracted."""
-
-    def __init__(self, truncated: float | str = "reward", penalty: float = 0.0) -> None:
-        self.fixed = None if isinstance(truncated, str) else float(truncated)
-        self.penalty = penalty
-
-    def apply(self, lines: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Correct the rewards of a copy of the lines, in place."""
-        if self.fixed is None and not self.penalty:
-            return lines
-        state = lines["state"]
-        whole = (state == State.REWARDED) | (state == State.TRAINING)
-        cut = whole & (lines["cls"] == SampleClass.TRAIN) & (lines["finish"] == LENGTH)
-        worth = lines["reward"] - self.penalty if self.fixed is None else self.fixed
-        lines["reward"] = np.where(cut, worth, lines["reward"])
-        return lines
-
-
-# -- The learner: claims resolved groups, trains on them, publishes versions. Where a gradient comes out --------------
-
-
 log = logging.getLogger("busrl")
+
+
+class ScriptedPace:
+    """Lets training in a scripted run take as long as a larger model's would (`mock.learner_s_per_token`)."""
+
+    SLICE_S = 0.5  # between two signs of progress
+
+    def __init__(self, s_per_token: float, progress: Callable[[], None]) -> None:
+        self._s_per_token, self._progress = s_per_token, progress
+
+    def wait(self, begun: float, tokens: int) -> None:
+        """The rest of the time that training `tokens` tokens, begun at `begun` of the monotonic clock, is to take."""
+        end = begun + self._s_per_token * tokens
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, self.SLICE_S))
+            self._progress()
 
 
 class Learner(Actor):
@@ -187,23 +79,25 @@ class Learner(Actor):
 
     def setup(self) -> None:
         self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
-        limits = admission_limits(self.topology)
+        limits = self.topology.derived.limits
         streaming = TrainingStep.streamable(self.config) and not self.config.deterministic
-        self.plan = make_plan(self.topology, limits, streaming=streaming)
+        self.plan = make_plan(self.topology, streaming=streaming)
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
         self.deadline = WorkDeadline(self.topology.limits.progress_s, self.work_s)
         self.training.moved = self._moved
-        self.worth = OverlongShaping(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
-        with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
-            self.ring.finish_drops()  # so that the fates tell what a predecessor set aside
+        if s_per_token := self.topology.mock.learner_s_per_token:
+            self.training.pace = ScriptedPace(s_per_token, self._moved).wait
+        self.shaping = OverlongShaping(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
+        with contextlib.suppress(FateRefused):  # the keeper finds it too, and reports it
+            self.ring.finish_drops()  # so that the fates hold what a predecessor set aside
         self.own_metrics = Metrics(self.config.metrics)
         self.metrics = StepMetrics(self.paths, self._has_fate, self.own_metrics)
         self.excerpts = Excerpts(self.topology)
         self.idling, self._solved = Idling(self.topology, self.paths), False
-        self.agreement, self.alarms = LogprobCheck(self.topology), Alarms()
-        self.skew = Skew(self.config.length_alarm_steps, self.config.length_alarm)
+        self.logprob_check, self.alarms = LogprobCheck(self.topology), Alarms()
+        self.skew = LengthSkew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan, self.ring)
         self.claimed: dict[int, Claimed] = {}
         self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
@@ -219,29 +113,19 @@ class Learner(Actor):
             self.history.load(self.training, self.control.load)
             if self.training.changed:
                 self.warn("learner", f"the topology's values are used from here on: {', '.join(self.training.changed)}")
-            self._tell_of_history()
-            replayed = 0
-            for record in self.history.to_replay():
-                self.training.old.at(record.version, record.step - 1)
-                stats = self.training.replay(record)
-                self.control.replayed(record, stats)
-                self.history.finished(record)
-                self.metrics.replayed(record, stats)
-                self.ring.progress()
-                replayed += 1
+            self._report_history()
+            replayed = self._replay()
             self.metrics.resume(self.history.step)
             self.control.start()
             self.history.store_fates(self.fates)
-            late = self.topology.experiments.forced_age
-            self.publisher = Publisher(self, late, self.history.highest_version, self.training.write)
-            joined = self._join()
-            if not joined:
-                return
+            self.publisher = Publisher(self, self.history.highest_version, self.training.write)
+            if self.training.shared and not join_engine(self.publisher, self.training, lambda: self.history.step):
+                return  # stopped meanwhile
             if self.history.step or self.publisher.version:
                 log.info("resumed at step %d (%d of them trained again from the log)", self.history.step, replayed)
                 self._publish()
-            elif late:
-                self.publisher.remember(0, self.training.weights())
+            else:
+                self.publisher.begin(self.training.weights)
         self.begun_at = self.history.step
         self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 0)
         self.ring.set_header(HeaderWord.STEP, self.history.step)
@@ -249,13 +133,18 @@ class Learner(Actor):
         self.ring.set_header(HeaderWord.GENERATION_PAUSE, pause & ~PAUSE_STARTING)
         self.plan.trigger.step_ended(time.monotonic())
 
-    def _join(self) -> bool:
-        """Where engine and learner use one copy of the weights: find the engine's. False if told to stop meanwhile."""
-        if not self.training.shared:
-            return True
-        from busrl.roles.learner.publish import join
-
-        return join(self.publisher, self.training, lambda: self.history.step)
+    def _replay(self) -> int:
+        """Train the records of the log after the checkpoint again; how many there were."""
+        replayed = 0
+        for record in self.history.to_replay():
+            self.training.stale.at(record.version, record.step - 1)
+            stats = self.training.replay(record)
+            self.control.replayed(record, stats)
+            self.history.finished(record)
+            self.metrics.replayed(record, stats)
+            self.ring.progress()
+            replayed += 1
+        return replayed
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -268,14 +157,10 @@ class Learner(Actor):
         begun = time.monotonic_ns()
         self.publisher.announce()
         self._free_trained()
-        view = self.scan(self.scanner)
+        view = self.scan(self.scanner, self._shaped_lines())
         actions = self.plan.decide(
-            view,
-            list(self.claimed),
-            step=self.history.step,
-            now=time.monotonic(),
-            next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION),
-            aside=self.metrics.groups_aside,
+            view, list(self.claimed), step=self.history.step, now=time.monotonic(),
+            next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION), aside=self.metrics.groups_aside,
             wave_over=self._wave_over(view),
         )
         self.idling.look(view, [action.draw for action in actions if isinstance(action, SetAside)])
@@ -303,9 +188,9 @@ class Learner(Actor):
             return None
         return not view.due.any() and self.waves.over(self.lines, self.ring.header(HeaderWord.NEXT_ADMISSION))
 
-    def copy_lines(self) -> npt.NDArray[Any]:
-        """The ring's lines, with the rewards of cut answers as [segments] wants them, whoever judged them."""
-        return self.worth.apply(super().copy_lines())
+    def _shaped_lines(self) -> npt.NDArray[Any]:
+        """A copy of the ring's lines in which cut answers have the rewards that [reward] gives them."""
+        return self.shaping.apply(self.ring.lines())
 
     def _is_over(self) -> bool:
         run = self.topology.run
@@ -315,7 +200,7 @@ class Learner(Actor):
         """Sleep until a reward is committed, or the time is over."""
         begun = time.monotonic_ns()
         due = min(timeout_s, max(0.001, self.plan.trigger.deadline_s(time.monotonic())))
-        # Waits from the count of the last look: a reward committed since then must not be slept through.
+        # Waits from the count of the last look: a reward committed since then ends the wait at once.
         self.ring.wait(State.REWARDED, self.looked, due)
         waited = time.monotonic_ns() - begun
         self.metrics.waited(waited / 1e9)
@@ -337,7 +222,7 @@ class Learner(Actor):
         self.history.unfinished = bool((lines["state"] == State.TRAINING).any())
 
     def _set_aside(self, view: GroupView, action: SetAside) -> bool:
-        lines = self.copy_lines()
+        lines = self._shaped_lines()
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate, self.history.step + 1, parts_of(self.ring, slots))
         shown = slots[0]
@@ -356,9 +241,9 @@ class Learner(Actor):
         return bool((self.fates.view()[draw * width : (draw + 1) * width] == ord(fate)).any())
 
     def _look_at_idling(self) -> None:
-        """Groups end and none can be trained: a line of the metrics at each quarter of the patience, a warning at the
-        first (where the task is solved: the third), and the end of the run, with the cause, at the last: a failure, or
-        the goal where it is solved."""
+        """Groups end and none can be trained: a line of metrics.jsonl at each quarter of the patience, a warning at the
+        first (the third of a solved task), and the end of the run at the last: a failure, or the goal of a solved
+        task."""
         quarters = self.idling.quarters()
         if not quarters:
             return
@@ -368,7 +253,7 @@ class Learner(Actor):
         if solved and ends:
             self.warn("learner", f"the run ends here: {text}", kind="solved")
             self._solved = True
-        elif (3 if solved else 1) in quarters:  # a policy that has nearly solved it has short streaks all the time
+        elif (3 if solved else 1) in quarters:  # a nearly solved task has short streaks all the time
             self.warn("learner", f"{text}. The run ends after {idling.patience} (limits.idle_groups)", kind="idle")
         if ends and not solved:
             self._return_claims()
@@ -390,11 +275,11 @@ class Learner(Actor):
     def _taken(self, view: GroupView, draws: Sequence[int]) -> Iterator[Claimed | str | None]:
         """All of them at once; where something is in the way, one after the other."""
         slots, fault = [view.slots_of(draw) for draw in draws], self.training.fault
-        several = claim_groups(self.ring, self.copy_lines(), slots, fault)
+        several = claim_groups(self.ring, self._shaped_lines(), slots, fault)
         if several is not None:
             yield from several
             return
-        lines = self.copy_lines()
+        lines = self._shaped_lines()
         for own in slots:
             yield claim_group(self.ring, lines, own, fault)
 
@@ -405,23 +290,17 @@ class Learner(Actor):
         if self.plan.streaming and self.pending and not few:
             self._accumulate()
             return True
-        if self._publication_is_due():
-            self._publish()
-            return True
-        return False
-
-    def _publication_is_due(self) -> bool:
-        return publication_is_due(
-            self.ring.header(HeaderWord.UNPUBLISHED_GROUPS),
-            self.history.step,
-            n_min=self.plan.trigger.n_min,
-            admitted=self.plan.limits.B,
-            publish_every=self.topology.publish_every,
+        due = publication_is_due(
+            self.ring.header(HeaderWord.UNPUBLISHED_GROUPS), self.history.step, n_min=self.plan.trigger.n_min,
+            admitted=self.plan.limits.B, publish_every=self.topology.publish_every,
         )
+        if due:
+            self._publish()
+        return due
 
     def _accumulate(self) -> None:
         groups, self.pending = self.pending, []
-        self.training.old.at(self.publisher.version, self.history.step)
+        self.training.stale.at(self.publisher.version, self.history.step)
         records = [record for group in groups for record in group.records]
         with self.activity("accumulate", self.deadline.begin()):
             self.training.accumulate(records, self._present_version())
@@ -438,45 +317,48 @@ class Learner(Actor):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _fire(self, action: Fire, view: GroupView) -> None:
+        """One step: commit to the log, end the slots, train, publish, report."""
         with self.activity("step", self.deadline.begin()):
             if not self._history_stands():
                 return
             groups = [self.claimed[draw] for draw in action.draws]
-            record = self._record(action, groups)
+            record = Record(
+                step=self.history.step + 1,
+                version=self.publisher.version,
+                cause=action.cause.value,
+                groups=list(action.draws),
+                samples=[record for group in groups for record in group.records],
+                dmmpt=self.training.trainer.skip_mastered,
+            )
             exact = self._present_version()
             if exact is not None:
-                self.agreement.first(record.samples, exact, self.training.score)
+                self.logprob_check.first(record.samples, exact, self.training.score)
             if not self._commit(record):
                 return
-            samples = self.excerpts.of_step(self.ring, groups)
+            excerpts = self.excerpts.of_step(self.ring, groups)
             for group in groups:
                 self.metrics.reward_parts(parts_of(self.ring, [slot for slot, _ in group.slots]))
                 end(self.ring, group, Fate.TRAINED)
             self.claimed.clear()
-            self.training.old.at(record.version, self.history.step)
+            self.training.stale.at(record.version, self.history.step)
             stats = self._train(record.samples, len(groups))
-            self.idling.saw([sample.reward for sample in record.samples])
-            self.idling.stepped()
-            self._compare(stats, exact)
             self.history.finished(record)
             self.ring.set_header(HeaderWord.STEP, self.history.step)
-            published = self._publish() if self.history.step % self.topology.publish_every == 0 else 0.0
+            published_s = self._publish() if self.history.step % self.topology.publish_every == 0 else 0.0
             more = {
                 "groups_total": self.history.groups, "queue": max(0, int(view.usable.sum()) - len(groups)),
                 **self._lengths(groups, view), **self.control.numbers(),
             }
-            row = self.metrics.step(record, stats, samples, self.publisher.version, published, more)
-            for text in self.own_metrics.failures:
-                self.warn("learner", f"step {self.history.step}: {text}", kind=text[:60])
-            for text in () if self.topology.scripted else self.alarms.step(row):
-                self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
+            row = self.metrics.step(record, stats, excerpts, self.publisher.version, published_s, more)
             self.control.step(record, stats, row)
-            self._tell(stats)
-            self._maybe_checkpoint(len(groups))
+            self._report_step(record, stats, row, exact)
+            due = checkpoint_is_due(self.topology, self.history.step, self.history.groups, len(groups))
+            if due and not self._is_over():
+                self._checkpoint()
         self.plan.trigger.step_ended(time.monotonic())
 
     def _lengths(self, groups: Sequence[Claimed], view: GroupView) -> dict[str, Any]:
-        """How the lengths that were trained compare with those that were drawn; says so when they begin to differ."""
+        """How the lengths that were trained compare with those that were drawn; a warning when they begin to differ."""
         for group in groups:
             self.skew.ended(group.group, [len(record.token_ids) // 4 for record in group.records], Fate.TRAINED.letter)
         figures = self.skew.step([*view.draws.tolist(), *view.unopened(1)])
@@ -484,32 +366,35 @@ class Learner(Actor):
             self.warn("learner", warning, kind="length skew")
         return figures
 
-    def _compare(self, stats: StepStats, version: int | None) -> None:
-        """Say so if the engines of the version whose weights were trained told other log-probabilities than ours."""
-        if version is None:
-            return
-        told = stats.diagnostics
-        if text := self.agreement.warning(self.history.step, version, told.mismatch, told.mismatch_begun):
+    def _report_step(self, record: Record, stats: StepStats, row: dict[str, Any], exact: int | None) -> None:
+        """The finished step on the bus, and its warnings. `exact`: the version of the weights that were trained."""
+        step, found = self.history.step, stats.diagnostics
+        self.bus.send(m.LearnerStateUpdate(**self.metrics.update(self.control.numbers())))
+        self.idling.add_rewards([sample.reward for sample in record.samples])
+        self.idling.end_streak()
+        if exact is not None and (
+            text := self.logprob_check.warning(step - 1, exact, found.mismatch, found.mismatch_begun)
+        ):
             self.warn("learner", text, kind="mismatch")
+        for text in self.own_metrics.failures:
+            self.warn("learner", f"step {step}: {text}", kind=text[:60])
+        for text in () if self.topology.scripted else self.alarms.step(row):
+            self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
+        if stats.skipped:
+            what = "left out a part of its updates" if stats.partly else "changed nothing"
+            self.warn("learner", f"step {step} {what}: {stats.skipped} ({', '.join(stats.culprits)})", "error")
+        if (gate := self.training.gate) is not None and self.training.gate_moved:
+            what = f"{'left out' if gate.on else 'trained'} (entropy {gate.entropy:.3f}, sigma {gate.sigma:g})"
+            log.info("after step %d mastered tokens are %s", step, what)
 
-    def _record(self, action: Fire, groups: Sequence[Claimed]) -> Record:
-        return Record(
-            step=self.history.step + 1,
-            version=self.publisher.version,
-            cause=action.cause.value,
-            groups=list(action.draws),
-            samples=[record for group in groups for record in group.records],
-            dmmpt=self.training.skip_mastered,
-        )
-
-    def _tell_of_history(self) -> None:
-        for told in self.history.told:
-            self.warn("learner", told, "error", kind=told)
-        self.history.told.clear()
+    def _report_history(self) -> None:
+        for text in self.history.warnings:
+            self.warn("learner", text, "error", kind=text)
+        self.history.warnings.clear()
 
     def _history_stands(self) -> bool:
-        """What a death would lose, since somebody removed it from the disk, is written again before it can happen."""
-        self._tell_of_history()
+        """Log and checkpoint are still on the disk; else a checkpoint is written before a restart would need them."""
+        self._report_history()
         fault = self.history.fault()
         if not fault:
             return True
@@ -517,7 +402,7 @@ class Learner(Actor):
         return self.write_or_wait("training", self._write_checkpoint)
 
     def _commit(self, record: Record) -> bool:
-        """Append to the log: the commit point. With the disk full, hold the batch and say so until there is room."""
+        """Append to the log: the commit point. While the disk is full, hold the batch and report it."""
         self.keep_lock()
         waiting = self.ring.header(HeaderWord.UNPUBLISHED_GROUPS)
         self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, waiting + len(record.groups))
@@ -543,10 +428,6 @@ class Learner(Actor):
             what = f"{'left out' if gate.on else 'trained'} (entropy {gate.entropy:.3f}, sigma {gate.sigma:g})"
             log.info("after step %d mastered tokens are %s", self.history.step, what)
 
-    def _maybe_checkpoint(self, groups: int) -> None:
-        if checkpoint_is_due(self.topology, self.history.step, self.history.groups, groups) and not self._is_over():
-            self._checkpoint()
-
     def _checkpoint(self) -> None:
         try:
             self._write_checkpoint()
@@ -561,7 +442,7 @@ class Learner(Actor):
             )
 
     def _save_control(self, directory: Path) -> None:
-        """The last file of a checkpoint: if the weights were lost while they were written, it is none."""
+        """The last file of a checkpoint, which is refused if the weights were lost while they were written."""
         self.control.save(directory)
         self.publisher.check()
 
@@ -569,11 +450,10 @@ class Learner(Actor):
 
     def _finish(self) -> None:
         """The goal is reached, or nothing is left to learn: give back what was claimed early, write the last
-        checkpoint, say so in the ring."""
+        checkpoint, end the run in the ring."""
         self._return_claims()
         if self.ring.header(HeaderWord.UNPUBLISHED_GROUPS):
             self._publish()
-        # What the run was for is worth waiting for.
         if not self.write_or_wait("the last checkpoint", self._write_checkpoint):
             return
         self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)

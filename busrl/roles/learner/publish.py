@@ -1,19 +1,13 @@
-"""The learner's part where it trains the engine's own weights (`weights.transport = "cuda_ipc"`).
+"""Publication: the learner's weights become the next policy version, in the weight plane, the ring and on the bus.
 
-Talks to the sender of `busrl.weights.shared`, the trainer and the publisher. Knows nothing of groups or rewards.
+Talks to a weight sender, the ring's header and the bus; with `weights.transport = "cuda_ipc"` also to the engine, whose
+own weights are trained then (`join_engine`). Knows nothing of groups or rewards.
 
-- Steps that are trained again from the log are trained in a copy of the learner's own; the engine goes on meanwhile.
-- Then, inside one fence, the engine's weights become those of the learner, and its parameters become views of them.
-- From there on the optimiser steps inside a fence each; forward and backward only read, and pause nobody.
-
-Publication: the learner's weights become the next version, in the weight plane, the ring's header and on the bus.
-
-Talks to a weight sender, the ring's header and the bus. Knows nothing of how the weights came about.
-
-Invariants:
 - A version is raised at each publication and never used again, also after a restart: highest seen + 1.
 - Nothing is published while a living validator holds the version; the wait names it.
-- With `forced_age` k (experiments) the weights of k steps ago are published, so batches are trained k steps late.
+- One copy of the weights: steps that are trained again from the log are trained in a copy of the learner's own. Then,
+  inside one fence, the engine's weights become those of the learner, and its parameters become views of them. From
+  there on the optimiser steps inside a fence each; forward and backward only read, and pause nobody.
 """
 
 from __future__ import annotations
@@ -42,17 +36,118 @@ if TYPE_CHECKING:
     from busrl.roles.learner.step import TrainingStep
     from busrl.weights.folders import Write
 
-
-
-# -- The learner's part where it trains the engine's own weights (`weights.transport = "cuda_ipc"`) -------------------
-
-
 log = logging.getLogger("busrl")
 Views = dict[str, torch.Tensor]
+GROUPS_KEPT = 256
 
 
-def join(publisher: Publisher, training: TrainingStep, step: Callable[[], int]) -> bool:
-    """Make the engine's weights the trainer's; `step()` is the learner's step. False if told to stop meanwhile.
+class Publisher:
+    """Owns the sender. `version` and `step` are those of the newest publication."""
+
+    def __init__(self, actor: Actor, highest: int, write: Write | None = None) -> None:
+        """`write` makes the files of a version, where the transport publishes folders."""
+        self.actor, self.ring = actor, actor.ring
+        # Filled by the thread of the sender.
+        self._groups: deque[GroupChange] = deque(maxlen=GROUPS_KEPT)
+        self._missing: deque[tuple[str, str]] = deque(maxlen=GROUPS_KEPT)
+        callbacks = GroupCallbacks(self._groups.append, lambda name, text: self._missing.append((name, text)))
+        self.sender = make_sender(Settings.of(actor.topology, actor.paths), callbacks, write)
+        self.sender.hook = lambda _: self.ring.progress()
+        self._work_s = actor.topology.limits.work_s
+        self.version = max(highest, self.ring.header(HeaderWord.VERSION))
+        late = actor.topology.experiments.forced_age
+        self._late = LateWeights(late) if late else None
+
+    def publish(self, step: int, weights: Mapping[str, Tensor]) -> float:
+        """Make `weights` of `step` the next version. Returns the seconds it took, the wait for a validator left out."""
+        if not self.sender.begun:  # behind a fence it was waited for already, and the engine waits
+            self._wait_for_pin()
+        begun = time.monotonic()
+        if self._late is not None:
+            step, weights = self._late.keep(step, weights)
+        version, named = self.next_version(), dict(weights)
+        with self.actor.activity("publish", self._work_s):
+            if not self.actor.write_or_wait("publication", lambda: self.sender.publish(version, step, named)):
+                return time.monotonic() - begun
+        self.version = version
+        # The step first: a reader of the new version finds a step that is at least as new. (A reader that counts ages
+        # reads the step first too: in between it takes a version for older than it is, never for newer.)
+        self.ring.set_header(HeaderWord.VERSION_STEP, step)
+        self.ring.set_header(HeaderWord.VERSION, self.version)
+        self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 0)
+        self.actor.bus.send(
+            m.WeightsPublished(version=self.version, step=step, transport=self.actor.topology.weights.transport)
+        )
+        return time.monotonic() - begun
+
+    def next_version(self) -> int:
+        """The version of the next publication: above all that were ever seen."""
+        return max(self.version, self.ring.header(HeaderWord.VERSION)) + 1
+
+    def fence(self, step: int) -> None:
+        """Before the engine's own weights are changed to those of `step`: it is paused until they are published."""
+        self._wait_for_pin()
+        self.sender.begin(self.next_version(), step)
+
+    def check(self) -> None:
+        """WeightsOwnerLost if the weights lie in the memory of a process that is gone."""
+        self.sender.check()
+
+    def announce(self) -> None:
+        """Report on the bus which engines were left out and which groups were formed since the last call."""
+        while self._missing:
+            name, text = self._missing.popleft()
+            self.actor.warn("weights", f"{text}; the run continues without it", kind=f"{name} is left out")
+        while self._groups:
+            change = self._groups.popleft()
+            self.actor.bus.send(
+                m.WeightsGroup(epoch=change.epoch, members=list(change.members), why=change.why[: m.MAX_ACTIVITY])
+            )
+
+    def begin(self, weights: Callable[[], Mapping[str, Tensor]]) -> None:
+        """A fresh run: engines have these weights without a publication."""
+        if self._late is not None:
+            self._late.keep(0, weights())
+
+    def _wait_for_pin(self) -> None:
+        """Let a validation round finish on its version, however long it takes while results come. A dead holder is
+        passed over, one without results is named."""
+        ring, seen = self.ring, -1
+        if not version_pin.pinned_by(ring):
+            return
+        with self.actor.activity("held by validation", self._work_s + 30):
+            while (holder := version_pin.pinned_by(ring)) and not self.actor.stopping:
+                if (collected := ring.transitions(State.TRAINING)) != seen:  # only the holder claims meanwhile
+                    seen, limit = collected, time.monotonic() + self._work_s
+                    ring.progress()
+                elif time.monotonic() > limit:
+                    name = version_pin.name_of(ring, holder)
+                    waited = f"had no result for {self._work_s:g} s; publishing without it"
+                    self.actor.warn("learner", f"{name} holds the version and {waited}")
+                    return
+                self.actor.idle(0.01)
+
+    def close(self) -> None:
+        self.sender.close()
+
+
+class LateWeights:
+    """`experiments.forced_age` = k: publishes the weights of k steps ago, so that batches are trained k steps late."""
+
+    def __init__(self, steps: int) -> None:
+        self._kept: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=steps + 1)
+
+    def keep(self, step: int, weights: Mapping[str, Tensor]) -> tuple[int, Mapping[str, Tensor]]:
+        """Add the newest; returns the oldest that are kept."""
+        self._kept.append((step, {name: tensor.detach().clone() for name, tensor in weights.items()}))
+        return self._kept[0]
+
+
+# -- one copy of the weights ----------------------------------------------------
+
+
+def join_engine(publisher: Publisher, training: TrainingStep, step: Callable[[], int]) -> bool:
+    """Make the engine's weights the trainer's; `step()` is the learner's step. False if stopped meanwhile.
 
     In a fresh run both have loaded the same folder, which is checked; else the engine is given the learner's, and is
     paused until the caller publishes them.
@@ -96,107 +191,3 @@ def _check_equal(views: Views, own: Views) -> None:
                 f"weights: {name!r} of the engine is not what this learner has loaded; both must load the same "
                 "model.path, and nothing may change the engine's weights"
             )
-
-
-# -- Publication: the learner's weights become the next version, in the weight plane, the ring's header and on ... ----
-
-
-GROUPS_KEPT = 256
-
-
-class Publisher:
-    """Owns the sender. `version` and `step` are those of the newest publication."""
-
-    def __init__(self, actor: Actor, forced_age: int, highest: int, write: Write | None = None) -> None:
-        """`write` makes the files of a version, where the transport publishes folders."""
-        self.actor, self.ring = actor, actor.ring
-        # Filled by the thread of the sender.
-        self._groups: deque[GroupChange] = deque(maxlen=GROUPS_KEPT)
-        self._missing: deque[tuple[str, str]] = deque(maxlen=GROUPS_KEPT)
-        callbacks = GroupCallbacks(self._groups.append, lambda name, text: self._missing.append((name, text)))
-        self.sender = make_sender(Settings.of(actor.topology, actor.paths), callbacks, write)
-        self.sender.hook = lambda _: self.ring.progress()
-        self._work_s = actor.topology.limits.work_s
-        self.version = max(highest, self.ring.header(HeaderWord.VERSION))
-        self._late: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=forced_age + 1)
-
-    def publish(self, step: int, weights: Mapping[str, Tensor]) -> float:
-        """Make `weights` of `step` the next version. Returns the seconds it took, the hold left out."""
-        if not self.sender.begun:  # behind a fence it was waited for already, and the engine waits
-            self._wait_for_hold()
-        begun = time.monotonic()
-        step, weights = self._delayed(step, weights)
-        version, named = self.next_version(), dict(weights)
-        with self.actor.activity("publish", self._work_s):
-            if not self.actor.write_or_wait("publication", lambda: self.sender.publish(version, step, named)):
-                return time.monotonic() - begun
-        self.version = version
-        # The step first: who reads the new version finds a step that is at least as new. (Who counts an age from them
-        # reads the step first too: in between it takes a version for older than it is, never for newer.)
-        self.ring.set_header(HeaderWord.VERSION_STEP, step)
-        self.ring.set_header(HeaderWord.VERSION, self.version)
-        self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 0)
-        self.actor.bus.send(
-            m.WeightsPublished(version=self.version, step=step, transport=self.actor.topology.weights.transport)
-        )
-        return time.monotonic() - begun
-
-    def next_version(self) -> int:
-        """The version of the next publication: above all that were ever seen."""
-        return max(self.version, self.ring.header(HeaderWord.VERSION)) + 1
-
-    def fence(self, step: int) -> None:
-        """Before the engine's own weights are changed to those of `step`: it is paused until they are published."""
-        self._wait_for_hold()
-        self.sender.begin(self.next_version(), step)
-
-    def check(self) -> None:
-        """WeightsOwnerLost if the weights lie in the memory of a process that is gone; nothing where they are ours."""
-        self.sender.check()
-
-    def announce(self) -> None:
-        """Say on the bus which engines were left out and which groups were formed since the last call."""
-        while self._missing:
-            name, text = self._missing.popleft()
-            self.actor.warn("weights", f"{text}; going on without it", kind=f"{name} is left out")
-        while self._groups:
-            change = self._groups.popleft()
-            self.actor.bus.send(
-                m.WeightsGroup(epoch=change.epoch, members=list(change.members), why=change.why[: m.MAX_ACTIVITY])
-            )
-
-    def remember(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """With `forced_age`: these are the weights that engines have now, without a publication."""
-        self._late.append((step, _copy(weights)))
-
-    def _delayed(self, step: int, weights: Mapping[str, Tensor]) -> tuple[int, Mapping[str, Tensor]]:
-        if self._late.maxlen == 1:
-            return step, weights
-        self._late.append((step, _copy(weights)))
-        return self._late[0]
-
-    def _wait_for_hold(self) -> None:
-        """Let a validation round finish on its version, however long it takes while results come. A dead holder is
-        passed over, one without results is named."""
-        ring, seen = self.ring, -1
-        if not version_pin.pinned_by(ring):
-            return
-        with self.actor.activity("held by validation", self._work_s + 30):
-            while (holder := version_pin.pinned_by(ring)) and not self.actor.stopping:
-                if (collected := ring.transitions(State.TRAINING)) != seen:  # only the holder claims meanwhile
-                    seen, limit = collected, time.monotonic() + self._work_s
-                    ring.progress()
-                elif time.monotonic() > limit:
-                    who = version_pin.name_of(ring, holder)
-                    self.actor.warn(
-                        "learner", f"{who} holds the version and had no result for {self._work_s:g} s; going on"
-                    )
-                    return
-                self.actor.idle(0.01)
-
-    def close(self) -> None:
-        self.sender.close()
-
-
-def _copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in weights.items()}

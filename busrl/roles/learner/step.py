@@ -1,17 +1,7 @@
-"""Which leading tokens of a sample are older than max_staleness: they are context in this step, not trained.
-
-Used by the training step. Pure bookkeeping over versions and steps; knows nothing of slots or of losses.
-
-- A group that is over age is trained under `over_age = "wait"`; no token of it that is more than max_staleness steps
-  old is. It counts in no denominator; the reward, and so the advantage, is of the whole answer.
-- Everything up to the last token that is too old is left out, so what remains is one piece at the end.
-- The step of a version is known from the records of the log alone, so a replay leaves out the same tokens.
-
-One optimiser step, from sample records to new weights: the learner's only door to torch.
+"""One optimiser step, from sample records to new weights: the learner's only door to torch.
 
 Talks to `busrl.training` and `busrl.algorithms`. Knows nothing of the ring, the bus or the log.
 
-Invariants:
 - Groups come whole: an advantage compares a sample with its own group only.
 - The same records in the same batch give the same step, live or replayed from the log, up to the order of summation.
 """
@@ -31,7 +21,7 @@ import torch
 from torch import Tensor
 
 from busrl import device
-from busrl.algorithms.advantages import advantages
+from busrl.algorithms.advantages import advantages as group_advantages
 from busrl.algorithms.losses import WITHOUT_PROXIMAL
 from busrl.config import Topology
 from busrl.config.schema import ADAPTERS, ONE_COPY, Learner
@@ -54,14 +44,18 @@ from busrl.training.trainer import (
 from busrl.weights.base import VersionSteps
 from busrl.weights.tensors import fingerprint
 
-# -- Which leading tokens of a sample are older than max_staleness: they are context in this step, not trained --------
-
-
 KEPT = 256  # versions whose step is remembered; older ones count as at most as old as the oldest of these
 
 
 class StaleTokenMask:
-    """`bound` None: nothing is ever too old. `at` before the samples of a step, then `leading` for each."""
+    """Which leading tokens of a sample are older than `bound` steps (weights.max_staleness): context, not trained.
+
+    A group that is over age is trained under `over_age = "wait"`, but no token of it that is older than the bound. Such
+    tokens count in no denominator; the reward, and so the advantage, is of the whole answer. Everything up to the last
+    of them is left out, so what remains is one piece at the end. The step of a version is known from the records of the
+    log alone, so a replay leaves out the same tokens. `bound` None: nothing is too old. Call `at` before the samples of
+    a step, then `leading` for each.
+    """
 
     def __init__(self, bound: int | None) -> None:
         self.bound = bound
@@ -107,12 +101,8 @@ class StaleTokenMask:
         self._steps.load(state)
 
 
-# -- One optimiser step, from sample records to new weights: the learner's only door to torch -------------------------
-
-
 ADAPTER = "adapter"  # folder of a checkpoint
-SLICE_S = 0.5  # of a sleep that stands for work
-Prox = list[npt.NDArray[np.float32]]
+Logprobs = list[npt.NDArray[np.float32]]  # a row per sample
 
 
 class TrainingStep:
@@ -129,15 +119,15 @@ class TrainingStep:
         self.gate = EntropyGate(experiments.dmmpt_sigma) if experiments.dmmpt == "gate" else None
         self.gate_moved = False  # by the last step
         self.schedule = _schedule(topology)
-        self.s_per_token = topology.mock.learner_s_per_token
         self.groups = 0
         weights = topology.weights
-        self.forced_age = experiments.forced_age
-        bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.forced_age
-        self.old = StaleTokenMask(weights.max_staleness if bounded else None)
+        self.late = experiments.forced_age > 0  # a version has older weights than those of its step
+        bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.late
+        self.stale = StaleTokenMask(weights.max_staleness if bounded else None)
         self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
-        self.moved: Callable[[], None] = _nothing  # called after each micro-batch and each part of a checkpoint
-        self.before_update: Callable[[], None] = _nothing  # called when the weights are about to change
+        self.moved: Callable[[], None] = lambda: None  # called after each micro-batch and each part of a checkpoint
+        self.before_update: Callable[[], None] = lambda: None  # called when the weights are about to change
+        self.pace: Callable[[float, int], None] | None = None  # called with the begin and the tokens of an accumulation
         self.shared = weights.transport == ONE_COPY
         self.adapter: Adapter | None = None
         self.lora = lora_of(topology)
@@ -157,7 +147,7 @@ class TrainingStep:
     def _use(self, trainer: Trainer) -> None:
         self.trainer = trainer
         trainer.moved = lambda: self.moved()
-        trainer.ages_of = self.old.ages
+        trainer.ages_of = self.stale.ages
 
     @staticmethod
     def streamable(config: Learner) -> bool:
@@ -173,70 +163,6 @@ class TrainingStep:
         return next(((i, text) for i, text in texts if text is not None), None)
 
     # -- training -----------------------------------------------------------------------------------------------
-
-    def accumulate(self, records: Sequence[SampleRecord], version: int | None, prox: Prox | None = None) -> None:
-        """Forward and backward of whole groups, added to the step under way.
-
-        Leading tokens that are too old are context, and a sample of which nothing else is left is not trained.
-        `version` is that of the present weights; None where no version has them: after the first update of several.
-        """
-        if not records:
-            return
-        begun, advantages = time.monotonic(), self._advantages(records)
-        skipped = [self.old.leading(record) for record in records]
-        kept = [i for i, record in enumerate(records) if skipped[i] < len(record.versions) // 4]
-        samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
-        rows = None if prox is None else [prox[i] for i in kept]
-        self.trainer.accumulate(samples, [advantages[i] for i in kept], rows, version)
-        self._take_as_long_as_scripted(begun, records)
-
-    def _take_as_long_as_scripted(self, begun: float, records: Sequence[SampleRecord]) -> None:
-        """With `mock.learner_s_per_token`: the rest of the time that a larger model would take. It is pacing only."""
-        end = begun + self.s_per_token * sum(len(record.versions) // 4 for record in records)
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, SLICE_S))
-            self.moved()
-
-    def finish(self, groups: int) -> StepStats:
-        """The one update of a step of `groups` groups, for all that was accumulated."""
-        return self._ended([self._update(self.schedule(self.groups, groups))], groups)
-
-    def _update(self, rate: float) -> StepStats:
-        self.before_update()
-        stats = self.trainer.step(rate)
-        self.moved()
-        return stats
-
-    def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
-        """The step is over: what its updates come to together."""
-        stats = replace(combined(updates), old_tokens=self.old.taken())
-        self.groups += groups
-        if self.gate is not None:
-            self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
-            self.skip_mastered = self.gate.on
-        return stats
-
-    def replay(self, record: Record) -> StepStats:
-        """Train a step of the log again, with the tokens left out that were left out then."""
-        live, self.skip_mastered = self.skip_mastered, record.dmmpt
-        # A version that was there a step before has other weights than those of this step.
-        exact = self.old.step_of(record.version) == record.step - 1 and not self.forced_age
-        stats = self.train(record.samples, len(record.groups), record.version if exact else None)
-        if self.gate is None:
-            self.skip_mastered = live
-        return stats
-
-    @property
-    def skip_mastered(self) -> bool:
-        """Whether the step under way leaves mastered tokens out (DMMPT); a replay sets it to what the log says."""
-        return self.trainer.skip_mastered
-
-    @skip_mastered.setter
-    def skip_mastered(self, value: bool) -> None:
-        self.trainer.skip_mastered = value
-
-    def _samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
-        return [to_sample(record, self.last_only) for record in records]
 
     def train(self, records: Sequence[SampleRecord], groups: int, version: int | None) -> StepStats:
         """A whole step at once. With several updates per batch each takes a share of the groups, all at the rate of the
@@ -255,15 +181,66 @@ class TrainingStep:
             made.append(self._update(rate))
         return self._ended(made, groups)
 
+    def accumulate(
+        self, records: Sequence[SampleRecord], version: int | None, proximal: Logprobs | None = None
+    ) -> None:
+        """Forward and backward of whole groups, added to the step under way.
+
+        Leading tokens that are too old are context, and a sample of which nothing else is left is not trained.
+        `version` is that of the present weights; None where no version has them: after the first update of several.
+        """
+        if not records:
+            return
+        begun, advantages = time.monotonic(), self._advantages(records)
+        skipped = [self.stale.leading(record) for record in records]
+        kept = [i for i, record in enumerate(records) if skipped[i] < len(record.versions) // 4]
+        samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
+        rows = None if proximal is None else [proximal[i] for i in kept]
+        self.trainer.accumulate(samples, [advantages[i] for i in kept], rows, version)
+        if self.pace is not None:
+            self.pace(begun, sum(len(record.versions) // 4 for record in records))
+
     def _advantages(self, records: Sequence[SampleRecord]) -> list[float]:
         found: list[float] = []
         for _, members in groupby(records, key=lambda record: record.group):
             own = list(members)
             lengths = [len(record.token_ids) // 4 for record in own]
-            found += advantages(self.estimator, [record.reward for record in own], lengths)
+            found += group_advantages(self.estimator, [record.reward for record in own], lengths)
         return found
 
-    def score(self, records: Sequence[SampleRecord]) -> Prox:
+    def finish(self, groups: int) -> StepStats:
+        """The one update of a step of `groups` groups, for all that was accumulated."""
+        return self._ended([self._update(self.schedule(self.groups, groups))], groups)
+
+    def _update(self, rate: float) -> StepStats:
+        self.before_update()
+        stats = self.trainer.step(rate)
+        self.moved()
+        return stats
+
+    def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
+        """The end of a step: its updates as one."""
+        stats = replace(combined(updates), old_tokens=self.stale.taken())
+        self.groups += groups
+        if self.gate is not None:
+            self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
+            self.trainer.skip_mastered = self.gate.on
+        return stats
+
+    def replay(self, record: Record) -> StepStats:
+        """Train a step of the log again, with the tokens left out that were left out then."""
+        live, self.trainer.skip_mastered = self.trainer.skip_mastered, record.dmmpt
+        # A version that was there a step before has other weights than those of this step.
+        exact = self.stale.step_of(record.version) == record.step - 1 and not self.late
+        stats = self.train(record.samples, len(record.groups), record.version if exact else None)
+        if self.gate is None:
+            self.trainer.skip_mastered = live
+        return stats
+
+    def _samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
+        return [to_sample(record, self.last_only) for record in records]
+
+    def score(self, records: Sequence[SampleRecord]) -> Logprobs:
         """The log-probability of every generated token of these samples under the present weights."""
         return self.trainer.score([to_sample(record) for record in records])
 
@@ -305,7 +282,7 @@ class TrainingStep:
             self.groups = int(found.meta["groups"])
             if self.gate is not None and "dmmpt_gate" in found.meta:
                 self.gate.load(found.meta["dmmpt_gate"])
-                self.skip_mastered = self.gate.on
+                self.trainer.skip_mastered = self.gate.on
         return found
 
     def _load_model(self, found: Checkpoint) -> None:
@@ -314,8 +291,8 @@ class TrainingStep:
         now = None if self.lora is None else {**self.lora.described(), "base": fingerprint(self.source)}
         if before != now:
             raise UserError(
-                f"{found.path} was trained with lora {before}, the topology and model.path give {now}; go on with the "
-                f"settings as they were, or start a new run with model.path = {found.model}"
+                f"{found.path} was trained with lora {before}, the topology and model.path give {now}; continue with "
+                f"those settings, or start a new run with model.path = {found.model}"
             )
         if self.adapter is None:
             self._use(self._trainer(found.model))
@@ -335,31 +312,18 @@ class TrainingStep:
             extras(directory)
 
         return checkpoint.save(
-            root,
-            step,
-            model=self.trainer.model,
-            optimizer_state=self.trainer.optimizer_state(),
-            meta={**meta, **more},
-            named=self._named(),
-            source=self.source,
-            extras=files,
-            keep_last=self.config.keep_last,
-            moved=self.moved,
-            where=self.device,
+            root, step, model=self.trainer.model, optimizer_state=self.trainer.optimizer_state(),
+            meta={**meta, **more}, named=self._named(), source=self.source, extras=files,
+            keep_last=self.config.keep_last, moved=self.moved, where=self.device,
         )
 
     def _named(self) -> dict[str, Tensor] | None:
         """What a checkpoint's model holds where it is not the trained tensors as they are: base and adapter as one, a
         copy of what another process shares, in the number type that is published."""
         if self.shared and self.adapter is None:
-            copied = copied_weights(self.trainer.model)
-            dtype = getattr(torch, self.settings.compute_dtype)
+            dtype, copied = getattr(torch, self.settings.compute_dtype), copied_weights(self.trainer.model)
             return {name: tensor.to(dtype) for name, tensor in copied.items()}
         return None if self.adapter is None and not self.trainer.rounded else self.trainer.named_weights()
-
-
-def _nothing() -> None:
-    """The weights are the learner's alone, they may change at any time; and nobody wants to know how far it is."""
 
 
 def lora_of(topology: Topology) -> LoraSettings | None:
@@ -369,7 +333,7 @@ def lora_of(topology: Topology) -> LoraSettings | None:
 
 
 def _schedule(topology: Topology) -> Schedule:
-    """The rate over the run: a fall without a length of its own ends with the run."""
+    """The rate over the run: a decay without a given length ends with the run."""
     config, run = topology.learner, topology.run
     total = run.max_groups or run.max_steps * config.trigger.n_min
     falls = config.decay_groups or max(1, total - config.warmup_groups)
@@ -383,16 +347,10 @@ def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -
     all segments but the last are.
     """
     return Sample(
-        uid=record.uid,
-        group=record.group,
-        member=record.member,
-        prompt_ids=record.prompt_array(),
-        token_ids=record.token_array(),
-        logprobs=record.logprob_array(),
-        versions=record.version_array(),
-        reward=record.reward,
-        temperature=record.temperature,
-        finish=record.finish,
+        uid=record.uid, group=record.group, member=record.member, reward=record.reward,
+        temperature=record.temperature, finish=record.finish, prompt_ids=record.prompt_array(),
+        token_ids=record.token_array(), behaviour_logprobs=record.logprob_array(),
+        policy_versions=record.version_array(),
         context=max(skipped, record.earlier if last_only else 0),
     )
 

@@ -1,39 +1,11 @@
-"""What every length predictor is: the question it is asked, its protocol, and the range of its answers.
+"""What length predictors share: the question they are asked, their protocol, a table of prompts, levels and evidence.
 
-Talks to nothing. A prediction is in tokens, but only its order matters: judge a predictor by Kendall's tau, not by its
-error. Knows nothing of groups' fates, ages or who uses the number.
+A prediction is in tokens, but only its order matters: judge a predictor by Kendall's tau, not by its error. Knows
+nothing of groups' fates, ages or who uses the number.
 
 - A prediction is finite, at least 1 and at most the task's max_new_tokens.
 - Same prompt, same prediction, until `observe` says more; the other prompts of a batch do not matter.
 - The same observations in the same order give the same predictor, also through `state` and `load`.
-
-What is known about each prompt from its own answers: those of the newest draw, and earlier ones.
-
-A bounded table, prompt -> row, of running means. Pure. Knows nothing of where its numbers come from.
-
-- At most `capacity` prompts; the one first seen longest ago goes.
-- Answers of the newest draw of a prompt are its siblings, counted apart from all earlier ones; of those the newest
-  `MEMORY` count, so that a prompt whose answers grow is followed.
-
-Lengths as logarithms around a level that moves while the policy is trained.
-
-Pure arithmetic. A length measured long ago is compared with one of today by its distance from the level of its time.
-
-- The level is 0 until `SETTLED` answers were seen; then it is how far the mean has moved since.
-
-What a prompt's own answers say, put together with what was expected without them.
-
-Normal distributions of the log of a length: an expectation with its variance, the mean of earlier answers to the
-prompt, the mean of finished siblings, each weighed by how sure it is. The three variances are learned from surprises.
-Pure arithmetic. Knows nothing of text.
-
-- Without answers of its own, a prompt gets its expectation unchanged.
-- The more siblings have finished, the less the expectation counts (shrinkage).
-
-`oracle`: knows the lengths beforehand. For simulations and for runs of the scripted engine only.
-
-Is given a function from draws to the real lengths of their answers. Knows nothing of files; a run with a real model
-has nothing to give it, and its topology is refused.
 """
 
 from __future__ import annotations
@@ -47,8 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-# -- What every length predictor is: the question it is asked, its protocol, and the range of its answers -------------
-
+# -- the protocol --------------------------------------------------------------------------------------------
 
 Floats = npt.NDArray[np.float64]
 
@@ -94,8 +65,7 @@ def limited(tokens: Floats, candidates: Sequence[Candidate]) -> Floats:
     return np.clip(tokens, 1.0, np.maximum(1.0, limit))
 
 
-# -- What is known about each prompt from its own answers: those of the newest draw, and earlier ones -----------------
-
+# -- prompts -------------------------------------------------------------------------------------------------
 
 MEMORY = 16.0
 COLUMNS = ("key", "draw", "count", "mean", "old_count", "old_mean")
@@ -108,7 +78,12 @@ def key_of(candidate: Candidate) -> int:
 
 
 class PromptTable:
-    """Means per prompt; `count` and `mean` of its newest draw, `old_count` and `old_mean` of the draws before."""
+    """A bounded table, prompt -> row, of running means; of `capacity` prompts the one first seen longest ago goes.
+
+    Answers of the newest draw of a prompt are its siblings, counted apart from all earlier ones; of those the newest
+    `MEMORY` count, so that a prompt whose answers grow is followed. `count` and `mean` are of the newest draw,
+    `old_count` and `old_mean` of those before.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -191,14 +166,16 @@ class PromptTable:
         self._row = {key: row for row, key in enumerate(self.key.tolist())}
 
 
-# -- Lengths as logarithms around a level that moves while the policy is trained --------------------------------------
-
+# -- level ---------------------------------------------------------------------------------------------------
 
 SETTLED = 1000  # answers; also how many the moving mean looks back
 
 
 class Level:
-    """Moving mean of the natural log of lengths."""
+    """Moving mean of the natural log of lengths, so that a length of long ago compares with one of today.
+
+    The level is 0 until `SETTLED` answers were seen; then it is how far the mean has moved since.
+    """
 
     def __init__(self) -> None:
         self.answers = 0
@@ -233,8 +210,7 @@ class Level:
         self.answers, self.mean, self._base = int(state["answers"]), float(state["mean"]), float(state["base"])
 
 
-# -- What a prompt's own answers say, put together with what was expected without them --------------------------------
-
+# -- evidence ------------------------------------------------------------------------------------------------
 
 LOOK_BACK = 400  # surprises that a variance is the mean of
 AT_FIRST = 20  # surprises that the first guess of a variance is worth
@@ -260,7 +236,13 @@ class Variance:
 
 
 class Evidence:
-    """Own answers of prompts. Logs are relative to a level that the caller keeps."""
+    """What a prompt's own answers say, put together with what was expected without them.
+
+    Normal distributions of the log of a length (relative to a level that the caller keeps): an expectation with its
+    variance, the mean of earlier answers to the prompt, the mean of finished siblings, each weighed by how sure it is.
+    The three variances are learned from surprises. Without answers of its own a prompt gets its expectation unchanged;
+    the more siblings have finished, the less the expectation counts (shrinkage).
+    """
 
     def __init__(self, table: PromptTable) -> None:
         self.table = table
@@ -330,14 +312,16 @@ class Evidence:
         return {"answer": self.answer, "expected": self.expected, "drift": self.drift}
 
 
-# -- `oracle`: knows the lengths beforehand. For simulations and for runs of the scripted engine only -----------------
-
+# -- oracle --------------------------------------------------------------------------------------------------
 
 LengthsOf = Callable[[int], Sequence[int]]
 
 
 class OraclePredictor:
-    """The mean length of a group's answers, each cut at the limit."""
+    """The mean length of a group's answers, each cut at the limit, known beforehand from `lengths_of`.
+
+    For simulations and runs of the scripted engine only; the topology of a run with a real model is refused.
+    """
 
     name = "oracle"
 

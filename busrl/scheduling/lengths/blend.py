@@ -1,16 +1,7 @@
-"""How much to trust each of several predictions: a linear mixture, fitted to how they did lately.
+"""`blend`: rules, text and history together, each trusted as far as it was right lately.
 
-Pure arithmetic. Remembers what each source said of the last prompts before it learned from them; what came out is
-given at each fit, since more answers of a prompt may have come. Knows nothing of what is predicted.
-
-- Until there is data the first source is followed alone.
-- No source counts negatively. Newer prompts weigh more, as the sources are learning themselves.
-
-`blend`: rules, text and history together, each trusted as far as it was right lately.
-
-Talks to the parts. What to expect of a prompt is a fitted mixture of the rules, the linear model and the neighbours
-(rules alone while there is nothing else); the prompt's own answers then correct that as in `history`. Knows nothing of
-how the parts work.
+What to expect of a prompt is a fitted mixture of the rules, the linear model and the neighbours (rules alone while
+there is nothing else); the prompt's own answers then correct that as in `history`. Knows nothing of how the parts work.
 """
 
 from __future__ import annotations
@@ -25,15 +16,17 @@ from busrl.scheduling.lengths.history import PROMPTS, VECTORS, Neighbours
 from busrl.scheduling.lengths.learned import BITS, Features, Fresh, Learning, Ridge, add_to, features
 from busrl.scheduling.lengths.rules import RulesPredictor
 
-# -- How much to trust each of several predictions: a linear mixture, fitted to how they did lately -------------------
-
-
 LOOK_BACK = 1024  # prompts
 PENALTY = 8.0  # weight of the first guess, in prompts per unit of variance of a source
 
 
 class Stack:
-    """Mixes `sources` columns into one."""
+    """A linear mixture of `sources` predictions, fitted to how they did lately.
+
+    Remembers what each source said of the last prompts before it learned from them; what came out is given at each fit,
+    since more answers of a prompt may have come. Until there is data the first source is followed alone. No source
+    counts negatively. Newer prompts weigh more, as the sources are learning themselves.
+    """
 
     def __init__(self, sources: int) -> None:
         self.sources = sources
@@ -87,9 +80,6 @@ class Stack:
         if not (np.isfinite(said).all() and np.isfinite(weights).all()):
             raise ValueError("a mixture that is no number")
         self.said, self.keys, self.weights = said, np.array(state["keys"], np.int64), weights
-
-
-# -- `blend`: rules, text and history together, each trusted as far as it was right lately ----------------------------
 
 
 SOURCES = 3

@@ -1,14 +1,10 @@
-"""How well an order was predicted: Kendall's tau of predictions against what came out.
+"""Stands between a predictor and its user: faults are counted and replaced, predictions are scored by Kendall's tau.
 
-Pure arithmetic. Knows nothing of predictors.
+Wraps any predictor; talks to nothing else but the clock that it may be handed. Knows nothing of where the numbers go.
 
-Stands between a predictor and whoever uses it: what goes wrong is counted and replaced, what comes out is scored.
-
-Wraps any predictor; talks to nothing else but the clock that it may be handed. A prediction that raises or is no usable
-number is made by `rules` instead, for that batch. Knows nothing of where the numbers go.
-
-- `predict` and `observe` never raise, and predictions are always within 1 and the limit.
-- The newest prediction for a draw is what an answer of it is scored against: after it was dispatched nobody asks again.
+- `predict` and `observe` never raise, and predictions are always within 1 and the limit. A prediction that raises or is
+  no usable number is made by `rules` instead, for that batch.
+- An answer is scored against the newest prediction for its draw: after it was dispatched nobody asks again.
 - Each kind of fault is reported once, counted always.
 """
 
@@ -24,9 +20,6 @@ import numpy.typing as npt
 
 from busrl.scheduling.lengths.base import Candidate, Finished, Floats, Predictor, limited
 from busrl.scheduling.lengths.rules import RulesPredictor
-
-# -- How well an order was predicted: Kendall's tau of predictions against what came out ------------------------------
-
 
 BLOCK = 1024  # rows compared at once: bounds the memory
 
@@ -50,11 +43,8 @@ def _signs(values: npt.NDArray[np.float64], start: int) -> npt.NDArray[np.int8]:
     return (rows > values).astype(np.int8) - (rows < values).astype(np.int8)
 
 
-# -- Stands between a predictor and whoever uses it: what goes wrong is counted and replaced, what comes out is ... ---
-
-
 WINDOW = 512  # pairs that tau is computed of
-EVERY = 64  # answers after which it is computed anew, when asked for
+EVERY = 64  # answers after which it is recomputed, when asked for
 LEAST_PAIRS = 16  # before that many, tau says nothing
 REMEMBERED = 1 << 17  # predictions waiting for their answers; as many prompts may be waiting to be dispatched
 FADE_PROMPTS = 4096  # costs are means over about so many
@@ -133,7 +123,7 @@ class Guard:
             self._tau = kendall_tau(*zip(*self._pairs))
         return self._tau
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """For the metrics: ranking quality, pairs it is of, microseconds per prompt and answer, what went wrong."""
         return {
             "predictor_tau": self.tau,
@@ -145,7 +135,7 @@ class Guard:
         }
 
     def _asked(self, candidates: Sequence[Candidate]) -> Floats | None:
-        """What the predictor says, None if it can not be used."""
+        """What the predictor says, None if it cannot be used."""
         try:
             found = np.asarray(self.inner.predict(candidates), np.float64)
         except Exception as problem:

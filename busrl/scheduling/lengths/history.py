@@ -1,15 +1,7 @@
-"""Prompts whose text is near: a bounded index of unit vectors, and the weighted mean of what their answers were.
+"""`history`: finished siblings, the same prompt before, and prompts with a near text.
 
-Every vector of the index is compared (one matrix product for a whole batch); a neighbour weighs its similarity to the
-power of 16, so only near ones count. Pure NumPy. Knows nothing of text or tokens.
-
-- At most `capacity` vectors; the oldest go.
-- A prompt is no neighbour of itself: what its own answers say is counted elsewhere.
-
-`history`: what answers were really like: finished siblings, the same prompt before, prompts with a near text.
-
-Talks to `evidence` and `neighbours`. Near prompts say what to expect of one that has no answers yet; its own answers
-then correct that, siblings most. Knows nothing of models of text.
+Near prompts say what to expect of one that has no answers yet; its own answers then correct that, siblings most. Knows
+nothing of models of text.
 """
 
 from __future__ import annotations
@@ -23,16 +15,17 @@ import numpy.typing as npt
 from busrl.scheduling.lengths.base import Candidate, Evidence, Floats, PromptTable, key_of
 from busrl.scheduling.lengths.learned import BITS, Features, Fresh, Learning, features
 
-# -- Prompts whose text is near: a bounded index of unit vectors, and the weighted mean of what their answers were ----
-
-
 DIMENSIONS = 64
 SQUARINGS = 4  # similarity to the power of 2^4
 LEAST = 1e-12  # weight below which nothing is near
 
 
 class Neighbours:
-    """An index over the rows of a table of prompts."""
+    """Prompts whose text is near: an index of at most `capacity` unit vectors (the oldest go) over a table of prompts.
+
+    Every vector is compared (one matrix product for a whole batch); a neighbour weighs its similarity to the power of
+    16, so only near ones count. A prompt is no neighbour of itself.
+    """
 
     def __init__(self, table: PromptTable, capacity: int) -> None:
         self.table, self.capacity = table, capacity
@@ -106,9 +99,6 @@ class Neighbours:
         self.keys, self.vectors, self._next = keys, vectors, int(state["next"]) % self.capacity
         self.rows = np.maximum(self.table.rows(keys.tolist()), 0)  # a key that has gone is seen in `_values`
         self._place = {key: place for place, key in enumerate(keys.tolist())}
-
-
-# -- `history`: what answers were really like: finished siblings, the same prompt before, prompts with a near text ----
 
 
 PROMPTS = 1 << 16  # prompts remembered, about 200 bytes each

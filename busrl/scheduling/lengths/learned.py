@@ -1,33 +1,8 @@
-"""Hashed features of prompts: words, pairs of words, and a few counts, made for a whole batch at once.
+"""`learned`: the order of prompts by their text, from a linear model of hashed features that is fitted as answers come.
 
-Talks to nothing. One pass over the characters of all prompts in NumPy, so that a prompt costs microseconds. Works for
-any script: an ideograph is a word of its own, digits are all alike. Knows nothing of lengths or models.
-
-- A feature is (row, column, value); columns are hashes below `1 << bits`, the same in every process and version.
-- A prompt's features depend on its text and tag alone; of a very long text the beginning and the end are looked at.
-
-A linear model of hashed text features, kept at the optimum of a sliding window of prompts.
-
-Ridge regression by conjugate gradients that start from the last solution, so a few products per round are enough:
-as good as solving it anew, with no learning rate to choose. Pure NumPy. Knows nothing of text or tokens.
-
-- Bounded: at most ROWS prompts and ENTRIES features; the oldest go.
-- A prompt has one row, whatever the number of its answers; its target is the mean of those.
-
-What the predictors that learn have in common: logs of lengths, and prompts collected until a batch is worth it.
-
-Pure. A subclass says what it makes of a batch of new prompts, and what it expects of candidates. Knows nothing of
-their models.
-
-- An answer counts at once for its prompt; the text of a new prompt is learned when `WORTH` of them have come (at the
-  start sooner), since work on a batch costs hardly more than on one.
-- All that is learned is learned from logs, so twice as long is as far off as half as long.
-- Asking changes nothing; `state` has everything, the prompts collected so far too.
-
-`learned`: a ranking of prompts by their text, from a linear model of hashed features that is fitted as answers come.
-
-Talks to `ridge` and `features`. Knows nothing of siblings. Chosen by measurement against scikit-learn's online linear
-models and LightGBM (docs/predictors.md): it ranks better, learns sooner, and needs no dependency.
+Knows nothing of siblings. Chosen by measurement against scikit-learn's online linear models and LightGBM
+(docs/predictors.md): it ranks better, learns sooner, and needs no dependency. `Learning` is the base of all predictors
+that learn online.
 """
 
 from __future__ import annotations
@@ -42,8 +17,7 @@ import numpy.typing as npt
 
 from busrl.scheduling.lengths.base import Candidate, Finished, Floats, Level, limited
 
-# -- Hashed features of prompts: words, pairs of words, and a few counts, made for a whole batch at once --------------
-
+# -- features of the text ------------------------------------------------------------------------------------
 
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -93,7 +67,12 @@ class Features:
 
 
 def features(candidates: Sequence[Candidate], bits: int) -> Features:
-    """The features of some prompts, in their order."""
+    """The features of some prompts, in their order: hashed words, pairs of words, and a few counts.
+
+    One pass over the characters of all prompts, so that a prompt costs microseconds. Works for any script: an ideograph
+    is a word of its own, digits are all alike. Columns are hashes below `1 << bits`, the same in every process and
+    version. A prompt's features depend on its text and tag alone; of a very long text both ends are looked at.
+    """
     rows = len(candidates)
     if not rows:
         none = np.zeros(0, np.int64)
@@ -168,8 +147,7 @@ def _counts(words: _Words, rows: int) -> Floats:
     ))
 
 
-# -- A linear model of hashed text features, kept at the optimum of a sliding window of prompts -----------------------
-
+# -- the linear model ----------------------------------------------------------------------------------------
 
 BITS = 14
 HASHED = 1 << BITS
@@ -181,7 +159,12 @@ CENTRE = np.array([0.0, 3.5, 2.0, 1.0, 0.5, 0.0])  # of the counts: keeps the in
 
 
 class Ridge:
-    """Targets of prompts from their features."""
+    """A linear model of hashed text features, kept at the optimum of a sliding window of prompts.
+
+    Ridge regression by conjugate gradients that start from the last solution: a few products per round are as good as
+    solving it again, with no learning rate to choose. At most ROWS prompts and ENTRIES features, the oldest go. A
+    prompt has one row, whatever the number of its answers; its target is the mean of those.
+    """
 
     def __init__(self) -> None:
         self.weights = np.zeros(HASHED + COUNTS)
@@ -316,8 +299,7 @@ class _Problem:
         return weights
 
 
-# -- What the predictors that learn have in common: logs of lengths, and prompts collected until a batch is worth it --
-
+# -- learning online -----------------------------------------------------------------------------------------
 
 WORTH = 16
 HIGHEST_LOG = 40.0
@@ -338,7 +320,12 @@ class Fresh:
 
 
 class Learning(ABC):
-    """Base of the predictors that learn online."""
+    """Base of the predictors that learn online, from logs of lengths: twice as long is as far off as half as long.
+
+    An answer counts at once for its prompt; the text of a new prompt is learned when `WORTH` of them have come (at the
+    start sooner), since work on a batch costs hardly more than on one. Asking changes nothing; `state` has everything,
+    the prompts collected so far too.
+    """
 
     name = ""
 
@@ -406,9 +393,6 @@ class Learning(ABC):
     @abstractmethod
     def _load(self, state: Mapping[str, Any]) -> None:
         """Take over what `_state` gave."""
-
-
-# -- `learned`: a ranking of prompts by their text, from a linear model of hashed features that is fitted as ... ------
 
 
 class LearnedPredictor(Learning):

@@ -1,19 +1,12 @@
-"""Tables of weighted words and tags for the predictor `rules`: what one must look like, and the one that is shipped.
+"""`rules`: prompt length, digits, weighted words, the task's tag and the limit. Needs no data and learns nothing.
 
-Talks to the package's own `keywords.toml`, read once when first asked for. Knows nothing of users' files: whoever reads
-one gives `check` the tables, and gets a place for each finding.
+Its words come from a user's table or from the package's own `keywords.toml`. Knows nothing of users' files: whoever
+reads one gives `check` the tables, and gets a place for each finding.
 
 - A weight is a finite number of tokens of at most LARGEST either way; a word is not blank; none is there twice in
   different cases.
-
-`rules`: prompt length, digits, weighted words, the task's tag and the limit; what a run starts with.
-
-Talks to a table of words (`keywords`). Needs no data and learns nothing. Knows nothing of tokens that were really
-generated.
-
 - A word counts once, however often it is said; one that stands in the prompt only as part of a longer one does not
-  count beside it.
-- Of a very long prompt the beginning and the end are searched for words.
+  count beside it. Of a very long prompt the beginning and the end are searched.
 """
 
 from __future__ import annotations
@@ -31,8 +24,7 @@ import numpy as np
 
 from busrl.scheduling.lengths.base import Candidate, Finished, Floats, limited
 
-# -- Tables of weighted words and tags for the predictor `rules`: what one must look like, and the one that is ... ----
-
+# -- tables of words -----------------------------------------------------------------------------------------
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -111,8 +103,7 @@ def shipped() -> Keywords:
     return keywords
 
 
-# -- `rules`: prompt length, digits, weighted words, the task's tag and the limit; what a run starts with -------------
-
+# -- the predictor -------------------------------------------------------------------------------------------
 
 BASE, PER_CHARACTER, PER_DIGIT = 16.0, 0.3, 1.0  # tokens
 PER_LIMIT = 0.02  # tokens per token of the limit: who allows longer answers expects them

@@ -247,8 +247,8 @@ class BroadcastReceiver(Instrumented):
                 self._problem = f"{type(problem).__name__}: {first_line(problem)}"
                 log.warning("weights: %s: %s", self.name, self._problem)
             self._drop_group()
-            if not self._stopping and self.state is not ReceiveState.REPLACED:
-                self._pause(RETRY_S)
+            if self.state is not ReceiveState.REPLACED and ready([self._waker], 0.0 if self._stopping else RETRY_S):
+                self._waker.clear()
 
     def _follow(self, address: str) -> None:
         """Follow the learner's messages until it is gone (OSError), this receiver stops, or another process takes its
@@ -303,11 +303,7 @@ class BroadcastReceiver(Instrumented):
             size = self._manifest.nbytes
             if len(self._spare) != size:
                 self._spare = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        connection.send({"say": "here", "epoch": self._epoch, "have": self._have()})
-
-    def _have(self) -> int:
-        """The version that frames may follow."""
-        return self._received.stamp[0] if self._received.usable else -1
+        connection.send({"say": "here", "epoch": self._epoch, "have": self._received.offered[0]})
 
     def _connect(self, message: Message) -> None:
         self.state = ReceiveState.CONNECTING
@@ -399,7 +395,8 @@ class BroadcastReceiver(Instrumented):
         self._drop_group()
         self.state, self._problem = ReceiveState.OUTSIDE, f"epoch {self._epoch} broke in {phase}: {why}"
         log.info("weights: %s: %s", self.name, self._problem)
-        connection.send({"say": "broken", "epoch": self._epoch, "phase": phase, "why": why[:300], "have": self._have()})
+        have = self._received.offered[0]
+        connection.send({"say": "broken", "epoch": self._epoch, "phase": phase, "why": why[:300], "have": have})
 
     def _drop_group(self) -> None:
         if self._group is not None:
@@ -408,7 +405,3 @@ class BroadcastReceiver(Instrumented):
         if self._setup is not None:
             self._setup.cancel()
             self._setup = None
-
-    def _pause(self, seconds: float) -> None:
-        if ready([self._waker], seconds):
-            self._waker.clear()

@@ -57,6 +57,10 @@ def test_the_step_of_versions_survives_a_checkpoint() -> None:
     assert again.state() == old.state() and again.step_of(2) == 1
 
 
+def test_the_age_of_a_token_counts_the_steps_since_its_version_was_published() -> None:
+    assert at(None, (0, 0), (3, 1), (4, 2)).ages(np.array([4, 0, 3, 2, 9], np.uint32)).tolist() == [0, 2, 1, 1, 0]
+
+
 def test_what_is_left_out_becomes_context() -> None:
     made = to_sample(record([3, 4, 5, 6], step=3), skipped=2)
     assert made.context == 2 and made.token_ids.tolist() == to_sample(record([3, 4, 5, 6], step=3)).token_ids.tolist()

@@ -13,8 +13,8 @@ import pytest
 
 from busrl.config import Topology, load
 from busrl.errors import (
-    ENDS_RUN,
-    NO_USE,
+    NEEDS_FIX,
+    RUN_FAILED,
     BugError,
     EngineDisagrees,
     PeerTimeout,
@@ -24,7 +24,7 @@ from busrl.errors import (
     process_code,
 )
 from busrl.ledger.wal import SampleRecord
-from busrl.roles.learner.loop import EXACT, ROUNDED, TOKENS, LogprobCheck, mixed, tolerance
+from busrl.roles.learner.alarms import EXACT, ROUNDED, TOKENS, LogprobCheck, mixed, tolerance
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
@@ -116,7 +116,7 @@ def test_several_updates_per_batch_do_not_silence_the_comparison() -> None:
 @pytest.mark.parametrize(
     ("problem", "code"),
     [
-        (EngineDisagrees("x"), ENDS_RUN), (UserError("x"), NO_USE), (RunInUse("x"), 1), (WeightsRefused("x"), 1),
+        (EngineDisagrees("x"), RUN_FAILED), (UserError("x"), NEEDS_FIX), (RunInUse("x"), 1), (WeightsRefused("x"), 1),
         (PeerTimeout("x"), 1), (BugError("x"), 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""The written-out derivatives of the lean forward against numerical ones, and its plan against the obvious one."""
+"""The written-out derivatives of the fused forward against numerical ones, and its plan against the obvious one."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_attention_over_a_plan_is_causal_attention_of_every_sample_on_its_own(sh
     plan = plan_of(samples, HEADS, torch.float64)  # type: ignore[arg-type]
     rows = len(plan.ids)
     queries, pairs = random(rows, 4, 6), random(rows, 4, 6)
-    spots = (plan.prompts, *plan.own) if plan.shared else plan.own
-    found = kernels.attention(queries, pairs, spots, HEADS, 0.4).view(rows, 4, 6)
+    blocks = (plan.prompts, *plan.own) if plan.shared else plan.own
+    found = kernels.attention(queries, pairs, blocks, HEADS, 0.4).view(rows, 4, 6)
     start = plan.shared
     shared_at = {}
     for sample in samples:

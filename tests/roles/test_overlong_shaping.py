@@ -1,4 +1,4 @@
-"""What a cut answer is worth is changed in the learner's copy only, for training, and for whatever worker judged it."""
+"""The reward of a cut answer is changed in the copy of the learner only, for training, for any reward worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from busrl.ring import State
-from busrl.roles.learner.loop import OverlongShaping
+from busrl.roles.learner.groups import OverlongShaping
 
 LINE = np.dtype([("state", np.uint8), ("cls", np.uint8), ("finish", np.uint8), ("reward", np.float64)])
 ENDED, CUT = 1, 2
@@ -23,7 +23,7 @@ def lines() -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("worth", "expected"),
+    ("shaping", "expected"),
     [
         (OverlongShaping(), [0.75, 0.75, 1.0, 0.75, 0.0]),
         (OverlongShaping(truncated=0.0), [0.0, 0.75, 0.0, 0.75, 0.0]),
@@ -31,7 +31,7 @@ def lines() -> np.ndarray:
         (OverlongShaping(penalty=0.5), [0.25, 0.75, 0.5, 0.75, 0.0]),
     ],
 )
-def test_only_judged_training_answers_that_the_limit_cut_are_worth_something_else(
-    worth: OverlongShaping, expected: list[float]
+def test_only_judged_training_answers_that_the_limit_cut_are_shaping_something_else(
+    shaping: OverlongShaping, expected: list[float]
 ) -> None:
-    assert worth.apply(lines())["reward"].tolist() == expected
+    assert shaping.apply(lines())["reward"].tolist() == expected

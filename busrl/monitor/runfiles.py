@@ -1,0 +1,300 @@
+"""The files of a run, read while the run writes them: facts once, and lines as they come.
+
+Opens files for reading only, and keeps none open. Knows nothing of the bus, the ring or of what is shown.
+
+- A line counts once it has its end; a torn last one is read later. A damaged or foreign line is left out.
+- At first only the end of a long file is read, so attaching to an old run takes no longer than to a young one.
+- What others wrote into a file may be anything: a number that is none is not known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from busrl.errors import NoSuchRun
+from busrl.ledger.trainlog import of_step
+from busrl.monitor.state import ErrorRecord, Facts, MetricsLine, RoundRecord, RunState
+from busrl.monitor.text import safe
+from busrl.paths import RunPaths
+from busrl.states import Fate, fate_name
+
+TAIL_BYTES: Final = 4 << 20
+SAMPLE_BYTES: Final = 1 << 18
+HEAD_BYTES: Final = 1 << 16
+CHUNK: Final = 1 << 20
+WORDS: Final = {
+    Fate.DISPATCHED: "open",
+    Fate.FLAT: "flat (all rewards of the group equal)",
+    Fate.OLD: "too old",
+    Fate.INCOMPLETE: "of groups that lost members",
+    Fate.LONG: "with a prompt that is too long",
+    Fate.POISON: "given up after killing their process twice",
+    Fate.REWARD_RAISED: "whose reward raised",
+    Fate.REWARD_HUNG: "whose reward hung",
+}
+PROMPT, ANSWER = 90, 120  # characters of a sample that are shown
+MOST: Final = 1 << 63  # no step and no round has such a number
+T = TypeVar("T")
+
+
+class Follower:
+    """The complete lines of one file that were not given before; `skipped` is how many earlier ones were not read."""
+
+    def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
+        self._path, self._tail = path, tail_bytes
+        self._file = (0, 0)
+        self._at = 0
+        self.skipped = 0
+
+    def new(self) -> list[bytes]:
+        """Lines that were completed since the last call; all again if the file was replaced."""
+        try:
+            with open(self._path, "rb") as file:
+                info = os.fstat(file.fileno())
+                if (info.st_dev, info.st_ino) != self._file or info.st_size < self._at:
+                    self._file = (info.st_dev, info.st_ino)
+                    self._at = self._start(file, info.st_size)
+                if info.st_size == self._at:
+                    return []
+                file.seek(self._at)
+                found = file.read(info.st_size - self._at)
+        except OSError:
+            return []
+        whole = found.rfind(b"\n") + 1
+        self._at += whole
+        return found[:whole].split(b"\n")[:-1]
+
+    def _start(self, file: Any, size: int) -> int:
+        """Where the first line begins that is read; the ones before it are only counted."""
+        self.skipped = 0
+        left = size - self._tail
+        if left <= 0:
+            return 0
+        at = 0
+        while left > 0 and (part := file.read(min(CHUNK, left))):
+            self.skipped += part.count(b"\n")
+            at, left = at + len(part), left - len(part)
+        rest = file.readline()  # the line that the cut is in
+        self.skipped += rest.endswith(b"\n")
+        return at + len(rest)
+
+
+class RunFiles:
+    """The files of one run directory."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._metrics, self._errors = Follower(paths.metrics), Follower(paths.errors)
+        self._rounds = Follower(paths.validation)
+        self._samples = Follower(paths.samples, SAMPLE_BYTES)
+        self._skipped_known = False
+        self.newest_sample: dict[str, Any] = {}
+
+    def facts(self) -> Facts:
+        """What run.json and topology.json say; what is missing there stays unknown."""
+        run, topology = read_map(self._paths.run_json), read_map(self._paths.topology)
+        if not run:
+            raise NoSuchRun(f"{self._paths.root}: no run.json there; name the directory that `busrl launch` printed")
+        trigger = as_map(as_map(topology.get("learner")).get("trigger"))
+        return Facts(
+            name=_get(as_map(topology.get("run")), "name", ""),
+            run_id=_get(run, "run_id", ""),
+            uuid=_get(run, "uuid", ""),
+            run_dir=str(self._paths.root),
+            launch_pid=_get(run, "launch_pid", 0),
+            started=_number(run.get("started"), 0.0),
+            max_steps=_get(as_map(topology.get("run")), "max_steps", 0),
+            group_size=_get(as_map(topology.get("groups")), "size", 0),
+            n_min=_get(trigger, "n_min", 0),
+            t_max_s=_t_max_s(trigger),
+            mode=_get(as_map(topology.get("weights")), "mode", ""),
+            max_staleness=_get(as_map(topology.get("weights")), "max_staleness", 0),
+            progress_s=_number(as_map(topology.get("limits")).get("progress_s"), 30.0),
+            slots=_get(as_map(topology.get("derived")), "slots", 0),
+        )
+
+    def tap(self) -> str:
+        """Where the run's tap is."""
+        return _get(read_map(self._paths.run_json), "tap", "") or self._paths.tap
+
+    def first_reward(self) -> float | None:
+        """Mean reward of the first step ever, over all starts of the run."""
+        try:
+            with open(self._paths.metrics, "rb") as file:
+                rows = _maps(file.read(HEAD_BYTES).split(b"\n")[:-1])
+        except OSError:
+            return None
+        return next((number(row["reward"]) for row in rows if "reward" in row and of_step(row)), None)
+
+    def metrics(self) -> list[MetricsLine]:
+        """Lines that were written since the last call: steps, and (with a `kind`) groups that ended without one."""
+        return [row for row in _decoded(self._metrics.new(), MetricsLine) if 0 <= row.step < MOST]
+
+    def step_age_s(self) -> float | None:
+        """Seconds since a step was written; None if none was."""
+        try:
+            return max(0.0, time.time() - self._paths.metrics.stat().st_mtime)
+        except OSError:
+            return None
+
+    def rounds(self) -> list[RoundRecord]:
+        """Rounds of validation that were finished since the last call."""
+        return [row for row in _decoded(self._rounds.new(), RoundRecord) if 0 <= row.round < MOST]
+
+    def sample(self) -> dict[str, Any]:
+        """The newest sample that was written since the last call; empty if none was."""
+        return next((row for row in _maps(self._samples.new()[::-1]) if sample_line(row)), {})
+
+    def errors(self) -> list[ErrorRecord]:
+        """Warnings and errors that were filed since the last call."""
+        return list(_decoded(self._errors.new(), ErrorRecord))
+
+    def errors_before(self) -> int:
+        """How many were filed earlier than what `errors` gave; 0 from the second call on."""
+        known, self._skipped_known = self._skipped_known, True
+        return 0 if known else self._errors.skipped
+
+    def restarts(self) -> dict[str, int]:
+        """How often launch has started each of its children again, by name."""
+        found = as_map(read_map(self._paths.supervisor).get("processes"))
+        return {name: whole(as_map(one).get("restarts")) for name, one in found.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """How the run ended; empty if no summary says so."""
+        return read_map(self._paths.summary)
+
+    def fold_into(self, state: RunState, ended: float | None = None) -> None:
+        """Fold what was written since the last call into the state of the run; `ended`: when its newest step did."""
+        for row in self.metrics():
+            if row.kind:
+                state.idle = row
+            else:
+                state.step(row, ended)
+                state.idle = None
+        for done in self.rounds():
+            state.validated(done)
+        if state.first_reward is None:
+            state.first_reward = self.first_reward()
+        self.newest_sample = self.sample() or self.newest_sample
+        state.sample = sample_line(self.newest_sample)
+        for error in self.errors():
+            state.error(error, "file")
+        state.errors.before(self.errors_before())
+        state.restarts = self.restarts()
+
+
+def run_of_files(files: RunFiles) -> RunState:
+    """How far a run is by its files alone, over all its starts."""
+    run = RunState(facts=files.facts())
+    files.fold_into(run)
+    return run
+
+
+def _decoded(lines: list[bytes], kind: type[T]) -> Iterator[T]:
+    decoder = msgspec.json.Decoder(kind, strict=False)
+    for line in lines:
+        try:
+            yield decoder.decode(line)
+        except (ValueError, RecursionError):
+            continue
+
+
+def _t_max_s(trigger: dict[str, Any]) -> float:
+    """In seconds; a run of an older busrl has milliseconds, under another name."""
+    if "t_max_s" in trigger:
+        return _number(trigger["t_max_s"], math.inf)
+    return _number(trigger.get("t_max"), math.inf) / 1000
+
+
+def _get(found: dict[str, Any], key: str, default: T) -> T:
+    value = found.get(key, default)
+    return value if isinstance(value, type(default)) else default
+
+
+def _number(value: Any, default: float) -> float:
+    if value == "inf":
+        return math.inf
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+
+
+def number(value: Any) -> float | None:
+    """The finite number that a value of a JSON file is; None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    with suppress(OverflowError):  # a whole number of hundreds of digits
+        found = float(value)
+        return found if math.isfinite(found) else None
+    return None
+
+
+def _maps(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    found = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            found += [row] if isinstance(row, dict) else []
+    return found
+
+
+def fates(path: Path) -> dict[str, int]:
+    """How many samples have each fate, most interesting first; empty where the table cannot be read."""
+    counts = np.zeros(256, np.int64)
+    with suppress(OSError), open(path, "rb") as file:
+        while block := file.read(CHUNK):
+            counts += np.bincount(np.frombuffer(block, np.uint8), minlength=256)
+    order = sorted(range(1, 256), key=lambda code: (code != Fate.TRAINED, code == Fate.DISPATCHED, -counts[code]))
+    return {WORDS.get(code, fate_name(code)): int(counts[code]) for code in order if counts[code]}  # type: ignore[call-overload]
+
+
+def in_words(fate: str) -> str:
+    """A fate as the audit names it, for somebody who does not know the word."""
+    return next((text for code, text in WORDS.items() if fate_name(code) == fate), fate)
+
+
+def sample_line(sample: dict[str, Any]) -> str:
+    """What the model wrote lately, in one line; "" if nothing is known."""
+    if "completion" not in sample:
+        return ""
+    prompt, answer, reward = _prompt(sample.get("prompt")), str(sample["completion"]), number(sample.get("reward"))
+    shown = safe(prompt, len(prompt))[-PROMPT:]
+    text = safe(answer, len(answer))
+    cut = f"{text[: ANSWER // 2]} … {text[-ANSWER // 2 :]}" if len(text) > ANSWER else text
+    return f"{shown!r} → {cut!r}" + (f", reward {reward:g}" if reward is not None else "")
+
+
+def _prompt(found: Any) -> str:
+    """The prompt as text, also where the whole line of the data file stands for it."""
+    if isinstance(found, str) and found.startswith("{"):
+        with suppress(ValueError, RecursionError):
+            line = json.loads(found)
+            found = line.get("prompt", found) if isinstance(line, dict) else found
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+
+
+def read_map(path: Path) -> dict[str, Any]:
+    """The map in a JSON file; empty if there is none that can be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return as_map(found)
+
+
+def whole(value: Any) -> int:
+    """The whole number that a value of a JSON file is; 0 for everything else."""
+    return int(number(value) or 0)
+
+
+def as_map(value: Any) -> dict[str, Any]:
+    """The value if it is a map, else an empty one."""
+    return value if isinstance(value, dict) else {}

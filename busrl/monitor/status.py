@@ -1,0 +1,282 @@
+"""`busrl status`: what a run is doing now, or how it ended, as plain data and in some lines. Attaches to nothing.
+
+Reads the run directory and the ring once; knows nothing of the bus, so it works with the broker down. The lines are
+those of every plain view, with what to do about the state before them and what went wrong lately after them.
+
+- A ring that cannot be used is a state to show, with its remedy.
+- The keys of the data stand in docs/operating.md: they are only ever added to.
+- Every line is made safe to print, whoever wrote what stands in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from busrl.errors import first_line
+from busrl.files import tail
+from busrl.gateway.desk import BAD
+from busrl.monitor import text
+from busrl.monitor.runfiles import as_map, fates, number, read_map
+from busrl.monitor.sources import Reader, holder_of, newest_run
+from busrl.monitor.state import ProcessRow, RunState
+from busrl.monitor.text import alike, duration, printable, short
+from busrl.paths import RunPaths
+from busrl.protocol.messages import SEVERITIES
+from busrl.states import RunPhase
+
+SCHEMA = 1
+LIVING = (*(one.name.lower() for one in RunPhase), "left")  # states with a ring
+MOST_KINDS = 5
+TEXT = 240
+
+
+@dataclass(frozen=True)
+class Found:
+    """One look at a run: its state, and what stands beside that in its directory."""
+
+    paths: RunPaths
+    run: RunState
+    now: float
+    state: str  # that of `run`, or starting, unfinished, or the outcome that its summary tells
+    holder: int | None  # pid of the launch that holds the directory
+    sample: dict[str, Any]
+    info: dict[str, Any]  # run.json
+    summary: dict[str, Any]
+
+    @property
+    def processes(self) -> list[ProcessRow]:
+        """Those that are not dead."""
+        return [row for row in self.run.rows(self.now) if row.state != "dead"]
+
+
+def status(run_dir: str | os.PathLike[str] | None = None, *, as_json: bool = False) -> str:
+    """The state of a run in some lines, or as one JSON object; without a directory that of the newest under `runs/`."""
+    found = look(run_dir)
+    if as_json:
+        return json.dumps(_plain(as_data(found)), ensure_ascii=False, allow_nan=False, default=str)
+    return "\n".join(map(printable, _lines(found)))
+
+
+def look(run_dir: str | os.PathLike[str] | None = None) -> Found:
+    """What is known of a run; without a directory of the newest one under `runs/`. NoSuchRun if there is none."""
+    paths = RunPaths.of(run_dir if run_dir is not None else newest_run(Path("runs")))
+    reader, now = Reader(paths), time.monotonic()
+    reader.refresh(now)
+    reader.close()
+    holder, summary, state = holder_of(paths), read_map(paths.summary), reader.run.state
+    if state in ("ended", "unknown"):
+        state = "starting" if holder is not None else str(summary.get("outcome")) if summary else "unfinished"
+    return Found(paths, reader.run, now, state, holder, reader.files.newest_sample, read_map(paths.run_json), summary)
+
+
+# -- as data ----------------------------------------------------------------------------------------------------------
+
+
+def as_data(found: Found) -> dict[str, Any]:
+    """One JSON object."""
+    run, steps = found.run, found.run.steps
+    quiet = (run.since_step_s(found.now) or 0.0) if run.ring is not None and found.state != "left" else 0.0
+    pace = steps.pace(quiet)
+    return {
+        "schema": SCHEMA,
+        "time": time.time(),
+        "run_id": found.info.get("run_id"),
+        "run_dir": str(found.paths.root),
+        "launch_pid": found.info.get("launch_pid"),
+        "started": found.info.get("started"),
+        "state": found.state,
+        "step": run.at_step,
+        "version": run.version,
+        "max_steps": run.facts.max_steps or None,
+        "reward": {"first": run.first_reward, "last_10_steps": steps.recent(lambda one: one.reward)},
+        "validation": [
+            {"round": one.round, "mean": one.mean, "samples": one.samples}
+            for one in run.validations.values()
+            if one.mean is not None and one.samples
+        ],
+        "flat_share": steps.flat_share(run.idle),
+        "entropy": steps.recent(lambda one: one.entropy),
+        "cut_share": steps.recent(lambda one: one.cut_share),
+        "k3": steps.recent(lambda one: one.k3),
+        "ess": steps.recent(lambda one: one.ess),
+        "sample": found.sample or None,
+        "idle": (
+            {"groups": run.idle.idle_groups, "limit": run.idle.idle_limit, "causes": run.idle.idle_causes}
+            if run.idle
+            else None
+        ),
+        "samples": fates(found.paths.fates),
+        "restarts": run.restarts,
+        "problems": problems(found.paths.errors),
+        "errors_from_outside": list(_from_outside(found.paths)),
+        "refusals": list(_refusals(found.paths)),
+        "steps_per_min": round(60 * pace.steps, 3) if pace else None,
+        "tokens_per_s": round(pace.tokens, 3) if pace else None,
+        **_more(found),
+    }
+
+
+def _more(found: Found) -> dict[str, Any]:
+    """What only some states have."""
+    run = found.run
+    if found.state in LIVING and run.ring is not None:
+        left = run.left_s(found.now)
+        return {
+            "left_s": round(left, 1) if left is not None else None,
+            "slots": {name: count for name, count in run.ring.occupancy.items() if count},
+            "reaps": run.ring.reaps,
+            "processes": [_process(row) for row in found.processes],
+        }
+    if found.state == "damaged":
+        return {"problem": run.damage, "holder": found.holder}
+    if found.state == "starting":
+        return {"holder": found.holder}
+    if found.state == "unfinished":
+        return {}
+    kept = ("why", "seconds", "open_samples", "exit_code", "max_steps")
+    numbers = {key: number(found.summary.get(name)) for key, name in (("step", "steps"), ("version", "version"))}
+    return {**{name: found.summary.get(name) for name in kept}, **_whole(numbers)}
+
+
+def _whole(numbers: dict[str, float | None]) -> dict[str, int | None]:
+    return {name: None if value is None else int(value) for name, value in numbers.items()}
+
+
+def _process(row: ProcessRow) -> dict[str, Any]:
+    return {
+        "name": row.name, "role": row.role, "pid": row.pid, "remote": row.remote, "state": row.state,
+        "activity": row.activity, "progress_age_s": round(row.progress_age_s, 3), "tokens": row.tokens,
+        "samples": row.samples, "restarts": row.restarts,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """The same with null for what is no number: files of a run may hold anything, and NaN is not JSON."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def problems(path: Path) -> list[dict[str, Any]]:
+    """Every kind of problem in the end of errors.jsonl, the newest first: severity, process, text, time, count.
+
+    Lines of one process that differ in their digits alone are of one kind.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in tail(path):
+        try:
+            row = json.loads(line)
+            process, severity, said = str(row["process"]), str(row["severity"]), first_line(str(row["text"]), TEXT)
+            at = float(row["time"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            continue  # torn, or cut by the tail
+        if math.isfinite(at):
+            new = {"severity": severity, "process": process, "text": said, "time": at, "count": 0}
+            kind = found.setdefault((process, alike(said)), new)
+            kind.update(text=said, time=at, count=kind["count"] + 1)
+    return sorted(found.values(), key=lambda kind: -kind["time"])
+
+
+def _from_outside(paths: RunPaths) -> Iterator[str]:
+    """ERRORs of senders that do not file their own, counted by launch."""
+    for name, found in as_map(read_map(paths.supervisor).get("errors_from_outside")).items():
+        counts = as_map(found)
+        each = [f"{counts[severity]} {severity}" for severity in reversed(SEVERITIES) if counts.get(severity)]
+        yield f"ERROR from {name}: {', '.join(each)}; the latest {counts.get('latest', '')}"
+
+
+def _refusals(paths: RunPaths) -> Iterator[str]:
+    """What the keeper's gateway had to refuse, by worker."""
+    for name, found in as_map(read_map(paths.gateway).get("workers")).items():
+        counts = as_map(found)
+        bad = [f"{counts[code]} {code.replace('_', ' ')}" for code in BAD if counts.get(code)]
+        if bad:
+            yield f"gateway refused {name}: {', '.join(bad)}; the latest {counts.get('latest', '')}"
+
+
+# -- in lines ---------------------------------------------------------------------------------------------------------
+
+
+def _lines(found: Found) -> Iterator[str]:
+    run, paths = found.run, found.paths
+    yield from _headline(found)
+    if found.state not in ("starting", "unfinished") or len(run.steps):
+        yield from text.facts(run, found.now)
+    if samples := fates(paths.fates):
+        yield f"  samples   {' · '.join(f'{short(count)} {name}' for name, count in samples.items())}"
+    if run.ring is not None and run.ring.reaps:
+        yield f"  {short(run.ring.reaps)} slots taken back from dead processes"
+    rows = found.processes if found.state in LIVING else []
+    yield from map(text.process_line, rows)
+    yield from _restarts(found, {row.name for row in rows})
+    yield from problem_lines(paths.errors)
+    yield from (f"  {line}" for line in (*_from_outside(paths), *_refusals(paths)))
+    yield f"  {paths.root}"
+
+
+def _headline(found: Found) -> Iterator[str]:
+    """The first lines: who runs, or how the run ended, and what to do about it."""
+    name, root, summary = found.info.get("run_id"), found.paths.root, found.summary
+    if found.state == "left":
+        yield f"{name}: nobody runs; the next `busrl launch` in this directory adopts its ring"
+    elif found.state in LIVING:
+        since = duration(max(0.0, time.time() - (number(found.info.get("started")) or time.time())))
+        yield f"{name}: {found.state}, {since} since launch (pid {found.info.get('launch_pid')})"
+    elif found.state == "damaged":
+        yield f"{name}: damaged, its ring cannot be used: {found.run.damage}"
+        yield _remedy_of_damage(found)
+    elif found.state == "starting":
+        yield (
+            f"{name}: launch (pid {found.holder}) is there, but no ring: it is starting or ending, or "
+            f"{found.paths.ring_file} was removed; if this stays so, `busrl stop {root}` and start it again"
+        )
+    elif found.state == "unfinished":
+        yield f"{name}: no ring and no summary; the run was never finished. Start it again to continue"
+    else:
+        yield f"{name}: {found.state}, {summary.get('why')}; it took {duration(number(summary.get('seconds')) or 0.0)}"
+        if summary.get("open_samples"):
+            yield f"  {summary['open_samples']} samples are open: the next start generates them again"
+
+
+def _remedy_of_damage(found: Found) -> str:
+    """The ring is there and cannot be used; the files still tell how far the run is."""
+    root = found.paths.root
+    if found.holder is None:
+        return (
+            f"  nobody runs, and the next start refuses: `busrl ring clean {root} --force`, then start it again "
+            "(what was in its slots is generated again)"
+        )
+    return (
+        f"  launch (pid {found.holder}) continues with what its processes have mapped; none can be started again: "
+        f"`busrl stop {root}` ends it in order, and a start continues from checkpoint and log"
+    )
+
+
+def _restarts(found: Found, shown: set[str]) -> Iterator[str]:
+    missing = {name: count for name, count in found.run.restarts.items() if count and name not in shown}
+    if found.state in LIVING:
+        yield from (f"    {name:<14} not in the ring now · restarted {count}×" for name, count in missing.items())
+    elif missing and found.state != "damaged":
+        yield f"  restarted: {', '.join(f'{name} {count}×' for name, count in missing.items())}"
+
+
+def problem_lines(path: Path) -> Iterator[str]:
+    """The newest kinds of problems in words; nothing if there were none."""
+    found = problems(path)
+    if found:
+        yield f"  problems (all of them: {path})"
+    for kind in found[:MOST_KINDS]:
+        times = f"{kind['count']} times, last " if kind["count"] > 1 else ""
+        ago = duration(max(0.0, time.time() - kind["time"]))
+        yield f"    {times}{ago} ago  {kind['process']} {kind['severity']}: {kind['text']}"
+    if len(found) > MOST_KINDS:
+        yield f"    and {len(found) - MOST_KINDS} older kinds"

@@ -1,0 +1,353 @@
+"""A run in words: text made safe to print, small drawings, the phrases that all views share, and the plain views.
+
+Pure. Knows nothing of colours, terminals or of where a state came from.
+
+- No character of a text that others wrote can move a cursor or change a terminal: `printable` and `safe` see to it.
+- Every drawing has the size that was asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from busrl.errors import first_line
+from busrl.monitor.state import OVER, ErrorRecord, ProcessRow, RunState, Speed
+
+LIMIT: Final = 400
+
+
+def printable(text: str) -> str:
+    """The text with a space for every control character, escape, line end and mark that turns the reading order."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def safe(text: str, limit: int = LIMIT) -> str:
+    """One line of bounded length of it, without spaces around."""
+    return printable(text[:limit]).strip()
+
+
+def alike(text: str) -> str:
+    """What texts that differ in their digits alone have in common."""
+    return re.sub(r"[0-9]+", "#", text)
+
+
+def duration(seconds: float) -> str:
+    """`1h 02m`, `3m 07s` or `12s`."""
+    whole = int(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def short(number: float) -> str:
+    """`3.1k`, `12M`: three digits are enough to watch."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            scaled = number / size
+            return f"{scaled:.1f}{unit}" if scaled < 100 else f"{scaled:.0f}{unit}"
+    return f"{number:.0f}"
+
+
+# -- drawings ---------------------------------------------------------------------------------------------------------
+
+
+EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
+
+
+def buckets(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` means of neighbouring values, in order; the newest bucket ends with the newest value.
+
+    Values that are no numbers are left out of a mean; a bucket of nothing else is nan.
+    """
+    if len(values) <= width:
+        return list(values)
+    cuts = [round(i * len(values) / width) for i in range(width + 1)]
+    return [_mean([value for value in values[a:b] if math.isfinite(value)]) for a, b in itertools.pairwise(cuts)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def chart(values: Sequence[float], width: int, height: int) -> list[str]:
+    """`height` lines of `width` characters: the course of a number from its lowest to its highest, newest at the right.
+
+    A flat course is drawn at half height; its lowest value still shows as one eighth, what is no number not at all.
+    """
+    means = buckets(values, width)
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if not finite or width < 1:
+        return [" " * max(0, width)] * height
+    levels = [_level(mean, min(finite), max(finite), height * 8) if math.isfinite(mean) else 0 for mean in means]
+    rows = []
+    for row in reversed(range(height)):
+        cells = "".join(EIGHTHS[max(0, min(8, level - row * 8))] for level in levels)
+        rows.append(cells.ljust(width))
+    return rows
+
+
+def _level(value: float, low: float, high: float, top: int) -> int:
+    """How many of `top` eighths a value between low and high fills, at least one."""
+    span = high - low
+    return 1 + round((value - low) / span * (top - 1)) if 0 < span < math.inf else top // 2
+
+
+def gauge(share: float, width: int) -> tuple[str, str]:
+    """The filled and the empty part of a bar of `width` characters."""
+    full = round(max(0.0, min(1.0, share)) * width)
+    return "━" * full, "─" * (width - full)
+
+
+def portions(counts: Sequence[int], width: int) -> list[int]:
+    """How many of `width` cells each count gets: in proportion, at least one where it is not 0, `width` in all."""
+    total = sum(counts)
+    if total <= 0 or width <= 0:
+        return [0] * len(counts)
+    cells = [max(1, round(count * width / total)) if count else 0 for count in counts]
+    while sum(cells) != width:
+        over = sum(cells) > width
+        at = max(range(len(cells)), key=lambda i: (cells[i], counts[i]))
+        if over and cells[at] <= 1:  # more kinds than cells: the last ones are left out
+            at = max(i for i, cell in enumerate(cells) if cell)
+        cells[at] += -1 if over else 1
+    return cells
+
+
+# -- phrases ----------------------------------------------------------------------------------------------------------
+
+
+ORDER = ("queued", "generating", "generated", "rewarding", "rewarded", "training", "reserved", "dropped", "free")
+
+
+def headline(run: RunState, wall: float) -> str:
+    """Name, state and age of the run."""
+    facts = run.facts
+    name = safe(facts.name or facts.run_id or "run")
+    if run.replay:
+        return f"{name} · replay of {safe(run.replay)}{' · over' if run.replay_over else ''}"
+    age = (
+        f" · {duration(min(max(0.0, wall - facts.started), 1e9))}" if facts.started and run.ring is not None else ""
+    )
+    said = {
+        "left": "nobody runs; the next launch adopts its ring", "unknown": "no ring",
+        "damaged": "its ring is damaged and cannot be read",
+    }
+    now = " · validating" if run.validating else ""
+    faults = " · FAULTS ARE ON" if run.faults else ""
+    return f"{name} · {said.get(run.state, run.state)}{age}{now}{faults}"
+
+
+def progress(run: RunState, now: float) -> str:
+    """Step, version, the first and the newest validation, and what is left."""
+    goal = f"/{run.facts.max_steps}" if run.facts.max_steps else ""
+    left = run.left_s(now)
+    rest = f" · about {duration(left)} left" if left is not None and 0 < left < 1e6 else ""
+    means = [one.mean for one in run.validations.values() if one.mean is not None]
+    judged = f" · validation {' → '.join(f'{mean:.3f}' for mean in means[:1] + means[1:][-1:])}" if means else ""
+    return f"step {run.at_step}{goal} · version {run.version}{judged}{rest}"
+
+
+def speed(known: Speed) -> str:
+    """Samples, tokens and steps per time; "-" where that is not known (yet)."""
+    samples = "-" if known.samples_per_s is None else f"{known.samples_per_s:.1f}"
+    tokens = "-" if known.tokens_per_s is None else short(known.tokens_per_s)
+    steps = "-" if known.steps_per_min is None else f"{known.steps_per_min:.1f}"
+    return f"{samples} samples/s · {tokens} tokens/s · {steps} steps/min"
+
+
+def occupancy(run: RunState) -> list[tuple[str, int]]:
+    """Slots by state, in the order in which a sample goes through them; empty states left out."""
+    if run.ring is None:
+        return []
+    return [(name, run.ring.occupancy[name]) for name in ORDER if run.ring.occupancy.get(name)]
+
+
+def trigger(run: RunState, now: float) -> str:
+    """How far the next step is."""
+    facts, ring = run.facts, run.ring
+    ready = str(ring.groups_ready) if ring is not None and ring.groups_ready >= 0 else "?"
+    newest = run.steps.newest
+    needed = int(newest.n_min) if newest is not None and newest.n_min else facts.n_min
+    parts = [f"{ready}/{needed or '?'} groups ready"]
+    if ring is not None and ring.groups_open >= 0:
+        parts.append(f"{ring.groups_open} open")
+    since = run.since_step_s(now)
+    limit = "t_max inf" if math.isinf(facts.t_max_s) else f"t_max {facts.t_max_s:g} s"
+    parts.append(f"{limit}, last step {since:.0f} s ago" if since is not None else limit)
+    if run.waiting:
+        parts.append(f"scheduler waits: {safe(run.waiting, 60)}")
+    return " · ".join(parts)
+
+
+def controller(run: RunState) -> str:
+    """What the controller sees and does, "" without one."""
+    newest = run.steps.newest
+    if newest is None or not newest.control_n_min:
+        return ""
+    ratio = f"H/H_ref {newest.entropy_ratio:.2f}" if newest.entropy_ratio else "no reference entropy yet"
+    acts = newest.control_n_min == newest.n_min
+    size = f"n_min {newest.n_min:g}" + ("" if acts else f", advises {newest.control_n_min:g}")
+    bound = f" · admission bound {newest.eta:g} steps" if newest.eta >= 0 else ""
+    return f"{ratio} · {size}{bound} · {newest.control_moves:g} moves"
+
+
+def staleness(run: RunState) -> str:
+    """Ages of what was trained last, against the bound."""
+    newest = run.steps.newest
+    bound = f" (bound {run.facts.max_staleness})" if run.facts.mode == "batch-async" else ""
+    mode = f"{run.facts.mode}{bound}" if run.facts.mode else "mode not known"
+    if newest is None:
+        return f"{mode} · no step yet"
+    return f"age mean {newest.age_mean:.2f} · p95 {newest.age_p95:.1f} · max {newest.age_max:g} steps · {mode}"
+
+
+def policy_words(run: RunState) -> str:
+    """What the newest steps say of the policy and of what was thrown away; "" before the first."""
+    steps = run.steps
+    numbers = [
+        ("flat groups", steps.flat_share(run.idle), ".0%"),
+        ("cut answers", steps.recent(lambda one: one.cut_share), ".0%"),
+        ("entropy", steps.recent(lambda one: one.entropy), ".2f"),
+        ("ess", steps.recent(lambda one: one.ess), ".2f"),
+        ("k3", steps.recent(lambda one: one.k3), ".2g"),
+    ]
+    return " · ".join(f"{name} {value:{form}}" for name, value, form in numbers if value is not None)
+
+
+def idle(run: RunState) -> str:
+    """Groups in a row that ended without a step, "" if there are none."""
+    row = run.idle
+    if row is None:
+        return ""
+    causes = ", ".join(f"{count} {safe(name)}" for name, count in row.idle_causes.items())
+    end = f", the run ends after {row.idle_limit}" if row.idle_limit else ""
+    return f"{row.idle_groups} groups in a row ended with nothing to train ({causes}){end}"
+
+
+def bus(run: RunState, now: float) -> str:
+    """Messages per second, and whether this picture is complete and of now."""
+    traffic = run.traffic
+    parts = [f"{short(traffic.per_s())} messages/s · {short(traffic.count)} received"]
+    if traffic.missed:
+        parts.append(f"{short(traffic.missed)} MISSED")
+    if traffic.malformed:
+        parts.append(f"{short(traffic.malformed)} damaged")
+    if traffic.lag_s > 1.0:
+        parts.append(f"THIS MONITOR LAGS {traffic.lag_s:.1f} s")
+    if traffic.resyncs:
+        parts.append(f"caught up {traffic.resyncs}×")
+    if traffic.last_at is None:
+        parts.append("nothing received yet")
+    elif now - traffic.last_at > 3.0 and run.state == "running":
+        parts.append(f"silent for {now - traffic.last_at:.0f} s")
+    return " · ".join(parts)
+
+
+def doing(row: ProcessRow) -> str:
+    """What a process does, in a word or two."""
+    if row.state == "dead":
+        return "dead"
+    if row.state in ("starting", "stopping"):
+        return f"{row.state}: {safe(row.activity)}" if row.activity not in ("", row.state) else row.state
+    if row.activity:
+        return safe(row.activity)
+    if row.state != "ready" or row.busy is None:
+        return row.state
+    return "working" if row.busy > 0.02 else "idle"
+
+
+def age(seconds: float) -> str:
+    """An age in few characters."""
+    return f"{seconds:.1f} s" if seconds < 100 else duration(min(seconds, 1e9))
+
+
+def error_line(error: ErrorRecord, wall: float) -> str:
+    """One line of an error."""
+    ago = duration(min(max(0.0, wall - error.time), 1e9)) if error.time else "?"
+    if wall - error.time > 86_400:
+        ago = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(0.0, min(error.time, 4e9))))
+    return f"{ago} ago · {safe(error.severity)} · {safe(error.process)}: {safe(first_line(error.text))}"
+
+
+# -- plain views ------------------------------------------------------------------------------------------------------
+
+
+CHART_WIDTH: Final = 40
+
+
+def lines(run: RunState, now: float, wall: float) -> list[str]:
+    """Everything, in some twenty lines without colours."""
+    out = [headline(run, wall)]
+    if run.damage:
+        out.append(f"  damaged   {safe(run.damage)}")
+    elif run.ended and run.ring is None:
+        out.append(f"  ended     {run.ended}")
+    out += [*facts(run, now), f"  bus       {bus(run, now)}"]
+    flows = sorted(run.traffic.by_name.items(), key=lambda item: -item[1].count)
+    out += [f"    {name:<22}{flow.count:>9,}  {flow.rate.per_s():>8.1f}/s" for name, flow in flows]
+    out += [process_line(row) for row in run.rows(now)]
+    out.append(f"  errors    {run.errors.count}")
+    out += [f"    {error_line(error, wall)}" for error in run.errors.newest(5)]
+    return out
+
+
+def facts(run: RunState, now: float) -> list[str]:
+    """What all plain views show: how far and how fast the run is, what it learns, and where its samples are."""
+    out = [f"  progress  {progress(run, now)}"]
+    if run.state not in OVER:
+        out.append(f"  speed     {speed(run.speed(now))}")
+    if len(run.steps):
+        out.append(_chart("reward", run.steps.course(lambda one: one.reward), ".3f"))
+        out.append(_chart("length", run.steps.course(lambda one: one.length), ".1f"))
+    if run.state != "ended":
+        states = " · ".join(f"{name} {count:,}" for name, count in occupancy(run))
+        out.append(f"  slots     {states or ('not known' if run.damage else 'no ring')}")
+    if run.state not in OVER:
+        out.append(f"  trigger   {trigger(run, now)}")
+    named = {"control": controller(run), "policy": policy_words(run), "idle": idle(run), "sample": safe(run.sample)}
+    out += [f"  {name:<9} {text}" for name, text in named.items() if text]
+    return [*out, f"  staleness {staleness(run)}"]
+
+
+def line(run: RunState, now: float) -> str:
+    """The state in one line, for a log that grows."""
+    steps, known = run.steps, run.speed(now)
+    parts = ["FAULTS ARE ON"] if run.faults else []
+    parts += [progress(run, now)] if run.launched else [run.state, progress(run, now)]
+    if (reward := steps.recent(lambda one: one.reward)) is not None:
+        parts.append(f"reward {reward:.3f} · length {steps.recent(lambda one: one.length) or 0.0:.1f}")
+    if (flat := steps.flat_share(run.idle)) is not None and flat >= 0.005:
+        parts.append(f"{flat:.0%} flat")
+    if known != Speed() or not run.launched:
+        parts.append(speed(known))
+    if run.traffic.count:
+        parts.append(f"{short(run.traffic.per_s())} messages/s")
+    if run.errors.count:
+        parts.append(f"{run.errors.count} errors")
+    if run.traffic.missed:
+        parts.append(f"{run.traffic.missed} messages missed")
+    late = [row.name for row in run.rows(now) if row.late]
+    return " · ".join(parts + ([f"LATE: {', '.join(late)}"] if late else []))
+
+
+def _chart(name: str, course: list[float], form: str) -> str:
+    drawn = chart(course, min(CHART_WIDTH, len(course)), 1)[0]
+    return f"  {name:<9} {drawn} {course[0]:{form}} → {course[-1]:{form}} over {len(course)} steps"
+
+
+def process_line(row: ProcessRow) -> str:
+    """One process."""
+    busy = f"{row.busy:>4.0%}" if row.busy is not None else "   -"
+    late = "  LATE" if row.late else ""
+    numbers = f"  {short(row.samples)} samples" if row.samples else ""
+    again = f"  restarted {row.restarts}×" if row.restarts else ""
+    pid = "elsewhere" if row.remote else f"pid {row.pid}" if row.pid else ""
+    return (
+        f"    {safe(row.name):<14} {pid:<12} {doing(row):<22} busy {busy}  progress {age(row.progress_age_s)} ago"
+        f"{numbers}{again}{late}"
+    )

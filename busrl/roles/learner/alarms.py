@@ -1,0 +1,521 @@
+"""Warnings and ends of a run, from the numbers that training brings anyway.
+
+Used by the learner: `LogprobCheck` compares engines with the learner, `LengthSkew` the answers that are trained with
+those that were drawn, `Alarms` watches the newest steps, `Idling` a run that makes no step. Knows nothing of the ring
+and of the bus: what it finds is a text for a warning, or an error. `Idling` reads the tails of errors.jsonl and
+groups.jsonl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.config import Topology
+from busrl.config.schema import RESTARTS
+from busrl.engines.base import LENGTH
+from busrl.errors import EngineDisagrees
+from busrl.files import json_lines, tail
+from busrl.ledger.wal import SampleRecord
+from busrl.paths import RunPaths
+from busrl.scheduling.groups import GroupView
+from busrl.states import ACCIDENTS, Fate, fate_name
+
+if TYPE_CHECKING:
+    pass
+
+
+Ints = npt.NDArray[np.int64]
+Shares = npt.NDArray[np.float64]
+
+# -- the log-probabilities of engines and learner ------------------------------
+
+SAMPLES, TOKENS = 64, 64  # at most and at least, of the first comparison
+EXACT, ROUNDED = 1e-3, 0.1  # nats: mean differences of float32, and where 16 bits (or experts) are involved
+UNEXPLAINED = 1.0  # nats: more than old keys under new weights make
+MODELS = ("torch", "vllm", "openai")
+
+Score = Callable[[Sequence[SampleRecord]], Sequence[npt.NDArray[np.float32]]]
+
+
+class LogprobCheck:
+    """Whether engines and learner have the same model, by their log-probabilities of the same tokens.
+
+    - Compared are tokens that the weights at hand sampled: those of older weights differ, and should. Where such tokens
+      may stand over keys of older weights, only answers that began with the weights at hand count; without any of
+      them, only a difference that no arithmetic explains is reported.
+    - Before the first step is committed such a difference (`learner.mismatch_limit`) ends the run: nothing has been
+      trained or logged by then. Afterwards a difference above `tolerance` is a warning.
+    - Nothing is concluded about engines of other kinds than busrl's own, or about scripted ones.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        entries = [entry for entry in topology.process if entry.role == "rollout"]
+        known = all(entry.engine in MODELS and entry.count and not entry.command for entry in entries)
+        self.limit = topology.learner.mismatch_limit if known else 0.0
+        self.tolerance = tolerance(topology)
+        self._silent = topology.scripted or bool(topology.lora.dropout)
+        self._mixed = mixed(topology)
+        self._engines = ", ".join(sorted({entry.engine for entry in entries}))
+        self._remedy = f"give every engine the model of {topology.model.path}"
+        if "openai" in self._engines:
+            self._remedy += (
+                f": does {topology.openai.base_url} serve {topology.openai.model or 'it'}, with log-probabilities "
+                "after temperature (vLLM: --logprobs-mode processed_logprobs)?"
+            )
+
+    def first(self, records: Sequence[SampleRecord], version: int, score: Score) -> None:
+        """Before a step of the present weights, `version`, is committed: EngineDisagrees if its engines cannot run this
+        model. Once enough tokens were compared the check is over."""
+        if not self.limit:
+            return
+        exact = [record for record in records if (record.version_array() == version).any()][:SAMPLES]
+        if sum(int((record.version_array() == version).sum()) for record in exact) < TOKENS:
+            return
+        made = [record.version_array() == version for record in exact]
+        theirs = np.concatenate([record.logprob_array()[one] for record, one in zip(exact, made)])
+        ours = np.concatenate([row[one] for row, one in zip(score(exact), made)])
+        gap = float(np.abs(theirs - ours).mean())
+        if not gap <= self.limit:
+            raise EngineDisagrees(
+                f"engine {self._engines}, version {version}: over {len(ours)} tokens of these very weights the "
+                f"engine's log-probabilities (mean {theirs.mean():.3g}) and the learner's (mean {ours.mean():.3g}) "
+                f"differ by {gap:.3g} on average, more than learner.mismatch_limit = {self.limit:g}, which no "
+                f"arithmetic explains; nothing was trained. {self._remedy[0].upper()}{self._remedy[1:]}"
+            )
+        self.limit = 0.0
+
+    def warning(self, step: int, version: int, mismatch: float | None, begun: float | None = None) -> str:
+        """The warning for the step after `step`, whose weights were those of `version`; mostly "".
+
+        `mismatch` is over all tokens of these weights, `begun` over those of answers that began with them.
+        """
+        found, limit = mismatch, self.tolerance
+        if self._mixed and step:
+            found, limit = (begun, self.tolerance) if begun is not None else (mismatch, UNEXPLAINED)
+        if found is None or self._silent or found <= limit:
+            return ""
+        return (
+            f"step {step + 1}: the log-probabilities of engine {self._engines}, version {version}, differ from the "
+            f"learner's by {found:.3g} on average (mismatch), where {limit:g} can be rounding; "
+            f"{self._remedy}"
+        )
+
+
+def tolerance(topology: Topology) -> float:
+    """The mean difference that rounding can make. The number type of a server is not known here."""
+    served = any(entry.role == "rollout" and entry.engine == "openai" for entry in topology.process)
+    return EXACT if topology.model.dtype == "float32" and not served else ROUNDED
+
+
+def mixed(topology: Topology) -> bool:
+    """Whether tokens of new weights may be drawn over keys of old ones: then they agree with neither (docs/engines.md).
+
+    Not before the first update: the first step can always be judged.
+    """
+    if topology.weights.mode == "sync" or topology.weights.transport in RESTARTS:
+        return False
+    how = topology.generation.on_update
+    keeps = any(entry.role == "rollout" and entry.engine not in ("vllm", "openai") for entry in topology.process)
+    return how == "keep" or (how == "auto" and keeps)
+
+
+# -- lengths of drawn, ended and trained answers ------------------------------
+
+QUARTILES = 4
+MOST_GROUPS = 10_000
+
+
+class LengthSkew:
+    """Whether the answers that are trained are as long as those that were drawn: lengths side by side, and an alarm.
+
+    *Dispatched* are the samples of every group that ended, *consumed* the trained ones. *Drawn* are the dispatched ones
+    in the order of the loader, up to the oldest draw that is still open: a slow group is missing from it together with
+    everything drawn after it. `alarm` 0 = never. A window of steps is lost with its process. Of more than `MOST_GROUPS`
+    that end without a step the newest stand for all.
+    """
+
+    def __init__(self, steps: int, alarm: float) -> None:
+        self.alarm = alarm
+        self._consumed: deque[Ints] = deque(maxlen=steps)
+        self._dispatched: deque[Ints] = deque(maxlen=steps)
+        self._drawn: deque[Ints] = deque(maxlen=steps)
+        self._groups: deque[npt.NDArray[np.float64]] = deque(maxlen=steps)  # rows of mean length, fate as a number
+        self._behind: dict[int, Ints] = {}  # ended groups after the oldest open draw
+        self._now: deque[tuple[Ints, str]] = deque(maxlen=MOST_GROUPS)
+        self._reported = False
+
+    def ended(self, draw: int, lengths: Iterable[int], fate: str) -> None:
+        """A group ended with this fate (T: trained), with the lengths of its survivors."""
+        found = np.fromiter(lengths, np.int64)
+        self._behind[draw] = found
+        if len(self._behind) > MOST_GROUPS:
+            del self._behind[next(iter(self._behind))]
+        self._now.append((found, fate))
+
+    def step(self, open_draws: Iterable[int]) -> dict[str, Any]:
+        """Close a step. `open_draws`: draws that may not have ended. Returns the figures over the window."""
+        oldest = min((draw for draw in open_draws if draw not in self._behind), default=None)
+        ready = sorted(draw for draw in self._behind if oldest is None or draw < oldest)
+        self._drawn.append(_joined(self._behind.pop(draw) for draw in ready))
+        self._dispatched.append(_joined(lengths for lengths, _ in self._now))
+        self._consumed.append(_joined(lengths for lengths, fate in self._now if fate == Fate.TRAINED.letter))
+        groups = [(lengths.sum() / len(lengths), ord(fate)) for lengths, fate in self._now if len(lengths)]
+        self._groups.append(np.array(groups, np.float64).reshape(-1, 2))
+        self._now.clear()
+        return self._figures()
+
+    def _figures(self) -> dict[str, Any]:
+        parts = {"drawn": self._drawn, "dispatched": self._dispatched, "consumed": self._consumed}
+        lengths = {name: _joined(part) for name, part in parts.items()}
+        shares = {name: distribution(values) for name, values in lengths.items()}
+        row: dict[str, Any] = {}
+        for name, values in lengths.items():
+            if len(values):
+                row[f"length_{name}_mean"] = float(values.mean())
+                row[f"length_{name}_p95"] = int(np.searchsorted(shares[name], 0.95))
+        row["length_ks_drawn"] = ks_distance(shares["consumed"], shares["drawn"])
+        row["length_ks_dispatched"] = ks_distance(shares["consumed"], shares["dispatched"])
+        row["length_ratio"] = self._ratio(lengths)
+        groups = np.concatenate(self._groups)
+        fates = groups[np.argsort(groups[:, 0], kind="stable"), 1]
+        row["untrained_share"] = float((fates != Fate.TRAINED).mean()) if len(fates) else 0.0
+        row["old_by_length"] = [int((part == Fate.OLD).sum()) for part in np.array_split(fates, QUARTILES)]
+        return row
+
+    @staticmethod
+    def _ratio(lengths: dict[str, Ints]) -> float | None:
+        consumed, dispatched = lengths["consumed"], lengths["dispatched"]
+        if not len(consumed) or not len(dispatched) or not dispatched.any():
+            return None
+        return float(consumed.mean() / dispatched.mean())
+
+    def warning(self, row: dict[str, Any]) -> str:
+        """The text of the alarm when it begins, else "". It may begin again after the ratio was in order."""
+        full, ratio = len(self._groups) == self._groups.maxlen, row["length_ratio"]
+        short = full and ratio is not None and ratio < self.alarm
+        begins, self._reported = short and not self._reported, short
+        if not begins:
+            return ""
+        return (
+            f"trained answers are {ratio:.2f} as long as all that ended (below {self.alarm:g} over "
+            f"{len(self._groups)} steps): {row['length_consumed_mean']:.1f} against "
+            f"{row['length_dispatched_mean']:.1f} tokens; {row['untrained_share']:.0%} of the groups were not trained"
+        )
+
+
+def distribution(lengths: Ints) -> Shares:
+    """For each length from 0 the share of answers that are not longer; empty if there is none. Needs no sorting."""
+    return np.cumsum(np.bincount(lengths)) / max(1, len(lengths))
+
+
+def ks_distance(a: Shares, b: Shares) -> float:
+    """Largest distance between two distributions (Kolmogorov-Smirnov), 0 if one is empty."""
+    if not len(a) or not len(b):
+        return 0.0
+    size = max(len(a), len(b))
+    left, right = (np.pad(one, (0, size - len(one)), constant_values=1.0) for one in (a, b))
+    return float(np.abs(left - right).max())
+
+
+def _joined(parts: Iterable[Ints]) -> Ints:
+    found = list(parts)
+    return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+# -- the newest steps ----------------------------------------------------------
+
+ESS_LOW, K3_HIGH, MOVED_STEPS = 0.3, 0.3, 3
+FLAT_HIGH, FLAT_STEPS, FLAT_GROUPS = 0.9, 10, 64  # of at least so many groups
+CUT_HIGH, CUT_ANSWERS = 0.99, 64  # of at least so many answers
+
+
+class Alarms:
+    """A policy that left the one that sampled, or that learns nothing more, from the newest lines of metrics.jsonl.
+
+    One step decides nothing: two of the newest three, or the groups and answers of the newest ten, do. Each alarm is
+    reported when it begins, and again only after it was over. The limits are far from what healthy runs show (ess above
+    0.9, k3 below 0.05), and are no settings.
+    """
+
+    def __init__(self) -> None:
+        self._moved: deque[tuple[float, float]] = deque(maxlen=MOVED_STEPS)
+        self._groups: deque[tuple[float, float, float]] = deque(maxlen=FLAT_STEPS)  # ended, of them flat, reward
+        self._answers: deque[tuple[float, float]] = deque(maxlen=FLAT_STEPS)  # trained, of them cut
+        self._on: set[str] = set()
+
+    def step(self, row: Mapping[str, Any]) -> list[str]:
+        """The texts of the alarms that begin with this step."""
+        # A step without trained tokens has 0 in both; one that is no number was reported already.
+        if row["tokens"] and isfinite(row["ess"]) and isfinite(row["k3"]):
+            self._moved.append((row["ess"], row["k3"]))
+        ended = row["groups_ended"]
+        self._groups.append((ended, row["flat_share"] * ended, row["reward"]))
+        self._answers.append((row["samples"], row["cut_share"] * row["samples"]))
+        found = {"moved": self._left(row), "flat": self._flat(row), "cut": self._cut(row)}
+        begun = [text for name, text in found.items() if text and name not in self._on]
+        self._on = {name for name, text in found.items() if text}
+        return begun
+
+    def _left(self, row: Mapping[str, Any]) -> str:
+        if len(self._moved) < MOVED_STEPS:
+            return ""
+        ess, k3 = (median(values) for values in zip(*self._moved))
+        if ess >= ESS_LOW and k3 <= K3_HIGH:
+            return ""
+        return (
+            f"step {row['step']}: the policy has left the one that drew the answers: ess {ess:.2g} (below {ESS_LOW:g} "
+            f"is too far), k3 {k3:.2g} (above {K3_HIGH:g}), entropy {row['entropy']:.2g}, lr {row['lr']:.2g}; lower "
+            "learner.lr or weights.max_staleness, and continue from an earlier checkpoint"
+        )
+
+    def _flat(self, row: Mapping[str, Any]) -> str:
+        ended, flat = sum(one[0] for one in self._groups), sum(one[1] for one in self._groups)
+        if ended < FLAT_GROUPS or flat <= FLAT_HIGH * ended:
+            return ""
+        reward = sum(one[0] * one[2] for one in self._groups) / ended
+        return (
+            f"step {row['step']}: {flat / ended:.0%} of the last {ended:g} groups were flat (all rewards of a group "
+            f"equal, nothing to learn from), at a mean reward of {reward:.3g} and entropy {row['entropy']:.2g}: the "
+            "task is solved, too hard for this model, or its answers have become all the same; see samples.jsonl"
+        )
+
+    def _cut(self, row: Mapping[str, Any]) -> str:
+        answers, cut = (sum(values) for values in zip(*self._answers))
+        if answers < CUT_ANSWERS or cut < CUT_HIGH * answers:
+            return ""
+        return (
+            f"step {row['step']}: {cut / answers:.0%} of the last {answers:g} answers were cut at their limit, "
+            f"{row['length_mean']:.0f} tokens on average: is the model's end token the one that its "
+            "generation_config.json and tokenizer name? Else raise generation.max_new_tokens"
+        )
+
+
+# -- groups that end without a step --------------------------------------------
+
+AUTO, LEAST = 4, 32  # x n_min, and at least so many: a few flat groups in a row are chance
+RARE = 32  # a streak in which so many usable groups were to be expected is no chance
+QUARTERS = 4
+BY_RULE = (Fate.FLAT.letter, Fate.OLD.letter, Fate.LONG.letter)  # in the order in which they explain a group
+WHERE = {  # the role that reports a fate
+    Fate.REWARD_RAISED.letter: "reward", Fate.REWARD_HUNG.letter: "reward",
+    Fate.UNRENDERED.letter: "rollout", Fate.LONG.letter: "rollout",
+}
+MOST_TEXT = 200
+MOST_LINES_BYTES = 1 << 20  # of groups.jsonl, at a start
+MOSTLY = 0.9  # of a streak: the rest may be accidents
+SOLVED = (
+    "the best that this run has seen: nothing is left to learn from these prompts. If a better reward exists, the "
+    "policy has collapsed to one kind of answer: see samples.jsonl; else the task is solved: train on harder prompts"
+)
+ALWAYS = (
+    "no answer ever had another reward: either the prompts are too easy for this model, or the reward gives this to "
+    "every answer (reward.extract or the function, data.answer_key); see the answers in samples.jsonl"
+)
+REMEDY = {
+    Fate.FLAT.letter: "look at what the reward compares (reward.extract or the function, data.answer_key) and at the "
+    "answers in samples.jsonl; a task that is too easy or too hard for this model has no signal either",
+    Fate.OLD.letter: "raise weights.max_staleness, or generate less ahead of training",
+    Fate.LONG.letter: "raise generation.max_prompt_tokens, or shorten the prompts",
+    Fate.REWARD_RAISED.letter: "correct the reward function",
+    Fate.REWARD_HUNG.letter: "correct the reward function, or raise reward.timeout_s",
+    Fate.UNRENDERED.letter: "look at data.template and data.prompt_key",
+    Fate.POISON.letter: "look at the engine's log",
+    Fate.MALFORMED.letter: "look at the process that wrote it",
+    Fate.INCOMPLETE.letter: "look at errors.jsonl",
+}
+
+
+@dataclass
+class FlatStreak:
+    """The flat groups of a streak: their lowest and highest reward, and how many answers had each."""
+
+    low: float = np.inf
+    high: float = -np.inf
+    answers: int = 0
+    top: int = 0  # answers with the highest reward
+    bottom: int = 0  # with the lowest
+    cut: int = 0  # at the length limit
+    last: dict[str, object] | None = None  # an answer, as in samples.jsonl
+
+    def text(self) -> str:
+        worth = f"every reward was {self.low:g}"
+        if self.low < self.high:
+            worth = (
+                "all rewards of each group were equal: every prompt always gets the same reward, "
+                f"{self.top / self.answers:.0%} of the answers the highest ({self.high:g}), "
+                f"{self.bottom / self.answers:.0%} the lowest ({self.low:g})"
+            )
+        cut = f", {self.cut / self.answers:.0%} of the answers were cut at generation.max_new_tokens"
+        return f"{worth}{cut if self.cut else ''}"
+
+    def add(self, rewards: npt.NDArray[np.float64]) -> None:
+        """The rewards of a group, which are all the same."""
+        low, high = float(rewards.min()), float(rewards.max())
+        self.bottom = self.bottom if low >= self.low else 0
+        self.top = self.top if high <= self.high else 0
+        self.low, self.high, self.answers = min(self.low, low), max(self.high, high), self.answers + len(rewards)
+        self.bottom += int(np.count_nonzero(rewards == self.low))
+        self.top += int(np.count_nonzero(rewards == self.high))
+
+
+class Idling:
+    """A run that ends groups and trains none: counts them, names the commonest cause, says when to warn and to end.
+
+    - Counted is a streak: groups that ended since the last step and since the last group that could be trained. A task
+      of which most groups are flat is slow, not idle: where groups that can be trained were rare before, the limit is
+      what RARE of them would have taken on average.
+    - What ended before this process looked for the first time is not counted: a start after a correction begins at 0.
+      How rare groups that can be trained are, and which rewards there were, is known from the steps before it too.
+    - A streak of flat groups at the best reward that was ever seen, where others were lower, ends the run as one that
+      has reached its goal. Whether a better reward exists is not known here, so the text says what was seen, and that a
+      collapse to one kind of answer looks the same.
+    """
+
+    def __init__(self, topology: Topology, paths: RunPaths) -> None:
+        wanted, n_min = topology.limits.idle_groups, topology.learner.trigger.n_min
+        self.limit = max(LEAST, AUTO * n_min) if isinstance(wanted, str) else wanted
+        self.paths, self._n_min = paths, n_min
+        self._usable = self._ended = 0  # groups in this life; those that ended unused, without the streak
+        self._ready: set[int] = set()
+        self._looked = False
+        self._worst, self._best = np.inf, -np.inf  # rewards of the run
+        self._recall()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.streak, self._reported = 0, 0
+        self.causes: Counter[str] = Counter()
+        self.flat = FlatStreak()
+
+    def _recall(self) -> None:
+        """What the steps before this life saw: a streak after the last of them is another start's business."""
+        ended, seen = 0, set[float]()
+        for row in json_lines(self.paths.groups, MOST_LINES_BYTES):
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                found = [float(reward) for rewards in row["rewards"] for reward in rewards]
+                seen |= {min(found), max(found)}
+                ended += len(row["fates"])
+                if usable := row["fates"].count(Fate.TRAINED.letter):
+                    self._usable, self._ended = self._usable + usable, self._ended + ended - usable
+                    self.add_rewards([*seen])
+                    ended, seen = 0, set()
+
+    def look(self, view: GroupView, asides: Collection[int]) -> None:
+        """Groups that ended since the last view, and such as can be trained now (`asides` are just being dropped)."""
+        if self._looked:
+            for fates in view.ended_fates:
+                if not (fates == Fate.TRAINED).any():
+                    self.streak += 1
+                    self.causes[cause_of(fates)] += 1
+        self._looked = True
+        ready = {*view.draws[view.usable & ~view.flat].tolist()} - {*asides}
+        if new := len(ready - self._ready):
+            self._usable += new
+            self.end_streak()
+        self._ready = ready
+
+    def add_rewards(self, rewards: Sequence[float]) -> None:
+        """Rewards of samples that ended, trained or not."""
+        if len(rewards):
+            self._worst, self._best = min(self._worst, *rewards), max(self._best, *rewards)
+
+    def set_aside(self, lines: npt.NDArray[Any], fate: str, sample: Callable[[], dict[str, object]]) -> None:
+        """A group is about to be dropped; of a flat one `sample` gives an answer to show."""
+        self.add_rewards(lines["reward"].tolist())
+        if fate == Fate.FLAT.letter and len(lines):
+            own = self.flat
+            own.add(lines["reward"])
+            own.cut += int(np.count_nonzero(lines["finish"] == LENGTH))
+            own.last = sample()
+
+    def end_streak(self) -> None:
+        """A step was made, or there is a group for one."""
+        self._ended += self.streak
+        self._begin()
+
+    @property
+    def patience(self) -> int:
+        """Groups in a row without one that can be trained until the run ends; 0 = it never does."""
+        if not self.limit:
+            return 0
+        seen = self._usable + self._ended + self._n_min
+        return max(self.limit, RARE * seen // self._usable if self._usable else 0)
+
+    def quarters(self) -> range:
+        """The quarters of the patience that were reached since the last call; the last one ends the run."""
+        reached = min(QUARTERS, self.streak * QUARTERS // self.patience) if self.patience else 0
+        before, self._reported = self._reported, max(reached, self._reported)
+        return range(before + 1, reached + 1)
+
+    @property
+    def solved(self) -> bool:
+        """Whether all answers of the streak had the best reward of the run, which is not the only one there was."""
+        flat = self.flat
+        level = flat.answers > 0 and flat.low == flat.high == self._best > self._worst
+        return level and self.causes[Fate.FLAT.letter] >= MOSTLY * self.streak
+
+    def _flat(self) -> list[str]:
+        """What the flat groups had in common, and what to do about it."""
+        flat = self.flat
+        always = flat.answers > 0 and self._worst == self._best > 0
+        return [flat.text() if flat.answers else "", ALWAYS if always else REMEDY[Fate.FLAT.letter]]
+
+    def text(self, step: int) -> str:
+        """What ended the groups: the commonest cause with its count, and the last error or answer behind it."""
+        cause, count = self.causes.most_common(1)[0] if self.causes else (Fate.INCOMPLETE.letter, 0)
+        share = f"all {self.streak}" if count == self.streak else f"{count} of {self.streak}"
+        since = f"since step {step}" if step else "since the start"
+        head = f"{share} groups that ended {since} had the fate {cause} ({fate_name(cause)})"
+        if self.solved:
+            head = f"{share} groups that ended {since} were flat with a reward of {self.flat.low:g}"
+            parts = [f"{head}, {SOLVED}", self._answer()]
+        elif cause == Fate.FLAT.letter:
+            parts = [head, *self._flat(), self._answer()]
+        else:
+            parts = [head, self._error(cause), REMEDY[cause]]
+        return "; ".join(part for part in parts if part)
+
+    def _answer(self) -> str:
+        last = self.flat.last
+        if last is None:
+            return ""
+        return f"the last: {_short(last['prompt'])} was answered {_short(last['completion'])}, worth {last['reward']:g}"
+
+    def _error(self, cause: str) -> str:
+        found = last_error(self.paths, WHERE.get(cause, ""))
+        return f"the last error: {found}" if found else ""
+
+
+def cause_of(fates: npt.NDArray[np.uint8]) -> str:
+    """The fate of a group, from those of its members: the rule that ended it, else its commonest accident."""
+    counts = Counter(chr(int(fate)) for fate in fates if fate)
+    accidents = Counter({fate: count for fate, count in counts.items() if ord(fate) in ACCIDENTS})
+    rule = next((fate for fate in BY_RULE if counts[fate]), "")
+    return rule or (accidents.most_common(1)[0][0] if accidents else Fate.INCOMPLETE.letter)
+
+
+def last_error(paths: RunPaths, where: str) -> str:
+    """The newest line of errors.jsonl that is about samples, of that role; of any with `where` empty. "" if none."""
+    for line in reversed(tail(paths.errors)):
+        try:
+            row = json.loads(line)
+            if row.get("uids") and where in ("", row["where"]):
+                return _short(row["text"], quoted=False)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+    return ""
+
+
+def _short(text: object, quoted: bool = True) -> str:
+    whole = repr(text) if quoted else str(text)
+    return whole if len(whole) <= MOST_TEXT else f"{whole[:MOST_TEXT]} ..."
