@@ -1,6 +1,6 @@
 """The process in which a reward function runs: `python -m busrl.rewards.child PARENT_PID`.
 
-Talks to its parent over stdin and stdout only (frames of `busrl.rewards.process`). What the user's code prints goes to
+Talks to its parent over stdin and stdout only (frames of `busrl.rewards.pool`). What the user's code prints goes to
 stderr. It may raise, hang, crash or call exit: the parent sees that and continues. Knows nothing of rings or groups.
 
 - Items are judged in their order, and each answer is written before the next item begins: when the process dies, the
@@ -28,7 +28,7 @@ import msgspec
 
 from busrl.errors import cause
 from busrl.rewards.base import MalformedReward, RewardFunction, build, settle
-from busrl.rewards.process import PREFIX, READY, Answer, Request, Setup, frame
+from busrl.rewards.pool import PREFIX, READY, Answer, Request, Setup, frame
 
 PR_SET_PDEATHSIG = 1
 TEXT_LIMIT = 2000

@@ -1,7 +1,8 @@
 // The two sockets of a bus endpoint, driven through the very libzmq that pyzmq has loaded: a message out, many in.
 //
 //  * No header of libzmq and nothing linked: use() looks its stable C functions up in pyzmq's compiled part and what
-//    that depends on. Where they can not be seen (another backend, hidden symbols), busrl/bus/endpoint.py does the same.
+//    that depends on. Where they cannot be seen (another backend, hidden symbols), busrl/bus/endpoint.py does the
+//    same.
 //  * pyzmq makes, fills and closes the sockets; a Wire keeps both alive and forgets their handles at close().
 //  * The interpreter's lock is given up only where receive() may wait. One thread uses a Wire, as it uses a socket.
 #define PY_SSIZE_T_CLEAN

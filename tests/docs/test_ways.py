@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "concepts.md").read_text()
-WAYS = {"The way of a prompt": 33, "The way of the weights": 14}
+WAYS = {"The way of a prompt": 32, "The way of the weights": 14}
 WIRES = {"ring": "busrl.ring", "bus": "busrl.bus"}
 
 

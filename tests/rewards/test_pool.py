@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.errors import RewardNotLoaded
-from busrl.rewards.pool import Item, Outcome, RewardPool
-from busrl.rewards.process import Lane, Request, Setup, Splitter, frame
+from busrl.rewards.pool import Item, Lane, Outcome, Request, RewardPool, Setup, Splitter, frame
 
 JUDGE = """
 import os, signal, sys, time

@@ -103,7 +103,7 @@ class Fates {
     // Why the table can not be mapped, from errno; a limit on address space is the common reason.
     static std::string unmapped(const std::string& path, uint64_t capacity) {
         const std::string text = errno_text("cannot map " + path);
-        struct rlimit limit {};
+        struct rlimit limit{};
         if (errno != ENOMEM || ::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return text;
         return text + ": it takes " + std::to_string(capacity >> 20) +
                " MiB of address space (not of memory), and each process of a run maps two such tables beside its own "
