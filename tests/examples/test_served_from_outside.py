@@ -161,7 +161,7 @@ def test_workers_from_outside_are_in_the_process_table_and_do_the_work(
 ) -> None:
     done = {name: finished(text) for name, text in served.words.items()}
     for name in commands:
-        assert re.search(rf"^  {name} +elsewhere +remote, holds \d+", served.shown, re.MULTILINE), served.shown
+        assert re.search(rf"^ +{name} +elsewhere +remote, holds \d+", served.shown, re.MULTILINE), served.shown
         assert done[name] > 0, f"{name} did nothing"
     assert done["py"] + done.get("js-judge", 0) >= 8 * 64, done
 

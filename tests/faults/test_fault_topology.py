@@ -34,7 +34,7 @@ def with_faults(tmp_path: Path, text: str) -> Topology:
             "on the bus 'learn'; did you mean learner?",
         ),
         ("[[faults.bus]]\ndrop = 1.5", "faults.bus.0.drop = 1.5: expected a number >= 0 and <= 1"),
-        ("[[faults.bus]]\nseed = 1", "does nothing"),
+        ("[[faults.bus]]\nseed = 1", "has no effect"),
         ("[[faults.bus]]\ndorp = 1.0", "unknown key in [[faults.bus]]; did you mean drop?"),
         ('[[faults.bus]]\nat = "sender"\nduplicate = 0.5', "a sender can only lose messages"),
         ("[faults]\nbus = 3", "faults.bus = 3: is an array of tables; write [[faults.bus]], twice bracketed"),

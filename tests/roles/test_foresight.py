@@ -72,7 +72,7 @@ class Counting:
 
     def load(self, state: Mapping[str, Any]) -> None: ...
 
-    def measures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {"tau": 0.5, "pairs": float("nan")}
 
 

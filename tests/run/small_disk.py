@@ -103,7 +103,7 @@ def disk_fills_up(folder: Path) -> None:
             name: one.pid for name, one in before.items()
         }, run.tail()
         filler.unlink()
-        run.until("training to go on", lambda: "training goes on" in run.output.read_text())
+        run.until("training to go on", lambda: "training continues" in run.output.read_text())
         code = run.wait()
     check_end(run, code)
     assert run.output.read_text().count("training pauses") == 1, run.output.read_text()
