@@ -4,13 +4,16 @@ Used for rewards, losses, advantage estimators and metrics. Talks to the import 
 function is for.
 
 - A function that cannot be imported is an error that holds the key, the import path, the cause and its place.
+- A file is run once per process: functions of one file share its state.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -48,10 +51,16 @@ def load(key: str, target: str, failure: type[UserError], base_dir: str | Path =
 
 
 def _run_file(path: Path) -> ModuleType:
-    name = f"busrl_user_{path.stem}"
+    name = f"busrl_user_{path.stem}_{zlib.crc32(os.fsencode(path.resolve())):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # it ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

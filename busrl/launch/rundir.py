@@ -199,14 +199,15 @@ def _file_lines(now: dict[str, str], known: dict[str, Any], topology: Topology) 
 
     if differs("validation.data"):
         yield f"{topology.validation.data} is not what it was: validation from here on is of other prompts than before"
-    if differs("reward.function"):
-        yield f"{_function_file(topology)} is not what it was: rewards from here on are those of the new code"
+    for name, (function, made) in _functions(topology).items():
+        if differs(name):
+            yield f"{_function_file(function)} is not what it was: {made} from here on are those of the new code"
 
 
 def digests(topology: Topology) -> dict[str, str]:
     """SHA-256 of each file that a run's meaning is in, as far as they are files that can be read."""
     named = {"data.train": _prompts(topology), "validation.data": _path(topology.validation.data)}
-    named["reward.function"] = _function_file(topology)
+    named |= {name: _function_file(function) for name, (function, _) in _functions(topology).items()}
     return {name: found for name, path in named.items() if path is not None and (found := _digest(path))}
 
 
@@ -220,8 +221,18 @@ def _prompts(topology: Topology) -> Path | None:
     return made.train if made else None
 
 
-def _function_file(topology: Topology) -> Path | None:
-    file = topology.reward.function.rpartition(":")[0]
+def _functions(topology: Topology) -> dict[str, tuple[str, str]]:
+    """The user's functions by the key that names them, and what they make."""
+    learner = topology.learner
+    return {
+        "reward.function": (topology.reward.function, "rewards"), "learner.loss": (learner.loss, "losses"),
+        "learner.advantage": (learner.advantage, "advantages"),
+        **{f"learner.metrics.{n}": (path, "metrics") for n, path in enumerate(learner.metrics)},
+    }
+
+
+def _function_file(function: str) -> Path | None:
+    file = function.rpartition(":")[0]
     return _path(file) if file.endswith(".py") else None
 
 

@@ -102,7 +102,7 @@ def _control(run: RunState) -> dict[str, Any] | None:
         return None
     return {
         "n_min": int(newest.n_min), "wants_n_min": int(newest.control_n_min), "moves": int(newest.control_moves),
-        "entropy_ratio": newest.entropy_ratio or None, "eta": int(newest.eta) if newest.eta >= 0 else None,
+        "entropy_ratio": newest.entropy_ratio or None,
     }
 
 

@@ -111,7 +111,6 @@ class StepRecord(msgspec.Struct, frozen=True):
     control_n_min: float = 0.0  # what the controller would have or has set; 0: there is none
     control_moves: float = 0.0
     entropy_ratio: float = 0.0  # H / H_ref on the probe set, 0: not known yet
-    eta: float = -1.0  # admission bound that a controller moves, -1: none does
 
     @property
     def length(self) -> float:
@@ -393,7 +392,7 @@ MAX_PRESENT: Final = 256
 MAX_ROUNDS: Final = 4096
 ONLY_IN_METRICS: Final = (
     "length_ended", "length_mean", "age_p95", "age_max", "seconds", "n_min", "control_n_min", "control_moves",
-    "entropy_ratio", "eta", "flat_share", "groups_ended", "cut_share", "k3", "ess",
+    "entropy_ratio", "flat_share", "groups_ended", "cut_share", "k3", "ess",
 )
 SILENT_S: Final = 5.0  # a process known by its heartbeats alone, which come every second
 

@@ -192,8 +192,7 @@ def controller(run: RunState) -> str:
     ratio = f"H/H_ref {newest.entropy_ratio:.2f}" if newest.entropy_ratio else "no reference entropy yet"
     acts = newest.control_n_min == newest.n_min
     size = f"n_min {newest.n_min:g}" + ("" if acts else f", advises {newest.control_n_min:g}")
-    bound = f" · admission bound {newest.eta:g} steps" if newest.eta >= 0 else ""
-    return f"{ratio} · {size}{bound} · {newest.control_moves:g} moves"
+    return f"{ratio} · {size} · {newest.control_moves:g} moves"
 
 
 def staleness(run: RunState) -> str:

@@ -90,6 +90,18 @@ def test_edited_validation_prompts_and_an_edited_reward_are_said(place: Place) -
     assert place.start().notes == []
 
 
+def test_an_edited_loss_and_an_edited_metric_are_said_too(place: Place) -> None:
+    (place.root / "own.py").write_text("def loss(inputs, settings): return inputs.trainer_logprobs\n")
+    (place.root / "counts.py").write_text("def metric(samples, row): return {}\n")
+    named = (f"learner.loss={place.root}/own.py:loss", f'learner.metrics=["{place.root}/counts.py:metric"]')
+    place.start(*named)
+    for name in ("own.py", "counts.py"):
+        (place.root / name).write_text("# another one\n" + (place.root / name).read_text())
+    told = "\n".join(place.start(*named).notes)
+    assert "own.py is not what it was: losses" in told and "counts.py is not what it was: metrics" in told
+    assert place.start(*named).notes == []
+
+
 def test_files_that_are_no_longer_named_were_not_edited(place: Place) -> None:
     place.start()
     found = place.start("validation.data=", "validation.every=0", "reward.kind=exact_match", "reward.function=")

@@ -101,12 +101,12 @@ def test_a_controller_is_shown_with_what_it_wants_and_what_is_in_force() -> None
     made.step(StepRecord(121, n_min=32, control_n_min=64, control_moves=1, entropy_ratio=0.55), 1.0)
     assert any("H/H_ref 0.55 · n_min 32, advises 64 · 1 moves" in line for line in plain.lines(made, 2.0, 1010.0))
     assert any("advises 64" in line for line in shown(made, 120, 40))
-    made.step(StepRecord(122, n_min=64, control_n_min=64, control_moves=1, entropy_ratio=0.55, eta=3), 1.0)
+    made.step(StepRecord(122, n_min=64, control_n_min=64, control_moves=1, entropy_ratio=0.55), 1.0)
     lines = plain.lines(made, 2.0, 1010.0)
-    assert any("n_min 64 · admission bound 3 steps" in line for line in lines)
+    assert any("n_min 64 · 1 moves" in line for line in lines)
     assert any("/64 groups ready" in line for line in lines)
     assert snapshot(made, 2.0, 1010.0)["control"] == {
-        "n_min": 64, "wants_n_min": 64, "moves": 1, "entropy_ratio": 0.55, "eta": 3
+        "n_min": 64, "wants_n_min": 64, "moves": 1, "entropy_ratio": 0.55
     }
 
 

@@ -51,6 +51,15 @@ def test_a_function_is_found_in_a_file_and_in_a_module_beside_it(tmp_path: Path)
     assert load("busrl_s_pkg.judge:A.f", tmp_path)({}, "abc", []) == 3
 
 
+def test_functions_of_one_file_share_its_state_and_files_of_one_name_do_not(tmp_path: Path) -> None:
+    own = "seen = []\ndef add(r, c, t): seen.append(c)\ndef count(r, c, t): return len(seen)\n"
+    for place in ("one", "two"):
+        write(tmp_path / place / "own.py", own)
+    load("own.py:add", tmp_path / "one")({}, "abc", [])
+    assert load("own.py:count", tmp_path / "one")({}, "", []) == 1
+    assert load("own.py:count", tmp_path / "two")({}, "", []) == 0
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [

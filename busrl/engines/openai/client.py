@@ -264,8 +264,8 @@ class Sent:
 
 @dataclass(frozen=True)
 class Message:
-    """What the client reports: tokens of a request, its end, why it is refused; what ends everything; or that the
-    server went away, and with it (perhaps) the weights that it was given: the gate is closed then."""
+    """One report of the client. About a request: tokens, its end, or why it is refused. About the server: an error that
+    ends everything, or that it went away; its weights may be lost then, so the gate is closed."""
 
     key: int
     part: Part | None = None

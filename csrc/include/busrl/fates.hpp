@@ -100,7 +100,7 @@ class Fates {
     const bool read_only;
 
   private:
-    // Why the table can not be mapped, from errno; a limit on address space is the common reason.
+    // Why the table cannot be mapped, from errno; a limit on address space is the common reason.
     static std::string unmapped(const std::string& path, uint64_t capacity) {
         const std::string text = errno_text("cannot map " + path);
         struct rlimit limit{};
