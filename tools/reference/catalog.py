@@ -1,6 +1,6 @@
 """What the structs of the messages do not say: sender and readers of each, its reach, its first version.
 
-Read by `protocol_page` (the tables of docs/protocol.md) and by the tests; knows nothing of sockets. A message or field
+Read by `protocol_page` (the tables of docs/protocol.md and messages.md) and by the tests; knows nothing of sockets. A message or field
 that is in the codec's `ALL` but not here makes `check` fail, which names what to add.
 
 - Every message has one `Route`.
