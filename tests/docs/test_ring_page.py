@@ -1,4 +1,4 @@
-"""docs/ring.md and ring-layout.md against the compiler: offsets, sizes, types, states, transitions and constants are the header's."""
+"""docs/ring.md and ring-layout.md against the compiler: offsets, types, states, transitions are the header's."""
 
 from __future__ import annotations
 

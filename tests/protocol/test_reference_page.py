@@ -1,4 +1,4 @@
-"""docs/protocol.md and messages.md are made from the structs, and a message that is not described is refused with what to add."""
+"""docs/protocol.md and messages.md are made from the structs; a message without a description is refused."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_new_message_with_records_and_bytes_gets_its_tables_and_vectors_withou
     assert "| `tensors` | array of [Shape](#record-shape) | default `[]` | 1.9 |" in page
     assert "| `remark` | text or nil | default nil | 1.9 |" in page
     assert "### Record Shape" in page and "| `data` | bytes | required | 1.9 |" in page
-    assert "[`BROUGHT`](#brought) | rollout | `BROUGHT/`" in protocol_page.overview()
+    assert "[`BROUGHT`](messages.md#brought) | rollout | `BROUGHT/`" in protocol_page.overview()
     for name, message in vectors.samples():
         if name.startswith("BROUGHT."):
             assert codec.decode(Brought, codec.encode(message), 1 << 20) == message

@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/protocol.md and messages.md from the structs, and the golden vectors with `--vectors`.
+"""Writes what is generated in docs/protocol.md and messages.md from the structs; with `--vectors` the golden vectors.
 
 `python -m tools.reference.protocol_page` rewrites the page between its marks; a test compares. Uses `catalog` (routes,
 versions) and `vectors`; knows nothing of sockets. A message or field that lacks a docstring, route, version or meaning
@@ -591,7 +591,7 @@ def rewritten(path: Path, page: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m tools.reference.protocol_page", description="write docs/protocol.md and messages.md")
+    parser = argparse.ArgumentParser("python -m tools.reference.protocol_page", description="write the pages' tables")
     parser.add_argument("--vectors", action="store_true", help="write docs/vectors too")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository (default: where this module lies)")
     options = parser.parse_args(arguments)
