@@ -38,6 +38,7 @@ def test_scripted_actors_feed_a_real_learner_and_load_no_torch(tmp_path: Path, q
     assert {name for name in found if f"`{name}" not in page} == set()
 
 
+@pytest.mark.slow
 def test_rounds_of_segments_go_on_with_the_late_dispatch_of_the_shipped_file(tmp_path: Path, quickstart: None) -> None:
     waves = ["weights.mode=sync", "segments.length=32", "segments.max_segments=4", "segments.rounds=segments"]
     run = Run(tmp_path / "run", *SCRIPTED, *waves, config=ROOT / "configs" / "scripted.toml", steps=6)

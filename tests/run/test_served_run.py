@@ -58,6 +58,7 @@ def test_an_endpoint_that_serves_another_model_ends_the_run_before_anything_is_t
     assert run.restarts("learner") == 0 and "giving up: to start it again would change nothing" in run.text()
 
 
+@pytest.mark.slow
 def test_with_the_limit_off_it_is_a_warning_and_steps_without_a_comparison_say_so(
     tmp_path: Path, quickstart: None
 ) -> None:

@@ -36,6 +36,7 @@ def test_children_end_with_a_killed_launch_and_the_next_start_adopts_the_ring(
     check_tokens(run, undisturbed(STEPS))
 
 
+@pytest.mark.slow
 def test_a_ring_that_nobody_wants_is_removed_by_ring_clean_and_its_samples_are_generated_again(
     tmp_path: Path, quickstart: None
 ) -> None:
