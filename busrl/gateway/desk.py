@@ -118,14 +118,15 @@ OTHERS = "(others)"
 class Tally:
     """`add` an event of a worker; `plain` is all of it as JSON can hold it."""
 
-    def __init__(self, before: Any = None) -> None:
+    def __init__(self, before: Any = None, most: int = MOST_NAMES) -> None:
+        self._most = most
         self.workers: dict[str, Counter[str]] = {}
         self.latest: dict[str, str] = {}
         self.changed = False
         self._load(before)
 
     def add(self, name: str, event: str, count: int = 1, text: str = "") -> None:
-        name = self._known(name)
+        name = self.known(name)
         self.workers.setdefault(name, Counter())[event] += count
         if text:
             self.latest[name] = f"{event}: {text}"[:300]
@@ -137,9 +138,10 @@ class Tally:
             for name, counts in sorted(self.workers.items())
         }
 
-    def _known(self, name: str) -> str:
+    def known(self, name: str) -> str:
+        """The name that this one is counted under: beyond `most` names, all further ones are one."""
         name = name or "(unnamed)"
-        return name if name in self.workers or len(self.workers) < MOST_NAMES else OTHERS
+        return name if name in self.workers or len(self.workers) < self._most else OTHERS
 
     def _load(self, before: Any) -> None:
         """Continue from what an earlier keeper wrote; anything unexpected in it is left out."""
