@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from busrl import files
 from busrl.errors import first_line
-from busrl.gateway.desk import Tally
+from busrl.gateway import Tally
 from busrl.launch.guardian import stat_of
 from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport
@@ -246,8 +246,7 @@ class EventLog:
             own = (error.sender, severity, error.where, error.text)
             kind = f"{error.sender}/{error.where}/{alike(error.text)[:TEXT]}"
             return [shown(*own)] if self._shown.admit(kind, own, now) else []
-        sender = self._tally.known(error.sender)
-        self._tally.add(sender, severity, text=first_line(error.text))
+        sender = self._tally.add(error.sender, severity, text=first_line(error.text))
         self._changed = True
         line = (sender, severity, error.where, error.text, error.traceback[-TRACE:])
         return [self._file(line)] if self._throttle.admit(sender, line, now) else []

@@ -23,7 +23,7 @@ from msgspec.structs import asdict
 
 from busrl.errors import first_line
 from busrl.files import TAIL_BYTES, json_lines
-from busrl.gateway.desk import BAD
+from busrl.gateway import BAD
 from busrl.monitor import text
 from busrl.monitor.runfiles import as_map, fates, number, read_map
 from busrl.monitor.snapshot import finite

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from busrl.bus import Endpoint
-from busrl.gateway.desk import OTHERS
+from busrl.gateway import OTHERS
 from busrl.launch.summary import MOST_SENDERS, EventLog
 from busrl.launch.supervisor import Child, Patience
 from busrl.monitor.status import status
