@@ -33,7 +33,7 @@ from busrl.config import ProcessName, Topology, machine
 from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY
 from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
-from busrl.gateway.desk import FairClock
+from busrl.gateway import FairClock
 from busrl.launch.children import Running, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
 from busrl.launch.display import Display

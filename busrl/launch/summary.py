@@ -26,7 +26,7 @@ from typing import Any
 
 from busrl import files
 from busrl.errors import first_line
-from busrl.gateway.desk import Tally
+from busrl.gateway import Tally
 from busrl.launch.guardian import stat_of
 from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport

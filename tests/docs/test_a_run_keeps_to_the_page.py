@@ -1,4 +1,4 @@
-"""A real run, tapped: every message on its bus is one of docs/protocol.md, sent by whom and where it says."""
+"""A real run, tapped: every message on its bus is one of docs/messages.md, sent by whom and where it says."""
 
 from __future__ import annotations
 
