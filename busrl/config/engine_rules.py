@@ -240,10 +240,11 @@ def vllm_objection(package: str, version: str) -> tuple[str, str]:
     """Why that vLLM cannot be used, and the remedy; ("", "") if it can."""
     allowed = "{}.{} up to, but not, {}.{}".format(*OLDEST, *BEFORE)
     if not package:
-        return "this Python has no vLLM", f"install one, {allowed}: see docs/vllm.md"
+        return "this Python has no vLLM", f"install one, {allowed}: see docs/engines.md"
     found = re.match(r"(\d+)\.(\d+)", version)
     if not found or not OLDEST <= (int(found[1]), int(found[2])) < BEFORE:
-        return f"{package} {version} is not one that busrl knows ({allowed})", "install one of these, see docs/vllm.md"
+        rule = f"{package} {version} is not one that busrl knows ({allowed})"
+        return rule, "install one of these, see docs/engines.md"
     return "", ""
 
 

@@ -33,7 +33,7 @@ from busrl.config import ProcessName, Topology, machine
 from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY
 from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
-from busrl.gateway.desk import FairClock
+from busrl.gateway import FairClock
 from busrl.launch.children import Running, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
 from busrl.launch.display import Display
@@ -48,8 +48,8 @@ from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.monitor.runfiles import RunFiles, run_of_files
 from busrl.monitor.sources import ring_record
 from busrl.monitor.text import printable
-from busrl.protocol import address, topic
 from busrl.protocol import messages as m
+from busrl.protocol.codec import address, topic
 from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import HeaderWord, RunPhase

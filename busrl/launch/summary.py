@@ -26,7 +26,7 @@ from typing import Any
 
 from busrl import files
 from busrl.errors import first_line
-from busrl.gateway.desk import Tally
+from busrl.gateway import Tally
 from busrl.launch.guardian import stat_of
 from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport
@@ -35,8 +35,8 @@ from busrl.monitor.runfiles import in_words
 from busrl.monitor.state import ProcessRow, RecentErrors, RunState
 from busrl.monitor.text import alike, duration, short
 from busrl.paths import RunPaths
-from busrl.protocol import address
 from busrl.protocol import messages as m
+from busrl.protocol.codec import address
 from busrl.ring import Process
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any
 
 from busrl.errors import first_line
 from busrl.files import tail
-from busrl.gateway.desk import BAD
+from busrl.gateway import BAD
 from busrl.monitor import text
 from busrl.monitor.runfiles import as_map, fates, number, read_map
 from busrl.monitor.sources import Reader, holder_of, newest_run

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.gateway.desk import FairClock
+from busrl.gateway import FairClock
 from busrl.launch.supervisor import (
     LONGEST_PAUSE_S,
     ORDER,
