@@ -48,8 +48,8 @@ from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.monitor.runfiles import RunFiles, run_of_files
 from busrl.monitor.sources import ring_record
 from busrl.monitor.text import printable
-from busrl.protocol import address, topic
 from busrl.protocol import messages as m
+from busrl.protocol.codec import address, topic
 from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import HeaderWord, RunPhase

@@ -37,8 +37,8 @@ from busrl.monitor.runfiles import in_words
 from busrl.monitor.state import ProcessRow, RecentErrors, RunState
 from busrl.monitor.text import alike, duration, short
 from busrl.paths import RunPaths
-from busrl.protocol import address
 from busrl.protocol import messages as m
+from busrl.protocol.codec import address
 from busrl.ring import Process
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,9 @@ from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserEr
 from busrl.monitor.runfiles import RunFiles, whole
 from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
 from busrl.paths import SHM, RunPaths
-from busrl.protocol import BY_NAME, Message, Rejected, codec
+from busrl.protocol import codec
+from busrl.protocol.codec import BY_NAME, Rejected
+from busrl.protocol.messages import Message
 from busrl.ring import Fates, OfdLock, Process, Ring
 from busrl.scheduling.groups import GroupScanner
 from busrl.states import HeaderWord, SampleClass, State
