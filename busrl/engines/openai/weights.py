@@ -107,7 +107,7 @@ class ServerWeights:
 
     def __init__(self, client: Client, kind: str, base_model: str) -> None:
         self._client, self._kind, self._base = client, kind, base_model
-        self._root = client.endpoint.url.removesuffix("/v1")
+        self._root = client.url.removesuffix("/v1")
         self._prefix = f"{PREFIX}v"
         self._adapter = ""
         self._deadline = math.inf
