@@ -1,8 +1,7 @@
 """The control bus: publish and subscribe through one broker, for messages that may be lost.
 
-Imports ZeroMQ, `protocol`, `keys` and `errors`. Knows nothing of the ring or of roles. `busrl.bus.aio` has the endpoint
-for asyncio, which no process of a run uses; importing this package does not import asyncio, because the broker must be
-back soon after a death.
+Imports ZeroMQ, `protocol`, `keys` and `errors`. Knows nothing of the ring or of roles. Importing it imports no asyncio,
+because the broker must be back soon after a death.
 """
 
 from __future__ import annotations

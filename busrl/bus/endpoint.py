@@ -1,7 +1,7 @@
 """A process's connection to the bus: one PUB and one SUB socket, numbered messages, and counters of what was dropped.
 
 Talks to the broker through pyzmq's sockets, driven by `busrl._wire` where it can be. Knows nothing of the ring or of
-what a message means. Use one endpoint in one thread. `busrl.bus.aio` has the same for asyncio.
+what a message means. Use one endpoint in one thread.
 
 **Where the bus may drop, and why that is safe.** A PUB socket drops while it is not connected, while the broker is
 away, and when its queue of `hwm` messages is full; the broker drops for a slow subscriber in the same way; a SUB socket
@@ -25,9 +25,8 @@ import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, Protocol
 
 import zmq
@@ -37,27 +36,19 @@ from busrl import _wire
 from busrl.bus.security import check_endpoint
 from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
 from busrl.keys import ClientKeys
-from busrl.protocol import MAX_ACTIVITY, Fault, Heartbeat, Message, Ping, Pong, Rejected, codec, kind_of, name_of, topic
+from busrl.protocol import codec
+from busrl.protocol.codec import Fault, Rejected, kind_of, topic
+from busrl.protocol.messages import MAX_ACTIVITY, Heartbeat, Message, Ping, Pong, name_of
 
 # -- counting missed messages -----
 
 
 class Numbered(Protocol):
-    """What is looked at of a message; a decoded one has it, and so has its bare envelope."""
+    """What `Gaps` reads of a message; a bare envelope has it too."""
 
-    @property
-    def sender(self) -> str: ...
-    @property
-    def msg_seq(self) -> int: ...
-    @property
-    def time_ns(self) -> int: ...
-
-
-class Tail(Numbered, Protocol):
-    """A heartbeat, which names the last number of every topic of its sender."""
-
-    @property
-    def last_seqs(self) -> dict[str, int]: ...
+    sender: str
+    msg_seq: int
+    time_ns: int
 
 
 class Gaps:
@@ -82,7 +73,9 @@ class Gaps:
         try:
             last = self._last[topic][message.sender]
         except KeyError:
-            self._follow(topic, message)
+            if self._followed < self._capacity:
+                self._followed += 1
+                self._last.setdefault(topic, {})[message.sender] = [seq, time_ns]
             return
         ahead = seq - last[0]
         if ahead > 1:
@@ -92,19 +85,14 @@ class Gaps:
             return
         last[0], last[1] = seq, time_ns
 
-    def tail(self, heartbeat: Tail) -> None:
-        """A heartbeat names the last number of each topic: whatever lies between was lost at the end."""
-        for name, seq in heartbeat.last_seqs.items():
+    def tail(self, heartbeat: Numbered, last_seqs: Mapping[str, int]) -> None:
+        """A heartbeat names its sender's last number of each topic: whatever lies between was lost at the end."""
+        for name, seq in last_seqs.items():
             topic = name.encode(errors="replace")
             last = self._last.get(topic, {}).get(heartbeat.sender)
             if last is not None and seq > last[0]:
                 self._miss(heartbeat.sender, topic, seq - last[0])
                 last[:] = seq, heartbeat.time_ns
-
-    def _follow(self, topic: bytes, message: Numbered) -> None:
-        if self._followed < self._capacity:
-            self._followed += 1
-            self._last.setdefault(topic, {})[message.sender] = [message.msg_seq, message.time_ns]
 
     def _miss(self, sender: str, topic: bytes, count: int) -> None:
         self.missed += count
@@ -114,27 +102,17 @@ class Gaps:
 
 @dataclass(frozen=True)
 class EndpointStats:
-    """One endpoint's counters so far. `sent_by` is per topic that is remembered, `received_by` per message name; `wire`
-    is `KIND`. Only `missed` is an estimate: it comes from gaps in the senders' numbers."""
+    """One endpoint's counters so far. `sent_by` is per topic that is remembered, `received_by` per message name,
+    `faults` are messages that arrived and were dropped. Only `missed` is an estimate, from gaps in the numbers."""
 
-    name: str
     wire: str
     sent: int
-    received: int
-    missed: int
-    repeated: int
-    malformed: int
-    unknown_types: int
-    wrong_version: int
-    oversize: int
     sent_by: dict[str, int]
     received_by: dict[str, int]
+    missed: int
+    repeated: int
     missed_by: dict[tuple[str, str], int]
-
-    @property
-    def dropped(self) -> int:
-        """Messages that arrived and were thrown away."""
-        return self.malformed + self.unknown_types + self.wrong_version + self.oversize
+    faults: Counter[Fault]
 
 
 # -- the two sockets -----
@@ -146,7 +124,6 @@ SNDMORE: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
 RCVMORE: Final = int(zmq.RCVMORE)
 EVENTS: Final = int(zmq.EVENTS)
 POLLIN: Final = int(zmq.POLLIN)
-BURST: Final = 4
 Frames = tuple[bytes, ...]
 
 
@@ -190,7 +167,6 @@ class PlainWire:
         self._recv = CompiledSocket.recv.__get__(sub)
         self._get = CompiledSocket.get.__get__(sub)
         self._tail = False  # the next frame belongs to a message whose first two were handed out
-        self._burst = 0  # messages since the socket was last empty
 
     def send(self, topic: bytes, payload: bytes, /) -> None:
         """Both frames, or none: a PUB socket drops whole messages."""
@@ -199,8 +175,11 @@ class PlainWire:
 
     def receive(self, flags: int, /) -> list[Frames]:
         """At most one message; see `Wire`."""
-        first = self._next(flags)
-        if first is None:
+        if flags and not self._get(EVENTS) & POLLIN:  # pyzmq's exception costs ten times as much
+            return []
+        try:
+            first: bytes = self._recv(flags)
+        except zmq.Again:
             return []
         more = bool(self._get(RCVMORE))
         if self._tail or not more:
@@ -213,21 +192,8 @@ class PlainWire:
     def close(self) -> None:
         """Nothing to do: a closed socket of pyzmq raises by itself."""
 
-    def _next(self, flags: int) -> bytes | None:
-        """The next frame. How many came in a row tells whether to ask first: pyzmq's exception costs ten times that."""
-        if flags and self._burst < BURST and not self._get(EVENTS) & POLLIN:
-            self._burst = 0
-            return None
-        try:
-            frame: bytes = self._recv(flags)
-        except zmq.Again:
-            self._burst = 0
-            return None
-        self._burst += 1
-        return frame
 
-
-# -- what both kinds of endpoint share -----
+# -- the endpoint -----
 
 
 DEFAULT_HWM: Final = 20_000
@@ -245,7 +211,7 @@ PING_EVERY_S: Final = 0.05
 PING_FIRST_S: Final = 0.004  # the pauses grow from here: a first ping is often quicker than the subscription
 
 _log = logging.getLogger("busrl.bus")
-_alive: weakref.WeakSet[Core] = weakref.WeakSet()
+_alive: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 
 
 def configure(socket: zmq.Socket[bytes], hwm: int, max_bytes: int) -> None:
@@ -296,8 +262,8 @@ class _Subscription:
         self.served, self.count = kind is Heartbeat or kind is Ping, 0
 
 
-class Core:
-    """Sockets and counters of one endpoint; see `Endpoint` and `AsyncEndpoint` for how to wait."""
+class Endpoint:
+    """A process's connection to the bus: `send`, `recv`, `drain`, `ready`. One thread, one process."""
 
     def __init__(
         self,
@@ -323,8 +289,7 @@ class Core:
         self._forgotten = 0  # messages to those that are no longer remembered
         self._gaps = Gaps()
         self._pending: deque[Message] = deque(maxlen=max(hwm, MAX_LOOKS))  # came, not taken; the oldest may go
-        self._own_ping = topic(Ping, name)
-        self._token, self._echoed, self._ping_due, self._ping_pause_s = "", False, 0.0, PING_FIRST_S
+        self._token, self._echoed = "", False  # of the ping that `ready` waits for
         kinds: list[type[Message]] = [*map(kind_of, subscribe), Ping]
         self._kinds = {name_of(kind).encode(): _Subscription(kind, max_bytes) for kind in kinds}
         self._routes: dict[bytes, _Subscription | None] = {}
@@ -344,18 +309,23 @@ class Core:
         for one in subscribe:
             self._sub.setsockopt(zmq.SUBSCRIBE, one.encode())
         # Last: subscriptions travel in order, so an echo proves that the others have reached the broker as well.
-        self._sub.setsockopt(zmq.SUBSCRIBE, self._own_ping.encode())
+        self._sub.setsockopt(zmq.SUBSCRIBE, topic(Ping, self.name).encode())
         self._wire, trouble = open_wire(self._pub, self._sub), self._trouble
         self._send = self._wire.send
         self._receive = self._wire.receive if trouble is None else trouble.around(self._wire.receive)
         self._sub.setsockopt(zmq.RCVTIMEO, int(RECEIVE_SLICE_S * 1000))
         self._pub.connect(self._frontend)
         self._sub.connect(self._backend)
+        self._readable = select.poll()
+        self._readable.register(int(self._sub.getsockopt(zmq.FD)), select.POLLIN)
 
     # sending
 
-    def post(self, message: Message, to: str = "") -> None:
-        """Fill the envelope and send; never blocks. The message belongs to the endpoint until this returns."""
+    def send(self, message: Message, to: str = "") -> None:
+        """Fill the envelope and send to everybody, or to process `to`; never blocks.
+
+        The message belongs to the endpoint until this returns.
+        """
         if self._closed:
             raise BusClosed(f"bus endpoint {self.name!r}: {self._closed}")
         try:
@@ -392,7 +362,7 @@ class Core:
 
     def heartbeat(self, role: str, activity: str) -> None:
         """Publish HEARTBEAT; it carries the last number of every topic, so that listeners see lost tails too."""
-        self.post(Heartbeat(role=role, activity=activity[:MAX_ACTIVITY]))
+        self.send(Heartbeat(role=role, activity=activity[:MAX_ACTIVITY]))
 
     # receiving
 
@@ -455,22 +425,19 @@ class Core:
         return kind
 
     def _serve(self, message: Message) -> Message | None:
+        """A ping is served here: one's own echo proves readiness, another's is answered."""
         if isinstance(message, Heartbeat):
-            self._gaps.tail(message)
-        elif isinstance(message, Ping):
-            self._answer(message)
-            return None
-        return message
-
-    def _answer(self, ping: Ping) -> None:
-        """PING is served here: one's own echo proves readiness, another's is answered."""
-        if ping.sender != self.name:
+            self._gaps.tail(message, message.last_seqs)
+        if not isinstance(message, Ping):
+            return message
+        if message.sender != self.name:
             try:
-                self.post(Pong(token=ping.token), to=ping.sender)
+                self.send(Pong(token=message.token), to=message.sender)
             except ValueError:  # a sender whose name cannot stand in a topic gets no answer
-                self._drop(Rejected(Fault.MALFORMED, ping.sender, "its name cannot be an address"))
-        elif ping.token == self._token:
+                self._drop(Rejected(Fault.MALFORMED, message.sender, "its name cannot be an address"))
+        elif message.token == self._token:
             self._echoed = True
+        return None
 
     def _drop(self, rejected: Rejected) -> None:
         self._faults[rejected.fault] += 1
@@ -480,98 +447,7 @@ class Core:
         self._reported.add(key)
         self._report(f"bus endpoint {self.name!r} dropped a message: {rejected}; further ones are only counted")
 
-    def patience(self, timeout_s: float) -> float:
-        """How long a wait for the socket may take: a message that is held back makes no socket readable."""
-        return timeout_s if self._trouble is None else min(timeout_s, self._trouble.due_s())
-
-    # readiness
-
-    def round_trip(self, now: float) -> bool:
-        """Whether a round trip through the broker came back; sends a ping where one is due, keeps what else arrives."""
-        if now >= self._ping_due and not self._echoed:
-            self._ping_due, self._ping_pause_s = now + self._ping_pause_s, min(PING_EVERY_S, 2 * self._ping_pause_s)
-            self.post(Ping(token=self._token), to=self.name)
-        looked = 0
-        while not self._echoed and looked < MAX_LOOKS and (came := self._fetch(NOBLOCK)):
-            looked += came
-        return self._echoed
-
-    def forget_echo(self) -> None:
-        """Begin a new round trip: an echo of an earlier ping does not count for it."""
-        self._token, self._echoed = os.urandom(8).hex(), False
-        self._ping_due, self._ping_pause_s = 0.0, PING_FIRST_S
-
-    def ping_in_s(self) -> float:
-        """Seconds until the next ping of this round trip is due."""
-        return max(0.0, self._ping_due - time.monotonic())
-
-    def not_ready(self, timeout_s: float) -> BusNotReady:
-        """The error of a round trip that did not come back."""
-        return BusNotReady(
-            f"bus endpoint {self.name!r}: no round trip through the broker within {timeout_s:g} s (publishes to "
-            f"{self._frontend}, subscribes at {self._backend}); is the process `bus` running? its log says why not"
-        )
-
-    # the rest
-
-    def fileno(self) -> int:
-        """Readable when something may have arrived. Edge-triggered: `drain` until empty before waiting on it."""
-        return int(self._sub.getsockopt(zmq.FD))
-
-    def stats(self) -> EndpointStats:
-        """A frozen copy of the counters."""
-        sent_by = self._seqs()
-        received_by = {kind.name: kind.count for kind in self._kinds.values() if kind.count}
-        return EndpointStats(
-            name=self.name,
-            wire=KIND,
-            sent=self._forgotten + sum(sent_by.values()),
-            received=sum(received_by.values()),
-            missed=self._gaps.missed,
-            repeated=self._gaps.repeated,
-            malformed=self._faults[Fault.MALFORMED],
-            unknown_types=self._faults[Fault.UNKNOWN_TYPE],
-            wrong_version=self._faults[Fault.WRONG_VERSION],
-            oversize=self._faults[Fault.OVERSIZE],
-            sent_by=sent_by,
-            received_by=received_by,
-            missed_by=dict(self._gaps.missed_by),
-        )
-
-    def shut(self) -> None:
-        """Close both sockets; what is still queued gets `LINGER_MS` to leave. Idempotent."""
-        if self._closed:
-            return
-        self._end("it was closed")
-        self._pub.close()
-        self._sub.close()
-        self._context.term()
-
-    def _orphan(self) -> None:
-        self._end("it was opened before a fork; open a new one in the child")
-
-    def _end(self, why: str) -> None:
-        self._closed = why
-        self._wire.close()
-        self._pending.clear()
-
-
-def _after_fork() -> None:
-    for core in _alive:
-        core._orphan()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-# -- the blocking endpoint -----
-
-
-class Endpoint(Core):
-    """A process's connection to the bus: `send`, `recv`, `drain`, `ready`. One thread, one process."""
-
-    _poll: select.poll | None = None
-    send = Core.post  # to everybody, or to process `to`; never blocks
+    # waiting
 
     def recv(self, timeout_s: float) -> Message | None:
         """The next message, or None when `timeout_s` has passed without one."""
@@ -584,47 +460,91 @@ class Endpoint(Core):
             if (message := self._take_new(WAIT)) is not None:
                 return message
             now = time.monotonic()
-        if (message := self.take()) is not None:
-            return message
-        while (left := deadline - time.monotonic()) > 0:
-            self._wait(left)
-            if (message := self.take()) is not None:
-                return message
-        return None
+        while (message := self.take()) is None and (left := deadline - time.monotonic()) > 0:
+            self.wait(left)
+        return message
 
-    def wait(self, timeout_s: float, fd: int) -> None:
+    def wait(self, timeout_s: float, fd: int = -1) -> None:
         """Return when a message may be here, when the descriptor `fd` is readable, or when the time is over.
 
-        As `_wait`: call it only after a `take` of None."""
-        poller = select.poll()
-        poller.register(self.fileno(), select.POLLIN)
-        poller.register(fd, select.POLLIN)
-        poller.poll(math.ceil(self.patience(timeout_s) * 1000))
+        The socket's descriptor is edge-triggered: call this only after a `take` of None.
+        """
+        # A message that is held back makes no socket readable.
+        wait_s = timeout_s if self._trouble is None else min(timeout_s, self._trouble.due_s())
+        if fd < 0:
+            self._readable.poll(math.ceil(wait_s * 1000))
+            return
+        self._readable.register(fd, select.POLLIN)
+        try:
+            self._readable.poll(math.ceil(wait_s * 1000))
+        finally:
+            self._readable.unregister(fd)
 
     def ready(self, timeout_s: float) -> None:
-        """Return when a ping of our own came back through the broker; BusNotReady after `timeout_s`."""
-        self.forget_echo()
-        deadline = time.monotonic() + timeout_s
-        while not self.round_trip(now := time.monotonic()):
-            if now >= deadline:
-                raise self.not_ready(timeout_s)
-            self._wait(self.ping_in_s())
+        """Return when a ping of our own came back through the broker; what else arrives is kept.
 
-    def _wait(self, timeout_s: float) -> None:
-        """Until something may have arrived. The descriptor is edge-triggered: call it only after a `take` of None."""
-        if self._poll is None:
-            self._poll = select.poll()
-            self._poll.register(self.fileno(), select.POLLIN)
-        self._poll.poll(max(1, math.ceil(self.patience(timeout_s) * 1000)))
+        BusNotReady after `timeout_s`.
+        """
+        self._token, self._echoed = os.urandom(8).hex(), False  # an echo of an earlier ping does not count
+        now = ping_at = time.monotonic()
+        deadline, pause_s = now + timeout_s, PING_FIRST_S
+        while not self._echoed:
+            if now >= ping_at:
+                self.send(Ping(token=self._token), to=self.name)
+                ping_at, pause_s = now + pause_s, min(PING_EVERY_S, 2 * pause_s)
+            looked = 0
+            while not self._echoed and looked < MAX_LOOKS and (came := self._fetch(NOBLOCK)):
+                looked += came
+            if not self._echoed:
+                if now >= deadline:
+                    raise BusNotReady(
+                        f"bus endpoint {self.name!r}: no round trip through the broker within {timeout_s:g} s "
+                        f"(publishes to {self._frontend}, subscribes at {self._backend}); is the process `bus` "
+                        "running? its log says why not"
+                    )
+                self.wait(max(0.0, ping_at - time.monotonic()))
+                now = time.monotonic()
+
+    # the rest
+
+    def stats(self) -> EndpointStats:
+        """A frozen copy of the counters."""
+        sent_by, gaps = self._seqs(), self._gaps
+        return EndpointStats(
+            wire=KIND,
+            sent=self._forgotten + sum(sent_by.values()),
+            sent_by=sent_by,
+            received_by={kind.name: kind.count for kind in self._kinds.values() if kind.count},
+            missed=gaps.missed,
+            repeated=gaps.repeated,
+            missed_by=dict(gaps.missed_by),
+            faults=self._faults.copy(),
+        )
 
     def close(self) -> None:
-        """Close; idempotent. What was sent last gets a moment to leave."""
-        self.shut()
+        """Close both sockets; what is still queued gets `LINGER_MS` to leave. Idempotent."""
+        if self._closed:
+            return
+        self._end("it was closed")
+        self._pub.close()
+        self._sub.close()
+        self._context.term()
+
+    def _end(self, why: str) -> None:
+        self._closed = why
+        self._wire.close()
+        self._pending.clear()
 
     def __enter__(self) -> Endpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _after_fork() -> None:
+    for endpoint in _alive:
+        endpoint._end("it was opened before a fork; open a new one in the child")
+
+
+os.register_at_fork(after_in_child=_after_fork)

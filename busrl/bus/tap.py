@@ -120,5 +120,5 @@ class Tap:
         else:
             self.gaps.seen(topic, envelope)
             if envelope.last_seqs:
-                self.gaps.tail(envelope)
+                self.gaps.tail(envelope, envelope.last_seqs)
         return TapMessage(topic, body, envelope)

@@ -6,7 +6,10 @@ import os
 import threading
 import time
 
-from busrl.bus.endpoint import PING_EVERY_S
+import pytest
+
+from busrl.bus.endpoint import PING_EVERY_S, PING_FIRST_S
+from busrl.errors import BusNotReady
 from busrl.protocol import messages as m
 
 LONG_S = 30.0
@@ -36,16 +39,12 @@ def test_a_wait_ends_with_a_message_with_the_other_descriptor_or_with_the_time(e
         os.close(writer)
 
 
-def test_pauses_between_pings_of_a_round_trip_grow_and_begin_anew_with_the_next(endpoint):
+def test_pauses_between_pings_grow_and_begin_again_with_the_next_round_trip(endpoint):
     one = endpoint("one")
-    one.forget_echo()
     one._receive = lambda flags: []  # nothing comes back
-    pauses, now = [], 0.0
-    for _ in range(8):
-        one.round_trip(now)
-        pauses.append(round(one._ping_due - now, 6))
-        now = one._ping_due
-    assert pauses == sorted(pauses) and pauses[0] < PING_EVERY_S / 10 and pauses[-1] == PING_EVERY_S
-    one.forget_echo()
-    one.round_trip(now)
-    assert one._ping_due - now < PING_EVERY_S / 10
+    for _ in range(2):
+        pauses: list[float] = []
+        one.wait = lambda pause_s, pauses=pauses: (pauses.append(pause_s), time.sleep(pause_s))
+        with pytest.raises(BusNotReady):
+            one.ready(8 * PING_EVERY_S)
+        assert pauses[0] <= PING_FIRST_S and PING_EVERY_S / 2 < max(pauses) <= PING_EVERY_S

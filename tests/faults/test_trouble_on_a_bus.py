@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import sys
 import time
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from busrl.bus import Endpoint
-from busrl.bus.aio import AsyncEndpoint
 from busrl.config.schema import BusFault, Faults
 from busrl.errors import BusNotReady
 from busrl.faults import trouble_for
@@ -109,21 +107,6 @@ def test_a_wait_ends_when_a_late_message_is_due_although_no_socket_is_readable(e
     message = late.recv(60)
     assert isinstance(message, m.SchedulerState) and time.monotonic() - begun < 30
     assert late._trouble.counts["late"] == 1
-
-
-def test_the_asyncio_end_waits_for_late_messages_too(broker: Any, ends: Any) -> None:
-    sender = ends("sender")
-
-    async def listen() -> m.Message | None:
-        trouble = trouble_for(Faults(bus=(BusFault(types=("SCHEDULER_STATE",), delay_s=0.3),)), "reward", "late")
-        async with AsyncEndpoint(
-            "late", broker.frontend, broker.backend, subscribe=["SCHEDULER_STATE/"], trouble=trouble
-        ) as end:
-            await end.ready(30)
-            sender.send(m.SchedulerState(values={"number": 1.0}))
-            return await end.recv(30)
-
-    assert isinstance(asyncio.run(listen()), m.SchedulerState)
 
 
 def test_with_every_message_lost_an_end_hears_nothing_not_even_itself(ends: Any) -> None:

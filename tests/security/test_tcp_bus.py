@@ -17,7 +17,7 @@ from busrl.bus.broker import MAX_REFUSED
 from busrl.errors import BadKeys, BrokerRunning, BusNotReady
 from busrl.keys import ClientKeys, Pair
 from busrl.protocol import messages as m
-from busrl.protocol import topic
+from busrl.protocol.codec import Fault, topic
 from busrl.ring import OfdLock
 
 PATIENCE_S, REFUSED_S = 30.0, 0.7
@@ -91,7 +91,7 @@ def test_a_peer_without_encryption_is_refused_on_both_ports(broker, endpoint, si
                 bare.send_multipart([HEARD.encode(), b"\x81\xa4type\xa7GOODBYE"])
             listener.ready(PATIENCE_S)
         assert side == 0 or not bare.poll(0)
-    assert listener.drain() == [] and listener.stats().malformed == 0
+    assert listener.drain() == [] and listener.stats().faults[Fault.MALFORMED] == 0
 
 
 def test_an_encrypting_client_does_not_fall_back_on_the_local_socket(broker, endpoint):
