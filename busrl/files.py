@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import shutil
@@ -73,9 +74,12 @@ def finish_replacements(parent: Path) -> None:
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[int]:
     """The descriptor of a new file of mode 0600, which takes the name `path` when the block ends well and is removed
-    when it does not. A process that has the old file open keeps it whole. Raises OSError."""
+    when it does not. A process that has the old file open keeps it whole. Drafts of killed writers go. OSError."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.new")
-    draft.unlink(missing_ok=True)
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.new"):
+        pid = left.name.removeprefix(f"{path.name}.").removesuffix(".new")
+        if left == draft or (pid.isdigit() and not os.path.exists(f"/proc/{pid}")):
+            left.unlink(missing_ok=True)
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         yield fd

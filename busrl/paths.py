@@ -15,15 +15,60 @@ from pathlib import Path
 SHM = Path("/dev/shm")
 
 
+class _Named:
+    """An attribute that is the path of this name in the run directory."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunPaths, owner: type | None = None) -> Path:
+        return run.root / self.name
+
+
 @dataclass(frozen=True)
 class RunPaths:
     """Names of one run. `root` is the run directory; nothing is created here."""
 
     root: Path
 
+    topology = _Named("topology.json")
+    run_json = _Named("run.json")
+    starts = _Named("starts.jsonl")  # a line per start: what differs from the one before, and what its files held
+    logs = _Named("logs")
+    errors = _Named("errors.jsonl")
+    summary = _Named("summary.json")
+    supervisor = _Named("supervisor.json")  # what launch counted of its children and of errors from outside
+    gateway = _Named("gateway.json")  # what the keeper's gateway counted
+    # the ledger
+    fates = _Named("fates.bin")
+    validate_fates = _Named("fates.validate.bin")
+    wal = _Named("wal")
+    train_log = _Named("train.jsonl")
+    draws = _Named("draws.log")
+    open_bin = _Named("open.bin")
+    checkpoints = _Named("checkpoints")
+    # what was measured and decided
+    metrics = _Named("metrics.jsonl")
+    decisions = _Named("decisions.jsonl")  # what the controller saw of every step, and what it decided
+    samples = _Named("samples.jsonl")
+    validation = _Named("validation.jsonl")
+    groups = _Named("groups.jsonl")  # lengths and rewards of every group that ended: for the learner's next life
+    pace = _Named("pace")  # a file per rollout process: how long its decoding steps took; `busrl simulate --fit`
+    predictor = _Named("predictor.npz")  # what the length predictor has learned; losing it never loses a sample
+    scheduler_log = _Named("scheduler.jsonl")  # predicted and real lengths, and waits, of the groups that ended
+    published = _Named("published")  # a folder per published checkpoint; gone when the run has ended
+
     @classmethod
     def of(cls, run_dir: str | os.PathLike[str]) -> RunPaths:
         return cls(Path(run_dir).resolve())
+
+    def lock(self, role: str) -> Path:
+        return self.root / f"{role}.lock"
+
+    def log(self, process: str) -> Path:
+        return self.logs / f"{process.replace('/', '-')}.log"
+
+    # -- beyond the run directory -----
 
     @property
     def key(self) -> str:
@@ -52,11 +97,6 @@ class RunPaths:
         return SHM / f"{self.weights_name}.adapters"
 
     @property
-    def published(self) -> Path:
-        """Directory with a folder per published checkpoint; gone when the run has ended."""
-        return self.root / "published"
-
-    @property
     def runtime_dir(self) -> Path:
         """Directory of the sockets: short, because a socket path may have 107 bytes at most."""
         return Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"busrl-{os.getuid()}" / self.key
@@ -75,109 +115,3 @@ class RunPaths:
     def tap(self) -> str:
         """Endpoint that monitors and recorders listen at."""
         return f"ipc://{self.runtime_dir}/tap.sock"
-
-    def lock(self, role: str) -> Path:
-        return self.root / f"{role}.lock"
-
-    def log(self, process: str) -> Path:
-        return self.logs / f"{process.replace('/', '-')}.log"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def topology(self) -> Path:
-        return self.root / "topology.json"
-
-    @property
-    def run_json(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def fates(self) -> Path:
-        return self.root / "fates.bin"
-
-    @property
-    def validate_fates(self) -> Path:
-        return self.root / "fates.validate.bin"
-
-    @property
-    def draws(self) -> Path:
-        return self.root / "draws.log"
-
-    @property
-    def wal(self) -> Path:
-        return self.root / "wal"
-
-    @property
-    def train_log(self) -> Path:
-        return self.root / "train.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def decisions(self) -> Path:
-        """What the controller saw of every step, and what it decided."""
-        return self.root / "decisions.jsonl"
-
-    @property
-    def groups(self) -> Path:
-        """Lengths and rewards of every group that ended, for the learner's next life and `busrl simulate --fit`."""
-        return self.root / "groups.jsonl"
-
-    @property
-    def pace(self) -> Path:
-        """Directory with a file per rollout process: how long its decoding steps took, for the same."""
-        return self.root / "pace"
-
-    @property
-    def samples(self) -> Path:
-        return self.root / "samples.jsonl"
-
-    @property
-    def validation(self) -> Path:
-        return self.root / "validation.jsonl"
-
-    @property
-    def errors(self) -> Path:
-        return self.root / "errors.jsonl"
-
-    @property
-    def supervisor(self) -> Path:
-        """What launch counted of its children and of errors from outside, for `busrl status`."""
-        return self.root / "supervisor.json"
-
-    @property
-    def gateway(self) -> Path:
-        """What the keeper's gateway counted, for `busrl status`."""
-        return self.root / "gateway.json"
-
-    @property
-    def predictor(self) -> Path:
-        """What the length predictor has learned; losing it costs quality, never a sample."""
-        return self.root / "predictor.npz"
-
-    @property
-    def scheduler_log(self) -> Path:
-        """Predicted and real lengths, and waits, of the groups that ended."""
-        return self.root / "scheduler.jsonl"
-
-    @property
-    def open_bin(self) -> Path:
-        return self.root / "open.bin"
-
-    @property
-    def starts(self) -> Path:
-        """A line per start: what differs from the one before, and what its files held."""
-        return self.root / "starts.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"

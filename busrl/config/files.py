@@ -182,7 +182,7 @@ def vllm_here(topology: Topology, found: list[KeyProblem]) -> None:
         found.append(KeyProblem(f"process.{used[0]}.engine", Problem("", "", why, remedy)))
     elif (entry := engine_rules.lacks_ascend(topology)) is not None:
         rule = f"vLLM works on an NPU with the package {engine_rules.ASCEND} alone, which this Python lacks"
-        problem = Problem("", "", rule, "pip install 'busrl[ascend]': see docs/vllm.md")
+        problem = Problem("", "", rule, "pip install 'busrl[ascend]': see docs/engines.md")
         found.append(KeyProblem(f"process.{entry}.engine", problem))
 
 

@@ -218,7 +218,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class Sparse:
-    """[weights.sparse]: only the values that changed, instead of all of them (docs/sparse.md)."""
+    """[weights.sparse]: only the values that changed, instead of all of them (docs/weights.md)."""
 
     enabled: bool = key(False, "send changed values only where that is less; costs one more copy in the learner")
     threshold: float = key(0.1, "send all values when the changed ones would be more than this share of the bytes",
@@ -476,7 +476,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Vllm:
-    """[vllm]: rollout processes with engine = "vllm"; see docs/vllm.md."""
+    """[vllm]: rollout processes with engine = "vllm"; see docs/engines.md."""
 
     tensor_parallel: int = key(1, "devices that one engine spreads its model over", low=1, high=64)
     gpu_memory_utilization: float = key(0.85, "accelerator: share of the device's memory for weights and cache",
@@ -619,6 +619,11 @@ class Topology:
         """A prompt with more tokens is set aside: the key, or what "auto" came to."""
         given = self.generation.max_prompt_tokens
         return given if isinstance(given, int) else self.derived.prompt_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: prompt and answer."""
+        return self.max_prompt_tokens + self.generation.max_new_tokens
 
     @property
     def task_message_bytes(self) -> int:

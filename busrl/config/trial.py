@@ -399,11 +399,13 @@ Answers = list[tuple[str, str, list[int]]]
 def call(t: Topology, line: str, answers: Answers) -> tuple[str, list[Tried]]:
     """Why the reward cannot be loaded ("" if it can), and what it did with each answer until one hung."""
     own = t.reward
-    asked = {
-        "parent": os.getpid(), "record": line, "answers": [answer[1:] for answer in answers],
-        "reward": {"kind": own.kind, "function": own.function, "extract": own.extract, "answer_key": own.answer_key},
-    }
-    with _foreign(t, "reward", "busrl.rewards.child", "trial") as (child, printed):
+    setup = {"kind": own.kind, "function": own.function, "extract": own.extract, "answer_key": own.answer_key}
+    items = [
+        {"key": key, "record_line": line.encode(), "completion": text, "token_ids": ids}
+        for key, (_, text, ids) in enumerate(answers)
+    ]
+    asked = msgspec.json.encode(setup) + b"\n" + msgspec.json.encode(items) + b"\n"
+    with _foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as (child, printed):
         return _conversation(child, asked, answers, own.timeout_s, printed)
 
 
@@ -429,18 +431,18 @@ def _foreign(t: Topology, role: str, *command: str) -> Iterator[tuple[subprocess
 
 
 def _conversation(
-    child: subprocess.Popen[bytes], asked: dict[str, Any], answers: Answers, timeout_s: float, printed: IO[bytes]
+    child: subprocess.Popen[bytes], asked: bytes, answers: Answers, timeout_s: float, printed: IO[bytes]
 ) -> tuple[str, list[Tried]]:
     assert child.stdin is not None and child.stdout is not None
     with contextlib.suppress(BrokenPipeError):
-        child.stdin.write(json.dumps(asked).encode() + b"\n")
+        child.stdin.write(asked)
         child.stdin.flush()
     events = Events(child.stdout)
     loaded = events.next(LOAD_S)
     if loaded is None:
         return (f"importing it took longer than {LOAD_S:g} s" if not events.ended else _last_words(child, printed)), []
-    if loaded["not_loaded"]:
-        return str(loaded["not_loaded"]), []
+    if loaded["error"]:
+        return str(loaded["text"]), []
     tried: list[Tried] = []
     for what, answer, _ in answers:
         event = events.next(timeout_s)

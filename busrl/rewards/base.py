@@ -16,7 +16,9 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import msgspec
 
 from busrl import imports
 from busrl.errors import RewardNotLoaded
@@ -70,26 +72,23 @@ class MalformedReward(ValueError):
     """A result that is no finite number; the sample ends with fate M."""
 
 
-class RewardSettings(Protocol):
-    """The part of [reward] that says which function judges."""
+class Setup(msgspec.Struct, frozen=True):
+    """The function that judges: fields of [reward], and the directory that paths of files are relative to."""
 
-    @property
-    def kind(self) -> str: ...
-    @property
-    def function(self) -> str: ...
-    @property
-    def extract(self) -> str: ...
-    @property
-    def answer_key(self) -> str: ...
+    kind: str
+    function: str
+    extract: str
+    answer_key: str
+    base_dir: str = "."
 
 
-def build(settings: RewardSettings, base_dir: str | Path = ".") -> RewardFunction:
-    """The function that [reward] describes. Paths of files are relative to `base_dir`."""
-    if settings.kind == "exact_match":
-        return ExactMatch(settings.extract, settings.answer_key or "answer")
-    if settings.kind == "python":
-        return load(settings.function, base_dir)
-    raise RewardNotLoaded(f"reward.kind = {settings.kind!r}: must be exact_match or python")
+def build(setup: Setup) -> RewardFunction:
+    """The function that [reward] describes."""
+    if setup.kind == "exact_match":
+        return ExactMatch(setup.extract, setup.answer_key or "answer")
+    if setup.kind == "python":
+        return load(setup.function, setup.base_dir)
+    raise RewardNotLoaded(f"reward.kind = {setup.kind!r}: must be exact_match or python")
 
 
 def load(target: str, base_dir: str | Path = ".") -> RewardFunction:

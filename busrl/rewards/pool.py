@@ -1,8 +1,8 @@
-"""Judging completions with the user's reward function in child processes: the pool, its children, the frames between.
+"""Judging completions with the user's reward function in child processes: the pool, and its children.
 
-    frame = length (u32, little endian) | msgpack
-    parent -> child: first a Setup, then batches: arrays of Request
-    child -> parent: one Answer when set up (seq 0), then one per request, in order, each written before the next begins
+    parent -> child, lines of JSON: first a Setup, then batches: arrays of Item
+    child -> parent, lines of JSON: one Outcome when set up (key READY), then one per item, in order, each written
+                                    before the next begins
 
 Talks to the operating system and to its children. Consumes items, produces outcomes. Knows nothing of slots, fates or
 the bus.
@@ -23,83 +23,44 @@ import fcntl
 import os
 import select
 import signal
-import struct
 import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
 from busrl.errors import MachineError, RewardNotLoaded
-from busrl.rewards.base import RewardSettings
+from busrl.rewards.base import Setup
 
-# -- the frames -------------------------------------------
+if TYPE_CHECKING:
+    from busrl.config.schema import Reward
 
-PREFIX = struct.Struct("<I")
-READY = 0  # seq of the answer that says whether the function was loaded
-
-
-class Setup(msgspec.Struct, frozen=True):
-    """Which function a child shall run; the fields of [reward] and where files are looked for."""
-
-    kind: str
-    function: str
-    extract: str
-    answer_key: str
-    base_dir: str
+READY = -1  # key of the outcome that says whether the function was loaded
 
 
-class Request(msgspec.Struct, array_like=True, gc=False):
-    """One completion to judge."""
+class Item(msgspec.Struct, frozen=True, gc=False):
+    """A completion to be judged. `key` is the caller's own, not negative, and comes back with the outcome."""
 
-    seq: int
+    key: int
     record_line: bytes
     completion: str
     token_ids: list[int]
 
 
-class Answer(msgspec.Struct, array_like=True, gc=False):
-    """What became of a request. `error`: "" | raised | malformed | not_loaded (seq 0 only); `seconds` it took."""
+class Outcome(msgspec.Struct, gc=False):
+    """What became of an item: a finite `value` (and its parts), or `error`: raised | hung | malformed (or not_loaded,
+    of READY only), with `text`; and the `seconds` in the function."""
 
-    seq: int
-    value: float
-    parts: dict[str, float]
-    error: str
-    text: str
+    key: int
+    value: float = 0.0
+    parts: dict[str, float] = {}
+    error: str = ""
+    text: str = ""
     seconds: float = 0.0
-
-
-def frame(encoder: msgspec.msgpack.Encoder, message: Any) -> bytes:
-    """The bytes of one frame."""
-    body = encoder.encode(message)
-    return PREFIX.pack(len(body)) + body
-
-
-class Splitter:
-    """Cuts a byte stream into the bodies of frames."""
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Bodies that are complete now."""
-        self._rest += data
-        bodies, at, size = [], 0, len(self._rest)
-        while size - at >= PREFIX.size:
-            end = at + PREFIX.size + PREFIX.unpack_from(self._rest, at)[0]
-            if end > size:
-                break
-            bodies.append(bytes(self._rest[at + PREFIX.size : end]))
-            at = end
-        del self._rest[:at]
-        return bodies
 
 
 # -- the process ------------------------------------------
@@ -108,8 +69,7 @@ class Splitter:
 PIPE_BYTES = 1 << 20
 READ_BYTES = 1 << 18
 END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
-_encoder = msgspec.msgpack.Encoder()
-_answers = msgspec.msgpack.Decoder(Answer)
+_outcomes = msgspec.json.Decoder(Outcome)
 
 
 class ChildProcess:
@@ -124,7 +84,7 @@ class ChildProcess:
         self._poller = poller
         self._in, self._out = _pipe(self._process.stdin), _pipe(self._process.stdout)
         self._pending = bytearray()
-        self._splitter = Splitter()
+        self._rest = b""  # of what it wrote: a line that is not whole yet
         self._writing = False
         self.ended = False
         poller.register(self._out, select.EPOLLIN)
@@ -135,8 +95,8 @@ class ChildProcess:
         return self._process.pid
 
     def send(self, message: object) -> None:
-        """Queue one frame and write what the pipe takes."""
-        self._pending += frame(_encoder, message)
+        """Queue one line and write what the pipe takes."""
+        self._pending += msgspec.json.encode(message) + b"\n"
         self.flush()
 
     def flush(self) -> None:
@@ -150,19 +110,15 @@ class ChildProcess:
             self._pending.clear()  # it is dead; the end of its output says so too
         self._want_write(bool(self._pending))
 
-    def read(self) -> list[Answer]:
-        """Every answer that is complete; sets `ended` when the process has closed its end."""
-        bodies: list[bytes] = []
-        while not self.ended:
-            try:
+    def read(self) -> list[Outcome]:
+        """Every outcome that is complete; sets `ended` when the process has closed its end."""
+        with contextlib.suppress(BlockingIOError):
+            while not self.ended:
                 data = os.read(self._out, READ_BYTES)
-            except BlockingIOError:
-                break
-            if data:
-                bodies += self._splitter.feed(data)
-            else:
-                self.ended = True
-        return [_answers.decode(body) for body in bodies]
+                self._rest += data
+                self.ended = not data
+        *lines, self._rest = self._rest.split(b"\n")
+        return [_outcomes.decode(line) for line in lines]
 
     def stop(self) -> None:
         """Let it end by itself after what it is doing: it sees the end of its input."""
@@ -227,19 +183,12 @@ def _wait_unreaped(pid: int, timeout_s: float) -> None:
 MAX_FAILURES = 3
 
 
-class Phase(Enum):
-    """STARTING -> SERVING -> (died, killed) -> STARTING with a new child."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-
-
 class Lane:
     """One child and the samples given to it. `elapsed_s`: how long the child has been judging the head of `sent`, or
-    starting, as far as this process saw it.
+    starting (until it is `serving`), as far as this process saw it.
 
     - Every sample comes out exactly once, as an outcome, whatever the child does.
-    - The child judges the head of `sent`: answers come in order, each before the next sample begins.
+    - The child judges the head of `sent`: outcomes come in order, each before the next sample begins.
     - Over the deadline: the head is `hung`, at once. The child died: the head is judged again, alone; if the child dies
       on it again the head is `raised`. All others are sent to the next child.
     - A child that ends before it has judged anything, MAX_FAILURES times in a row, ends the pool with an error.
@@ -248,13 +197,13 @@ class Lane:
     def __init__(self, setup: Setup, poller: select.epoll, timeout_s: float, ready_s: float, now: float) -> None:
         self._setup, self._poller = setup, poller
         self.timeout_s, self.ready_s = timeout_s, ready_s
-        self.waiting: deque[Request] = deque()
-        self.sent: deque[Request] = deque()
-        self._suspect: Request | None = None
-        self._failures = 0
+        self.waiting: deque[Item] = deque()
+        self.sent: deque[Item] = deque()
+        self.serving = False
         self.restarts = 0
-        self.phase = Phase.STARTING
         self.elapsed_s, self._seen = 0.0, now
+        self._suspect: Item | None = None
+        self._failures = 0
         self._judged_s = 0.0  # spent in the function for samples that came out
         self._child = ChildProcess(setup, poller)
 
@@ -267,10 +216,6 @@ class Lane:
         return self._child.pid
 
     @property
-    def serving(self) -> bool:
-        return self.phase is Phase.SERVING
-
-    @property
     def busy_s(self) -> float:
         """Seconds in the function: those of the answers, and of the present sample as far as seen. It may decrease a
         little when that one is answered."""
@@ -278,15 +223,15 @@ class Lane:
 
     def remaining_s(self) -> float:
         """Time until the child is overdue, inf while it has nothing to do."""
-        if self.phase is Phase.STARTING:
+        if not self.serving:
             return max(0.0, self.ready_s - self.elapsed_s)
         return max(0.0, self.timeout_s - self.elapsed_s) if self.sent else float("inf")
 
-    def submit(self, requests: Sequence[Request], now: float) -> None:
-        self.waiting.extend(requests)
+    def submit(self, items: Sequence[Item], now: float) -> None:
+        self.waiting.extend(items)
         self._send(now)
 
-    def collect(self, now: float, at_most_s: float) -> list[Answer]:
+    def collect(self, now: float, at_most_s: float) -> list[Outcome]:
         """Outcomes that have come up; at most `at_most_s` of the time since the last call counts. Never waits."""
         self._child.flush()
         answers = self._child.read()
@@ -309,7 +254,7 @@ class Lane:
         """Put everything unanswered back in front and start a new child."""
         self.waiting.extendleft(reversed(self.sent))
         self.sent.clear()
-        self.phase, self.elapsed_s = Phase.STARTING, 0.0
+        self.serving, self.elapsed_s = False, 0.0
         self.restarts += 1
         self._child = ChildProcess(self._setup, self._poller)
 
@@ -324,129 +269,80 @@ class Lane:
         self.sent.extend(batch)
         self._child.send(batch)
 
-    def _settle(self, answers: list[Answer]) -> list[Answer]:
+    def _settle(self, answers: list[Outcome]) -> list[Outcome]:
         outcomes = []
         for answer in answers:
-            if answer.seq == READY:
-                self._ready(answer)
+            if answer.key == READY:
+                if answer.error:
+                    raise RewardNotLoaded(answer.text)
+                self.serving = True
                 continue
-            if self.sent.popleft().seq != answer.seq:
-                raise RuntimeError(f"reward child {self.pid} answered {answer.seq} out of order")
+            if self.sent.popleft().key != answer.key:
+                raise RuntimeError(f"reward child {self.pid} answered {answer.key} out of order")
             self._suspect, self._failures = None, 0
             outcomes.append(answer)
         return outcomes
 
-    def _ready(self, answer: Answer) -> None:
-        if answer.error:
-            raise RewardNotLoaded(answer.text)
-        self.phase = Phase.SERVING
-
-    def _died(self) -> list[Answer]:
+    def _died(self) -> list[Outcome]:
         how = self._child.close()
         if not self.sent:
             self._failed(f"ended before it judged anything ({how})")
-            self._restart()
-            return []
-        head = self.sent[0]
-        if self._suspect is not head:
-            self._suspect = head
-            self._restart()
-            return []
-        return self._blame("raised", f"the reward process died on this sample twice ({how})")
+        elif self._suspect is self.sent[0]:
+            return self._blame("raised", f"the reward process died on this sample twice ({how})")
+        else:
+            self._suspect = self.sent[0]
+        self._restart()
+        return []
 
-    def _overdue(self) -> list[Answer]:
+    def _overdue(self) -> list[Outcome]:
         self._child.close()
-        if self.phase is Phase.STARTING:
-            self._failed(f"was not ready after {self.ready_s:g} s; it was importing the reward function")
-            self._restart()
-            return []
-        return self._blame("hung", f"no result after {self.timeout_s:g} s (reward.timeout_s)")
+        if self.serving:
+            return self._blame("hung", f"no result after {self.timeout_s:g} s (reward.timeout_s)")
+        self._failed(f"was not ready after {self.ready_s:g} s; it was importing the reward function")
+        self._restart()
+        return []
 
-    def _blame(self, error: str, text: str) -> list[Answer]:
+    def _blame(self, error: str, text: str) -> list[Outcome]:
         head = self.sent.popleft()
         self._judged_s += self.elapsed_s
         self._suspect, self._failures = None, 0
         self._restart()
-        return [Answer(head.seq, 0.0, {}, error, text)]
+        return [Outcome(head.key, error=error, text=text)]
 
     def _failed(self, what: str) -> None:
         self._failures += 1
         if self._failures >= MAX_FAILURES:
-            what_runs = self._setup.function or self._setup.kind
-            raise RewardNotLoaded(
-                f"reward {what_runs}: its process {what}, {self._failures} times in a row; see its log"
-            )
+            runs = self._setup.function or self._setup.kind
+            raise RewardNotLoaded(f"reward {runs}: its process {what}, {self._failures} times in a row; see its log")
 
 
 # -- the pool ---------------------------------------------
 
+
 LATENESS_S = 1.0
 
 
-class PoolSettings(RewardSettings, Protocol):
-    """[reward] as a whole."""
-
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def workers(self) -> int: ...
-
-
-class Item(msgspec.Struct, frozen=True, gc=False):
-    """A completion to be judged. `key` is the caller's own and comes back with the outcome."""
-
-    key: int
-    record_line: bytes
-    completion: str
-    token_ids: list[int]
-
-
-class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """What became of an item: a finite `value` (and its parts), or `error`: raised | hung | malformed, with `text`."""
-
-    key: int
-    value: float
-    parts: dict[str, float]
-    error: str | None
-    text: str
-
-
-@dataclass(frozen=True)
-class PoolStats:
-    """Snapshot: items judged by outcome, items waiting, children restarted, seconds in the function per child."""
-
-    judged: int
-    raised: int
-    hung: int
-    malformed: int
-    pending: int
-    restarts: int
-    busy_s: float
-
-
 class RewardPool:
-    """Make it in the main thread: the children die with the thread that made them."""
+    """Make it in the main thread: the children die with the thread that made them. `counts`: outcomes by `error`."""
 
-    def __init__(self, settings: PoolSettings, *, base_dir: str | Path = ".", ready_s: float = 120.0) -> None:
+    def __init__(self, settings: Reward, *, base_dir: str | Path = ".", ready_s: float = 120.0) -> None:
         base = str(Path(base_dir).resolve())
         setup = Setup(settings.kind, settings.function, settings.extract, settings.answer_key, base)
+        self.counts: Counter[str] = Counter()
+        self.lanes: list[Lane] = []
         self._poller = select.epoll()
-        self._keys: dict[int, int] = {}
-        self._next_seq = 1
-        self._counts: Counter[str | None] = Counter()
         self._outcomes: list[Outcome] = []
-        self._lanes: list[Lane] = []
         now = time.monotonic()
         try:
             for _ in range(settings.workers):
-                self._lanes.append(Lane(setup, self._poller, settings.timeout_s, ready_s, now))
+                self.lanes.append(Lane(setup, self._poller, settings.timeout_s, ready_s, now))
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
         """Items without an outcome."""
-        return len(self._keys)
+        return sum(map(len, self.lanes))
 
     def fileno(self) -> int:
         """Readable when `poll` may have something; poll now and then in any case, for children that are overdue."""
@@ -454,82 +350,63 @@ class RewardPool:
 
     def submit(self, items: Sequence[Item]) -> None:
         """Hand items to the children, fewest waiting first. Never waits."""
-        if not items:
-            return
-        requests = [Request(self._next_seq + i, m.record_line, m.completion, m.token_ids) for i, m in enumerate(items)]
-        self._keys.update((r.seq, m.key) for r, m in zip(requests, items))
-        self._next_seq += len(items)
-        now = time.monotonic()
-        share = -(-len(requests) // len(self._lanes))
-        for lane in sorted(self._lanes, key=len):
-            lane.submit(requests[:share], now)
-            del requests[:share]
+        now, share = time.monotonic(), -(-len(items) // len(self.lanes))
+        for number, lane in enumerate(sorted(self.lanes, key=len)):
+            lane.submit(items[number * share : (number + 1) * share], now)
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
         """Outcomes since the last call; waits at most `timeout_s` for the first one, not at all with nothing pending.
 
         `RewardNotLoaded` if the function cannot be imported.
         """
-        now = self._collect(LATENESS_S)
-        ends = now + timeout_s
-        while not self._outcomes and self._keys and now < ends:
-            now = self._wait(ends - now)
+        self._collect_until(lambda: bool(self._outcomes) or not len(self), timeout_s)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until every child has loaded the function; `RewardNotLoaded` if one cannot."""
-        now = self._collect(LATENESS_S)
-        ends = now + timeout_s
-        while not all(lane.serving for lane in self._lanes) and now < ends:
-            now = self._wait(ends - now)
-        return all(lane.serving for lane in self._lanes)
+        return self._collect_until(lambda: all(lane.serving for lane in self.lanes), timeout_s)
 
-    def stats(self) -> PoolStats:
-        return PoolStats(
-            judged=self._counts[None],
-            raised=self._counts["raised"],
-            hung=self._counts["hung"],
-            malformed=self._counts["malformed"],
-            pending=len(self._keys),
-            restarts=sum(lane.restarts for lane in self._lanes),
-            busy_s=sum(lane.busy_s for lane in self._lanes) / max(1, len(self._lanes)),
-        )
+    @property
+    def restarts(self) -> int:
+        """Children that took the place of another."""
+        return sum(lane.restarts for lane in self.lanes)
 
-    def pids(self) -> list[int]:
-        """Process ids of the children, for display."""
-        return [lane.pid for lane in self._lanes]
+    @property
+    def busy_s(self) -> float:
+        """Seconds in the function, per child."""
+        return sum(lane.busy_s for lane in self.lanes) / max(1, len(self.lanes))
 
     def close(self) -> None:
         """End the children; items without an outcome are forgotten. A second call does nothing."""
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.close()
-        self._lanes = []
-        self._keys.clear()
+        self.lanes = []
         self._outcomes.clear()
         self._poller.close()
 
     def __enter__(self) -> RewardPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self, left_s: float) -> float:
-        """Sleep until a child answers or is overdue; the time asked for counts in full, lateness does not."""
-        wait = min([left_s, *(lane.remaining_s() for lane in self._lanes)])
-        self._poller.poll(wait)
-        return self._collect(wait)
+    def _collect_until(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Sleep until a child answers or is overdue, and again until `done`. The time asked for counts in full,
+        lateness does not."""
+        now = self._collect(LATENESS_S)
+        ends = now + timeout_s
+        while not done() and now < ends:
+            wait = min([ends - now, *(lane.remaining_s() for lane in self.lanes)])
+            self._poller.poll(wait)
+            now = self._collect(wait)
+        return done()
 
     def _collect(self, at_most_s: float) -> float:
         """Gather what has come up; returns the clock value it was done at."""
         now = time.monotonic()
-        for lane in self._lanes:
-            for answer in lane.collect(now, at_most_s):
-                self._outcomes.append(self._outcome(answer))
+        for lane in self.lanes:
+            for outcome in lane.collect(now, at_most_s):
+                self.counts[outcome.error] += 1
+                self._outcomes.append(outcome)
         return now
-
-    def _outcome(self, answer: Answer) -> Outcome:
-        error = answer.error or None
-        self._counts[error] += 1
-        return Outcome(self._keys.pop(answer.seq), answer.value, answer.parts, error, answer.text)

@@ -4,10 +4,10 @@ Talks to the ring. Any process may reap at any time; the keeper only makes it pr
 dead validator, and reports on the bus and in errors.jsonl what was taken back and from which process. Knows nothing of
 prompts or tokens.
 
-It is also the gateway for workers that do not map the ring: requests come from the bus, `busrl.gateway.desk` decides
-(its head says why the wire is the bus and what holds under loss and death), and `RingLedger` claims, writes and commits
-in the names of the workers. Those claims stand in REMOTE entries of the process table, which the keeper's death does
-not touch. `gateway.json` holds the counts that `busrl status` shows.
+It is also the gateway for workers that do not map the ring: requests come from the bus, `busrl.gateway` decides (its
+head says why the wire is the bus and what holds under loss and death), and `RingLedger` claims, writes and commits in
+the names of the workers. Those claims stand in REMOTE entries of the process table, which the keeper's death does not
+touch. `gateway.json` holds the counts that `busrl status` shows.
 
 - A stand-in (a handle that acts for a REMOTE entry) is refused by the ring as soon as another worker has the entry, so
   nothing is written in a wrong name.
@@ -17,27 +17,25 @@ not touch. `gateway.json` holds the counts that `busrl status` shows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from busrl import files
-from busrl.bus import Endpoint
 from busrl.config import Topology
 from busrl.config.machine import model_facts
 from busrl.config.rules import RESERVE_PROCESSES
 from busrl.errors import MessageTooLarge
-from busrl.gateway.desk import BAD, Desk, GatewaySettings, Tally
-from busrl.gateway.ledger import Answer, AnswerLimits, Claim, ClaimGone, NoRoom, RemoteWorker, tensor
-from busrl.paths import RunPaths
-from busrl.protocol import Fault, Rejected, address, is_address, kind_of
+from busrl.gateway import BAD, Answer, AnswerLimits, Claim, ClaimGone, Desk, GatewaySettings, Refused, Tally, tensor
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
+from busrl.protocol.codec import BY_NAME, Fault, Rejected, address, is_address
 from busrl.ring import (
     UID_NONE,
     FateRefused,
@@ -54,25 +52,15 @@ from busrl.ring import (
 from busrl.ring.locks import taken_back
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.segments import SegmentCuts, take_queued
-from busrl.roles.trajectory import (
-    Generated,
-    read_generated,
-    read_task,
-    read_text,
-    write_parts,
-    write_segment,
-    write_text,
-)
+from busrl.roles.segments import SegmentCuts, claim_queued
+from busrl.roles.trajectory import read_generated, read_task, read_text, write_parts, write_segment, write_text
 from busrl.states import Fate, HeaderWord
 from busrl.weights.base import VersionSteps
 
 log = logging.getLogger("busrl")
-WORKS_IN = {"rollout": (State.QUEUED, State.GENERATING), "reward": (State.GENERATED, State.REWARDING)}
 RESTS_IN = {State.GENERATING: State.QUEUED, State.REWARDING: State.GENERATED}
 ALONE = 1 << 31  # of the field `flags`: the claimer holds nothing else
 MOST_TRIES = 3
-ANY_ATTEMPT = 255
 TENSORS = ("tokens", "logprobs", "versions")
 SAVE_EVERY_S = 1.0
 MOST_NAMED = 16
@@ -84,7 +72,6 @@ CODES = {
 }
 POISON_DEATHS = 2
 LOOK_EVERY_S = 0.02  # requests may come by the thousand; the dead are looked for at most so often
-Warn = Callable[[str, str, str, str, Sequence[int]], None]  # where, text, severity, kind, samples
 
 
 # -- the gateway's ledger on the ring ----------------------
@@ -94,19 +81,26 @@ class RingLedger:
     """A `RemoteLedger` on the ring of this process. `announce` rings the doorbell that the worker itself would ring."""
 
     def __init__(
-        self, ring: Ring, steps: VersionSteps, announce: Callable[[m.Message], None], cuts: SegmentCuts
+        self, ring: Ring, announce: Callable[[m.Message], None], cuts: SegmentCuts, prompt_tokens: int, vocabulary: int
     ) -> None:
-        self.ring, self.steps, self.announce, self.cuts = ring, steps, announce, cuts
+        self.ring, self.announce, self.cuts = ring, announce, cuts
+        self.prompt_tokens, self.vocabulary = prompt_tokens, vocabulary
+        self.steps = VersionSteps()
         self._hands: dict[int, Ring] = {}
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Remember which step made the version that is published now."""
+        step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
+        self.steps.add(self.ring.header(HeaderWord.VERSION), step)
 
     # -- entries --------------------------------------------------------------------------------------------------
 
-    def members(self) -> list[RemoteWorker]:
-        return [RemoteWorker(p.index, p.role, p.label, p.life) for p in self.ring.processes() if p.remote]
+    def members(self) -> list[tuple[int, str, str, int]]:
+        return [(one.index, one.role, one.label, one.life) for one in self.ring.processes() if one.remote]
 
     def held(self) -> list[tuple[int, Claim]]:
-        remote = [member.index for member in self.members()]
-        lines = self.ring.lines()
+        remote, lines = [entry[0] for entry in self.members()], self.ring.lines()
         theirs = np.isin(lines["state"], list(RESTS_IN)) & np.isin(lines["owner"], remote)
         return [(int(lines["owner"][slot]), _claim(slot, lines[slot])) for slot in theirs.nonzero()[0].tolist()]
 
@@ -114,7 +108,7 @@ class RingLedger:
         try:
             return self.ring.enter_remote(role, name, life=life)
         except RingFull as problem:
-            raise NoRoom(str(problem)) from None
+            raise Refused(str(problem)) from None
 
     def leave(self, index: int) -> None:
         hand = self._hands.pop(index, None)
@@ -136,15 +130,11 @@ class RingLedger:
 
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[Claim]:
         """As a local worker claims: a sample that was tried before goes only to a worker that holds nothing else."""
-        hand, (rest, work) = self._hand(index), WORKS_IN[role]
+        hand = self._hand(index)
         if role == "reward":
-            taken = hand.take(rest, work, cls=None, limit=limit, max_attempt=1)
+            taken = hand.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
         else:
-            taken = take_queued(hand, self.cuts.waves, limit, 1)
-        if not taken and idle and role == "rollout":
-            taken = take_queued(hand, self.cuts.waves, 1, ANY_ATTEMPT)
-            for slot, word in taken:
-                hand.mark_alone(slot, word)
+            taken, _ = claim_queued(hand, self.cuts.waves, limit, idle)
         return [_claim(slot, self.ring.line(slot)) for slot, _ in taken]
 
     def task(self, index: int, claim: Claim) -> g.Task | None:
@@ -158,7 +148,7 @@ class RingLedger:
     def _task(self, claim: Claim) -> g.Task:
         line, segments = self.ring.line(claim.slot), segments_of(claim.word)
         rewarding = state_of(claim.word) == State.REWARDING
-        most, _ = (0, 0) if rewarding else self.most_tokens(claim)
+        most = 0 if rewarding else self.limits(claim).tokens
         cut = self.cuts.next(int(line["cls"]), segments, most)
         return g.Task(
             task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid,
@@ -176,74 +166,55 @@ class RingLedger:
         arrays["prompt_ids"] = self.ring.get(slot, "prompt_ids")
         return {name: tensor(array) for name, array in arrays.items()}
 
-    def most_tokens(self, claim: Claim) -> tuple[int, int]:
-        most = int(self.ring.line(claim.slot)["max_new_tokens"])
-        return most - self._earlier(claim), segments_of(claim.word)
-
-    def _earlier(self, claim: Claim) -> int:
-        """Tokens of the committed segments."""
-        segments = segments_of(claim.word)
-        return len(read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
+    def limits(self, claim: Claim) -> AnswerLimits:
+        segments, most = segments_of(claim.word), int(self.ring.line(claim.slot)["max_new_tokens"])
+        earlier = len(read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
+        newest = self.ring.header(HeaderWord.VERSION)
+        return AnswerLimits(most - earlier, segments, self.prompt_tokens, self.vocabulary, newest)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def commit_answer(self, index: int, claim: Claim, answer: Answer) -> None:
-        hand, slot, word = self._hand(index), claim.slot, claim.word
-        segment, whole = segments_of(word), self._whole(claim, answer)
-        try:
+        hand, slot, word, segment = self._hand(index), claim.slot, claim.word, segments_of(claim.word)
+        line, limits = self.ring.line(slot), self.limits(claim)
+        whole = self._whole(limits, answer)
+        length = int(line["max_new_tokens"]) - limits.tokens + len(answer.token_ids)
+        with _as_refusals():
             if answer.prompt_ids is not None:
                 hand.put(slot, word, "prompt_ids", answer.prompt_ids)
-            write_segment(hand, slot, word, segment, Generated(answer.tokens, answer.logprobs, answer.versions))
+            write_segment(hand, slot, word, segment, answer.token_ids, answer.logprobs, answer.versions)
             if whole:
                 write_text(hand, slot, word, segment, answer.text)
-        except SlotTooSmall as problem:
-            raise NoRoom(str(problem)) from None
-        except NotOwner:
-            raise ClaimGone from None
-        notes = self._notes(hand, claim, answer, whole)
-        hand.set(slot, word, **notes)
-        done = _moved(hand.commit_segment(slot, word, whole))
-        hand.add(tokens=len(answer.tokens), samples=int(whole))
-        if whole:
-            self.cuts.finished(notes["response_tokens"])
-        version, status = int(answer.versions[-1]), "generated" if whole else "segment"
-        self.announce(m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=claim.uid, version=version, status=status))
-
-    def _whole(self, claim: Claim, answer: Answer) -> bool:
-        """Whether the answer ends with this segment; `NoRoom` where it must end but has done = false."""
-        left, segment = self.most_tokens(claim)
-        if answer.done or len(answer.tokens) >= left:
-            return True
-        if segment + 1 < self.cuts.plan.most:
-            return False
-        raise NoRoom(
-            f"segment {segment} is the last that an answer may have here (segments.max_segments = "
-            f"{self.cuts.plan.most}, 1 with segments off): send the answer to its end, with done = true"
+        version, step = int(line["version"]), int(line["step"])
+        version, step = self.cuts.trained_as(hand, version, step, int(answer.versions.min()), self.steps, whole)
+        hand.set(
+            slot, word, version=version, step=step, finish=answer.finish if whole else 0, response_tokens=length,
+            prompt_tokens=len(hand.get(slot, "prompt_ids")),
         )
+        done = _moved(hand.commit_segment(slot, word, whole))
+        hand.add(tokens=len(answer.token_ids), samples=int(whole))
+        if whole:
+            self.cuts.finished(length)
+        newest, status = int(answer.versions[-1]), "generated" if whole else "segment"
+        self.announce(m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=claim.uid, version=newest, status=status))
 
-    def _notes(self, hand: Ring, claim: Claim, answer: Answer, whole: bool) -> dict[str, Any]:
-        """Fields of the line. The oldest version is that of admission, or of older weights that made a token."""
-        line = self.ring.line(claim.slot)
-        version, step, oldest = int(line["version"]), int(line["step"]), int(answer.versions.min())
-        if oldest < version:
-            version, step = oldest, min(step, self.steps.step_of(oldest))
-        if not whole and self.cuts.trains_last_only:  # as if it were admitted now: what is trained is still to come
-            step, version = self.ring.header(HeaderWord.VERSION_STEP), self.ring.header(HeaderWord.VERSION)
-        return {
-            "version": version, "step": step, "finish": answer.finish if whole else 0,
-            "response_tokens": self._earlier(claim) + len(answer.tokens),
-            "prompt_tokens": len(hand.get(claim.slot, "prompt_ids")),
-        }
+    def _whole(self, limits: AnswerLimits, answer: Answer) -> bool:
+        """Whether the answer ends with this segment; `Refused` where it must end but has done = false."""
+        most = self.cuts.plan.most
+        if answer.done or len(answer.token_ids) >= limits.tokens:
+            return True
+        if limits.segment + 1 < most:
+            return False
+        raise Refused(
+            f"segment {limits.segment} is the last that an answer may have here (segments.max_segments = {most}, "
+            "1 with segments off): send the answer to its end, with done = true"
+        )
 
     def commit_reward(self, index: int, claim: Claim, reward: float, parts: dict[str, float]) -> None:
         hand, slot, word = self._hand(index), claim.slot, claim.word
-        try:
+        with _as_refusals():
             write_parts(hand, slot, word, parts)
             hand.set(slot, word, reward=reward, reward_parts=1)
-        except SlotTooSmall as problem:
-            raise NoRoom(str(problem)) from None
-        except NotOwner:
-            raise ClaimGone from None
         done = _moved(hand.release(slot, word, State.REWARDED))
         hand.add(samples=1)
         self.announce(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=claim.uid, reward=reward))
@@ -271,6 +242,17 @@ class RingLedger:
         return int(line["uid"]) == uid and int(line["last_commit_seq"]) == seq
 
 
+@contextlib.contextmanager
+def _as_refusals() -> Iterator[None]:
+    """What the ring may answer to a write, in the gateway's words."""
+    try:
+        yield
+    except SlotTooSmall as problem:
+        raise Refused(str(problem)) from None
+    except NotOwner:
+        raise ClaimGone from None
+
+
 def _claim(slot: int, line: np.void) -> Claim:
     word = int(line["word"])
     return Claim(slot, word, seq_of(word), int(line["uid"]), bool(int(line["flags"]) & ALONE))
@@ -282,85 +264,128 @@ def _moved(word: int) -> int:
     return word
 
 
-# -- the gateway's side of the bus ------------------------
+def gateway_settings(topology: Topology) -> GatewaySettings:
+    """What the desk needs of a topology. Remote workers never take the entries that the run itself may need."""
+    data, processes = topology.data, topology.processes()
+    return GatewaySettings(
+        welcome=g.GatewayWelcome(
+            life=0,
+            lease_s=topology.limits.lease_s,
+            max_message_bytes=topology.bus.max_message_bytes,
+            max_prompt_tokens=topology.max_prompt_tokens,
+            seed=topology.run.seed,
+            model=topology.model.path,
+            prompt_key=data.prompt_key,
+            answer_key=topology.reward.answer_key or data.answer_key,
+            template=data.template,
+        ),
+        biggest=topology.task_message_bytes,
+        most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
+        reserved=frozenset(address(one.name) for one in processes if not one.spec.command) | {"launch"},
+    )
 
 
-class Gateway:
-    """`handle` every message of a subscribed kind, `tick` in every pass, `close` at an orderly end."""
+def read_counts(path: Path) -> Any:
+    """The counts in gateway.json by worker; None where there are none."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return json.loads(path.read_bytes()).get("workers")
+    return None
 
-    def __init__(self, ring: Ring, bus: Endpoint, paths: RunPaths, topology: Topology, warn: Warn) -> None:
-        self.ring, self.bus, self.paths, self.warn = ring, bus, paths, warn
-        self.steps = VersionSteps()
-        self.tally = Tally(read_counts(paths.gateway))
-        self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
-        book = RingLedger(ring, self.steps, self._announce, SegmentCuts.of(topology))
-        self.desk = Desk(book, settings_of(topology), self.tally, time.monotonic())
-        self._prompt_tokens = topology.max_prompt_tokens
-        self._vocabulary = model_facts(Path(topology.model.path)).vocabulary
-        self._next_save = 0.0
+
+# -- the role ----------------------------------------------
+
+
+class Keeper(Actor):
+    role = "keeper"
+    singleton = True
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.Heartbeat, *g.REMOTE)
+    tick_s: ClassVar[float] = 0.1
+
+    def setup(self) -> None:
+        self._next_look = self._next_save = 0.0
         self._named: set[str] = set()
-        self._look_at_version()
-        bus.on_reject = self._unreadable
+        self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
+        self.tally = Tally(read_counts(self.paths.gateway))
+        vocabulary = model_facts(Path(self.topology.model.path)).vocabulary
+        cuts = SegmentCuts.of(self.topology)
+        self.book = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
+        self.desk = Desk(self.book, gateway_settings(self.topology), self.tally, time.monotonic())
+        self.bus.on_reject = self._answer_unreadable
 
-    def handle(self, message: m.Message) -> None:
-        """A request, or a heartbeat of any worker."""
+    def step(self) -> bool:
+        self._tend_workers()
         now = time.monotonic()
-        if isinstance(message, g.Remote):
-            self._look_at_version()
-            answers = self.desk.handle(message, now)
-            self._warn_of_drop(message, answers)
-            self._send(message.sender, answers)
-        elif isinstance(message, m.Heartbeat):
-            self.desk.heartbeat(message.sender, now)
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_EVERY_S
+        return self._look()
 
-    def tick(self) -> None:
-        """Ring for what was committed, end leases that are over, and save the counts now and then."""
-        self._ring_bells()
-        now = time.monotonic()
-        self._look_at_version()
-        for lease in self.desk.tick(now):
-            text = f"sample {lease.claim.uid} was taken back from {lease.name}, which did not extend its lease"
-            self.warn("gateway", text, "warning", f"lease of {lease.name}", [lease.claim.uid])
-        if self.tally.changed and now >= self._next_save:
-            self._next_save = now + SAVE_EVERY_S
-            self._save()
-
-    def close(self) -> None:
+    def teardown(self) -> None:
         """Take every claim back and save the counts."""
         self.desk.goodbye()
         if self.tally.workers:
             self._save()
 
+    # -- the ring -------------------------------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        reaped = self.ring.reap()
+        try:
+            self.ring.finish_drops()
+        except FateRefused as problem:  # a uid that names no sample costs the slot, not the keeper
+            self.warn("keeper", f"a dropped sample cannot be recorded, its slot is out of use: {problem}", "error")
+        if version_pin.clear_stale(self.ring):
+            self.warn("keeper", "cleared the validation hold of a dead process: publication continues")
+        self._drop_poison()
+        for text, uids in taken_back(self.ring, reaped):
+            self.warn("keeper", text, uids=uids)
+        return bool(reaped)
+
+    def _drop_poison(self) -> None:
+        """Give up a sample that killed two workers which held nothing else; it is re-rolled as any accident."""
+        lines = self.ring.lines()
+        for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
+            if self.ring.drop(slot, int(lines["word"][slot]), Fate.POISON):
+                uid = int(lines["uid"][slot])
+                self.warn("keeper", f"sample {uid} is poison: two workers died on it alone", "error", uids=[uid])
+
+    # -- remote workers -------------------------------------------------------------------------------------------
+
+    def handle(self, message: m.Message) -> None:
+        """A request, or a heartbeat of any worker."""
+        now = time.monotonic()
+        if isinstance(message, g.Remote):
+            self.book.note_version()
+            answers = self.desk.handle(message, now)
+            done = any(isinstance(answer, g.GatewayAnswer) and answer.code == "done" for answer in answers)
+            if isinstance(message, g.RemoteFail) and message.drop and done:
+                text = f"task {message.task} was given up by {message.sender}: {message.drop}: {message.text}"
+                uid = int(message.task.rpartition(".")[2])
+                self.warn("gateway", text, kind=f"{message.drop} {message.sender}", uids=[uid])
+            self._send(message.sender, answers)
+        elif isinstance(message, m.Heartbeat):
+            self.desk.heartbeat(message.sender, now)
+
+    def _tend_workers(self) -> None:
+        """Ring for what was committed, end leases that are over, and save the counts now and then."""
+        for bell in self._bells.values():
+            self.ring_bell(bell)
+        self.book.note_version()
+        now = time.monotonic()
+        for lease in self.desk.tick(now):
+            name, uid = lease.worker.name, lease.claim.uid
+            text = f"sample {uid} was taken back from {name}, which did not extend its lease"
+            self.warn("gateway", text, kind=f"lease of {name}", uids=[uid])
+        if self.tally.changed and now >= self._next_save:
+            self._next_save = now + SAVE_EVERY_S
+            self._save()
+
     def _announce(self, message: m.Message) -> None:
         self._bells[type(message)].add(lambda: message)
 
-    def _ring_bells(self) -> None:
-        """Announce what was committed in this pass, by one doorbell of each kind."""
-        for bell in self._bells.values():
-            message = bell.take()
-            if message is not None:
-                self.bus.send(message)
-
-    def _warn_of_drop(self, message: g.Remote, answers: list[m.Message]) -> None:
-        """Report a sample that a worker gave up."""
-        done = any(isinstance(answer, g.GatewayAnswer) and answer.code == "done" for answer in answers)
-        if isinstance(message, g.RemoteFail) and message.drop and done:
-            text = f"task {message.task} was given up by {message.sender}: {message.drop}: {message.text}"
-            self.warn("gateway", text, "warning", f"{message.drop} {message.sender}", uids_of(message.task))
-
-    def _look_at_version(self) -> None:
-        step, version = self.ring.header(HeaderWord.VERSION_STEP), self.ring.header(HeaderWord.VERSION)
-        self.steps.add(version, step)
-        self.desk.limits = AnswerLimits(self._prompt_tokens, self._vocabulary, version)
-
-    def _unreadable(self, rejected: Rejected, target: bytes) -> None:
-        about = target.decode("ascii", "replace")
-        name = about.partition("/")[0]
-        try:
-            asked = issubclass(kind_of(f"{name}/"), g.Remote)
-        except ValueError:
-            return
-        if asked:
+    def _answer_unreadable(self, rejected: Rejected, target: bytes) -> None:
+        name = target.decode("ascii", "replace").partition("/")[0]
+        if issubclass(BY_NAME.get(name, m.Message), g.Remote):
             code = CODES[rejected.fault]
             self._send(rejected.sender, self.desk.unreadable(rejected.sender, code, name, str(rejected)))
 
@@ -368,7 +393,7 @@ class Gateway:
         for answer in answers:
             if isinstance(answer, g.GatewayAnswer) and answer.code in BAD:
                 text = f"{to or 'an unnamed sender'}: {answer.text}"
-                self.warn("gateway", text, "warning", f"{answer.code} {self._line_of(to)}", ())
+                self.warn("gateway", text, kind=f"{answer.code} {self._line_of(to)}")
             if not is_address(to):
                 return  # no topic can hold the name: the request was counted, and an answer would reach no process
             try:
@@ -385,100 +410,3 @@ class Gateway:
     def _save(self) -> None:
         self.tally.changed = False
         files.show(self.paths.gateway, {"workers": self.tally.plain()})
-
-
-def settings_of(topology: Topology) -> GatewaySettings:
-    """What the desk needs of a topology. Remote workers never take the entries that the run itself may need."""
-    data = topology.data
-    return GatewaySettings(
-        lease_s=topology.limits.lease_s,
-        max_message_bytes=topology.bus.max_message_bytes,
-        biggest=topology.task_message_bytes,
-        most_members=max(0, topology.ring.processes - len(topology.processes()) - RESERVE_PROCESSES),
-        reserved=frozenset(address(p.name) for p in topology.processes() if not p.spec.command) | {"launch"},
-        welcome=g.GatewayWelcome(
-            life=0,
-            max_prompt_tokens=topology.max_prompt_tokens,
-            seed=topology.run.seed,
-            model=topology.model.path,
-            prompt_key=data.prompt_key,
-            answer_key=topology.reward.answer_key or data.answer_key,
-            template=data.template,
-        ),
-    )
-
-
-def uids_of(task: str) -> list[int]:
-    """The sample of a claim, from its name `slot.seq.uid`; none if it is no such name."""
-    digits = task.rpartition(".")[2]
-    return [int(digits)] if digits.isascii() and digits.isdigit() else []
-
-
-def read_counts(path: Path) -> dict[str, Any]:
-    """The counts in gateway.json by worker; empty where there are none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    workers = found.get("workers") if isinstance(found, dict) else None
-    return workers if isinstance(workers, dict) else {}
-
-
-# -- the role ----------------------------------------------
-
-
-class Keeper(Actor):
-    role = "keeper"
-    singleton = True
-    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.Heartbeat, *g.REMOTE)
-    tick_s: ClassVar[float] = 0.1
-
-    def setup(self) -> None:
-        self._next_look = 0.0
-        self.gateway = Gateway(self.ring, self.bus, self.paths, self.topology, self.warn)
-
-    def handle(self, message: m.Message) -> None:
-        self.gateway.handle(message)
-
-    def teardown(self) -> None:
-        self.gateway.close()
-
-    def step(self) -> bool:
-        self.gateway.tick()
-        now = time.monotonic()
-        if now < self._next_look:
-            return False
-        self._next_look = now + LOOK_EVERY_S
-        return self._look()
-
-    def _look(self) -> bool:
-        reaped = self.ring.reap()
-        self._finish_drops()
-        self._clear_hold()
-        self._drop_poison()
-        for text, uids in taken_back(self.ring, reaped):
-            self.warn("keeper", text, uids=uids)
-        return bool(reaped)
-
-    def _finish_drops(self) -> None:
-        """A slot whose uid names no sample cannot be settled: that costs the slot, not the keeper."""
-        try:
-            self.ring.finish_drops()
-        except FateRefused as problem:
-            self.warn("keeper", f"a dropped sample cannot be recorded, its slot is out of use: {problem}", "error")
-
-    def _drop_poison(self) -> None:
-        """Give up a sample that killed two workers which held nothing else; it is re-rolled as any accident."""
-        lines = self.ring.lines()
-        for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
-            if self.ring.drop(slot, int(lines["word"][slot]), Fate.POISON):
-                uid = int(lines["uid"][slot])
-                self.warn("keeper", f"sample {uid} is poison: two workers died on it alone", "error", uids=[uid])
-
-    def _clear_hold(self) -> None:
-        if version_pin.clear_stale(self.ring):
-            self.warn("keeper", "cleared the validation hold of a dead process: publication continues")
-
-
-def main(run_dir: str, name: str) -> int:
-    return Keeper(run_dir, name).main()

@@ -129,9 +129,9 @@ class Reward(Actor):
         """Commit the rewards that have arrived."""
         outcomes = self.pool.poll(0.0)
         self._count_busy()
-        self._commit([outcome for outcome in outcomes if outcome.error is None])
+        self._commit([outcome for outcome in outcomes if not outcome.error])
         for outcome in outcomes:
-            if outcome.error is not None:
+            if outcome.error:
                 text, _, trace = outcome.text.partition("\n")
                 text += self.load.hung() if outcome.error == "hung" else ""
                 self._drop(outcome.key, outcome.error, f"{outcome.error}: {text}", trace)
@@ -141,12 +141,11 @@ class Reward(Actor):
         return len(outcomes)
 
     def _count_busy(self) -> None:
-        stats = self.pool.stats()
-        if busy_ns := self.load.seen(stats.busy_s):
+        if busy_ns := self.load.seen(self.pool.busy_s):
             self.ring.add(busy_ns=busy_ns)
         if self.load.due(now := time.monotonic()):
-            waiting = len(self.held) + self.ring.stats().occupancy.get("GENERATED", 0)
-            if slow := self.load.slow(sum((stats.judged, stats.raised, stats.malformed)), waiting, now):
+            counts, waiting = self.pool.counts, len(self.held) + self.ring.stats().occupancy.get("GENERATED", 0)
+            if slow := self.load.slow(counts.total() - counts["hung"], waiting, now):
                 self.warn("reward", slow, kind="slow")
 
     def _items(self, taken: Sequence[tuple[int, int]]) -> list[Item]:

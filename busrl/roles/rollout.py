@@ -33,10 +33,9 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import SlotTooSmall, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell, WorkDeadline
-from busrl.roles.segments import SegmentCuts, take_queued
+from busrl.roles.segments import SegmentCuts, claim_queued
 from busrl.roles.trajectory import (
     UNREADABLE,
-    Generated,
     read_copies,
     read_generated,
     read_prompt_ids,
@@ -380,13 +379,7 @@ class Rollout(Actor):
         draining = self.restart is not None and self.restart.draining
         if room <= 0 or draining or (self.alone and self.held) or self._left_behind():
             return False
-        self.alone = False
-        taken = take_queued(self.ring, self.waves, room, 1)
-        if not taken and not self.held:
-            taken = take_queued(self.ring, self.waves, 1, 255)
-            self.alone = bool(taken)
-            for slot, word in taken:
-                self.ring.mark_alone(slot, word)
+        taken, self.alone = claim_queued(self.ring, self.waves, room, not self.held)
         if taken:
             requests = self._requests(taken)
             if self.restart is not None:
@@ -493,9 +486,9 @@ class Rollout(Actor):
             self._drop(slot, word, Fate.LONG, why)
             return True
         segment, whole = segments_of(word), not self._is_cut(task, sequence)
-        part = Generated(sequence.token_ids, sequence.logprobs, sequence.versions)
+        ids, logprobs, versions = sequence.token_ids, sequence.logprobs, sequence.versions
         try:
-            write_segment(self.ring, slot, word, segment, part)
+            write_segment(self.ring, slot, word, segment, ids, logprobs, versions)
             if whole:
                 write_text(self.ring, slot, word, segment, self._text(slot, segment, sequence))
             self._note(slot, task, sequence, whole)
@@ -504,7 +497,7 @@ class Rollout(Actor):
             return True
         done = self.ring.commit_segment(slot, word, whole)
         bell, status = (self.bell, "generated") if whole else (self.segment_bell, "segment")
-        version = int(sequence.versions[-1])
+        version = int(versions[-1])
         bell.add(lambda: m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=task.uid, version=version, status=status))
         return whole
 
@@ -523,13 +516,9 @@ class Rollout(Actor):
         return room > 0 and math.isfinite(sequence.logprobs[-1])
 
     def _note(self, slot: int, task: ClaimedSlot, sequence: Finished, whole: bool) -> None:
-        """Fill the control line. The oldest version is that of admission, or of older weights that made a token."""
+        """Fill the control line."""
         oldest = int(sequence.versions[0])  # versions only grow
-        version, step = task.version, task.step
-        if oldest < version:
-            version, step = oldest, min(step, self.steps.step_of(oldest))
-        if not whole and self.segments.trains_last_only:  # as if admitted now: what is trained is still to come
-            step, version = self.ring.header(HeaderWord.VERSION_STEP), self.ring.header(HeaderWord.VERSION)
+        version, step = self.segments.trained_as(self.ring, task.version, task.step, oldest, self.steps, whole)
         length = task.earlier + len(sequence.token_ids)
         if whole:
             self.segments.finished(length)

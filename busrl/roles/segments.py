@@ -16,9 +16,11 @@ from busrl.scheduling.admission import Waves
 from busrl.scheduling.limits import AdmissionLimits
 from busrl.scheduling.segments import Cut, SegmentPlan
 from busrl.states import HeaderWord, SampleClass
+from busrl.weights.base import VersionSteps
 
 log = logging.getLogger("busrl")
 BETA = 0.9  # smoothing of the two times
+ANY_ATTEMPT = 255
 
 
 def waves_of(limits: AdmissionLimits) -> Waves | None:
@@ -26,8 +28,19 @@ def waves_of(limits: AdmissionLimits) -> Waves | None:
     return Waves(limits.n_min) if limits.waves else None
 
 
-def take_queued(ring: Ring, waves: Waves | None, limit: int, most_attempts: int) -> list[tuple[int, int]]:
-    """Claim up to `limit` QUEUED slots for generation: (slot, word) of each."""
+def claim_queued(ring: Ring, waves: Waves | None, limit: int, idle: bool) -> tuple[list[tuple[int, int]], bool]:
+    """Claim up to `limit` QUEUED slots for generation: (slot, word) of each. A sample that was tried before goes only
+    to a worker that holds nothing (`idle`), which runs it alone: then the second value is true."""
+    taken = _take(ring, waves, limit, 1)
+    if taken or not idle:
+        return taken, False
+    taken = _take(ring, waves, 1, ANY_ATTEMPT)
+    for slot, word in taken:
+        ring.mark_alone(slot, word)
+    return taken, bool(taken)
+
+
+def _take(ring: Ring, waves: Waves | None, limit: int, most_attempts: int) -> list[tuple[int, int]]:
     if waves is None:
         return list(ring.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=most_attempts))
     next_admission = ring.header(HeaderWord.NEXT_ADMISSION)  # before the lines: a slot looks less far than it is
@@ -56,6 +69,18 @@ class SegmentCuts:
     def next(self, cls: int, segment: int, left: int) -> Cut:
         """The segment number `segment` of a sample of that class, which may still have `left` tokens."""
         return self.plan.next(segment, left) if cls == SampleClass.TRAIN else Cut(left, True)
+
+    def trained_as(
+        self, ring: Ring, version: int, step: int, oldest: int, steps: VersionSteps, whole: bool
+    ) -> tuple[int, int]:
+        """Version and step from which a sample's age counts: those of its admission, or of older weights that made a
+        token; those of now where only the last segment is trained and this was not the last (`whole`)."""
+        if not whole and self.trains_last_only:
+            step = ring.header(HeaderWord.VERSION_STEP)
+            return ring.header(HeaderWord.VERSION), step
+        if oldest < version:
+            return oldest, min(step, steps.step_of(oldest))
+        return version, step
 
     def finished(self, tokens: int) -> None:
         """A whole answer ended."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,8 @@ import numpy.typing as npt
 
 from busrl.ring import NO_SEGMENT, BadTensor, NoSuchTensor, Ring, SlotTooSmall
 
+Array = npt.NDArray[Any]
+Ids = npt.NDArray[np.int32]
 UNREADABLE = (BadTensor, NoSuchTensor)
 DTYPES = {
     name: np.dtype(kind)
@@ -40,20 +41,12 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Generated:
-    """One generated segment: int32 ids, float32 log-probabilities, uint32 versions, all of one length."""
-
-    token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.uint32]
-
-
-def write_segment(ring: Ring, slot: int, word: int, segment: int, part: Generated) -> None:
-    """Append segment number `segment`; the commit that makes it count is the caller's CAS."""
-    ring.put(slot, word, "tokens", part.token_ids, segment)
-    ring.put(slot, word, "logprobs", part.logprobs, segment)
-    ring.put(slot, word, "versions", part.versions, segment)
+def write_segment(ring: Ring, slot: int, word: int, segment: int, ids: Ids, logprobs: Array, versions: Array) -> None:
+    """Append segment number `segment`: arrays of one length, in the table's types. The commit that makes it count is
+    the caller's CAS."""
+    ring.put(slot, word, "tokens", ids, segment)
+    ring.put(slot, word, "logprobs", logprobs, segment)
+    ring.put(slot, word, "versions", versions, segment)
 
 
 def write_text(ring: Ring, slot: int, word: int, segment: int, text: str) -> None:
@@ -62,7 +55,7 @@ def write_text(ring: Ring, slot: int, word: int, segment: int, text: str) -> Non
 
 
 def read_text(ring: Ring, slot: int, segments: int) -> str:
-    return text_of(_get(ring, slot, "text", segments - 1).tobytes())
+    return text_of(read_segment(ring, slot, "text", segments - 1).tobytes())
 
 
 def text_of(data: bytes) -> str:
@@ -83,35 +76,30 @@ def write_parts(ring: Ring, slot: int, word: int, parts: Mapping[str, float]) ->
 def read_parts(ring: Ring, slot: int) -> dict[str, float]:
     """The parts of the reward, finite ones; by number where they have no names. Empty if there are none."""
     try:
-        values = _get(ring, slot, "reward_parts", NO_SEGMENT).tolist()
+        values = read_segment(ring, slot, "reward_parts", NO_SEGMENT).tolist()
     except UNREADABLE:
         return {}
     names = [f"part_{number}" for number in range(1, len(values) + 1)]
     with contextlib.suppress(*UNREADABLE):
-        given = _get(ring, slot, "part_names", NO_SEGMENT).tobytes().decode("utf-8", "replace").split("\n")
+        given = read_segment(ring, slot, "part_names", NO_SEGMENT).tobytes().decode("utf-8", "replace").split("\n")
         names = given if len(given) == len(values) else names
     return {name: value for name, value in zip(names, values) if math.isfinite(value)}
 
 
 def read_task(ring: Ring, slot: int) -> bytes:
-    return _get(ring, slot, "task", NO_SEGMENT).tobytes()
+    return read_segment(ring, slot, "task", NO_SEGMENT).tobytes()
 
 
-def read_prompt_ids(ring: Ring, slot: int) -> npt.NDArray[np.int32]:
+def read_prompt_ids(ring: Ring, slot: int) -> Ids:
     """The rendered prompt, a view of the slot."""
-    return _get(ring, slot, "prompt_ids", NO_SEGMENT)
+    return read_segment(ring, slot, "prompt_ids", NO_SEGMENT)
 
 
-def read_generated(ring: Ring, slot: int, name: str, segments: int) -> npt.NDArray[Any]:
+def read_generated(ring: Ring, slot: int, name: str, segments: int) -> Array:
     """A tensor of all committed segments; a view of the slot when there is one segment."""
     if segments == 1:
-        return _get(ring, slot, name, 0)
-    return np.concatenate([_get(ring, slot, name, k) for k in range(max(1, segments))])
-
-
-def read_segment(ring: Ring, slot: int, name: str, segment: int) -> npt.NDArray[Any]:
-    """A tensor of one segment, a view of the slot."""
-    return _get(ring, slot, name, segment)
+        return read_segment(ring, slot, name, 0)
+    return np.concatenate([read_segment(ring, slot, name, k) for k in range(max(1, segments))])
 
 
 def read_copies(ring: Ring, held: Sequence[tuple[int, int]], name: str) -> list[bytes]:
@@ -120,9 +108,9 @@ def read_copies(ring: Ring, held: Sequence[tuple[int, int]], name: str) -> list[
     return ring.copies(held, name, DTYPES[name], last_segment=last)
 
 
-def _get(ring: Ring, slot: int, name: str, segment: int) -> npt.NDArray[Any]:
-    """One tensor, of the type and rank in the table above; `UNREADABLE` otherwise."""
-    array: npt.NDArray[Any] = ring.get(slot, name, max(0, segment))
+def read_segment(ring: Ring, slot: int, name: str, segment: int) -> Array:
+    """One tensor as a view of the slot, of the type and rank in the table above; `UNREADABLE` otherwise."""
+    array: Array = ring.get(slot, name, max(0, segment))
     if array.dtype != DTYPES[name] or array.ndim != 1:
         raise BadTensor(
             f"slot {slot}: tensor {name} is {array.dtype} with {array.ndim} dimensions, expected {DTYPES[name]} with 1"

@@ -35,7 +35,7 @@ class Settings:
     `segment` is the file in shared memory, `address_file` says where a broadcasting learner listens; both are paths
     on this host. `checksum`: every receiver checks the bytes of each version against a digest that came with it.
     `bucket_bytes` is the piece of a broadcast with its own deadline, `backend` what carries it. `sparse_threshold` is
-    a share of the bytes of all values, `key_every` a number of versions (docs/sparse.md).
+    a share of the bytes of all values, `key_every` a number of versions (docs/weights.md).
     """
 
     transport: str

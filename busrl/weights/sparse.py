@@ -1,4 +1,4 @@
-"""Sparse updates: a frame holds the values of one version that differ from the version before it (docs/sparse.md).
+"""Sparse updates: a frame holds the values of one version that differ from the version before it (docs/weights.md).
 
 Used by the senders and receivers of `weights.shm` and `weights.broadcast`. A frame is self-contained bytes: it may lie
 in shared memory or come over a network. Knows nothing of either, of epochs or of which process has which version.

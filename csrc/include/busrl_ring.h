@@ -111,7 +111,7 @@ typedef struct busrl_held { /* a slot that you hold now */
     uint64_t word;
 } busrl_held;
 
-/* A control line, and its word taken apart. docs/ring.md says what each field means. */
+/* A control line, and its word taken apart. docs/ring-layout.md says what each field means. */
 typedef struct busrl_line {
     uint32_t size;
     uint8_t state;  /* enum busrl_state */
@@ -330,7 +330,7 @@ BUSRL_RING_API int busrl_ring_reap(busrl_ring* ring, busrl_reaped* reaped, uint3
 BUSRL_RING_API int busrl_ring_stats(busrl_ring* ring, busrl_stats* stats);
 
 /* A named number of the ring's header: "version" (newest weights), "step", "run_state" (0 running, 1 finished,
- * 2 stopping), "hold", ... docs/ring.md lists them. */
+ * 2 stopping), "hold", ... docs/ring-layout.md lists them. */
 BUSRL_RING_API int busrl_ring_header(busrl_ring* ring, const char* name, uint64_t* value);
 
 #ifdef __cplusplus

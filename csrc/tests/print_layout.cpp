@@ -1,5 +1,5 @@
 // Prints the layout as the compiler sees it, as JSON: every field with offset, bytes and type, the constants, the
-// states and the table of transitions. tests/docs compares docs/ring.md with it.
+// states and the table of transitions. tests/docs compares docs/ring.md and ring-layout.md with it.
 //
 //  * A field that is added to a struct and not here leaves a gap or moves a `pad`, which the comparison finds.
 #include <cstdio>

@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "scheduling": set(),
     "algorithms": set(),
     "data": {"errors"},
-    "rewards": {"errors", "data", "imports"},
+    "rewards": {"errors", "data", "imports", "config"},
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
     "config": {"errors", "data", "scheduling", "keys", "faults", "device"},

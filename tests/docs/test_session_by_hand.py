@@ -1,4 +1,4 @@
-"""The session of docs/protocol.md, played from the page's own bytes on plain Unix sockets against a real broker.
+"""The session of docs/messages.md, played from the page's own bytes on plain Unix sockets against a real broker.
 
 On the worker's side nothing of busrl and no ZeroMQ: what the page says is all that is used.
 """
@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from busrl.protocol import codec, kind_of
+from busrl.protocol import codec
+from busrl.protocol.codec import kind_of
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "messages.md").read_text()
 SERVE = """
 import signal, sys, threading
 from busrl.bus import run_broker

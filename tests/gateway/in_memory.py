@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from busrl.gateway.desk import Desk, GatewaySettings, Tally
-from busrl.gateway.ledger import Answer, Claim, NoRoom, RemoteWorker, tensor
+from busrl.gateway import Answer, AnswerLimits, Claim, Desk, GatewaySettings, Refused, Tally, tensor
 from busrl.protocol import gateway as g
 from busrl.states import Fate
 
@@ -17,6 +17,15 @@ MOST_TRIES = 3
 
 class Killed(Exception):
     """The keeper dies at this point."""
+
+
+class Member(NamedTuple):
+    """An entry of a worker."""
+
+    index: int
+    role: str
+    name: str
+    life: int
 
 
 @dataclass
@@ -37,14 +46,14 @@ class Ledger:
     """A `RemoteLedger` in memory. It outlives every keeper; `kill_in_commit` ends one between its two stores."""
 
     slots: list[Slot]
-    entries: dict[int, RemoteWorker] = field(default_factory=dict)
+    entries: dict[int, Member] = field(default_factory=dict)
     most_entries: int = 8
     kill_in_commit: bool = False
     commits: list[tuple[int, int, str]] = field(default_factory=list)  # slot, seq, name
     expired: list[tuple[int, int]] = field(default_factory=list)
     told: dict[int, int] = field(default_factory=dict)
 
-    def members(self) -> list[RemoteWorker]:
+    def members(self) -> list[Member]:
         return list(self.entries.values())
 
     def held(self) -> list[tuple[int, Claim]]:
@@ -57,9 +66,9 @@ class Ledger:
     def enter(self, role: str, name: str, life: int) -> int:
         free = next((i for i in range(1, self.most_entries + 1) if i not in self.entries), None)
         if free is None:
-            raise NoRoom("all entries are taken")
+            raise Refused("all entries are taken")
         assert all(member.name != name for member in self.entries.values()), "one entry for one name"
-        self.entries[free] = RemoteWorker(free, role, name, life)
+        self.entries[free] = Member(free, role, name, life)
         return free
 
     def leave(self, index: int) -> None:
@@ -85,8 +94,8 @@ class Ledger:
         self._check(index, held)
         return g.Task(held.task, held.slot, held.seq, held.uid, "{}", max_new_tokens=8)
 
-    def most_tokens(self, held: Claim) -> tuple[int, int]:
-        return 8, 0
+    def limits(self, held: Claim) -> AnswerLimits:
+        return AnswerLimits(8, 0, 16)
 
     def commit_answer(self, index: int, held: Claim, answer: Answer) -> None:
         self._commit(index, held)
@@ -133,8 +142,8 @@ class Ledger:
 def settings(
     lease_s: float = LEASE_S, reserved: frozenset[str] = frozenset(), biggest: int = 4096, most_members: int = 8
 ) -> GatewaySettings:
-    welcome = g.GatewayWelcome(life=0, max_prompt_tokens=16)
-    return GatewaySettings(lease_s, 1 << 20, biggest, most_members, reserved, welcome)
+    welcome = g.GatewayWelcome(life=0, lease_s=lease_s, max_message_bytes=1 << 20, max_prompt_tokens=16)
+    return GatewaySettings(welcome, biggest, most_members, reserved)
 
 
 def new_desk(ledger: Ledger, now: float = 0.0, **changed: object) -> Desk:

@@ -10,15 +10,13 @@ from pathlib import Path
 
 from in_memory import answer_to, settings
 
-from busrl.gateway.desk import Desk, Tally
-from busrl.gateway.ledger import AnswerLimits
+from busrl.gateway import Desk, Tally
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.keeper import RingLedger
 from busrl.roles.segments import SegmentCuts
 from busrl.scheduling.segments import SegmentPlan
-from busrl.weights.base import VersionSteps
 
 LEASE_S = 10.0
 CUTS = SegmentCuts(SegmentPlan(3, 3, 8))
@@ -33,10 +31,8 @@ class Keeper:
         self.fates = [Fates(str(folder / name), create=True, capacity=1 << 16) for name in ("f.bin", "v.bin")]
         self.ring.bind_fates(*self.fates)
         self.bells: list[m.Message] = []
-        self.steps = VersionSteps()
-        book = RingLedger(self.ring, self.steps, self.bells.append, CUTS)
-        self.desk = Desk(book, settings(LEASE_S), Tally(), 0.0)
-        self.desk.limits = AnswerLimits(16, 0, self.ring.header("version"))
+        self.book = RingLedger(self.ring, self.bells.append, CUTS, 16, 0)
+        self.desk = Desk(self.book, settings(LEASE_S), Tally(), 0.0)
         self.now = 0.0
 
     def ask(self, sender: str, message: g.Remote) -> list[m.Message]:

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_memory import LEASE_S, Ledger, Slot, answer_to, new_desk
 
-from busrl.gateway.desk import Desk, Tally
-from busrl.gateway.ledger import tensor
+from busrl.gateway import Desk, Tally, tensor
 from busrl.protocol import codec
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m

@@ -118,8 +118,8 @@ class Gateway(RuleBasedStateMachine):
     @rule(thief=st.sampled_from(NAMES), data=st.data())
     def a_worker_answers_a_task_that_may_be_anothers(self, thief: str, data: st.DataObject) -> None:
         index, held = data.draw(st.sampled_from(self.ledger.held()))
-        if self.ledger.entries[index].name != thief and thief in self.desk.known:
-            message = g.RemoteRewarded(life=self.desk.known[thief].member.life, task=held.task, reward=0.0)
+        if self.ledger.entries[index].name != thief and thief in self.desk.workers:
+            message = g.RemoteRewarded(life=self.desk.workers[thief].life, task=held.task, reward=0.0)
             message.sender = thief
             [answer] = self.desk.handle(message, self.now)
             assert isinstance(answer, g.GatewayAnswer) and answer.code == "not_yours"
@@ -162,7 +162,7 @@ class Gateway(RuleBasedStateMachine):
     def the_machine_is_suspended(self, seconds: float) -> None:
         before = len(self.ledger.expired)
         held = len(self.ledger.held())
-        ages = [lease.until - self.desk.clock.time for lease in self.desk.leases.over(float("inf"))]
+        ages = [lease.until - self.desk.clock.time for lease in self.desk.leases.values()]
         self.now += seconds
         self._tick()
         assert len(self.ledger.expired) - before == sum(age <= 1.0 for age in ages) <= held
@@ -176,8 +176,8 @@ class Gateway(RuleBasedStateMachine):
         self.ledger.kill_in_commit = True
 
     def _deliver(self, message: g.Remote) -> None:
-        known = self.desk.known.get(message.sender)
-        if known is not None and message.life < known.member.life:
+        known = self.desk.workers.get(message.sender)
+        if known is not None and message.life < known.life:
             before = copy.deepcopy(self.ledger)
             [answer] = self.desk.handle(message, self.now)
             assert isinstance(answer, g.GatewayAnswer) and answer.code == "replaced" and self.ledger == before
@@ -208,9 +208,9 @@ class Gateway(RuleBasedStateMachine):
         before = {(held.slot, held.seq) for _, held in self.ledger.held()}
         self.desk = new_desk(self.ledger, self.now)
         self.born = self.now
-        after = {(lease.claim.slot, lease.claim.seq) for lease in self.desk.leases.over(float("inf"))}
+        after = {(lease.claim.slot, lease.claim.seq) for lease in self.desk.leases.values()}
         assert after == before, "a new keeper knows every claim"
-        assert all(lease.until - self.desk.clock.time == LEASE_S for lease in self.desk.leases.over(float("inf")))
+        assert all(lease.until - self.desk.clock.time == LEASE_S for lease in self.desk.leases.values())
 
     def _tick(self) -> None:
         before = len(self.ledger.expired)
@@ -227,7 +227,7 @@ class Gateway(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_leased_to_its_owner(self) -> None:
-        leases = {(one.claim.slot, one.claim.seq): one.name for one in self.desk.leases.over(float("inf"))}
+        leases = {(one.claim.slot, one.claim.seq): one.worker.name for one in self.desk.leases.values()}
         held = {(one.slot, one.seq): self.ledger.entries[index].name for index, one in self.ledger.held()}
         assert leases == held
 

@@ -16,7 +16,7 @@ import pytest
 from in_memory import answer_to
 from on_a_ring import Keeper, play
 
-from busrl.gateway.ledger import tensor
+from busrl.gateway import tensor
 from busrl.protocol import gateway as g
 from busrl.ring import NotRegistered, Ring, RingError, RingFull, State
 from busrl.roles.trajectory import read_generated
@@ -128,9 +128,9 @@ def test_an_answer_that_ended_by_itself_and_is_not_done_is_refused(keeper: Keepe
 
 
 def test_tokens_of_older_weights_than_those_of_the_dispatch_set_the_age_of_the_sample(keeper: Keeper) -> None:
-    keeper.steps.add(3, 30)
-    keeper.steps.add(5, 50)
-    keeper.desk.limits = type(keeper.desk.limits)(16, 0, 6)
+    keeper.book.steps.add(3, 30)
+    keeper.book.steps.add(5, 50)
+    keeper.ring.set_header("version", 6)
     dispatch(keeper.ring, 0, version=5, step=50)
     dispatch(keeper.ring, 1, version=5, step=50)
     keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))

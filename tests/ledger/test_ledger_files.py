@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,6 +151,16 @@ def test_a_whole_file_is_private_and_replaced_at_once(tmp_path: Path) -> None:
     assert (reader.read(), path.read_bytes()) == (b"old", b"new")
     reader.close()
     assert os.stat(path).st_mode & 0o777 == 0o600
+
+
+def test_drafts_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    others = [f"one.{os.getppid()}.new", f"two.{dead.pid}.new", "one.more.new"]
+    for name in (*others, f"one.{dead.pid}.new"):
+        (tmp_path / name).touch()
+    files.replace(tmp_path / "one", b"whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["one", *others])
 
 
 def emptied(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/protocol.md is made from the structs, and a message that is not described is refused with what to add."""
+"""docs/protocol.md and messages.md are made from the structs; a message without a description is refused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.protocol import ALL, BY_NAME, codec
+from busrl.protocol import codec
 from busrl.protocol import messages as m
+from busrl.protocol.codec import ALL, BY_NAME
 from tools.reference import catalog, protocol_page, vectors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,18 +46,19 @@ class Silent(m.Message, tag="SILENT"):
     worker_id: m.Name
 
 
-def test_the_page_is_what_the_structs_say():
-    page = (ROOT / "docs" / "protocol.md").read_text()
-    assert protocol_page.rewritten(page) == page, "run `python -m tools.reference.protocol_page`"
+@pytest.mark.parametrize("path", protocol_page.PAGES, ids=str)
+def test_a_page_is_what_the_structs_say(path):
+    page = (ROOT / path).read_text()
+    assert protocol_page.rewritten(path, page) == page, "run `python -m tools.reference.protocol_page`"
 
 
-def test_the_command_mends_a_page_that_has_drifted_and_writes_the_vectors(tmp_path):
+def test_the_command_mends_pages_that_have_drifted_and_writes_the_vectors(tmp_path):
     (tmp_path / "docs").mkdir()
-    page = (ROOT / "docs" / "protocol.md").read_text()
-    (tmp_path / "docs" / "protocol.md").write_text(page.replace("NEW_TASK", "OLD_TASK"))
+    for path in protocol_page.PAGES:
+        (tmp_path / path).write_text((ROOT / path).read_text().replace("NEW_TASK", "OLD_TASK"))
     command = [sys.executable, "-m", "tools.reference.protocol_page", "--vectors", "--root", str(tmp_path)]
     subprocess.run(command, check=True, timeout=60, cwd=ROOT)
-    mended = (tmp_path / "docs" / "protocol.md").read_text()
+    mended = (tmp_path / "docs" / "messages.md").read_text()
     assert protocol_page.MARK.format("session") in mended and "### NEW_TASK" in mended and "### OLD_TASK" not in mended
     for path in (ROOT / "docs" / "vectors").glob("*.json"):
         assert (tmp_path / "docs" / "vectors" / path.name).read_bytes() == path.read_bytes()
@@ -105,7 +107,7 @@ def test_a_new_message_with_records_and_bytes_gets_its_tables_and_vectors_withou
     assert "| `tensors` | array of [Shape](#record-shape) | default `[]` | 1.9 |" in page
     assert "| `remark` | text or nil | default nil | 1.9 |" in page
     assert "### Record Shape" in page and "| `data` | bytes | required | 1.9 |" in page
-    assert "[`BROUGHT`](#brought) | rollout | `BROUGHT/`" in protocol_page.overview()
+    assert "[`BROUGHT`](messages.md#brought) | rollout | `BROUGHT/`" in protocol_page.overview()
     for name, message in vectors.samples():
         if name.startswith("BROUGHT."):
             assert codec.decode(Brought, codec.encode(message), 1 << 20) == message

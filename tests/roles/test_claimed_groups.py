@@ -17,7 +17,7 @@ from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, SlotTooSmall, State
 from busrl.roles.learner.groups import Claimed, Excerpts, claim_group, claim_groups, end, give_back, parts_of
 from busrl.roles.learner.metrics import StepMetrics
-from busrl.roles.trajectory import Generated, read_parts, write_parts, write_segment, write_text
+from busrl.roles.trajectory import read_parts, write_parts, write_segment, write_text
 
 GROUP = 4
 
@@ -48,10 +48,10 @@ def rewarded_group(
     for slot, word in ring.take(State.QUEUED, State.GENERATING, cls=None, limit=GROUP):
         size = lengths[len(slots)]
         ring.put(slot, word, "prompt_ids", np.arange(2, dtype=np.int32))
-        part = Generated(
+        part = (
             np.arange(size, dtype=np.int32), np.full(size, logprob, np.float32), np.full(size - lost, 3, np.uint32)
         )
-        write_segment(ring, slot, word, 0, part)
+        write_segment(ring, slot, word, 0, *part)
         write_text(ring, slot, word, 0, "x" * size)
         ring.commit_segment(slot, word, True)
         slots.append(slot)
@@ -165,8 +165,8 @@ def test_a_tensor_of_another_type_or_rank_costs_its_sample_only(ring, array, why
     for slot, word in ring.take(State.QUEUED, State.GENERATING, cls=None, limit=GROUP):
         ids = array if not slots else np.arange(2, dtype=np.int32)
         ring.put(slot, word, "prompt_ids", ids)
-        part = Generated(np.arange(3, dtype=np.int32), np.full(3, -1.0, np.float32), np.full(3, 3, np.uint32))
-        write_segment(ring, slot, word, 0, part)
+        part = np.arange(3, dtype=np.int32), np.full(3, -1.0, np.float32), np.full(3, 3, np.uint32)
+        write_segment(ring, slot, word, 0, *part)
         ring.commit_segment(slot, word, True)
         slots.append(slot)
     for slot, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=GROUP):

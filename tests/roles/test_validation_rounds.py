@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.ring import Fates, Ring, State
-from busrl.roles.trajectory import Generated, write_parts, write_segment, write_text
+from busrl.roles.trajectory import write_parts, write_segment, write_text
 from busrl.roles.validator import (
     Result,
     Rounds,
@@ -107,8 +107,8 @@ def answered(ring: Ring, versions: list[int], admitted: int) -> tuple[int, int]:
     )
     word = ring.claim(slot, word, State.GENERATING)
     count = len(versions)
-    drawn = Generated(np.ones(count, np.int32), np.zeros(count, np.float32), np.array(versions, np.uint32))
-    write_segment(ring, slot, word, 0, drawn)
+    drawn = np.ones(count, np.int32), np.zeros(count, np.float32), np.array(versions, np.uint32)
+    write_segment(ring, slot, word, 0, *drawn)
     write_text(ring, slot, word, 0, "x")
     return slot, ring.commit_segment(slot, word, True)
 

@@ -1,7 +1,7 @@
 """What the structs of the messages do not say: sender and readers of each, its reach, its first version.
 
-Read by `protocol_page` (the tables of docs/protocol.md) and by the tests; knows nothing of sockets. A message or field
-that is in the codec's `ALL` but not here makes `check` fail, which names what to add.
+Read by `protocol_page` (the tables of docs/protocol.md and messages.md) and by the tests; knows nothing of sockets. A
+message or field that is in the codec's `ALL` but not here makes `check` fail, which names what to add.
 
 - Every message has one `Route`.
 - Every field stands in exactly one version of `HISTORY`. A removed name stays there, so that it is never used again.

@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/protocol.md from the structs, and the golden vectors with `--vectors`.
+"""Writes what is generated in docs/protocol.md and messages.md from the structs; with `--vectors` the golden vectors.
 
 `python -m tools.reference.protocol_page` rewrites the page between its marks; a test compares. Uses `catalog` (routes,
 versions) and `vectors`; knows nothing of sockets. A message or field that lacks a docstring, route, version or meaning
@@ -417,7 +417,10 @@ def parse(text: str) -> Iterator[tuple[str, str, bytes]]:
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PAGE: Final = Path("docs/protocol.md")
+PAGES: Final = {
+    Path("docs/protocol.md"): ("envelope", "limits", "messages"),
+    Path("docs/messages.md"): ("details", "session"),
+}
 VECTORS: Final = Path("docs/vectors")
 MARK: Final = "<!-- generated: {} -->"
 END: Final = "<!-- end of generated: {} -->"
@@ -486,7 +489,7 @@ def overview() -> str:
     for kind in ALL:
         route, name = ROUTES[kind], name_of(kind)
         rows.append(
-            f"| [`{name}`](#{name.lower()}) | {route.sent_by} | `{topic_form(kind)}` | "
+            f"| [`{name}`](messages.md#{name.lower()}) | {route.sent_by} | `{topic_form(kind)}` | "
             f"{route.read_by} | {message_since(name)} | {_first_sentence(kind)} |"
         )
     return "\n".join(rows)
@@ -574,27 +577,28 @@ def _first_sentence(kind: type[Message]) -> str:
 # -- files -----
 
 
-def rewritten(page: str) -> str:
-    """The page with every generated part made again; `Incomplete` if a mark is missing."""
+def rewritten(path: Path, page: str) -> str:
+    """The page with each of its generated parts made again; `Incomplete` if a mark is missing."""
     complete()
-    for name, make in PARTS.items():
+    for name in PAGES[path]:
         begin, end = MARK.format(name), END.format(name)
         head, found, rest = page.partition(begin)
         _, closed, tail = rest.partition(end)
         if not found or not closed:
-            raise Incomplete(f"{PAGE} has no part {name!r}: put {begin} and {end} where it belongs")
-        page = f"{head}{begin}\n{make()}\n{end}{tail}"
+            raise Incomplete(f"{path} has no part {name!r}: put {begin} and {end} where it belongs")
+        page = f"{head}{begin}\n{PARTS[name]()}\n{end}{tail}"
     return page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m tools.reference.protocol_page", description="write docs/protocol.md")
+    parser = argparse.ArgumentParser("python -m tools.reference.protocol_page", description="write the pages' tables")
     parser.add_argument("--vectors", action="store_true", help="write docs/vectors too")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository (default: where this module lies)")
     options = parser.parse_args(arguments)
     try:
-        page = options.root / PAGE
-        page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+        for path in PAGES:
+            page = options.root / path
+            page.write_text(rewritten(path, page.read_text(encoding="utf-8")), encoding="utf-8")
         if options.vectors:
             (options.root / VECTORS).mkdir(exist_ok=True)
             for name, text in vectors.files().items():

@@ -1,7 +1,7 @@
 """The golden vectors: messages with fixed contents, their bytes, and bytes that must be refused.
 
 Written to docs/vectors by `python -m tools.reference.protocol_page --vectors`; programs in other languages check their
-codec against them. Uses `codec` for every byte of `messages.json`; knows nothing of sockets. Format: docs/protocol.md.
+codec against them. Uses `codec` for every byte of `messages.json`; knows nothing of sockets. Format: docs/messages.md.
 
 - Every message has `minimal` (required fields only), `typical` and `wide` (large numbers, long and non-ASCII text).
 - Values follow from the field's name or type, so a new message has vectors without a line here.

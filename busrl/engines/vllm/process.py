@@ -114,9 +114,9 @@ def probe(engine: Any, version: str) -> Abilities:
     """Look at the engine itself. UserError names what it lacks that nothing can replace."""
     for name in CALLED:
         if not callable(getattr(engine, name, None)):
-            raise UserError(f'engine = "vllm": vLLM {version} has no AsyncLLM.{name}; see docs/vllm.md')
+            raise UserError(f'engine = "vllm": vLLM {version} has no AsyncLLM.{name}; see docs/engines.md')
     if "clear_cache" not in inspect.signature(engine.pause_generation).parameters:
-        raise UserError(f'engine = "vllm": pause_generation of vLLM {version} has no clear_cache; see docs/vllm.md')
+        raise UserError(f'engine = "vllm": pause_generation of vLLM {version} has no clear_cache; see docs/engines.md')
     core = engine.engine_core
     bare = getattr(core, "pause_scheduler_async", None)
     return Abilities(
@@ -147,7 +147,7 @@ def make(start: Start, logger: Any) -> Any:
     known = inspect.signature(AsyncEngineArgs).parameters
     if unknown := sorted(given.keys() - known.keys()):
         where = "vllm.extra" if unknown[0] in dict(start.extra) else 'engine = "vllm"'
-        raise UserError(f"{where}: the engine of vLLM {require()} has no argument {unknown[0]!r}; see docs/vllm.md")
+        raise UserError(f"{where}: the engine of vLLM {require()} has no argument {unknown[0]!r}; see docs/engines.md")
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), stat_loggers=[logger])
 
 

@@ -1,0 +1,525 @@
+"""The keeper's gateway for workers that do not map the ring: one request in, the ledger moved, the answers out.
+
+Pure: `Desk` decides, moves the ledger through a `RemoteLedger` (`busrl.roles.keeper` has it on a ring, tests in memory)
+and is given the time with each call. Imports the protocol and NumPy; knows nothing of sockets, rings or files.
+
+**The wire is the bus itself**, not a socket of the keeper's own. A remote worker needs PUB and SUB to the broker anyway
+(HELLO, HEARTBEAT, STOP, doorbells), so it needs nothing more; broker and keeper may be killed at any time without a
+session to set up again; and what secures the bus secures this. PUB/SUB loses messages: so every request may be sent
+again, and every answer is a function of the ledger, not of a conversation.
+
+Invariants (ledger, section 3), held by `tests/gateway` under loss, doubling, reordering and death of the keeper:
+- A claim is named for ever by (slot, seq, uid). Only the name that holds it can settle it, and only once; after that
+  a copy is answered "already" (from `recent`, or from `last_commit_seq` by a later keeper), never done again.
+- What a worker holds stands in the ledger. `Desk` remembers only clocks and conveniences, so a keeper that is killed
+  loses nothing: its successor finds entries and slots and grants every lease in full.
+- Claims are idempotent without a memory of requests: a worker names what it knows of, and gets what it holds beyond.
+- A lease that ends gives its slot back with one attempt counted; a result that comes after that is refused as "late".
+- A newer life of a name replaces the older one, whose claims go back; the older one is asked to exit.
+- An answer is checked whole (types, shapes, finite numbers, lengths) before anything of it is written. A refusal names
+  the value, the rule and the place, and leaves the claim where it was.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.protocol import gateway as g
+from busrl.protocol import messages as m
+from busrl.states import Fate
+
+EOS, LENGTH = 1, 2
+CLOSE_TO_ZERO = 1e-4  # a log-probability may be this much above 0 from rounding
+TICK_S = 0.5
+FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds nothing is removed
+MOST_HELD, RECENT = 1024, 8192
+MOST_NAMES, OTHERS = 256, "(others)"
+TASK_OVERHEAD = 512
+BAD = ("malformed", "version", "oversize", "refused", "not_yours", "full", "too_large")  # a person should look at these
+FATES = {
+    "rollout": {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED},
+    "reward": {"raised": Fate.REWARD_RAISED, "hung": Fate.REWARD_HUNG, "malformed": Fate.MALFORMED},
+}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # it stands in a topic, and the process table keeps 39 bytes
+_TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
+
+
+class Refused(Exception):
+    """A request breaks a rule, or the ledger has no room for it. The message says what to change."""
+
+
+class ClaimGone(Exception):
+    """The slot is no longer at the word of the claim. Only the keeper moves it, so this is not expected."""
+
+
+# -- the ledger, as the gateway needs it --------------------
+
+
+class Claim(NamedTuple):
+    """One claim: the slot, the word that owns it, and the two numbers that name it for ever."""
+
+    slot: int
+    word: int
+    seq: int
+    uid: int
+    alone: bool = False
+
+    @property
+    def task(self) -> str:
+        """The name of the claim on the wire."""
+        return f"{self.slot}.{self.seq}.{self.uid}"
+
+
+class AnswerLimits(NamedTuple):
+    """What the answer to a claim may be: at most `tokens` in segment number `segment`, of a `vocabulary` (0 = not
+    known), by a version that was published, `newest` at most."""
+
+    tokens: int
+    segment: int
+    prompt_tokens: int
+    vocabulary: int = 0
+    newest: int = 0
+
+
+class Answer(NamedTuple):
+    """A generated segment that was checked: arrays of one length, and what belongs to the whole completion."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.uint32]
+    prompt_ids: npt.NDArray[np.int32] | None
+    text: str
+    finish: int
+    done: bool
+
+
+class RemoteLedger(Protocol):
+    """The ledger as the keeper works on it for remote workers. `index` is that of a worker's REMOTE entry; each call
+    that changes a slot is one compare-and-swap in the name of that entry. `Refused`: there is no room, and nothing was
+    committed. `ClaimGone`: the slot has moved."""
+
+    def members(self) -> list[tuple[int, str, str, int]]: ...  # index, role, name and life of all REMOTE entries
+    def held(self) -> list[tuple[int, Claim]]: ...  # all slots in a working state that such an entry owns
+    def enter(self, role: str, name: str, life: int) -> int: ...  # the index of a new entry
+    def leave(self, index: int) -> None: ...  # frees an entry that holds nothing
+    def show(self, index: int, tasks: int) -> None: ...  # in the process table: it lives and holds so many tasks
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[Claim]: ...  # a suspect one only if `idle`
+    def task(self, index: int, claim: Claim) -> g.Task | None: ...  # None: unreadable, and dropped for it
+    def limits(self, claim: Claim) -> AnswerLimits: ...
+    def commit_answer(self, index: int, claim: Claim, answer: Answer) -> None: ...
+    def commit_reward(self, index: int, claim: Claim, reward: float, parts: dict[str, float]) -> None: ...
+    def give_back(self, index: int, claim: Claim) -> None: ...  # to rest, as if it had never been claimed
+    def expire(self, index: int, claim: Claim) -> bool: ...  # to rest, an attempt counted; True: one too many, dropped
+    def drop(self, index: int, claim: Claim, fate: Fate) -> None: ...
+    def committed(self, slot: int, seq: int, uid: int) -> bool: ...  # whether the slot's last commit was of this claim
+
+
+# -- what an answer must be ---------------------------------
+
+
+def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> Answer:
+    """The arrays of an answer; `Refused` if it breaks a rule."""
+    tokens = _array(message.tokens, "tokens", np.int32, limits.tokens)
+    logprobs = _array(message.logprobs, "logprobs", np.float32, limits.tokens)
+    versions = _array(message.versions, "versions", np.uint32, limits.tokens)
+    if not len(tokens) == len(logprobs) == len(versions):
+        raise Refused(
+            f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(versions)} versions: there must be as many of each"
+        )
+    _check_ids("tokens", tokens, limits.vocabulary)
+    if not bool(np.isfinite(logprobs).all()):
+        raise Refused("logprobs has a value that is not finite")
+    if float(logprobs.max()) > CLOSE_TO_ZERO:
+        raise Refused(f"logprobs has {float(logprobs.max()):g}: a log-probability is at most 0")
+    if int(versions.max()) > limits.newest:
+        raise Refused(f"versions has {int(versions.max())}: the newest version that was published is {limits.newest}")
+    if message.finish not in (EOS, LENGTH):
+        raise Refused(f"finish = {message.finish}: it must be {EOS} (ended by itself) or {LENGTH} (cut by a limit)")
+    if message.finish == EOS and not message.done:
+        raise Refused(f"finish = {EOS} and done = false: an answer that ended by itself has no further segment")
+    prompt_ids = None if limits.segment else _prompt(message.prompt_ids, limits)
+    return Answer(tokens, logprobs, versions, prompt_ids, message.text, message.finish, message.done)
+
+
+def tensor(array: npt.NDArray[Any]) -> g.Tensor:
+    """An array as it travels."""
+    return g.Tensor(array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes())
+
+
+def _prompt(given: g.Tensor | None, limits: AnswerLimits) -> npt.NDArray[np.int32]:
+    if given is None:
+        raise Refused("prompt_ids is missing: the first segment brings the token ids of its prompt")
+    ids = _array(given, "prompt_ids", np.int32, limits.prompt_tokens)
+    _check_ids("prompt_ids", ids, limits.vocabulary)
+    return ids
+
+
+def _array(given: g.Tensor, what: str, dtype: Any, most: int) -> npt.NDArray[Any]:
+    wanted = np.dtype(dtype)
+    if given.dtype != wanted.name:
+        raise Refused(f"{what} has dtype {given.dtype!r}: it must be {wanted.name}")
+    if len(given.shape) != 1:
+        raise Refused(f"{what} has shape {given.shape}: it must have one dimension")
+    count = given.shape[0]
+    if count * wanted.itemsize != len(given.data):
+        raise Refused(f"{what} says shape {given.shape} of {wanted.name}, and has {len(given.data)} bytes")
+    if not 1 <= count <= most:
+        raise Refused(f"{what} has {count} elements: there must be 1 to {most}")
+    return np.frombuffer(given.data, wanted.newbyteorder("<")).astype(wanted)
+
+
+def _check_ids(what: str, ids: npt.NDArray[np.int32], vocabulary: int) -> None:
+    if int(ids.min()) < 0 or (vocabulary and int(ids.max()) >= vocabulary):
+        bound = f"0 to {vocabulary - 1}" if vocabulary else "0 or more"
+        raise Refused(f"{what} has ids from {int(ids.min())} to {int(ids.max())}: an id is {bound}")
+
+
+# -- time and counts ----------------------------------------
+
+
+class FairClock:
+    """Time that may count against other processes: at most two ticks between two looks, since for the rest of the time
+    the looking process was late itself. `time`: their sum."""
+
+    def __init__(self, tick_s: float, now: float) -> None:
+        self._longest_s = 2 * tick_s
+        self._last = now
+        self.time = 0.0
+
+    def passed(self, now: float) -> float:
+        """The seconds since the last call that count."""
+        passed, self._last = min(max(0.0, now - self._last), self._longest_s), now
+        self.time += passed
+        return passed
+
+
+class Tally:
+    """`add` an event of a worker; `plain` is all of it as JSON can hold it. Continues from `before`, which an earlier
+    keeper wrote; anything unexpected in it is left out."""
+
+    def __init__(self, before: Any = None, most: int = MOST_NAMES) -> None:
+        self._most = most
+        self.workers: dict[str, Counter[str]] = {}
+        self.latest: dict[str, str] = {}
+        self.changed = False
+        for name, counts in (before if isinstance(before, dict) else {}).items():
+            if isinstance(counts, dict):
+                self.workers[name] = Counter({k: v for k, v in counts.items() if isinstance(v, int)})
+                if isinstance(counts.get("latest"), str):
+                    self.latest[name] = counts["latest"]
+
+    def add(self, name: str, event: str, count: int = 1, text: str = "") -> str:
+        """The name it is counted under: beyond `most` names all further ones are one."""
+        name = name or "(unnamed)"
+        if name not in self.workers and len(self.workers) >= self._most:
+            name = OTHERS
+        self.workers.setdefault(name, Counter())[event] += count
+        if text:
+            self.latest[name] = f"{event}: {text}"[:300]
+        self.changed = True
+        return name
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            name: {**dict(sorted(counts.items())), **({"latest": self.latest[name]} if name in self.latest else {})}
+            for name, counts in sorted(self.workers.items())
+        }
+
+
+# -- decisions --------------------------------------------
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker that has joined: its REMOTE entry, which start of its name it is (`life`), and what is remembered of it
+    for as long as this keeper lives."""
+
+    index: int
+    role: str
+    name: str
+    life: int
+    seen: float = 0.0
+    claim_req: int = 0
+    leases: dict[str, Lease] = field(default_factory=dict)  # by task, oldest first
+
+
+@dataclass(eq=False)
+class Lease:
+    """One claim of one worker, until the clock says `until`. States: granted -> (settled | expired)."""
+
+    worker: Worker
+    claim: Claim
+    until: float
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """What the topology says. `welcome` holds what is the same for all; `biggest` bytes a task may have;
+    `most_members` leaves the run its own entries in the process table; `reserved` are names of the run's processes."""
+
+    welcome: g.GatewayWelcome
+    biggest: int
+    most_members: int
+    reserved: frozenset[str]
+
+
+class Desk:
+    """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end."""
+
+    def __init__(self, book: RemoteLedger, settings: GatewaySettings, tally: Tally, now: float) -> None:
+        self.book, self.settings, self.tally = book, settings, tally
+        self.clock = FairClock(TICK_S, now)
+        self.lease_s, self.max_bytes = settings.welcome.lease_s, settings.welcome.max_message_bytes
+        self.leases: dict[str, Lease] = {}  # by task; a slot has at most one
+        self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> the worker that did it
+        entries = {entry[0]: Worker(*entry) for entry in book.members()}
+        self.workers = {worker.name: worker for worker in entries.values()}
+        for index, claim in book.held():  # of an earlier keeper: every lease in full
+            self._grant(entries[index], claim)
+
+    def handle(self, message: g.Remote, now: float) -> list[m.Message]:
+        """Do what a request asks; the answers go to its sender."""
+        self.clock.passed(now)
+        worker = self.workers.get(message.sender)
+        if worker is not None and message.life < worker.life:
+            return [_answer(message, "replaced", "a newer life of this name has joined: exit, or take another name")]
+        if isinstance(message, g.RemoteJoin):
+            return [self._join(message, worker)]
+        if worker is None or message.life > worker.life:
+            # Not counted: every worker with a new keeper or a new name gets this answer.
+            return [_answer(message, "unknown", "this keeper does not know you: send REMOTE_JOIN, then this again")]
+        self._seen(worker)
+        if isinstance(message, g.RemoteClaim):
+            return self._claim(worker, message)
+        if isinstance(message, g.RemoteExtend):
+            return [_answer(message, "done", lost=self._renew(worker, message.holding))]
+        if isinstance(message, (g.RemoteGenerated, g.RemoteRewarded, g.RemoteFail)):
+            return [self._settle(worker, message)]
+        self._remove(worker, self.book.give_back)
+        return [_answer(message, "done")]
+
+    def heartbeat(self, name: str, now: float) -> None:
+        """A sign of life: it keeps the worker's entry, not its leases."""
+        self.clock.passed(now)
+        if name in self.workers:
+            self._seen(self.workers[name])
+
+    def unreadable(self, sender: str, code: str, about: str, detail: str) -> list[m.Message]:
+        """The answer to bytes that were no message of this protocol, from a sender that could still be read."""
+        self.tally.add(sender, code, text=f"{about}: {detail}")
+        return [g.GatewayAnswer(code=code, about=about[: m.MAX_NAME], text=detail)] if sender else []
+
+    def tick(self, now: float) -> list[Lease]:
+        """End the leases that are over and remove silent workers. Returns the leases that ended."""
+        self.clock.passed(now)
+        over = [lease for lease in self.leases.values() if lease.until <= self.clock.time]
+        for lease in over:
+            self._release(lease)
+            dropped = self.book.expire(lease.worker.index, lease.claim)
+            self.tally.add(lease.worker.name, "dropped" if dropped else "expired")
+        for worker in list(self.workers.values()):
+            if self.clock.time - worker.seen > FORGOTTEN_LEASES * self.lease_s and not worker.leases:
+                self._remove(worker, self.book.give_back)
+        return over
+
+    def goodbye(self) -> None:
+        """An orderly end of the run: take every claim back."""
+        for worker in list(self.workers.values()):
+            self._remove(worker, self.book.give_back)
+
+    # -- workers --------------------------------------------------------------------------------------------------
+
+    def _join(self, message: g.RemoteJoin, worker: Worker | None) -> m.Message:
+        code, problem = self._refusal(message)
+        if problem:
+            return self._refuse(message, code, problem)
+        if worker is not None and (message.life > worker.life or message.role != worker.role):
+            self._remove(worker, self.book.expire)  # its work ended with it, as in any death
+            worker = None
+        try:
+            worker = worker or self._enter(message)
+        except Refused as full:
+            return self._refuse(message, "full", str(full))
+        self._seen(worker)
+        return msgspec.structs.replace(
+            self.settings.welcome, life=message.life, req=message.req, index=worker.index, max_capacity=MOST_HELD
+        )
+
+    def _enter(self, message: g.RemoteJoin) -> Worker:
+        most = self.settings.most_members
+        if len(self.workers) >= most:
+            raise Refused(f"the process table has {most} entries for workers from outside; raise ring.processes")
+        index = self.book.enter(message.role, message.sender, message.life)
+        worker = self.workers[message.sender] = Worker(index, message.role, message.sender, message.life)
+        self.tally.add(worker.name, "joined")
+        return worker
+
+    def _refusal(self, message: g.RemoteJoin) -> tuple[str, str]:
+        """Code and text of why nobody may join like this; two empty strings if it may."""
+        name, biggest = message.sender, self.settings.biggest
+        if message.role not in FATES:
+            return "refused", f"role {message.role!r}: it must be rollout or reward"
+        if not _NAME.fullmatch(name):
+            rule = "a worker's name has 1 to 39 letters, digits, dots, dashes or underscores"
+            return "refused", f"sender {name!r}: {rule}"
+        if name in self.settings.reserved:
+            return "refused", f"{name!r} is a process of this run: choose another name"
+        if biggest > self.max_bytes:
+            rule = f"a task may have {biggest} bytes, a message {self.max_bytes}"
+            return "too_large", f"{rule}: set bus.max_message_bytes to {biggest} or more"
+        return "", ""
+
+    def _seen(self, worker: Worker) -> None:
+        worker.seen = self.clock.time
+        self.book.show(worker.index, len(worker.leases))
+
+    def _remove(self, worker: Worker, end: Callable[[int, Claim], object]) -> None:
+        for lease in list(worker.leases.values()):
+            self._release(lease)
+            end(worker.index, lease.claim)
+        self.book.leave(worker.index)
+        del self.workers[worker.name]
+
+    # -- leases ---------------------------------------------------------------------------------------------------
+
+    def _grant(self, worker: Worker, claim: Claim) -> Lease:
+        lease = Lease(worker, claim, self.clock.time + self.lease_s)
+        self.leases[claim.task] = worker.leases[claim.task] = lease
+        return lease
+
+    def _renew(self, worker: Worker, tasks: Iterable[str]) -> list[str]:
+        """Extend the leases of these tasks; returns the tasks that this worker does not hold."""
+        for task in worker.leases.keys() & tasks:
+            worker.leases[task].until = self.clock.time + self.lease_s
+        return [task for task in tasks if task not in worker.leases]
+
+    def _release(self, lease: Lease) -> None:
+        """The claim has ended, in whatever way."""
+        del self.leases[lease.claim.task], lease.worker.leases[lease.claim.task]
+
+    # -- claims ---------------------------------------------------------------------------------------------------
+
+    def _claim(self, worker: Worker, message: g.RemoteClaim) -> list[m.Message]:
+        if message.req < worker.claim_req:
+            return []  # a late copy: its capacity and its tasks are out of date
+        worker.claim_req = message.req
+        self._renew(worker, message.holding)
+        named = set(message.holding)
+        to_send = [lease for task, lease in worker.leases.items() if task not in named]
+        to_send += self._take(worker, min(message.capacity, MOST_HELD) - len(worker.leases))
+        self._seen(worker)
+        return self._tasks(message, worker, to_send)
+
+    def _take(self, worker: Worker, room: int) -> list[Lease]:
+        if room <= 0 or any(lease.claim.alone for lease in worker.leases.values()):
+            return []
+        taken = self.book.take(worker.index, worker.role, room, not worker.leases)
+        if taken:
+            self.tally.add(worker.name, "claimed", len(taken))
+        return [self._grant(worker, claim) for claim in taken]
+
+    def _tasks(self, message: g.RemoteClaim, worker: Worker, leases: list[Lease]) -> list[m.Message]:
+        """The claims in as few messages as their size allows; at least one message."""
+        packs: list[list[g.Task]] = [[]]
+        size = 0
+        for lease in leases:
+            task = self.book.task(worker.index, lease.claim)
+            if task is None:
+                self._release(lease)
+                continue
+            weight = _weight(task)
+            if packs[-1] and size + weight > self.max_bytes // 2:
+                packs.append([])
+                size = 0
+            packs[-1].append(task)
+            size += weight
+        return [g.GatewayTasks(life=message.life, req=message.req, tasks=pack) for pack in packs]
+
+    # -- results --------------------------------------------------------------------------------------------------
+
+    def _settle(self, worker: Worker, message: g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail) -> m.Message:
+        """End a claim as its worker says, or answer why not."""
+        task, lease = message.task, self.leases.get(message.task)
+        if lease is None:
+            return self._settled_before(message, task)
+        if lease.worker is not worker:
+            return self._refuse(message, "not_yours", f"task {task} is held by {lease.worker.name}", task)
+        try:
+            event = self._commit(worker, lease.claim, message)
+        except Refused as problem:
+            return self._refuse(message, "refused", str(problem), task)
+        except ClaimGone:
+            self._release(lease)
+            return _answer(message, "late", task=task)
+        self._release(lease)
+        self._recent[task] = worker.name
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+        self.tally.add(worker.name, event)
+        return _answer(message, "done", task=task)
+
+    def _commit(
+        self, worker: Worker, claim: Claim, message: g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
+    ) -> str:
+        """Move the ledger by a result; returns the word for the tally."""
+        if isinstance(message, g.RemoteFail):
+            return self._fail(worker, claim, message)
+        if isinstance(message, g.RemoteGenerated):
+            if worker.role != "rollout":
+                raise Refused(f"{worker.name} is a {worker.role} worker: it has no answers to give")
+            self.book.commit_answer(worker.index, claim, checked_answer(message, self.book.limits(claim)))
+            return "answered"
+        if worker.role != "reward":
+            raise Refused(f"{worker.name} is a {worker.role} worker: it has no rewards to give")
+        for name, value in {"reward": message.reward, **message.parts}.items():
+            if not math.isfinite(value):
+                raise Refused(f"{name} = {value}: a reward must be finite")
+        self.book.commit_reward(worker.index, claim, float(message.reward), message.parts)
+        return "rewarded"
+
+    def _fail(self, worker: Worker, claim: Claim, message: g.RemoteFail) -> str:
+        if not message.drop:
+            self.book.give_back(worker.index, claim)
+            return "handed_back"
+        fates = FATES[worker.role]
+        if message.drop not in fates:
+            raise Refused(f"drop = {message.drop!r}: a {worker.role} worker drops for {sorted(fates)}")
+        self.book.drop(worker.index, claim, fates[message.drop])
+        return "dropped"
+
+    def _settled_before(self, message: g.Remote, task: str) -> m.Message:
+        by, claim = self._recent.get(task), _TASK.fullmatch(task)
+        if by is not None and by != message.sender:
+            return self._refuse(message, "not_yours", f"task {task} was {by}'s", task)
+        if claim is None:
+            return self._refuse(message, "refused", f"task {task!r}: no claim has such a name (slot.seq.uid)", task)
+        if by is not None or self.book.committed(*map(int, claim.groups())):
+            return _answer(message, "already", task=task)
+        self.tally.add(message.sender, "late")
+        return _answer(message, "late", "this claim has ended: its lease was over, or it was handed back", task)
+
+    def _refuse(self, message: g.Remote, code: str, text: str, task: str = "") -> m.Message:
+        self.tally.add(message.sender, code, text=text)
+        return _answer(message, code, f"{message.sender}: {text}", task)
+
+
+def _answer(message: g.Remote, code: str, text: str = "", task: str = "", lost: list[str] | None = None) -> m.Message:
+    return g.GatewayAnswer(
+        code=code, life=message.life, req=message.req, about=m.name_of(type(message)), task=task, text=text,
+        lost=lost or [],
+    )
+
+
+def _weight(task: g.Task) -> int:
+    """An upper bound of a task's bytes on the wire."""
+    arrays = sum(len(tensor.data) + 64 for tensor in task.tensors.values())
+    return len(task.record.encode()) + len(task.completion.encode()) + arrays + TASK_OVERHEAD
