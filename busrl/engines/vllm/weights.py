@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -36,7 +36,7 @@ from busrl.config.machine import model_facts
 from busrl.config.schema import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
-from busrl.weights.base import NOTHING
+from busrl.weights.base import NOTHING, TensorReceiver, poll
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +111,8 @@ class Page:
         self._map.close()
 
 
-class WorkerReceiver:
+class WorkerReceiver(TensorReceiver):
     """What the rollout role sees of the receivers in vLLM's workers: one page each."""
-
-    kind: Literal["tensors"] = "tensors"
 
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
@@ -135,15 +133,16 @@ class WorkerReceiver:
         return min(line.newest for line in lines)
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
-        """Pages of other processes cannot be waited on, so this looks every few milliseconds."""
-        deadline, pause = time.monotonic() + timeout_s, threading.Event()
-        while (found := self.newest())[0] < version:
+        def there() -> tuple[int, int] | None:
+            if (newest := self.newest())[0] >= version:
+                return newest
             self._engine.check()
-            if time.monotonic() > deadline:
-                text = f"{self.name}: vLLM's workers have no version {version} after {timeout_s:g} s"
-                raise WeightsTimeout(f"{text}, newest {found[0]}; {self.trouble}")
-            pause.wait(LOOK_EVERY_S)
-        return found
+            return None
+
+        if found := poll(there, timeout_s):
+            return found
+        text = f"{self.name}: vLLM's workers have no version {version} after {timeout_s:g} s"
+        raise WeightsTimeout(f"{text}, newest {self.newest()[0]}; {self.trouble}")
 
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
         raise UserError(f"{self.name}: the model is in vLLM's workers; update_weights loads what they received")
