@@ -161,40 +161,6 @@ class Schedule:
         return min(max(math.sqrt(groups / self.n_min), COUPLING_LOW), COUPLING_HIGH)
 
 
-# -- log-probabilities -----------------------------------------------------------
-
-
-def at_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """Logits of the distribution that was sampled from; `temperature` per row, None where all are 1."""
-    return logits if temperature is None else logits / temperature[:, None]
-
-
-def selected(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of the target and entropy in nats, one of each per row."""
-    result: tuple[Tensor, Tensor] = _Selected.apply(logits, targets)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Selected(torch.autograd.Function):
-    """One log-softmax for both results; keeps it alone for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        every = torch.log_softmax(logits, -1)
-        ctx.save_for_backward(every, targets)
-        # A token that cannot occur (-inf) adds nothing to the entropy; 0 * -inf would.
-        entropy = -(every.exp() * every.clamp(min=-1e4)).sum(-1)
-        ctx.mark_non_differentiable(entropy)
-        return every.gather(-1, targets[:, None])[:, 0], entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        every, targets = ctx.saved_tensors
-        gradient = gradients[0][:, None]
-        out = every.exp().mul_(-gradient)
-        return out.scatter_add_(-1, targets[:, None], gradient), None
-
-
 # -- memory of the C library ------------------------------------------------------
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
@@ -235,7 +201,7 @@ class Trainer:
         """`named` gives the weights to publish; others than the model's own where it has an adapter."""
         self.model, self.settings, self._named = model, settings, named
         self.loss = load_loss(settings.loss)
-        self.forward = forward or choose_forward(model, shared=settings.compute_dtype == "float32")
+        self.forward = forward or choose_forward(model)
         self._loss_settings = settings.for_loss()
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device = self.parameters[0].device
@@ -318,8 +284,7 @@ class Trainer:
 
     def _logprobs(self, samples: Sequence[Sample], flat: Flat) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            logits = self.forward.logits(samples)
-        return selected(at_temperature(logits.to(self._dtype), flat.temperature), flat.targets)
+            return self.forward.score(samples, flat)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.settings.compute_dtype == "float32":

@@ -21,7 +21,7 @@ from busrl.engines.torch.decoder import GenericDecoder, StateDecoder, WholeDecod
 from busrl.engines.torch.engine import TorchEngine
 from busrl.errors import UserError
 from busrl.training import forward
-from busrl.training.batch import Sample
+from busrl.training.batch import Sample, flatten
 from busrl.training.model import load
 
 Folder = Callable[[str], Path]
@@ -52,8 +52,9 @@ def test_an_engine_generates_with_the_log_probs_of_a_plain_forward(model_folder:
         np.testing.assert_allclose(got.logprobs, wanted, atol=2e-4)
 
 
-def test_the_learner_gives_a_padded_row_the_logits_that_it_has_alone(model_folder: Folder, kind: str) -> None:
+def test_the_learner_gives_a_sample_among_others_what_it_has_alone(model_folder: Folder, kind: str) -> None:
     model = load(model_folder(kind))
+    original = load(model_folder(kind))
     way = forward.choose_forward(model)
     random = np.random.default_rng(0)
 
@@ -64,11 +65,9 @@ def test_the_learner_gives_a_padded_row_the_logits_that_it_has_alone(model_folde
 
     samples = [sample(3, 4), sample(11, 9), sample(1, 14)]
     with torch.no_grad():
-        together = way.logits(samples)
-        plain = [model(input_ids=torch.from_numpy(np.concatenate((s.prompt_ids, s.token_ids))).long()[None]).logits[0]
-                 for s in samples]
-    alone = torch.cat([logits[len(s.prompt_ids) - 1 : -1] for s, logits in zip(samples, plain)])
-    torch.testing.assert_close(together.float(), alone.float(), atol=2e-4, rtol=2e-4)
+        together, _ = way.score(samples, flatten(samples, torch.float32, model.device))
+    plain = [plain_logprobs(original, s.prompt_ids, s.token_ids, 1.0) for s in samples]
+    np.testing.assert_allclose(together.numpy(), np.concatenate(plain), atol=2e-4, rtol=2e-4)
 
 
 def test_a_gradient_flows_through_every_parameter_that_the_logits_use(model_folder: Folder, kind: str) -> None:

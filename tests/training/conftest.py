@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from busrl.training import packing
 from busrl.training.batch import Sample
-from busrl.training.forward import Forward, HeadApart, KeptLogits, SharedPrompts
+from busrl.training.forward import Forward, PackedRows, PaddedRows
 from busrl.training.model import load
 from busrl.training.trainer import StepStats, Trainer, TrainerSettings
 
 VOCABULARY = 23
-WAYS = {"full": Forward, "kept": KeptLogits, "apart": HeadApart, "shared": SharedPrompts}
+WAYS = {"full": Forward, "padded": PaddedRows, "packed": PackedRows}
 LLAMA_LIKE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
               "tie_word_embeddings": True}
@@ -61,6 +62,8 @@ class Lab:
     def trainer(self, kind: str = "qwen3", way: str | None = None, double: bool = True, **settings: Any) -> Trainer:
         model = self.model(kind, double)
         values = {"max_grad_norm": 1e9, "micro_batch_tokens": 60, **settings}
+        if way == "packed":
+            packing.adopt(model)
         return Trainer(model, TrainerSettings(**values), forward=WAYS[way](model) if way else None)
 
     def samples(self, groups: int = 3, members: int = 4, seed: int = 0, temperatures: Sequence[float] = (1.0,),

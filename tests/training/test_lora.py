@@ -62,9 +62,9 @@ def test_an_adapter_of_the_same_seed_begins_the_same_and_as_nothing(lab: Any) ->
     assert all(not value.any() for name, value in one.items() if ".lora_B." in name)
 
 
-def test_shared_prompts_go_through_the_layers_of_the_adapter(lab: Any, scored: Any) -> None:
+def test_packed_rows_go_through_the_layers_of_the_adapter(lab: Any, scored: Any) -> None:
     trainer, _ = trained(lab)
-    assert trainer.forward.name == "shared_prompts"
+    assert trainer.forward.name == "packed"
     samples = lab.samples()
     for sample, row in zip(samples, trainer.score(samples), strict=True):
         assert row.tolist() == pytest.approx(scored(trainer.model, sample).tolist(), abs=1e-5)

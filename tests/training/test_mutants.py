@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from busrl.algorithms import advantages, diagnostics, losses
-from busrl.training import batch, forward, trainer
+from busrl.training import batch, head, packing, trainer
 
 # ------------------------------------------------------------------------------------------------------- the checks
 
@@ -30,16 +30,16 @@ def gradient_is_the_plain_one(lab: Any, distance: Any, way: str, **settings: Any
 
 
 def step_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    gradient_is_the_plain_one(lab, distance, "apart")
+    gradient_is_the_plain_one(lab, distance, "padded")
 
 
 def shared_step_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    gradient_is_the_plain_one(lab, distance, "shared")
+    gradient_is_the_plain_one(lab, distance, "packed")
 
 
 def wild_ratio(lab: Any, distance: Any, with_logprobs: Any) -> None:
     """A token that was all but impossible when it was sampled: bounded loss, finite gradient."""
-    made = lab.trainer("qwen3", "apart", double=False)
+    made = lab.trainer("qwen3", "padded", double=False)
     samples = [with_logprobs(sample, sample.behaviour_logprobs * 0 - 400) for sample in lab.samples()]
     _, stats = lab.step(made, [(samples, [-1.0] * len(samples))])
     assert not stats.skipped
@@ -57,7 +57,7 @@ def clip_interval(lab: Any, distance: Any, with_logprobs: Any) -> None:
 
 
 def importance_weight_is_a_constant(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    made = lab.trainer("qwen3", "apart", loss="decoupled")
+    made = lab.trainer("qwen3", "padded", loss="decoupled")
     samples = lab.samples(model=made.model)
     values = lab.advantages(len(samples))
     found, _ = lab.step(made, [(samples, values)])
@@ -73,24 +73,23 @@ def group_advantage(lab: Any, distance: Any, with_logprobs: Any) -> None:
 
 def entropy_of_the_sampling_distribution(lab: Any, distance: Any, with_logprobs: Any) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
-    _, entropy = trainer.selected(
-        trainer.at_temperature(logits, torch.tensor([0.5], dtype=torch.float64)), torch.tensor([1])
-    )
+    one = torch.ones(1, 1, dtype=torch.float64)
+    _, entropy = head.Head()(one, logits.t(), torch.tensor([1]), torch.tensor([0.5], dtype=torch.float64))
     assert float(entropy) == pytest.approx(float(torch.distributions.Categorical(logits=logits * 2).entropy()))
 
 
 def norm_is_clipped_after_the_division(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    made = lab.trainer("qwen3", "apart", max_grad_norm=0.01)
+    made = lab.trainer("qwen3", "padded", max_grad_norm=0.01)
     samples = lab.samples()
     found, stats = lab.step(made, [(samples, lab.advantages(len(samples)))])
-    free, _ = lab.step(lab.trainer("qwen3", "apart"), [(samples, lab.advantages(len(samples)))])
+    free, _ = lab.step(lab.trainer("qwen3", "padded"), [(samples, lab.advantages(len(samples)))])
     size = sum(float(value.square().sum()) for value in found.values()) ** 0.5
     assert stats.grad_norm == pytest.approx(sum(float(value.square().sum()) for value in free.values()) ** 0.5)
     assert size == pytest.approx(0.01, rel=1e-3)
 
 
 def drift_is_measured(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    made = lab.trainer("qwen3", "apart")
+    made = lab.trainer("qwen3", "padded")
     samples = lab.samples()
     shifted = [with_logprobs(sample, row - 0.3) for sample, row in zip(samples, made.score(samples), strict=True)]
     _, stats = lab.step(made, [(shifted, [1.0] * len(shifted))])
@@ -113,8 +112,8 @@ CHECKS: list[Callable[[Any, Any, Any], None]] = [
 
 # ------------------------------------------------------------------------------------------------------ the mutants
 
-good_positions, good_loss, good_plan = batch.predicting_positions, losses.per_token, forward.plan_of
-good_rectangle, good_flatten, good_per_token = forward._rectangle, batch.flatten, batch.Flat.per_token
+good_positions, good_loss, good_plan = batch.predicting_positions, losses.per_token, packing.plan_of
+good_seen, good_flatten, good_per_token = packing._seen, batch.flatten, batch.Flat.per_token
 
 
 def shifted_by_one(prompts: Any, responses: Any) -> Any:
@@ -156,24 +155,22 @@ def one_division_short(parameters: Any, count: int) -> float:
 good_norm = trainer.normalised_norm
 
 
-def plan_with_wrong_places(samples: Any, dtype: Any) -> Any:
-    plan = good_plan(samples, dtype)
+def plan_with_wrong_places(samples: Any, device: Any) -> Any:
+    plan = good_plan(samples, device)
     return replace(plan, positions=torch.cat([plan.positions[: plan.shared], plan.positions[plan.shared :] + 1]))
 
 
-def rectangle_that_sees_one_ahead(*arguments: Any) -> Any:
-    made = good_rectangle(*arguments)
-    ahead = torch.cat([torch.zeros_like(made.bias[..., :1]), made.bias[..., :-1]], -1)
-    return replace(made, bias=ahead)
+def sees_one_ahead(before: Any, *rest: Any) -> Any:
+    return good_seen(before + 1, *rest)
 
 
-def plan_that_mixes_prompts(samples: Any, dtype: Any) -> Any:
-    plan = good_plan(samples, dtype)
+def plan_that_mixes_prompts(samples: Any, device: Any) -> Any:
+    plan = good_plan(samples, device)
     return replace(plan, ids=torch.cat([plan.ids[: plan.shared].roll(1), plan.ids[plan.shared :]]))
 
 
-def selected_at_temperature_one(logits: Any, temperature: Any) -> Any:
-    return logits
+def temperature_one(rows: Any, temperature: Any, part: Any) -> None:
+    pass
 
 
 def sign_lost(ratio: Any, advantage: Any, settings: Any) -> Any:
@@ -185,13 +182,8 @@ def sign_lost(ratio: Any, advantage: Any, settings: Any) -> Any:
 MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
     "logits are taken one position late": (batch, "predicting_positions", shifted_by_one, step_gradient),
     "the end token is not trained": (batch, "flatten", end_untrained, step_gradient),
-    "temperature is ignored": (trainer, "at_temperature", selected_at_temperature_one, step_gradient),
-    "entropy is taken at temperature 1": (
-        trainer,
-        "at_temperature",
-        selected_at_temperature_one,
-        entropy_of_the_sampling_distribution,
-    ),
+    "temperature is ignored": (head, "_divide", temperature_one, step_gradient),
+    "entropy is taken at temperature 1": (head, "_divide", temperature_one, entropy_of_the_sampling_distribution),
     "a mean per micro-batch": (losses, "per_token", mean_per_micro_batch, step_gradient),
     "a sample is trained with a sibling's advantage": (batch.Flat, "per_token", siblings, step_gradient),
     "log-probabilities of the token before": (batch, "flatten", behaviour_of_a_neighbour, step_gradient),
@@ -227,9 +219,9 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
         lambda parameters, norm, limit: None,
         norm_is_clipped_after_the_division,
     ),
-    "own tokens stand one place too far": (forward, "plan_of", plan_with_wrong_places, shared_step_gradient),
-    "attention sees one token ahead": (forward, "_rectangle", rectangle_that_sees_one_ahead, shared_step_gradient),
-    "prompts are mixed up": (forward, "plan_of", plan_that_mixes_prompts, shared_step_gradient),
+    "own tokens stand one place too far": (packing, "plan_of", plan_with_wrong_places, shared_step_gradient),
+    "attention sees one token ahead": (packing, "_seen", sees_one_ahead, shared_step_gradient),
+    "prompts are mixed up": (packing, "plan_of", plan_that_mixes_prompts, shared_step_gradient),
 }
 
 

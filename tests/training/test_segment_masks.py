@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-WAYS = ["full", "apart", "shared"]
+WAYS = ["full", "padded", "packed"]
 
 
 def with_context(samples: Sequence[Any], seed: int = 5) -> list[Any]:
@@ -58,7 +58,7 @@ def test_earlier_segments_are_context_and_no_denominator_counts_them(lab: Any, a
 
 def test_what_stands_in_an_earlier_segment_changes_no_gradient_but_through_the_context(lab: Any, apart: Any) -> None:
     """Its log-probabilities are of no interest; its token ids are read."""
-    trainer = lab.trainer("qwen3", "apart")
+    trainer = lab.trainer("qwen3", "padded")
     samples = with_context(lab.samples(model=trainer.model))
     advantages = lab.advantages(len(samples))
 

@@ -9,18 +9,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from busrl.training import packing
+from busrl.training.head import Head
+
 WAYS = [
     ("qwen3", "full"),
-    ("qwen3", "kept"),
-    ("qwen3", "apart"),
-    ("qwen3", "shared"),
-    ("qwen2", "shared"),
-    ("llama", "apart"),
-    ("llama", "shared"),
+    ("qwen3", "padded"),
+    ("qwen3", "packed"),
+    ("qwen2", "packed"),
+    ("llama", "padded"),
+    ("llama", "packed"),
     ("gpt2", "full"),
-    ("gpt2", "kept"),
-    ("gpt2", "apart"),
-    ("granite", "kept"),
+    ("gpt2", "padded"),
+    ("gpt2", "packed"),
+    ("granite", "padded"),
+    ("granite", "packed"),
 ]
 quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -40,7 +43,7 @@ def test_the_gradient_of_a_step_is_that_of_a_plain_loop_over_tokens(
     assert (stats.tokens, stats.sequences) == (sum(len(s.token_ids) for s in samples), len(samples))
 
 
-@pytest.mark.parametrize("way", ["apart", "shared"])
+@pytest.mark.parametrize("way", ["padded", "packed"])
 def test_the_decoupled_loss_uses_the_scores_from_the_start_of_the_step(lab: Any, apart: Any, way: str) -> None:
     trainer = lab.trainer("qwen3", way, loss="decoupled")
     samples = lab.samples(model=trainer.model)
@@ -57,22 +60,22 @@ def test_the_decoupled_loss_uses_the_scores_from_the_start_of_the_step(lab: Any,
     assert apart(plain, expected) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("qwen3", "shared_prompts"), ("qwen2", "shared_prompts"), ("llama", "shared_prompts"), ("gpt2", "head_apart"),
-     ("granite", "logits_to_keep")],
-)
-def test_the_cheapest_way_is_chosen_that_gives_the_models_own_logits(lab: Any, kind: str, expected: str) -> None:
-    assert lab.trainer(kind, double=False).forward.name == expected
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "gpt2", "granite"])
+def test_rows_are_packed_where_the_log_probabilities_stay_the_models_own(lab: Any, kind: str) -> None:
+    assert lab.trainer(kind, double=False).forward.name == "packed"
 
 
-def test_a_way_that_gives_other_logits_is_never_chosen(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.training.forward.rotated", lambda values, cosine, sine: values)
-    assert lab.trainer("qwen3", double=False).forward.name == "head_apart"
+def test_a_way_that_gives_other_log_probabilities_is_never_chosen(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = packing._seen
+    monkeypatch.setattr(packing, "_seen", lambda before, *rest: seen(before + 1, *rest))
+    trainer = lab.trainer("qwen3", double=False)
+    assert (trainer.forward.name, trainer.model.config._attn_implementation) == ("padded", "sdpa")
+    monkeypatch.setattr(Head, "of", lambda *_: Head(scale=2.0))
+    assert lab.trainer("qwen3", double=False).forward.name == "full"
 
 
 @quick
-@given(budget=st.integers(1, 400), seed=st.integers(0, 1000), way=st.sampled_from(["apart", "shared"]), data=st.data())
+@given(budget=st.integers(1, 400), seed=st.integers(0, 1000), way=st.sampled_from(["padded", "packed"]), data=st.data())
 def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(
     lab: Any, apart: Any, budget: int, seed: int, way: str, data: Any
 ) -> None:
@@ -93,7 +96,7 @@ def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("way", ["full", "kept", "apart"])
+@pytest.mark.parametrize("way", ["full", "padded"])
 def test_what_stands_in_the_padding_changes_nothing(
     lab: Any, apart: Any, kind: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

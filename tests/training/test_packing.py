@@ -1,0 +1,155 @@
+"""Packed rows give every token what its sample gives alone: with windows, caps, sinks, experts and shared prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from busrl.training import packing
+from busrl.training.batch import Sample, flatten
+from busrl.training.forward import choose_forward
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0}
+WINDOW = 16
+
+
+def configuration(kind: str) -> Any:
+    import transformers as hf
+
+    heads, window = {"head_dim": 8}, {"sliding_window": WINDOW}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    makers: dict[str, Any] = {
+        "qwen2": lambda: hf.Qwen2Config(**SIZES, tie_word_embeddings=True),
+        "qwen3": lambda: hf.Qwen3Config(**SIZES, **heads),
+        "llama": lambda: hf.LlamaConfig(**SIZES, **heads),
+        "gemma2": lambda: hf.Gemma2Config(**SIZES, **heads, **window, query_pre_attn_scalar=8),
+        "gemma3": lambda: hf.Gemma3TextConfig(**SIZES, **heads, **window, query_pre_attn_scalar=8),
+        "mistral": lambda: hf.MistralConfig(**SIZES, **heads, **window),
+        "qwen3 experts": lambda: hf.Qwen3MoeConfig(**SIZES, **heads, **experts, decoder_sparse_step=1),
+        "gpt-oss": lambda: hf.GptOssConfig(
+            **SIZES, **heads, **window, num_local_experts=4, num_experts_per_tok=2, eos_token_id=1),
+    }
+    return makers[kind]()
+
+
+KINDS = ["qwen2", "qwen3", "llama", "gemma2", "gemma3", "mistral", "qwen3 experts", "gpt-oss"]
+
+
+def build(kind: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(configuration(kind)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def samples(longest: int) -> list[Sample]:
+    """Three groups of three, two with a prompt of several tokens."""
+    random, made = np.random.default_rng(5), []
+    for group, prompt in enumerate((random.integers(0, 64, 7), random.integers(0, 64, 1), random.integers(0, 64, 11))):
+        for member in range(3):
+            count = int(random.integers(1, longest))
+            zeros = np.zeros(count, np.float32)
+            tokens = random.integers(0, 64, count).astype(np.int32)
+            made.append(
+                Sample(3 * group + member, group, member, prompt.astype(np.int32), tokens, zeros,
+                       zeros.astype(np.uint32), temperature=0.8)
+            )
+    return made
+
+
+def alone(model: Any, own: list[Sample]) -> torch.Tensor:
+    """Every sample in a row of its own, by the model's own forward."""
+    found = []
+    for sample in own:
+        ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.token_ids])).long()
+        logs = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0, :-1].float() / 0.8, -1)
+        found.append(logs.gather(-1, ids[1:, None])[len(sample.prompt_ids) - 1 :, 0])
+    return torch.cat(found)
+
+
+def gradients(model: Any, total: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    total.backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["rectangles", "one by one"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_and_gradients_are_those_of_each_sample_alone(
+    kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, own = build(kind), samples(40)
+    expected = alone(model, own)
+    slopes = gradients(model, (expected * torch.arange(len(expected))).sum())
+    if not together:
+        monkeypatch.setattr(packing, "LONGEST_TOGETHER", 0)
+    way = choose_forward(model)
+    assert way.name == "packed"
+    found, _ = way.score(own, flatten(own, torch.float32, model.device))
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    for name, slope in gradients(model, (found * torch.arange(len(found))).sum()).items():
+        assert float((slope - slopes[name]).abs().max()) < 1e-4 * (1 + float(slopes[name].abs().max())), name
+
+
+def test_a_leak_across_a_border_is_seen() -> None:
+    """Positions that go on behind a border, as a forward would have them that does not know of borders."""
+    model, own = build("qwen3"), samples(20)
+    expected = alone(model, own).detach()
+    packing.adopt(model)
+    plan = packing.plan_of(own)
+    rows = np.array([len(plan.ids)])
+    none = np.zeros(1, np.int64)
+    leaking = packing.Plan(plan.ids, plan.positions, plan.shared, (packing.Sequences(none, none, none, rows),))
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=plan.ids[None], position_ids=plan.positions[None], plan=leaking)[0]
+        logs = torch.log_softmax(model.lm_head(hidden[0, plan.shared :]) / 0.8, -1)
+    found = logs.gather(-1, flatten(own, torch.float32, model.device).targets[:, None])[:, 0]
+    assert float((found - expected).abs().max()) > 0.05
+
+
+def test_a_call_without_a_plan_is_that_of_the_model_as_it_was() -> None:
+    model = build("gemma2")
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        packing.adopt(model)
+        torch.testing.assert_close(model(input_ids=ids).logits, before, atol=1e-5, rtol=1e-5)
+
+
+lengths = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=70)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes=lengths)
+def test_a_plan_holds_every_token_once_and_every_prompt_once(shapes: list[tuple[int, int]]) -> None:
+    prompts = [np.array(ids, np.int32) for ids in ([9], [1, 2], [1, 2, 3, 4])]
+    own = []
+    for member, (which, count) in enumerate(shapes):
+        zeros = np.zeros(count, np.float32)
+        tokens = np.arange(count, dtype=np.int32) + 10
+        own.append(Sample(member, which, member, prompts[which], tokens, zeros, zeros.astype(np.uint32)))
+    plan = packing.plan_of(own)
+    used = {which for which, _ in shapes}
+    assert plan.shared == sum(len(prompts[which]) - 1 for which in used)
+    assert len(plan.ids) == plan.shared + sum(count for _, count in shapes)
+    covered = np.concatenate([np.arange(f, f + n) for part in plan.parts for f, n in zip(part.first, part.lengths)])
+    assert covered.tolist() == list(range(len(plan.ids)))
+    row = 0
+    for part in plan.parts[1 if plan.shared else 0 :]:
+        for start, count, first, length in zip(part.before_first, part.before, part.first, part.lengths):
+            places = [*range(start, start + count), *range(first, first + length)]
+            sample = own[row]
+            assert plan.ids[places].tolist() == [*sample.prompt_ids.tolist(), *sample.token_ids.tolist()[:-1]]
+            assert plan.positions[places].tolist() == list(range(len(places)))
+            row += 1
+    assert row == len(own)

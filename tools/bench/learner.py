@@ -1,0 +1,186 @@
+"""What the learner's forward and backward cost: the head's memory and time, and packed rows beside padded ones.
+
+`learner.py head` computes log-probability and entropy of `--rows` tokens over `--words` words, in pieces and with one
+log-softmax, each in a process of its own, and reports peak memory above the hidden states, CPU seconds and how far the
+gradients are apart. `learner.py packing` trains long-tailed samples (log-normal lengths, median 300, sigma 0.7) both
+ways and reports tokens per second and the share of computed positions that were padding. One thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import report
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+WIDTH, WORDS = 896, 151_936  # Qwen2.5-0.5B
+MEDIAN, SIGMA = 300, 0.7
+
+
+# -- the head ----------------------------------------------------------------------
+
+
+def head_once(way: str, rows: int, words: int) -> dict[str, Any]:
+    """One forward and backward in this process; bytes are peaks of resident memory above the inputs."""
+    import torch
+
+    from busrl.training.head import Head
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    hidden = (torch.randn(rows, WIDTH) * 0.5).requires_grad_()
+    weight = (torch.randn(words, WIDTH) * 0.05).requires_grad_()
+    targets, sides = torch.randint(0, words, (rows,)), torch.randn(rows)
+    Path("/proc/self/clear_refs").write_text("5")
+    before, begun = peak(), time.process_time()
+    if way == "pieces":
+        logprobs, _ = Head()(hidden, weight, targets)
+    else:
+        every = torch.log_softmax((hidden @ weight.t()).float(), -1)
+        logprobs = every.gather(-1, targets[:, None])[:, 0]
+        _ = -(every.exp() * every).sum(-1).detach()
+    forward = time.process_time() - begun
+    (logprobs * sides).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    backward, most = time.process_time() - begun - forward, peak() - before
+    own = hidden.grad.nbytes + weight.grad.nbytes
+    checks = [logprobs.double().sum(), hidden.grad.double().norm(), weight.grad.double().norm()]
+    return {
+        "way": way, "rows": rows, "words": words, "peak": most, "gradients": own, "forward_s": forward,
+        "backward_s": backward,
+        "checks": [float(value) for value in checks],
+    }
+
+
+def peak() -> int:
+    """Peak resident bytes since the last reset."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def head(rows: list[int], words: int, whole_up_to: int, rounds: int) -> list[dict[str, Any]]:
+    found = []
+    for count in rows:
+        ways = ["pieces", "whole"] if count <= whole_up_to else ["pieces"]
+        runs = [child("head-once", way, str(count), str(words)) for _ in range(rounds) for way in ways]
+        for way in ways:
+            mine = [run for run in runs if run["way"] == way]
+            seconds = statistics.median(run["forward_s"] + run["backward_s"] for run in mine)
+            found.append({
+                "way": way, "rows": count, "peak_gib": max(run["peak"] for run in mine) / 2**30,
+                "gradients_gib": mine[0]["gradients"] / 2**30, "cpu_s": seconds, "checks": mine[0]["checks"],
+            })
+    return found
+
+
+def child(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# -- packing ---------------------------------------------------------------------------
+
+
+def packing_once(way: str, budget: int, count: int, width: int, layers: int) -> dict[str, Any]:
+    """Tokens per CPU second of forward and backward over `count` samples in groups of 8, and the padding."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from busrl.training import packing
+    from busrl.training.batch import Sample
+    from busrl.training.forward import PackedRows, PaddedRows
+    from busrl.training.trainer import Trainer, TrainerSettings
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    words = 4096
+    model = AutoModelForCausalLM.from_config(Qwen3Config(
+        vocab_size=words, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=width // 64, head_dim=64, max_position_embeddings=8192,
+    )).eval()
+    if way == "packed":
+        packing.adopt(model)
+    random, samples = np.random.default_rng(1), []
+    for number in range(count):
+        if number % 8 == 0:
+            prompt = random.integers(0, words, 100).astype(np.int32)
+        length = int(np.clip(random.lognormal(np.log(MEDIAN), SIGMA), 8, 2048))
+        zeros = np.full(length, -1.0, np.float32)
+        tokens = random.integers(0, words, length).astype(np.int32)
+        samples.append(
+            Sample(number, number // 8, number % 8, prompt, tokens, zeros, np.zeros(length, np.uint32)))
+    forward = (PackedRows if way == "packed" else PaddedRows)(model)
+    trainer = Trainer(model, TrainerSettings(micro_batch_tokens=budget), forward=forward)
+    begun = time.process_time()
+    trainer.accumulate(samples, [1.0, -1.0] * (count // 2))
+    spent = time.process_time() - begun
+    stats = trainer.step(0.0)
+    return {"way": way, "tokens": stats.tokens, "cpu_s": spent, "padding": stats.padding, "loss": stats.loss}
+
+
+def packed_beside_padded(budgets: list[int], count: int, width: int, layers: int, rounds: int) -> list[dict[str, Any]]:
+    found = []
+    for budget in budgets:
+        runs = [
+            child("packing-once", way, *map(str, (budget, count, width, layers)))
+            for _ in range(rounds) for way in ("packed", "padded")
+        ]
+        speed = {
+            way: [run["tokens"] / run["cpu_s"] for run in runs if run["way"] == way] for way in ("packed", "padded")
+        }
+        found.append({
+            "budget": budget, "ratio": statistics.median(a / b for a, b in zip(*speed.values(), strict=True)),
+            **{f"{way}_tokens_per_cpu_s": statistics.median(values) for way, values in speed.items()},
+            "padding": {run["way"]: run["padding"] for run in runs}, "loss": {run["way"]: run["loss"] for run in runs},
+        })
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    one = verbs.add_parser("head")
+    one.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 16384])
+    one.add_argument("--words", type=int, default=WORDS)
+    one.add_argument("--whole-up-to", type=int, default=2048, help="rows that one log-softmax is tried with")
+    two = verbs.add_parser("packing")
+    two.add_argument("--budgets", type=int, nargs="+", default=[4096, 16384])
+    two.add_argument("--samples", type=int, default=64)
+    two.add_argument("--width", type=int, default=256)
+    two.add_argument("--layers", type=int, default=4)
+    for verb in (one, two):
+        verb.add_argument("--rounds", type=int, default=3)
+        verb.add_argument("--out", type=Path)
+    for name, kinds in (("head-once", 3), ("packing-once", 5)):
+        verbs.add_parser(name).add_argument("values", nargs=kinds)
+    options = parser.parse_args()
+    if options.verb.endswith("-once"):
+        way, *numbers = options.values
+        once = head_once if options.verb == "head-once" else packing_once
+        print(json.dumps(once(way, *map(int, numbers))))
+        return
+    rows = (
+        head(options.rows, options.words, options.whole_up_to, options.rounds) if options.verb == "head"
+        else packed_beside_padded(options.budgets, options.samples, options.width, options.layers, options.rounds)
+    )
+    result = {"machine": report.machine(), "commit": report.commit(ROOT), "verb": options.verb, "rows": rows}
+    print(json.dumps(result, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
