@@ -121,7 +121,7 @@ class ServedEngine(Engine):
 
     def _pause(self, how: Pause, limit_s: float) -> list[Finished]:
         with self._opening:  # first of all: a restore that ends from now on opens nothing
-            self._pauses.begin()
+            self._hold()
         if how == "wait":
             self._drain(limit_s)
         elif how == "keep" and self._chat:
@@ -150,7 +150,7 @@ class ServedEngine(Engine):
         self._restore.wait(min(self._settings.patience_s, self._update_limit_s))  # it reads files that `take` may end
         assert receiver.kind != "tensors"  # the rules of a topology allow no other kind
         version, step, path = receiver.take()
-        paused, self._updating = self._pauses.on, True
+        paused, self._updating = self.paused, True
         try:
             self._done += self._pause("wait" if self._chat else "keep", deadline - time.monotonic())
             self._settle()
@@ -293,7 +293,7 @@ class ServedEngine(Engine):
     def _open(self) -> None:
         """Let requests continue, unless there is a pause or the server still lacks its version."""
         with self._opening:
-            if not self._pauses.on and not self._restore.on:
+            if not self.paused and not self._restore.on:
                 self._client.open_gate()
 
     def _only_model(self) -> str:
