@@ -12,7 +12,6 @@ import sys
 import tracemalloc
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from busrl.errors import NoSuchRun
@@ -192,7 +191,7 @@ def test_the_trained_set_is_read_alike_by_its_own_code_and_by_the_audit(trained)
     from busrl.ledger.audit.readers import in_bitmap, unpack_trained
 
     path = trained.root / "checkpoints" / "global_step_2" / "trained.bin"
-    assert np.array_equal(in_bitmap(unpack_trained(path.read_bytes())[0]), TrainedSet.load(path).uids())
+    assert in_bitmap(unpack_trained(path.read_bytes())[0]).tolist() == list(TrainedSet.load(path))
 
 
 def test_the_train_log_of_a_long_run_is_read_into_little_memory(tmp_path: Path) -> None:

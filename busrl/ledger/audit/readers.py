@@ -394,7 +394,8 @@ def read_open(path: Path, found: list[Finding]) -> Uids | None:
         text = "open.bin does not match its checksum; nothing in it is believed"
         found.append(error("open_damaged", [path.name], text))
         return np.zeros(0, np.uint64)
-    return np.frombuffer(body, np.uint64)[::2].copy()  # each is followed by the slot's state and index
+    uids: Uids = np.frombuffer(body, np.uint64)[::2]  # each is followed by the slot's state and index
+    return uids
 
 
 def read_train_log(path: Path, found: list[Finding]) -> list[TrainStep]:
