@@ -41,13 +41,6 @@ def _spread(values: Tensor) -> Tensor:
 ADVANTAGES: dict[str, AdvantageEstimator] = {"group_std": group_std, "group_mean": group_mean}
 
 
-def get(name: str) -> AdvantageEstimator:
-    """The estimator of that name, or an error that lists the names there are."""
-    if name not in ADVANTAGES:
-        raise ValueError(f"advantage {name!r} is not known; choose one of {', '.join(sorted(ADVANTAGES))}")
-    return ADVANTAGES[name]
-
-
 def is_flat(rewards: Sequence[float]) -> bool:
     """True if the group carries no signal. Compared exactly: a rounded mean must not turn equal rewards into one."""
     return len(rewards) < 2 or all(reward == rewards[0] for reward in rewards)

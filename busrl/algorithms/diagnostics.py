@@ -31,14 +31,14 @@ class Diagnostics:
     clip_high: float  # share with A > 0 and r > 1 + clip_high
     dual_clip: float  # share with A < 0 and r > dual_clip
     entropy: float  # nats, full softmax at the sampling temperature
-    loss: float  # weighted sum of the loss, before the division
+    loss: float  # sum of the loss, before the division
     mismatch: float | None  # mean |log ratio| of the tokens sampled with exactly these weights; None without any
     mismatch_begun: float | None = None  # of these, those of answers that began with these weights; None without any
 
 
 def sums(
     inputs: losses.LossInputs,
-    weighted_loss: Tensor,
+    loss: Tensor,
     entropy: Tensor,
     current: Tensor | None,
     settings: losses.LossSettings,
@@ -54,7 +54,7 @@ def sums(
     rows = [torch.ones_like(difference), difference, ratio - 1 - difference, ratio, ratio * ratio]
     rows += [falling & (ratio < low), rising & (ratio > high), falling & (ratio > settings.dual_clip)]
     whole = same if begun is None else same * begun.to(difference)
-    rows += [entropy, weighted_loss.detach(), same, same * difference.abs(), whole, whole * difference.abs()]
+    rows += [entropy, loss.detach(), same, same * difference.abs(), whole, whole * difference.abs()]
     every = torch.stack([row.to(difference.dtype) for row in rows])
     # Not a product with the mask: a masked position may hold NaN.
     kept = every if inputs.mask is None else every.where(inputs.mask.bool(), 0)

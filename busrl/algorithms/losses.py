@@ -1,7 +1,7 @@
 """Losses per token: log-probabilities, advantages and settings in, a tensor of the same shape out, to be minimised.
 
-Called by the trainer for every micro-batch, through `per_token`. A loss never averages: sums and denominators are in
-`aggregation`. Knows nothing of models, samples or padding.
+Called by the trainer for every micro-batch, through `per_token`. A loss never averages: the trainer divides the sum
+once, at the step. Knows nothing of models, samples or padding.
 
 - Behaviour and proximal log-probabilities, advantages and correction weights are constants: no gradient flows into
   them.
@@ -69,13 +69,6 @@ LOSSES: dict[str, LossFunction] = {"ppo_clip": ppo_clip, "decoupled": decoupled}
 WITHOUT_PROXIMAL = frozenset({"ppo_clip"})  # losses for which nothing is scored before the first of several updates
 
 
-def get(name: str) -> LossFunction:
-    """The loss of that name, or an error that lists the names there are."""
-    if name not in LOSSES:
-        raise ValueError(f"loss {name!r} is not known; choose one of {', '.join(sorted(LOSSES))}")
-    return LOSSES[name]
-
-
 def per_token(loss: LossFunction, inputs: LossInputs, settings: LossSettings) -> Tensor:
     """What `loss` gives, 0 where masked. The loss sees zeros there: a NaN behind a mask would reach the gradient."""
     if inputs.mask is None:
@@ -111,3 +104,21 @@ def importance_weight(inputs: LossInputs, settings: LossSettings) -> Tensor:
     """min(proximal / behaviour, cap), a constant."""
     ratio = log_ratio(inputs.proximal_logprobs.detach(), inputs.behaviour_logprobs).exp()
     return ratio.clamp(max=settings.tis_cap)
+
+
+def mastered(
+    logprobs: Tensor, entropy: Tensor, advantages: Tensor, rows: Tensor, lengths: Tensor, tau: float, sigma: float,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Tokens that the policy writes almost surely: of probability >= tau, in a sample of advantage > 0 and of a mean
+    entropy < sigma nats. The choice is a constant; these tokens stay in the denominator.
+
+    UloRL (2507.19766) calls leaving them out DMMPT, eq. 10, whose entropy lacks the minus sign: H = -sum p log p here.
+    `logprobs` and `entropy` are under the current policy, `rows` names each token's sample, `lengths` counts the
+    trained tokens (those of `mask`) of each sample.
+    """
+    counted = entropy.detach() if mask is None else entropy.detach().where(mask.bool(), 0)
+    total = torch.zeros(len(lengths), dtype=counted.dtype, device=counted.device).index_add_(0, rows, counted)
+    low = (total / lengths.clamp(min=1) < sigma)[rows]
+    found: Tensor = low & (advantages > 0) & (logprobs.detach().exp() >= tau)
+    return found if mask is None else found & mask.bool()

@@ -30,8 +30,8 @@ from busrl.config.derive import checkpoint_may_follow, in_flight
 from busrl.data import JsonlStream, plain_text, trace
 from busrl.errors import DiskFull, SamplesUsedUp
 from busrl.paths import RunPaths
-from busrl.protocol import is_address
 from busrl.protocol import messages as m
+from busrl.protocol.codec import is_address
 from busrl.ring import State, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState

@@ -13,8 +13,9 @@ losses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,38 +88,23 @@ def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[
     """
     lengths = [sample.length for sample in samples]
     by_length = [(lengths[i], s.group, s.member) for i, s in enumerate(samples)]
-    if not together:
-        return list(_filled(sorted(range(len(samples)), key=by_length.__getitem__), lengths, budget))
-    by_group = sorted(range(len(samples)), key=lambda i: (samples[i].group, samples[i].member))
-    parts = _filled_exactly(by_group, lengths, budget)
-    return [sorted(part, key=by_length.__getitem__) for part in parts]
-
-
-def _filled(order: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    current: list[int] = []
-    for index in order:  # ascending: the next is the widest
-        if current and lengths[index] * (len(current) + 1) > budget:
-            yield current
-            current = []
-        current.append(index)
-    if current:
-        yield current
-
-
-def _filled_exactly(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Parts of about equal size: a small last part would cost as many calls as a full one."""
-    total = sum(lengths)
-    target = total / max(1, -(-total // budget))
+    order = sorted(range(len(samples)), key=[by[1:] if together else by for by in by_length].__getitem__)
+    # Parts of about equal size: a small last part would cost as many calls as a full one.
+    target = sum(lengths) / max(1, -(-sum(lengths) // budget))
     parts: list[list[int]] = []
     size = filled = 0
     for index in order:
-        if not parts or size + lengths[index] > budget or filled >= target * len(parts):
+        length = lengths[index]
+        if together:
+            full = size + length > budget or filled >= target * len(parts)
+        else:  # ascending: the next is the widest
+            full = bool(parts) and length * (len(parts[-1]) + 1) > budget
+        if full or not parts:
             parts.append([])
             size = 0
         parts[-1].append(index)
-        size += lengths[index]
-        filled += lengths[index]
-    return parts
+        size, filled = size + length, filled + length
+    return [sorted(part, key=by_length.__getitem__) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -126,16 +112,14 @@ class Padded:
     """A right-padded rectangle of whole samples. Causal attention never looks right, so the padding needs no mask."""
 
     ids: Tensor  # [samples, longest], 0 in the padding
-    rows: Tensor  # of each trained token: its sample,
+    rows: Tensor  # of each generated token: its sample,
     columns: Tensor  # and the position that predicts it
-
-    def to(self, device: torch.device) -> Padded:
-        return Padded(self.ids.to(device), self.rows.to(device), self.columns.to(device))
 
 
 def pad(samples: Sequence[Sample]) -> Padded:
-    """The rectangle and, per trained token, the place of its logits."""
-    prompts, responses = lengths_of(samples)
+    """The rectangle and, per generated token, the place of its logits."""
+    prompts = np.array([len(sample.prompt_ids) for sample in samples])
+    responses = np.array([len(sample.token_ids) for sample in samples])
     lengths = prompts + responses
     ids = np.zeros((len(samples), int(lengths.max())), np.int64)
     pieces = [part for sample in samples for part in (sample.prompt_ids, sample.token_ids)]
@@ -144,17 +128,15 @@ def pad(samples: Sequence[Sample]) -> Padded:
     return Padded(torch.from_numpy(ids), torch.from_numpy(rows), torch.from_numpy(columns))
 
 
-def lengths_of(samples: Sequence[Sample]) -> tuple[Ints, Ints]:
-    """Prompt and response lengths."""
-    prompts = np.fromiter((len(sample.prompt_ids) for sample in samples), np.int64, len(samples))
-    return prompts, np.fromiter((len(sample.token_ids) for sample in samples), np.int64, len(samples))
-
-
 def predicting_positions(prompts: Ints, responses: Ints) -> tuple[Ints, Ints]:
-    """Row and column whose logits predict each trained token: from the last prompt token to the last but one of all."""
+    """Row and column whose logits predict each generated token: from the last prompt token to the last but one."""
     rows = np.repeat(np.arange(len(prompts)), responses)
-    first = np.cumsum(responses) - responses
-    return rows, np.arange(len(rows)) - np.repeat(first, responses) + prompts[rows] - 1
+    return rows, numbered(responses) + prompts[rows] - 1
+
+
+def numbered(counts: Ints) -> Ints:
+    """0, 1, ... for each of the counts, one after the other."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass(frozen=True)
@@ -167,58 +149,30 @@ class Flat:
     rows: Tensor  # the sample of each token
     lengths: Tensor  # trained tokens of each sample
     temperature: Tensor | None  # per token; None if all are 1
-    mask: Tensor | None = None  # true where trained; None if all are
-    uids: list[int] = field(default_factory=list)
+    mask: Tensor | None  # true where trained; None if all are
+    uids: list[int]
 
     def per_token(self, per_sample: Sequence[float], dtype: torch.dtype) -> Tensor:
         """A value of each sample, repeated for its tokens: all of them share its advantage."""
         return torch.tensor(list(per_sample), dtype=dtype, device=self.rows.device)[self.rows]
 
-    def to(self, device: torch.device) -> Flat:
-        temperature = None if self.temperature is None else self.temperature.to(device)
-        mask = None if self.mask is None else self.mask.to(device)
-        moved = {name: getattr(self, name).to(device) for name in ("targets", "behaviour_logprobs", "rows", "lengths")}
-        return replace(self, temperature=temperature, mask=mask, **moved)
 
+def flatten(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device) -> Flat:
+    """What the loss needs of the generated tokens, on the device; floats are of that type."""
 
-def flatten(samples: Sequence[Sample], padded: Padded, dtype: torch.dtype) -> Flat:
-    """What the loss needs of the tokens at the predicted positions; a prompt token has log-probability 0."""
-    behaviour, versions = _at_positions(samples, padded)
-    temperatures = torch.tensor([sample.temperature for sample in samples], dtype=dtype)
-    mask = _trained(samples, padded)
-    rows = padded.rows if mask is None else padded.rows[mask]
+    def placed(values: NDArray[Any], kind: torch.dtype) -> Tensor:
+        return torch.from_numpy(values).to(device, kind)
+
+    counts = np.array([len(sample.token_ids) for sample in samples])
+    context = np.array([sample.context for sample in samples])
+    temperatures = np.array([sample.temperature for sample in samples])
+    rows = np.repeat(np.arange(len(samples)), counts)
     return Flat(
-        targets=padded.ids[padded.rows, padded.columns + 1],
-        behaviour_logprobs=torch.from_numpy(behaviour).to(dtype),
-        policy_versions=versions,
-        rows=padded.rows,
-        lengths=torch.bincount(rows, minlength=len(samples)),
-        temperature=None if bool((temperatures == 1).all()) else temperatures[padded.rows],
-        mask=mask,
+        targets=placed(np.concatenate([sample.token_ids for sample in samples]), torch.int64),
+        behaviour_logprobs=placed(np.concatenate([sample.behaviour_logprobs for sample in samples]), dtype),
+        policy_versions=np.concatenate([sample.policy_versions for sample in samples]),
+        rows=placed(rows, torch.int64), lengths=placed(counts - context, torch.int64),
+        temperature=None if (temperatures == 1).all() else placed(temperatures[rows], dtype),
+        mask=placed(numbered(counts) >= context[rows], torch.bool) if context.any() else None,
         uids=[sample.uid for sample in samples],
     )
-
-
-def _trained(samples: Sequence[Sample], padded: Padded) -> Tensor | None:
-    """Which of the flat tokens are trained; None if all are."""
-    context = np.fromiter((sample.context for sample in samples), np.int64, len(samples))
-    if not context.any():
-        return None
-    prompts, _ = lengths_of(samples)
-    first = torch.from_numpy(prompts + context)
-    return padded.columns + 1 >= first[padded.rows]
-
-
-def _at_positions(samples: Sequence[Sample], padded: Padded) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
-    prompts, responses = lengths_of(samples)
-    own_rows, own_columns = _generated_positions(prompts, responses)
-    logprobs, versions = np.zeros(padded.ids.shape, np.float32), np.zeros(padded.ids.shape, np.uint32)
-    logprobs[own_rows, own_columns] = np.concatenate([sample.behaviour_logprobs for sample in samples])
-    versions[own_rows, own_columns] = np.concatenate([sample.policy_versions for sample in samples])
-    rows, tokens = padded.rows.numpy(), padded.columns.numpy() + 1
-    return logprobs[rows, tokens], versions[rows, tokens]
-
-
-def _generated_positions(prompts: Ints, responses: Ints) -> tuple[Ints, Ints]:
-    rows = np.repeat(np.arange(len(prompts)), responses)
-    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(responses) - responses, responses) + prompts[rows]

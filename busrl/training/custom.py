@@ -57,7 +57,7 @@ class _Checked:
 def load_loss(target: str) -> LossFunction:
     """The loss of that name, or that of an import path."""
     if ":" not in target:
-        return losses.get(target)
+        return losses.LOSSES[target]
     own = _Checked(LOSS, target)
 
     def loss(inputs: LossInputs, settings: LossSettings) -> Tensor:
@@ -76,7 +76,7 @@ def load_loss(target: str) -> LossFunction:
 def load_estimator(target: str) -> AdvantageEstimator:
     """The advantage estimator of that name, or that of an import path."""
     if ":" not in target:
-        return advantages.get(target)
+        return advantages.ADVANTAGES[target]
     own = _Checked(ADVANTAGE, target)
 
     def estimator(rewards: Sequence[float], lengths: Sequence[int]) -> Sequence[float]:

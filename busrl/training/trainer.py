@@ -3,8 +3,8 @@
 Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and AdamW; knows
 nothing of rings, groups that are still missing, checkpoints or the clock of the run.
 
-- The gradient is the sum over all trained tokens of weight x loss; it is divided once, by the denominator of the
-  whole step. So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
+- The gradient is the sum of the losses of all trained tokens; it is divided once, by their number in the whole step.
+  So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
 - Weights change in `step` alone: every micro-batch of a step is computed with the same weights.
 - A step without tokens, or with a gradient that is not finite, leaves weights and optimiser as they were and names
   the culprit.
@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from busrl import device
-from busrl.algorithms import aggregation, diagnostics, losses, masking
+from busrl.algorithms import diagnostics, losses
 from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossSettings
 from busrl.training import batch
-from busrl.training.batch import Flat, Padded, Sample
+from busrl.training.batch import Flat, Sample
 from busrl.training.custom import load_loss
-from busrl.training.fused import Forward, choose_forward
+from busrl.training.forward import Forward, choose_forward
 from busrl.training.model import named_weights
 
 # -- settings and statistics ---------------------------------------------------
@@ -44,7 +44,6 @@ class TrainerSettings:
     """Numbers by the names of the topology's [learner] keys; the learning rate comes with each step."""
 
     loss: str = "ppo_clip"
-    aggregation: str = "token-mean"  # the only one of a topology
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -64,7 +63,7 @@ class TrainerSettings:
     def of(cls, topology: Any) -> TrainerSettings:
         """From a topology's [learner], [experiments], model.dtype and segments.loss."""
         mastered = {name: getattr(topology.experiments, name) for name in ("dmmpt", "dmmpt_tau", "dmmpt_sigma")}
-        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one", "aggregation"} - set(mastered)
+        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one"} - set(mastered)
         values = {name: getattr(topology.learner, name) for name in names}
         ratio_one = topology.segments.loss == "pois"
         return cls(compute_dtype=topology.model.dtype, ratio_one=ratio_one, **values, **mastered)
@@ -236,7 +235,7 @@ class Trainer:
         """`named` gives the weights to publish; others than the model's own where it has an adapter."""
         self.model, self.settings, self._named = model, settings, named
         self.loss = load_loss(settings.loss)
-        self.forward = forward or choose_forward(model, fused=settings.compute_dtype == "float32")
+        self.forward = forward or choose_forward(model, shared=settings.compute_dtype == "float32")
         self._loss_settings = settings.for_loss()
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device = self.parameters[0].device
@@ -282,20 +281,19 @@ class Trainer:
         version: int | None,
     ) -> None:
         started = self._watch.mark()
-        padded, flat = self._tensors(samples)
-        logprobs, entropy = self._logprobs(samples, padded, flat)
+        flat = batch.flatten(samples, self._dtype, self._device)
+        logprobs, entropy = self._logprobs(samples, flat)
         inputs = self._loss_inputs(flat, logprobs, advantages, proximal)
-        weights = aggregation.sequence_weights(self.settings.aggregation, flat.lengths, self._dtype)[flat.rows]
-        if self.skip_mastered:
-            weights = weights.masked_fill(self._find_mastered(inputs, flat, entropy), 0)
         # Under pois the ratio is 1 everywhere; the diagnostics below are of the true one.
         trained = replace(inputs, behaviour_logprobs=logprobs.detach()) if self.settings.ratio_one else inputs
-        weighted = losses.per_token(self.loss, trained, self._loss_settings) * weights
-        total = weighted.sum()
+        loss = losses.per_token(self.loss, trained, self._loss_settings)
+        if self.skip_mastered:
+            loss = loss.masked_fill(self._find_mastered(inputs, flat, entropy), 0)
+        total = loss.sum()
         forwarded = self._watch.mark()
         total.backward()  # type: ignore[no-untyped-call]
         self._marks.append((started, forwarded, self._watch.mark()))
-        self._count(samples, padded, flat, inputs, weighted.detach(), entropy, version)
+        self._count(samples, flat, inputs, loss.detach(), entropy, version)
         self.moved()
 
     def _loss_inputs(
@@ -311,20 +309,16 @@ class Trainer:
         )
 
     def _find_mastered(self, inputs: losses.LossInputs, flat: Flat, entropy: Tensor) -> Tensor:
-        found = masking.mastered(
+        found = losses.mastered(
             inputs.trainer_logprobs, entropy, inputs.advantages, flat.rows, flat.lengths, self.settings.dmmpt_tau,
             self.settings.dmmpt_sigma, flat.mask,
         )
         self._mastered += found.sum()
         return found
 
-    def _tensors(self, samples: Sequence[Sample]) -> tuple[Padded, Flat]:
-        padded = batch.pad(samples)
-        return padded.to(self._device), batch.flatten(samples, padded, self._dtype).to(self._device)
-
-    def _logprobs(self, samples: Sequence[Sample], padded: Padded, flat: Flat) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, samples: Sequence[Sample], flat: Flat) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            logits = self.forward.logits(samples, padded)
+            logits = self.forward.logits(samples)
         return selected(at_temperature(logits.to(self._dtype), flat.temperature), flat.targets)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -333,20 +327,19 @@ class Trainer:
         return torch.autocast(self._device.type, dtype=getattr(torch, self.settings.compute_dtype))
 
     def _count(
-        self, samples: Sequence[Sample], padded: Padded, flat: Flat, inputs: losses.LossInputs, weighted: Tensor,
-        entropy: Tensor, version: int | None,
+        self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor, entropy: Tensor,
+        version: int | None,
     ) -> None:
         current, begun = self._of_these_weights(samples, flat, version)
-        self._sums += diagnostics.sums(inputs, weighted, entropy, current, self._loss_settings, begun)
-        per_sample = torch.zeros(len(samples), dtype=weighted.dtype, device=self._device)
-        self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, weighted)))
+        self._sums += diagnostics.sums(inputs, loss, entropy, current, self._loss_settings, begun)
+        per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
+        self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, loss)))
         context = sum(sample.context for sample in samples)
         self._tokens += len(flat.targets) - context
         self._context += context
         self._sequences += len(samples)
-        real = sum(sample.length for sample in samples)
-        self._computed += real if self.forward.together else padded.ids.numel()
-        self._real += real
+        self._computed += self.forward.size(samples)
+        self._real += sum(sample.length for sample in samples)
 
     def _of_these_weights(
         self, samples: Sequence[Sample], flat: Flat, version: int | None
@@ -380,7 +373,8 @@ class Trainer:
         """Per micro-batch the positions of its samples, log-probabilities and entropies of their tokens."""
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             chosen = [samples[i] for i in part]
-            yield part, *self._logprobs(chosen, *self._tensors(chosen))
+            flat = batch.flatten(chosen, self._dtype, self._device)
+            yield part, *self._logprobs(chosen, flat)
             self.moved()
 
     # -- the update ------------------------------------------------------------------------------------------------
@@ -389,12 +383,11 @@ class Trainer:
         """Divides, clips and updates with that learning rate; or skips, with the reason."""
         device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
-        count = aggregation.denominator(self.settings.aggregation, self._tokens, self._sequences)
         norm, reason, culprits = 0.0, "", ()  # type: float, str, tuple[str, ...]
-        if count == 0:
+        if self._tokens == 0:
             reason = "no trained token"
         else:
-            norm = normalised_norm(self.parameters, count)
+            norm = normalised_norm(self.parameters, self._tokens)
             if np.isfinite(norm):
                 clip(self.parameters, norm, self.settings.max_grad_norm)
                 for group in self.optimizer.param_groups:
@@ -402,7 +395,7 @@ class Trainer:
                 self.optimizer.step()
             else:
                 reason, culprits = f"the gradient norm is {norm}", self._culprits()
-        stats = self._stats(lr, norm, count, reason, culprits, started)
+        stats = self._stats(lr, norm, reason, culprits, started)
         self._clear()
         return stats
 
@@ -414,13 +407,15 @@ class Trainer:
         named = self.model.named_parameters()
         return tuple(f"parameter {n}" for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all()))
 
-    def _stats(self, lr: float, norm: float, count: int, reason: str, culprits: tuple[str, ...],
-               started: float) -> StepStats:
+    def _stats(
+        self, lr: float, norm: float, reason: str, culprits: tuple[str, ...], started: float
+    ) -> StepStats:
         sums = tuple(self._sums.tolist())  # the one time that the device is read
         found = diagnostics.finish(sums)
         return StepStats(
-            lr=lr, loss=found.loss / max(count, 1), grad_norm=norm, tokens=self._tokens, sequences=self._sequences,
-            micro_batches=len(self._blame), padding=1.0 - self._real / self._computed if self._computed else 0.0,
+            lr=lr, loss=found.loss / max(self._tokens, 1), grad_norm=norm, tokens=self._tokens,
+            sequences=self._sequences, micro_batches=len(self._blame),
+            padding=1.0 - self._real / self._computed if self._computed else 0.0,
             diagnostics=found, skipped=reason, culprits=culprits, context_tokens=self._context,
             mastered_tokens=int(self._mastered),
             forward_s=sum(self._watch.seconds(begun, between) for begun, between, _ in self._marks),
@@ -496,7 +491,7 @@ def _adamw(parameters: Sequence[Tensor], settings: TrainerSettings) -> torch.opt
 
 
 def normalised_norm(parameters: Sequence[Tensor], count: int) -> float:
-    """Divides the accumulated gradient by the denominator of the step, in place, and returns its norm."""
+    """Divides the accumulated gradient by the trained tokens of the step, in place, and returns its norm."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     torch._foreach_div_(gradients, float(count))
     return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))

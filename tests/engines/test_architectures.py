@@ -20,8 +20,8 @@ from busrl.engines.torch import fast
 from busrl.engines.torch.decoder import GenericDecoder, StateDecoder, WholeDecoder, whole_by_logits
 from busrl.engines.torch.engine import TorchEngine
 from busrl.errors import UserError
-from busrl.training import fused
-from busrl.training.batch import Sample, pad
+from busrl.training import forward
+from busrl.training.batch import Sample
 from busrl.training.model import load
 
 Folder = Callable[[str], Path]
@@ -42,7 +42,7 @@ def test_an_engine_generates_with_the_log_probs_of_a_plain_forward(model_folder:
     folder = model_folder(kind)
     engine = TorchEngine.load(folder, capacity=5, prefill_tokens=8, on_update="recompute", max_length=128)
     expected = StateDecoder if kind in STATES else WholeDecoder if kind in SLOW else GenericDecoder
-    assert engine.decoder_name in (expected.__name__, WholeDecoder.__name__)
+    assert type(engine._decoder).__name__ in (expected.__name__, WholeDecoder.__name__)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     requests = [request(100, [7]), *crowd(11, temperature=0.8, max_new_tokens=12), request(101, [9])]
     results = run(engine, requests)
@@ -54,7 +54,7 @@ def test_an_engine_generates_with_the_log_probs_of_a_plain_forward(model_folder:
 
 def test_the_learner_gives_a_padded_row_the_logits_that_it_has_alone(model_folder: Folder, kind: str) -> None:
     model = load(model_folder(kind))
-    way = fused.choose_forward(model)
+    way = forward.choose_forward(model)
     random = np.random.default_rng(0)
 
     def sample(prompt: int, answer: int) -> Sample:
@@ -64,7 +64,7 @@ def test_the_learner_gives_a_padded_row_the_logits_that_it_has_alone(model_folde
 
     samples = [sample(3, 4), sample(11, 9), sample(1, 14)]
     with torch.no_grad():
-        together = way.logits(samples, pad(samples))
+        together = way.logits(samples)
         plain = [model(input_ids=torch.from_numpy(np.concatenate((s.prompt_ids, s.token_ids))).long()[None]).logits[0]
                  for s in samples]
     alone = torch.cat([logits[len(s.prompt_ids) - 1 : -1] for s, logits in zip(samples, plain)])

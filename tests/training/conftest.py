@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from busrl.training.batch import Sample
-from busrl.training.fused import FullLogits, FusedForward, HeadApart, KeptLogits
+from busrl.training.forward import Forward, HeadApart, KeptLogits, SharedPrompts
 from busrl.training.model import load
 from busrl.training.trainer import StepStats, Trainer, TrainerSettings
 
 VOCABULARY = 23
-WAYS = {"full": FullLogits, "kept": KeptLogits, "apart": HeadApart, "fused": FusedForward}
+WAYS = {"full": Forward, "kept": KeptLogits, "apart": HeadApart, "shared": SharedPrompts}
 LLAMA_LIKE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
               "tie_word_embeddings": True}
@@ -119,7 +119,6 @@ class Lab:
         advantages: Sequence[float],
         *,
         loss: str = "ppo_clip",
-        aggregation: str = "token-mean",
         prox: Sequence[Any] | None = None,
     ) -> tuple[dict[str, Tensor], float]:
         """One sample at a time, one token at a time, as the formulas are written; default clip settings."""
@@ -132,10 +131,9 @@ class Lab:
                 now, mu = logp[len(sample.prompt_ids) - 1 + t, token], float(sample.behaviour_logprobs[t])
                 start = now.item() if prox is None else float(prox[index][t])
                 own = own + plain_loss(now, mu, start, advantage, loss)
-            count = len(sample.token_ids)
-            total = total + (own / count if aggregation == "seq-mean-token-mean" else own)
-            tokens += count
-        value = total / (len(samples) if aggregation == "seq-mean-token-mean" else tokens)
+            total = total + own
+            tokens += len(sample.token_ids)
+        value = total / tokens
         named = dict(model.named_parameters())
         found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
         return {name: g for name, g in zip(named, found, strict=True) if g is not None}, float(value.detach())

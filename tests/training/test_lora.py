@@ -62,10 +62,12 @@ def test_an_adapter_of_the_same_seed_begins_the_same_and_as_nothing(lab: Any) ->
     assert all(not value.any() for name, value in one.items() if ".lora_B." in name)
 
 
-def test_the_fused_forward_is_not_taken_for_an_adapted_model(lab: Any) -> None:
-    """It reads weights, not layers, and at the start its numbers would even agree."""
-    assert Trainer(load(lab.folder("qwen3")), TrainerSettings()).forward.name == "fused"
-    assert trained(lab, steps=0)[0].forward.name == "head_apart"
+def test_shared_prompts_go_through_the_layers_of_the_adapter(lab: Any, scored: Any) -> None:
+    trainer, _ = trained(lab)
+    assert trainer.forward.name == "shared_prompts"
+    samples = lab.samples()
+    for sample, row in zip(samples, trainer.score(samples), strict=True):
+        assert row.tolist() == pytest.approx(scored(trainer.model, sample).tolist(), abs=1e-5)
 
 
 def test_the_folder_loads_in_peft_and_in_an_adapter_of_ours(lab: Any, tmp_path: Path) -> None:

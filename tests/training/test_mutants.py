@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from busrl.algorithms import advantages, aggregation, diagnostics, losses
-from busrl.training import batch, fused, trainer
+from busrl.algorithms import advantages, diagnostics, losses
+from busrl.training import batch, forward, trainer
 
 # ------------------------------------------------------------------------------------------------------- the checks
 
@@ -24,7 +24,7 @@ def gradient_is_the_plain_one(lab: Any, distance: Any, way: str, **settings: Any
     samples = lab.samples(temperatures=(1.0, 0.6), model=made.model, members=5)
     values = lab.advantages(len(samples))
     found, stats = lab.step(made, [(samples[:6], values[:6]), (samples[6:], values[6:])])
-    expected, value = lab.reference(made.model, samples, values, aggregation=made.settings.aggregation)
+    expected, value = lab.reference(made.model, samples, values)
     assert distance(found, expected) < 1e-6
     assert stats.loss == pytest.approx(value, rel=1e-6)
 
@@ -33,12 +33,8 @@ def step_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
     gradient_is_the_plain_one(lab, distance, "apart")
 
 
-def fused_step_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    gradient_is_the_plain_one(lab, distance, "fused")
-
-
-def sequence_mean_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
-    gradient_is_the_plain_one(lab, distance, "apart", aggregation="seq-mean-token-mean")
+def shared_step_gradient(lab: Any, distance: Any, with_logprobs: Any) -> None:
+    gradient_is_the_plain_one(lab, distance, "shared")
 
 
 def wild_ratio(lab: Any, distance: Any, with_logprobs: Any) -> None:
@@ -105,8 +101,7 @@ def drift_is_measured(lab: Any, distance: Any, with_logprobs: Any) -> None:
 
 CHECKS: list[Callable[[Any, Any, Any], None]] = [
     step_gradient,
-    fused_step_gradient,
-    sequence_mean_gradient,
+    shared_step_gradient,
     wild_ratio,
     clip_interval,
     importance_weight_is_a_constant,
@@ -118,8 +113,8 @@ CHECKS: list[Callable[[Any, Any, Any], None]] = [
 
 # ------------------------------------------------------------------------------------------------------ the mutants
 
-good_positions, good_weights, good_plan = batch.predicting_positions, aggregation.sequence_weights, fused.plan_of
-good_block, good_flatten, good_per_token = fused._block, batch.flatten, batch.Flat.per_token
+good_positions, good_loss, good_plan = batch.predicting_positions, losses.per_token, forward.plan_of
+good_rectangle, good_flatten, good_per_token = forward._rectangle, batch.flatten, batch.Flat.per_token
 
 
 def shifted_by_one(prompts: Any, responses: Any) -> Any:
@@ -127,26 +122,21 @@ def shifted_by_one(prompts: Any, responses: Any) -> Any:
     return rows, np.minimum(columns + 1, prompts[rows] + responses[rows] - 2)
 
 
-def end_untrained(prompts: Any, responses: Any) -> Any:
-    rows, columns = good_positions(prompts, responses)
-    keep = columns < prompts[rows] + responses[rows] - 2
-    return rows[keep], columns[keep]
+def end_untrained(samples: Any, dtype: Any, device: Any) -> Any:
+    flat = good_flatten(samples, dtype, device)
+    return replace(flat, mask=torch.cat([flat.rows[1:] == flat.rows[:-1], torch.tensor([False])]))
 
 
-def prompt_trained(prompts: Any, responses: Any) -> Any:
-    return good_positions(np.ones_like(prompts), prompts + responses - 1)
-
-
-def mean_per_micro_batch(kind: str, lengths: Any, dtype: Any) -> Any:
-    return good_weights(kind, lengths, dtype) / lengths.sum() * 30
+def mean_per_micro_batch(loss: Any, inputs: Any, settings: Any) -> Any:
+    return good_loss(loss, inputs, settings) / len(inputs.advantages) * 30
 
 
 def siblings(flat: Any, values: Any, dtype: Any) -> Any:
     return good_per_token(flat, [*values[1:], values[0]], dtype)
 
 
-def behaviour_of_a_neighbour(samples: Any, padded: Any, dtype: Any) -> Any:
-    flat = good_flatten(samples, padded, dtype)
+def behaviour_of_a_neighbour(samples: Any, dtype: Any, device: Any) -> Any:
+    flat = good_flatten(samples, dtype, device)
     return replace(flat, behaviour_logprobs=flat.behaviour_logprobs.roll(1))
 
 
@@ -166,19 +156,19 @@ def one_division_short(parameters: Any, count: int) -> float:
 good_norm = trainer.normalised_norm
 
 
-def plan_with_wrong_places(samples: Any, heads: Any, dtype: Any) -> Any:
-    plan = good_plan(samples, heads, dtype)
+def plan_with_wrong_places(samples: Any, dtype: Any) -> Any:
+    plan = good_plan(samples, dtype)
     return replace(plan, positions=torch.cat([plan.positions[: plan.shared], plan.positions[plan.shared :] + 1]))
 
 
-def block_that_sees_one_ahead(*arguments: Any) -> Any:
-    block = good_block(*arguments)
-    ahead = torch.cat([torch.zeros_like(block.bias[..., :1]), block.bias[..., :-1]], -1)
-    return replace(block, bias=ahead)
+def rectangle_that_sees_one_ahead(*arguments: Any) -> Any:
+    made = good_rectangle(*arguments)
+    ahead = torch.cat([torch.zeros_like(made.bias[..., :1]), made.bias[..., :-1]], -1)
+    return replace(made, bias=ahead)
 
 
-def plan_that_mixes_prompts(samples: Any, heads: Any, dtype: Any) -> Any:
-    plan = good_plan(samples, heads, dtype)
+def plan_that_mixes_prompts(samples: Any, dtype: Any) -> Any:
+    plan = good_plan(samples, dtype)
     return replace(plan, ids=torch.cat([plan.ids[: plan.shared].roll(1), plan.ids[plan.shared :]]))
 
 
@@ -194,8 +184,7 @@ def sign_lost(ratio: Any, advantage: Any, settings: Any) -> Any:
 
 MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
     "logits are taken one position late": (batch, "predicting_positions", shifted_by_one, step_gradient),
-    "the end token is not trained": (batch, "predicting_positions", end_untrained, step_gradient),
-    "the prompt is trained": (batch, "predicting_positions", prompt_trained, step_gradient),
+    "the end token is not trained": (batch, "flatten", end_untrained, step_gradient),
     "temperature is ignored": (trainer, "at_temperature", selected_at_temperature_one, step_gradient),
     "entropy is taken at temperature 1": (
         trainer,
@@ -203,7 +192,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
         selected_at_temperature_one,
         entropy_of_the_sampling_distribution,
     ),
-    "a mean per micro-batch": (aggregation, "sequence_weights", mean_per_micro_batch, step_gradient),
+    "a mean per micro-batch": (losses, "per_token", mean_per_micro_batch, step_gradient),
     "a sample is trained with a sibling's advantage": (batch.Flat, "per_token", siblings, step_gradient),
     "log-probabilities of the token before": (batch, "flatten", behaviour_of_a_neighbour, step_gradient),
     "the recorded log-probabilities are not used": (losses, "log_ratio", no_log_ratio, step_gradient),
@@ -231,18 +220,6 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
         group_advantage,
     ),
     "equal rewards are not flat": (advantages, "is_flat", lambda rewards: False, group_advantage),
-    "sequences are weighted by their length": (
-        aggregation,
-        "sequence_weights",
-        lambda kind, lengths, dtype: (lengths > 0).to(dtype),
-        sequence_mean_gradient,
-    ),
-    "sequences are counted as tokens": (
-        aggregation,
-        "denominator",
-        lambda kind, tokens, sequences: tokens,
-        sequence_mean_gradient,
-    ),
     "the sum is divided by one too few": (trainer, "normalised_norm", one_division_short, step_gradient),
     "the gradient is not clipped": (
         trainer,
@@ -250,9 +227,9 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
         lambda parameters, norm, limit: None,
         norm_is_clipped_after_the_division,
     ),
-    "own tokens stand one place too far": (fused, "plan_of", plan_with_wrong_places, fused_step_gradient),
-    "attention sees one token ahead": (fused, "_block", block_that_sees_one_ahead, fused_step_gradient),
-    "prompts are mixed up": (fused, "plan_of", plan_that_mixes_prompts, fused_step_gradient),
+    "own tokens stand one place too far": (forward, "plan_of", plan_with_wrong_places, shared_step_gradient),
+    "attention sees one token ahead": (forward, "_rectangle", rectangle_that_sees_one_ahead, shared_step_gradient),
+    "prompts are mixed up": (forward, "plan_of", plan_that_mixes_prompts, shared_step_gradient),
 }
 
 

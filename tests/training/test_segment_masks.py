@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-WAYS = ["full", "apart", "fused"]
+WAYS = ["full", "apart", "shared"]
 
 
 def with_context(samples: Sequence[Any], seed: int = 5) -> list[Any]:

@@ -13,10 +13,10 @@ WAYS = [
     ("qwen3", "full"),
     ("qwen3", "kept"),
     ("qwen3", "apart"),
-    ("qwen3", "fused"),
-    ("qwen2", "fused"),
+    ("qwen3", "shared"),
+    ("qwen2", "shared"),
     ("llama", "apart"),
-    ("llama", "fused"),
+    ("llama", "shared"),
     ("gpt2", "full"),
     ("gpt2", "kept"),
     ("gpt2", "apart"),
@@ -25,23 +25,22 @@ WAYS = [
 quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize(("kind", "way"), WAYS)
 def test_the_gradient_of_a_step_is_that_of_a_plain_loop_over_tokens(
-    lab: Any, apart: Any, kind: str, way: str, aggregation: str
+    lab: Any, apart: Any, kind: str, way: str
 ) -> None:
-    trainer = lab.trainer(kind, way, aggregation=aggregation)
+    trainer = lab.trainer(kind, way)
     samples = lab.samples(temperatures=(1.0, 0.7, 1.6), model=trainer.model)
     advantages = lab.advantages(len(samples))
     found, stats = lab.step(trainer, [(samples[:5], advantages[:5]), (samples[5:], advantages[5:])])
-    expected, value = lab.reference(trainer.model, samples, advantages, aggregation=aggregation)
+    expected, value = lab.reference(trainer.model, samples, advantages)
     assert apart(found, expected) < 1e-6
     assert stats.loss == pytest.approx(value, rel=1e-6)
     assert stats.grad_norm == pytest.approx(sum(float(g.square().sum()) for g in expected.values()) ** 0.5, rel=1e-5)
     assert (stats.tokens, stats.sequences) == (sum(len(s.token_ids) for s in samples), len(samples))
 
 
-@pytest.mark.parametrize("way", ["apart", "fused"])
+@pytest.mark.parametrize("way", ["apart", "shared"])
 def test_the_decoupled_loss_uses_the_scores_from_the_start_of_the_step(lab: Any, apart: Any, way: str) -> None:
     trainer = lab.trainer("qwen3", way, loss="decoupled")
     samples = lab.samples(model=trainer.model)
@@ -60,19 +59,20 @@ def test_the_decoupled_loss_uses_the_scores_from_the_start_of_the_step(lab: Any,
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("qwen3", "fused"), ("qwen2", "fused"), ("llama", "fused"), ("gpt2", "head_apart"), ("granite", "logits_to_keep")],
+    [("qwen3", "shared_prompts"), ("qwen2", "shared_prompts"), ("llama", "shared_prompts"), ("gpt2", "head_apart"),
+     ("granite", "logits_to_keep")],
 )
 def test_the_cheapest_way_is_chosen_that_gives_the_models_own_logits(lab: Any, kind: str, expected: str) -> None:
     assert lab.trainer(kind, double=False).forward.name == expected
 
 
 def test_a_way_that_gives_other_logits_is_never_chosen(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("busrl.training.fused._head_eps", lambda part: 0.5)
+    monkeypatch.setattr("busrl.training.forward.rotated", lambda values, cosine, sine: values)
     assert lab.trainer("qwen3", double=False).forward.name == "head_apart"
 
 
 @quick
-@given(budget=st.integers(1, 400), seed=st.integers(0, 1000), way=st.sampled_from(["apart", "fused"]), data=st.data())
+@given(budget=st.integers(1, 400), seed=st.integers(0, 1000), way=st.sampled_from(["apart", "shared"]), data=st.data())
 def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(
     lab: Any, apart: Any, budget: int, seed: int, way: str, data: Any
 ) -> None:
@@ -97,12 +97,12 @@ def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(
 def test_what_stands_in_the_padding_changes_nothing(
     lab: Any, apart: Any, kind: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from busrl.training import batch
+    from busrl.training import batch, forward
 
     samples = lab.samples()
     advantages = lab.advantages(len(samples))
     clean, _ = lab.step(lab.trainer(kind, way, micro_batch_tokens=10**6), [(samples, advantages)])
-    good = batch.pad
+    good = forward.pad
 
     def dirty(part: Any) -> batch.Padded:
         padded = good(part)
@@ -111,7 +111,7 @@ def test_what_stands_in_the_padding_changes_nothing(
         wider = torch.cat([ids, torch.full((len(part), 5), 3)], 1)
         return batch.Padded(wider, padded.rows, padded.columns)
 
-    monkeypatch.setattr(batch, "pad", dirty)
+    monkeypatch.setattr(forward, "pad", dirty)
     padded, _ = lab.step(lab.trainer(kind, way, micro_batch_tokens=10**6), [(samples, advantages)])
     assert apart(padded, clean) < 1e-6
 

@@ -79,7 +79,7 @@ def test_a_step_of_several_updates_says_whether_some_of_them_were_made(lab: Any)
     assert not combined([skipped, skipped]).partly and not combined([made, made]).partly
 
 
-@pytest.mark.parametrize("way", ["apart", "fused"])
+@pytest.mark.parametrize("way", ["apart", "shared"])
 def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_sample(lab: Any, way: str) -> None:
     trainer = lab.trainer("qwen3", way)
     samples = lab.samples()
@@ -120,7 +120,7 @@ def test_fewer_advantages_than_samples_are_refused(lab: Any) -> None:
         lab.trainer("qwen3").accumulate(lab.samples(), [0.0] * 11)
 
 
-@pytest.mark.parametrize("way", ["apart", "fused"])
+@pytest.mark.parametrize("way", ["apart", "shared"])
 def test_without_drift_the_step_says_so_and_entropy_is_at_the_sampling_temperature(
     lab: Any, with_logprobs: Any, way: str
 ) -> None:
@@ -225,6 +225,6 @@ def test_two_trainers_with_the_same_samples_end_with_the_same_bits(lab: Any) -> 
 def test_padding_is_told_where_there_is_any(lab: Any) -> None:
     samples = lab.samples()
     real, wide = sum(sample.length for sample in samples), max(sample.length for sample in samples)
-    for way, expected in (("apart", 1 - real / (wide * len(samples))), ("fused", 0.0)):
+    for way, expected in (("apart", 1 - real / (wide * len(samples))), ("shared", 0.0)):
         trainer = lab.trainer("qwen3", way, micro_batch_tokens=10**6)
         assert lab.step(trainer, [(samples, lab.advantages(len(samples)))])[1].padding == pytest.approx(expected)
