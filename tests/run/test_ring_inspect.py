@@ -170,7 +170,7 @@ def test_a_replayed_step_is_said_once_and_one_that_was_taken_back_as_such(made: 
     made.train(20, step=3)
     made.train(36, step=4)
     log = LineFile(made.paths.train_log)
-    log.append(msgspec.json.encode(TrainLine(step=3, samples=[(20, 1, 0)])))
+    log.append(msgspec.json.encode(TrainLine(step=3, version=3, cause="count", samples=[(20, 1, 0)])))
     log.close()
     assert made.inspect(20).count("trained its attempt 1") == 1
     assert "step      3 (version 3, count) trained its attempt 1; replayed 1×, counted once" in made.inspect(20)
