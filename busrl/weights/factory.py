@@ -122,14 +122,15 @@ def make_sender(settings: Settings, callbacks: GroupCallbacks | None = None, wri
             key_every=settings.key_every,
         )
     if settings.transport == "broadcast":
-        from busrl.weights.broadcast.sender import BroadcastSender, SparseSettings
+        from busrl.weights.broadcast.sender import BroadcastSender
 
         return BroadcastSender(
             settings.address_file,
             timeout_s=settings.timeout_s,
             bucket_bytes=settings.bucket_bytes,
             checksum=settings.checksum,
-            sparse=SparseSettings(settings.threshold, settings.key_every),
+            threshold=settings.threshold,
+            key_every=settings.key_every,
             backend=settings.backend,
             device=settings.memory,
             callbacks=callbacks,

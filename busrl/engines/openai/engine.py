@@ -19,39 +19,24 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from busrl.config.machine import vocabulary_size
-from busrl.engines.base import (
-    ABORTED,
-    EOS,
-    LENGTH,
-    Event,
-    Finished,
-    PartialAnswer,
-    Pause,
-    Pauses,
-    Request,
-    Statistics,
-    check_rows,
-    room_for,
-)
-from busrl.engines.openai.client import Client, Message, Sent, endpoint_of, tools_of
+from busrl.engines.base import ABORTED, EOS, LENGTH, Engine, Finished, PartialAnswer, Pause, Request, Statistics
+from busrl.engines.openai.client import Client, Message, Sent, tools_of
 from busrl.engines.openai.weights import PREFIX, FixedReceiver, Restore, ServerWeights
-from busrl.engines.tokens import tokens_of
+from busrl.engines.tokens import Tokens, tokens_of
 from busrl.errors import PeerTimeout, UserError
 
 if TYPE_CHECKING:
     from busrl.config import Topology
     from busrl.config.schema import Openai
     from busrl.data import Prompt
-    from busrl.engines.tokens import Tokens
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
@@ -62,7 +47,7 @@ UPDATE_SHARE = 0.8  # of the time that the role declares for new weights: the er
 ADAPTER = "adapter_config.json"  # a version with this file is an adapter, whatever kind its receiver has
 
 
-class ServedEngine:
+class ServedEngine(Engine):
     """At most `capacity` requests at a time. `tokens` makes ids of prompts and text of ids; `update_s`: what an update
     may take before a supervisor takes the process for stuck."""
 
@@ -77,41 +62,27 @@ class ServedEngine:
         eos_ids: frozenset[int] = frozenset(),
         update_s: float = 120.0,
     ) -> None:
-        self._settings, self._tokens, self._eos_ids = settings, tokens, eos_ids
-        self._capacity, self._max_length = capacity, max_length
+        super().__init__(tokens, capacity, max_length)
+        self._settings, self._eos_ids = settings, eos_ids
         self._chat = settings.endpoint == "chat"
         self._tools = tools_of(settings)
-        self._client = Client(endpoint_of(settings, vocabulary, eos_ids))
+        self._client = Client(settings, vocabulary, eos_ids)
         self._running: dict[int, PartialAnswer] = {}
         self._chats: OrderedDict[bytes, Prompt] = OrderedDict()  # by chat: the messages of a prompt's ids
         self._taken: list[Message] = []  # those that the next step is about
-        self._done: list[Finished] = []
-        self._events: list[Event] = []
-        self._pauses = Pauses()
         self._loaded: tuple[int, Path, bool] | None = None  # version, path, adapter: what the server loaded last
         self._restore = Restore(settings.base_url, self._open, self._not_restored)
         self._opening = threading.Lock()  # a restore that ends, against a pause that begins
         self._update_limit_s = UPDATE_SHARE * update_s
         self._updating = self._lost = False  # lost: the server went away and does not have its version
-        self._steps = self._drawn = self._prefilled = self._updates = 0
-        self._update_s = 0.0
         try:
-            model = settings.model or self._only_model()
-            self._client.model = model
-            self._weights = ServerWeights(self._client, settings.update, model)
+            self._client.model = settings.model or self._only_model()
+            self._weights = ServerWeights(self._client, settings.update, self._client.model)
         except BaseException:
             self._client.close()
             raise
 
-    # -- the protocol -----
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
-    def active(self) -> int:
-        return len(self._running) + len(self._done)
+    # -- the interface -----
 
     @property
     def drawing(self) -> int:
@@ -119,69 +90,50 @@ class ServedEngine:
         self._receive()
         return sum(len(message.part.ids) for message in self._taken if message.part and message.key in self._running)
 
-    @property
-    def max_length(self) -> int:
-        return self._max_length
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        check_rows(self, requests)
+    def _begin(self, requests: list[Request]) -> None:
         sending = []
         for request in requests:
-            answer, limit = PartialAnswer(request), room_for(request, self._max_length)
-            if limit <= 0:
-                self._done.append(answer.finished(LENGTH))
-                continue
-            self._running[request.key] = answer
+            self._running[request.key] = answer = PartialAnswer(request)
             prompt = answer.known_ids
-            self._prefilled += len(prompt)
-            sending.append(Sent(request, self._body(request), prompt, limit))
+            self._counts.prefill_tokens += len(prompt)
+            sending.append(Sent(request, self._body(request), prompt, self.room_for(request)))
         self._client.start(sending)
 
     def step(self) -> list[Finished]:
-        self._steps += 1
-        finished, self._done = self._done, []
-        if not self._taken and not finished:
+        self._counts.steps += 1
+        if not self._taken and not self._done:
             with contextlib.suppress(queue.Empty):
                 self._taken.append(self._client.messages.get(timeout=MOMENT_S))
             return []
-        return finished + self._handle_taken()
+        self._handle_taken()
+        return self._take_done()
 
-    def abort(self, key: int) -> Finished | None:
-        if key in self._running:
+    def _end_now(self, keys: list[int]) -> None:
+        for key in keys:
             self._client.drop(key)
-            self._settle()
-        ended = next((one for one in self._done if one.key == key), None)  # by itself, before or meanwhile
-        if ended is not None:
-            self._done = [one for one in self._done if one is not ended]
-            return ended
-        return self._end(self._running[key], ABORTED) if key in self._running else None
-
-    def events(self) -> list[Event]:
-        found, self._events = self._events, []
-        running = (one for one in self._running.values() if one.request.stream and one.streamed < len(one.token_ids))
-        return found + [answer.event() for answer in running]
+        self._settle()  # some may have ended by themselves
+        for key in keys:
+            if key in self._running:
+                self._end(key, ABORTED)
 
     def pause(self, how: Pause) -> list[Finished]:
         return self._pause(how, self._settings.timeout_s + self._settings.patience_s)
 
     def _pause(self, how: Pause, limit_s: float) -> list[Finished]:
-        ended: list[Finished] = []
         with self._opening:  # first of all: a restore that ends from now on opens nothing
             self._pauses.begin()
-        if how == "abort":
-            self._client.close_gate()
-            ended = [one for key in list(self._running) if (one := self.abort(key)) is not None]
-        elif how == "wait":
+        if how == "wait":
             self._drain(limit_s)
-        elif self._chat:
+        elif how == "keep" and self._chat:
             self._client.hold_gate()
         else:
             self._client.close_gate()
-        done, self._done = self._done, []
-        return done + ended
+        if how == "abort":
+            self._end_now(list(self._running))
+        return self._take_done()
 
     def resume(self) -> None:
-        self._pauses.end()
+        super().resume()
         self._open()
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
@@ -191,11 +143,10 @@ class ServedEngine:
         self._weights.name_for(settings.folders)
         return None
 
-    def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+    def _update(self, receiver: Receiver) -> tuple[int, int]:
         """WeightsRefused for a version that cannot be used here: the one before stays. After any error requests
         continue if they ran before."""
-        begun = time.monotonic()
-        deadline = begun + self._update_limit_s
+        deadline = time.monotonic() + self._update_limit_s
         self._restore.wait(min(self._settings.patience_s, self._update_limit_s))  # it reads files that `take` may end
         assert receiver.kind != "tensors"  # the rules of a topology allow no other kind
         version, step, path = receiver.take()
@@ -209,29 +160,20 @@ class ServedEngine:
             self._begin_restore()  # only if the server went away meanwhile and the new version is not there
             if not paused:
                 self.resume()
-        self._updates += 1
-        self._update_s += time.monotonic() - begun
         return version, step
 
     def statistics(self) -> Statistics:
         waiting = sum(not answer.token_ids for answer in self._running.values())
-        return Statistics(
-            active=self.active, waiting=waiting, paused=self._pauses.on, version=self._client.version,
-            steps=self._steps, tokens=self._drawn, prefill_tokens=self._prefilled, updates=self._updates,
-            update_s=self._update_s, pause_s=self._pauses.seconds, errors=self._client.errors,
-        )
+        return replace(super().statistics(), waiting=waiting, errors=self._client.errors)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        ids = self._tokens.encode(prompt)
+        ids = super().encode(prompt)
         if self._chat:
             chat: Prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             self._chats[np.asarray(ids, np.int32).tobytes()] = chat
             if len(self._chats) > PROMPTS_KEPT:
                 self._chats.popitem(last=False)
         return ids
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
-        return self._tokens.decode(ids, ended)
 
     def close(self) -> None:
         for key in list(self._running):
@@ -263,13 +205,13 @@ class ServedEngine:
             while True:
                 self._taken.append(self._client.messages.get_nowait())
 
-    def _handle_taken(self) -> list[Finished]:
-        """Handle the messages taken; returns what ended with them."""
+    def _handle_taken(self) -> None:
         taken, self._taken = self._taken, []
-        return [ended for message in taken if (ended := self._handle(message)) is not None]
+        for message in taken:
+            self._handle(message)
 
-    def _handle(self, message: Message) -> Finished | None:
-        """Keep what came; the finished sequence if that was all."""
+    def _handle(self, message: Message) -> None:
+        """Keep what came, and the end if that was all."""
         if message.problem is not None:
             raise message.problem
         if message.lost:
@@ -277,25 +219,21 @@ class ServedEngine:
             self._begin_restore()
         answer, part = self._running.get(message.key), message.part
         if answer is None:
-            return None
+            return
         if message.refused:
-            return self._end(answer, ABORTED, message.refused)
+            self._end(message.key, ABORTED, message.refused)
         if part is None:
-            return None
+            return
         if part.prompt_ids is not None and self._chat:
             self._check_prompt(answer.request, part.prompt_ids)
         answer.add(part.ids, part.logprobs, [message.version] * len(part.ids))
-        self._drawn += len(part.ids)
-        if not message.ended:
-            return None
-        stopped = part.finish != "length" or not self._eos_ids.isdisjoint(answer.token_ids[-1:])
-        return self._end(answer, EOS if stopped else LENGTH)
+        self._counts.tokens += len(part.ids)
+        if message.ended:
+            stopped = part.finish != "length" or not self._eos_ids.isdisjoint(answer.token_ids[-1:])
+            self._end(message.key, EOS if stopped else LENGTH)
 
-    def _end(self, answer: PartialAnswer, finish: int, refused: str = "") -> Finished:
-        del self._running[answer.request.key]
-        if answer.request.stream:
-            self._events.append(answer.event(finish))
-        return answer.finished(finish, refused=refused)
+    def _end(self, key: int, finish: int, refused: str = "") -> None:
+        self._done.append(self._running.pop(key).finished(finish, refused=refused))
 
     def _check_prompt(self, request: Request, theirs: list[int]) -> None:
         """The tokens that are trained follow the prompt that we know: the server's has to be the same."""
@@ -311,7 +249,7 @@ class ServedEngine:
     def _settle(self) -> None:
         """Handle all messages at once; what ended is kept for the next step."""
         self._receive()
-        self._done += self._handle_taken()
+        self._handle_taken()
 
     def _drain(self, limit_s: float) -> None:
         """Let the answers under way end, and none begin; PeerTimeout says how many did not end."""
@@ -360,7 +298,7 @@ class ServedEngine:
 
     def _only_model(self) -> str:
         """The name of the one model that the endpoint has."""
-        reply = self._client.send("GET", f"{self._client.endpoint.url}/models", None, "asking which models there are")
+        reply = self._client.send("GET", f"{self._client.url}/models", None, "asking which models there are")
         names = []
         with contextlib.suppress(ValueError, KeyError, TypeError):
             found = [str(entry["id"]) for entry in json.loads(reply)["data"]]

@@ -28,11 +28,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from busrl.engines.openai.client import Client
 from busrl.errors import BugError, BusrlError, PeerLost, PeerTimeout, UserError
-from busrl.weights.base import NOTHING
+from busrl.weights.base import NOTHING, TensorReceiver
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +84,8 @@ class Restore:
             self._done()
 
 
-class FixedReceiver:
+class FixedReceiver(TensorReceiver):
     """A receiver of weights that never come: the endpoint keeps those that it was started with, version 0."""
-
-    kind: Literal["tensors"] = "tensors"
 
     def newest(self) -> tuple[int, int]:
         return NOTHING
@@ -107,7 +105,7 @@ class ServerWeights:
 
     def __init__(self, client: Client, kind: str, base_model: str) -> None:
         self._client, self._kind, self._base = client, kind, base_model
-        self._root = client.endpoint.url.removesuffix("/v1")
+        self._root = client.url.removesuffix("/v1")
         self._prefix = f"{PREFIX}v"
         self._adapter = ""
         self._deadline = math.inf

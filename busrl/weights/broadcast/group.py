@@ -36,6 +36,7 @@ import torch.distributed
 
 from busrl import files
 from busrl.device import device_group, own_stream
+from busrl.errors import first_line
 
 log = logging.getLogger("busrl")
 dist: Any = torch.distributed  # its stub exports neither the stores nor the options of the backends
@@ -49,7 +50,6 @@ MAX_UNIDENTIFIED = 64
 MAX_ACCEPTED = 32  # connections in a row, before other events are handled
 WARN_EVERY_S = 60.0
 IN_FLIGHT = 2
-DEVICE_CONNECT_S = 60.0
 
 
 # -- control connections ---------------------------------------------------------------------------------------
@@ -236,11 +236,6 @@ def owner_of(connected: socket.socket) -> str:
     return f"user {uid}"
 
 
-def secret_of(address: str) -> str:
-    """The secret in the text of an address file."""
-    return address.partition("/")[2]
-
-
 def _parsed(line: bytes) -> Message:
     try:
         message = json.loads(line)
@@ -252,23 +247,6 @@ def _parsed(line: bytes) -> Message:
 
 
 # -- process groups --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GroupTimeouts:
-    """The timeout of the topology in three parts, so that a stopped member costs the others less than all of it: a part
-    until it misses a deadline (connecting, a bucket or the commit), a part in the roll call that leaves it out."""
-
-    timeout_s: float
-
-    @property
-    def phase_s(self) -> float:
-        """Longest wait in one phase: the roll call, connecting, one bucket, the commit."""
-        return self.timeout_s / 3
-
-    def connecting_s(self, backend: str) -> float:
-        """Longest wait for a group to form. The first one between devices makes their contexts too."""
-        return 1.5 * self.phase_s if backend == "gloo" else max(1.5 * self.phase_s, DEVICE_CONNECT_S)
 
 
 @dataclass(frozen=True)
@@ -338,20 +316,16 @@ def connect(rendezvous: Rendezvous, store: Any = None) -> Group:
     """Connect with all other ranks; raises if one does not connect before the timeout."""
     host, _, prefix = rendezvous.store.partition("/")
     store = store if store is not None else join_store(rendezvous.store, rendezvous.timeout_s)
-    below = dist.PrefixStore(prefix, store)
-    if rendezvous.backend != "gloo":
-        return _between_devices(rendezvous, below, store)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host.rpartition(":")[0])]
-    options._timeout = timedelta(seconds=rendezvous.timeout_s)
-    options._threads = 1
-    return Group(dist.ProcessGroupGloo(below, rendezvous.rank, rendezvous.size, options), store, rendezvous)
-
-
-def _between_devices(rendezvous: Rendezvous, below: Any, store: Any) -> Group:
-    """A group of NCCL or HCCL. It connects in its first call: here, in a thread that may be abandoned."""
-    made = device_group(rendezvous.backend, below, rendezvous.rank, rendezvous.size, rendezvous.timeout_s)
+    below, rank, size = dist.PrefixStore(prefix, store), rendezvous.rank, rendezvous.size
+    if rendezvous.backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host.rpartition(":")[0])]
+        options._timeout = timedelta(seconds=rendezvous.timeout_s)
+        options._threads = 1
+        return Group(dist.ProcessGroupGloo(below, rank, size, options), store, rendezvous)
+    made = device_group(rendezvous.backend, below, rank, size, rendezvous.timeout_s)
     group = Group(made, store, rendezvous)
+    # NCCL and HCCL connect in their first call: here, in a thread that may be abandoned.
     group.broadcast(torch.zeros(1, dtype=torch.uint8, device=rendezvous.device))
     group.finish()
     return group
@@ -361,7 +335,7 @@ def _abort(group: Any) -> None:
     try:
         group.abort()
     except (RuntimeError, AttributeError) as problem:  # HCCL has none
-        log.debug("weights: a group was not aborted: %s", first_line(problem))
+        log.debug("weights: a group was not aborted: %s", first_line(str(problem)))
 
 
 class GroupSetup:
@@ -390,7 +364,7 @@ class GroupSetup:
             if self._cancelled:
                 self.cancel()
         except Exception as problem:  # of sockets, of torch, of a missing backend: all are reported
-            self.problem = f"{first_line(problem)} (after {time.monotonic() - begun:.1f} s)"
+            self.problem = f"{first_line(str(problem))} (after {time.monotonic() - begun:.1f} s)"
         finally:
             self._store = None
             self.ended.set()
@@ -401,8 +375,3 @@ class GroupSetup:
 def pieces(length: int, size: int) -> list[tuple[int, int]]:
     """Start and end of each bucket of a block of `length` bytes."""
     return [(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def first_line(problem: BaseException) -> str:
-    """The start of a message of torch, which may go on for pages."""
-    return str(problem).strip().split("\n", 1)[0][:160]
