@@ -12,23 +12,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.errors import MachineError
-from busrl.ring import (
+from busrl.errors import (
     DiskFull,
     FateRefused,
-    Fates,
     LockTimeout,
-    OfdLock,
-    Ring,
+    MachineError,
     RingError,
     RingExists,
-    RingGuard,
     RingMismatch,
     RingNotFound,
     RingReadOnly,
     ShmTooSmall,
-    State,
 )
+from busrl.ring import Fates, OfdLock, Ring, RingGuard, State
 from busrl.states import VALIDATE_BIT
 
 

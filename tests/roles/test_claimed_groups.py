@@ -13,8 +13,9 @@ import pytest
 
 from busrl.config.schema import Data, Log, Openai
 from busrl.data.chat import LightTokenizer
+from busrl.errors import SlotTooSmall
 from busrl.paths import RunPaths
-from busrl.ring import Fates, Ring, SlotTooSmall, State
+from busrl.ring import Fates, Ring, State
 from busrl.roles.learner.groups import Claimed, Excerpts, claim_group, claim_groups, end, give_back, parts_of
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.trajectory import read_parts, write_parts, write_segment, write_text
