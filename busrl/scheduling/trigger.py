@@ -212,16 +212,13 @@ class LearnerPlan:
             len(claimed) + len(fresh), now, counted=counted + len(fresh),
             at_rest=not (active & ~view.resolved).any() if wave_over is None else wave_over,
             round_full=self.limits.sync and next_admission % self.limits.n_min == 0,
-            draining=draining or self._admission_is_held(view, step), leaves_too_old=blocker is not None,
+            leaves_too_old=blocker is not None,
+            # Under `wait` nothing is admitted while a group is too old: too few for a step would wait for ever.
+            draining=draining or bool(self.staleness.holds(view.oldest_step, step).any()),
         )
         if cause and blocker is not None and self.staleness.over_age == "wait":
             cause = None
         return [*asides, *self._claims(cause, claimed, fresh, seen, blocker)]
-
-    def _admission_is_held(self, view: GroupView, step: int) -> bool:
-        """Under `wait` nothing is admitted while a group is too old: too few for a step would wait for ever."""
-        late = self.staleness.too_old(view.oldest_step, step)
-        return self.staleness.over_age == "wait" and bool(np.any(late))
 
     # -- groups -------------------------------------------------------------------------------------------------
 
