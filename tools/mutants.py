@@ -133,11 +133,11 @@ MUTANTS = (
            'else Fate.FLAT if view.flat[i] else Fate.OLD', 'else Fate.OLD if view.flat[i] else Fate.FLAT',
            ("tests/scheduling/test_plan.py",)),
     Mutant("the penalty of a cut answer is added", GROUPS,
-           'lines["reward"] - self.penalty', 'lines["reward"] + self.penalty', ("tests/roles/test_overlong_shaping.py",)),
+           'lines["reward"] - penalty', 'lines["reward"] + penalty', ("tests/roles/test_overlong_shaping.py",)),
     Mutant("answers that ended by themselves are worth less", GROUPS,
            '(lines["finish"] == LENGTH)', '(lines["finish"] != LENGTH)', ("tests/roles/test_overlong_shaping.py",)),
     Mutant("the learner trains what the judge said of cut answers", LEARNER,
-           "return self.shaping.apply(self.ring.lines())", "return self.ring.lines()", RUN),
+           "return shaped(self.ring.lines(), reward.truncated, reward.truncated_penalty)", "return self.ring.lines()", RUN),
     Mutant("validation is worth less where it is cut", GROUPS,
            '& (lines["cls"] == SampleClass.TRAIN)', "", ("tests/roles/test_overlong_shaping.py",)),
     # -- advantages and losses
