@@ -99,7 +99,7 @@ class MadeRun:
         self.flat_group(step)
         self.history.append(record)
         self.training.stale.at(version, step - 1)
-        if TrainingStep.streamable(self.topology.learner):
+        if self.topology.learner.updates_per_batch == 1:
             self.training.accumulate([one for group in groups[:2] for one in group.records], version)
             self.training.accumulate([one for group in groups[2:] for one in group.records], version)
             stats = self.training.finish(GROUPS)

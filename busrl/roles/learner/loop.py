@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,22 +45,7 @@ if TYPE_CHECKING:
     from busrl.training.trainer import StepStats
 
 log = logging.getLogger("busrl")
-
-
-class ScriptedPace:
-    """Lets training in a scripted run take as long as a larger model's would (`mock.learner_s_per_token`)."""
-
-    SLICE_S = 0.5  # between two signs of progress
-
-    def __init__(self, s_per_token: float, progress: Callable[[], None]) -> None:
-        self._s_per_token, self._progress = s_per_token, progress
-
-    def wait(self, begun: float, tokens: int) -> None:
-        """The rest of the time that training `tokens` tokens, begun at `begun` of the monotonic clock, is to take."""
-        end = begun + self._s_per_token * tokens
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, self.SLICE_S))
-            self._progress()
+PACE_SLICE_S = 0.5  # between two signs of progress
 
 
 class Learner(Actor):
@@ -71,15 +56,15 @@ class Learner(Actor):
     def setup(self) -> None:
         self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
         limits = self.topology.derived.limits
-        streaming = TrainingStep.streamable(self.config) and not self.config.deterministic
+        streaming = self.config.updates_per_batch == 1 and not self.config.deterministic
         self.plan = make_plan(self.topology, streaming=streaming)
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
         self.deadline = WorkDeadline(self.topology.limits.progress_s, self.work_s)
         self.training.moved = self._moved
-        if s_per_token := self.topology.mock.learner_s_per_token:
-            self.training.pace = ScriptedPace(s_per_token, self._moved).wait
+        if self.topology.mock.learner_s_per_token:
+            self.training.pace = self._take_as_long
         with contextlib.suppress(FateRefused):  # the keeper finds it too, and reports it
             self.ring.finish_drops()  # so that the fates hold what a predecessor set aside
         self.own_metrics = Metrics(self.config.metrics)
@@ -285,6 +270,13 @@ class Learner(Actor):
         records = [record for group in groups for record in group.records]
         with self.activity("accumulate", self.deadline.begin()):
             self.training.accumulate(records, self._present_version())
+
+    def _take_as_long(self, begun: float, tokens: int) -> None:
+        """In a scripted run: wait until `tokens` tokens, begun then, took as long as they take a larger model."""
+        end = begun + self.topology.mock.learner_s_per_token * tokens
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, PACE_SLICE_S))
+            self._moved()
 
     def _moved(self) -> None:
         """A micro-batch, an update or a part of a checkpoint is done."""
