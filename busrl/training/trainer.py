@@ -203,7 +203,7 @@ def keep_freed_memory(slack: int = 1 << 26) -> bool:
     settings = ((MMAP_THRESHOLD, 1 << 30), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        return sum(mallopt(option, value) for option, value in settings) == len(settings)
+        return sum(int(mallopt(option, value)) for option, value in settings) == len(settings)
     return False
 
 
