@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Settings:
     """What a transport needs, as plain data: `plain()` fits any wire, `from_plain` rebuilds it in another process.
 
-    `segment` is the file in shared memory, `address_file` says where a broadcasting learner listens; both are paths
+    `segment` is the file in shared memory, `address_file` is the socket of a broadcasting learner; both are paths
     on this host. `checksum`: every receiver checks the bytes of each version against a digest that came with it.
     `bucket_bytes` is the piece of a broadcast with its own deadline, `backend` what carries it. `threshold` is
     the share of changed bytes up to which updates are sparse (0: never), `key_every` a number of versions
@@ -59,7 +59,7 @@ class Settings:
         made = cls(
             transport=weights.transport,
             segment=str(paths.weights_file),
-            address_file=str(paths.runtime_dir / "weights.store"),
+            address_file=str(paths.runtime_dir / "cast.sock"),
             timeout_s=weights.timeout_s,
             checksum=weights.checksum,
             bucket_bytes=weights.bucket_mb << 20,
