@@ -206,7 +206,8 @@ class Tally:
     """`add` an event of a worker; `plain` is all of it as JSON can hold it. Continues from `before`, which an earlier
     keeper wrote; anything unexpected in it is left out."""
 
-    def __init__(self, before: Any = None) -> None:
+    def __init__(self, before: Any = None, most: int = MOST_NAMES) -> None:
+        self._most = most
         self.workers: dict[str, Counter[str]] = {}
         self.latest: dict[str, str] = {}
         self.changed = False
@@ -216,14 +217,16 @@ class Tally:
                 if isinstance(counts.get("latest"), str):
                     self.latest[name] = counts["latest"]
 
-    def add(self, name: str, event: str, count: int = 1, text: str = "") -> None:
+    def add(self, name: str, event: str, count: int = 1, text: str = "") -> str:
+        """The name it is counted under: beyond `most` names all further ones are one."""
         name = name or "(unnamed)"
-        if name not in self.workers and len(self.workers) >= MOST_NAMES:
+        if name not in self.workers and len(self.workers) >= self._most:
             name = OTHERS
         self.workers.setdefault(name, Counter())[event] += count
         if text:
             self.latest[name] = f"{event}: {text}"[:300]
         self.changed = True
+        return name
 
     def plain(self) -> dict[str, Any]:
         return {

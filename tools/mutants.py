@@ -77,8 +77,8 @@ MUTANTS = (
     Mutant("an end token is told as a cut", "busrl/engines/torch/engine.py",
            "EOS if self._eos[tokens[-1]] else LENGTH", "LENGTH if self._eos[tokens[-1]] else EOS", ENDS),
     Mutant("tokens carry the version before theirs", ENGINE,
-           "ended = seats.record(running, drawn, measured, self._version)",
-           "ended = seats.record(running, drawn, measured, max(0, self._version - 1))", RUN),
+           "ended = seats.record(running, drawn, measured, self.version)",
+           "ended = seats.record(running, drawn, measured, max(0, self.version - 1))", RUN),
     Mutant("all tokens of a segment carry the version of its end", ROLLOUT,
            "ids, logprobs, versions = sequence.token_ids, sequence.logprobs, sequence.versions",
            "ids, logprobs = sequence.token_ids, sequence.logprobs\n"

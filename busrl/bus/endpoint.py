@@ -36,7 +36,9 @@ from busrl import _wire
 from busrl.bus.security import check_endpoint
 from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
 from busrl.keys import ClientKeys
-from busrl.protocol import MAX_ACTIVITY, Fault, Heartbeat, Message, Ping, Pong, Rejected, codec, kind_of, name_of, topic
+from busrl.protocol import codec
+from busrl.protocol.codec import Fault, Rejected, kind_of, topic
+from busrl.protocol.messages import MAX_ACTIVITY, Heartbeat, Message, Ping, Pong, name_of
 
 # -- counting missed messages -----
 

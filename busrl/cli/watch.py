@@ -22,6 +22,7 @@ from busrl.monitor import screen
 from busrl.monitor.recording import Bounds, Recorder, Recording, summary
 from busrl.monitor.replay import Replayer, own_endpoint
 from busrl.monitor.screen import give_way
+from busrl.monitor.snapshot import snapshot
 from busrl.monitor.sources import Target, Watcher, find
 from busrl.monitor.status import status as status_of
 from busrl.monitor.text import duration
@@ -54,12 +55,13 @@ def monitor(options: argparse.Namespace) -> int:
 def _once(watcher: Watcher, target: Target, as_json: bool, seconds: float | None) -> int:
     patience = seconds if seconds is not None else LISTEN_S if target.paths else REPLAY_S
     screen.settle(watcher, patience)
-    if target.paths is None and not watcher.run.traffic.count and not watcher.run.replay:
+    if target.paths is None and not watcher.run.traffic.total.count and not watcher.run.replay:
         raise NoSuchRun(
             f"{target.endpoint}: nothing was received there within {patience:g} s; name the tap of a run (`tap` in its "
             "run.json), or the endpoint that `busrl replay` printed"
         )
-    print(json.dumps(screen.as_data(watcher), ensure_ascii=False) if as_json else screen.as_text(watcher))
+    data = snapshot(watcher.run, time.monotonic(), time.time()) if as_json else None
+    print(json.dumps(data, ensure_ascii=False) if as_json else screen.as_text(watcher))
     return 0
 
 

@@ -621,6 +621,11 @@ class Topology:
         return given if isinstance(given, int) else self.derived.prompt_tokens
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: prompt and answer."""
+        return self.max_prompt_tokens + self.generation.max_new_tokens
+
+    @property
     def task_message_bytes(self) -> int:
         """Most bytes of a message that carries one sample: what its slot holds, and the fields."""
         return self.derived.slot_bytes + MESSAGE_FIELD_BYTES

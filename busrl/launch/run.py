@@ -41,15 +41,15 @@ from busrl.launch.fates import FateWatch
 from busrl.launch.guardian import Guardian, mark
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.launch.summary import EventLog, Outcome, Progress, ResidenceTimes, Usage
-from busrl.launch.supervisor import Ask, Child, ForeignProcesses, Patience, Phase, Shutdown, Sight
+from busrl.launch.supervisor import Child, ForeignProcesses, Patience, Phase, Shutdown
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.monitor.runfiles import RunFiles, run_of_files
 from busrl.monitor.sources import ring_record
 from busrl.monitor.text import printable
-from busrl.protocol import address, topic
 from busrl.protocol import messages as m
+from busrl.protocol.codec import address, topic
 from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import HeaderWord, RunPhase
@@ -244,7 +244,7 @@ class Launch:
             return outcome
         finally:
             self._kill_all()
-            for line in self._events.close(self._clock()):
+            for line in self._events.tick(self._clock(), everything=True):
                 self._say(line)
             self._fates.close()
             self._bus.close()
@@ -342,18 +342,13 @@ class Launch:
                 continue
             self._forget(running)
             child = next(one for one in self.children if one.name == name)
-            self._see_last(child)
+            # It may have become ready since the last look; the ring says so until the entry is reaped.
+            self._read_table()
+            self._see(child)
             if how == SIGKILLED and not child.condemned:
                 self.crashes.killed(child.name, child.restarts + 1)
             self._reap()
             yield child, how
-
-    def _see_last(self, child: Child) -> None:
-        """It may have become ready since the last look; the ring says so until the entry is reaped."""
-        self._read_table()
-        sight = self._sight(child)
-        if sight is not None and sight.ready:
-            child.became_ready()
 
     def _reap(self) -> None:
         """As the keeper does on its next tick; but here a death is known at once, and the keeper may be the dead.
@@ -470,12 +465,10 @@ class Launch:
         for line in self._events.tick(now):
             self._say(line)
         for child in self.children:
-            sight = self._sight(child)
-            if sight is not None and sight.ready and child.became_ready():
+            if self._see(child):
                 self._note(f"{child.name} (pid {child.pid}) is ready")
-            kill = child.looked(sight, passed)
-            if kill is not None:
-                self._say(kill.why)
+            if why := child.looked(self._entries.get(child.pid), passed):
+                self._say(why)
                 self._running[child.name].kill()
         self._look_at_foreign(passed)
         if self._guardian.renew():
@@ -495,12 +488,12 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
 
     def _read_table(self) -> None:
-        self._entries = {process.pid: process for process in self._run.ring.processes()}
+        self._entries = {one.pid: one for one in self._run.ring.processes() if not one.remote}
 
-    def _sight(self, child: Child) -> Sight | None:
-        """What the ring says about a child; None if it does not map the ring (yet)."""
-        one = self._entries.get(child.pid) if child.pid else None
-        return Sight.of(one) if one is not None else None
+    def _see(self, child: Child) -> bool:
+        """Whether the ring says for the first time that a child is ready. One that does not map it has no entry."""
+        entry = self._entries.get(child.pid)
+        return entry is not None and entry.state == "ready" and child.became_ready()
 
     # the end
 
@@ -517,22 +510,18 @@ class Launch:
             if now >= next_stop:
                 next_stop = now + STOP_EVERY_S
                 self._bus.send(m.Stop(reason=outcome.why, drain_s=stop_s))
-            self._press(shutdown, now)
+            for action in shutdown.step(self._running, now):
+                if action.overdue:
+                    self._say(action.overdue)
+                    self._running[action.name].kill()
+                else:
+                    self._running[action.name].signal(signal.SIGTERM)
             self._selector.select(STOP_LOOK_S)
             self._signals.clear()
             self._note_deaths()
             self._receive()
         if self._running:
             self._say(f"a second signal: killing {', '.join(self._running)}")
-
-    def _press(self, shutdown: Shutdown, now: float) -> None:
-        for action in shutdown.step(self._running, now):
-            running = self._running[action.name]
-            if isinstance(action, Ask):
-                running.signal(signal.SIGTERM)
-            else:
-                self._say(action.why)
-                running.kill()
 
     def _note_deaths(self) -> None:
         for child, how in self._ended():

@@ -20,9 +20,11 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from busrl import files
 from busrl.errors import first_line
@@ -35,8 +37,8 @@ from busrl.monitor.runfiles import in_words
 from busrl.monitor.state import ProcessRow, RecentErrors, RunState
 from busrl.monitor.text import alike, duration, short
 from busrl.paths import RunPaths
-from busrl.protocol import address
 from busrl.protocol import messages as m
+from busrl.protocol.codec import address
 from busrl.ring import Process
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -85,12 +87,8 @@ class Progress:
 
     @staticmethod
     def _row(child: Child, seen: ProcessRow | None) -> ProcessRow:
-        state = child.phase.value
-        if seen is None or not child.pid:
-            return ProcessRow(
-                child.name, "", child.pid, state, "", 0.0, 0.0, False, None, 0, 0, 0, 0, child.restarts
-            )
-        return replace(seen, name=child.name, state=state, restarts=child.restarts)
+        row = seen if seen is not None and child.pid else ProcessRow(child.name, pid=child.pid)
+        return replace(row, name=child.name, state=child.phase.value, restarts=child.restarts)
 
 
 # -- CPU seconds and busy shares ---------------------------------------------------------------------------------------
@@ -100,72 +98,49 @@ TICKS = os.sysconf("SC_CLK_TCK")
 LOOK_EVERY_S = 0.5
 
 
-@dataclass
-class _Used:
-    """Of one name: seconds of earlier incarnations, of the present one, and both when training began."""
-
-    pid: int = 0
-    cpu_before: float = 0.0
-    cpu: float = 0.0
-    busy_before: float = 0.0
-    busy: float = 0.0
-    cpu_at_start: float = 0.0
-    busy_at_start: float = 0.0
-
-    def seen(self, pid: int, cpu: float, busy: float) -> None:
-        if pid != self.pid:
-            self.cpu_before, self.busy_before = self.cpu_before + self.cpu, self.busy_before + self.busy
-            self.pid = pid
-        self.cpu, self.busy = cpu, busy
-
-    @property
-    def cpu_total(self) -> float:
-        return self.cpu_before + self.cpu
-
-    @property
-    def busy_total(self) -> float:
-        return self.busy_before + self.busy
-
-
 class Usage:
     """Fed with a look now and then; `summary` at the end."""
 
     def __init__(self) -> None:
-        self._used: dict[str, _Used] = {}
-        self._next = 0.0
+        self._used: dict[tuple[str, int], tuple[float, float]] = {}  # name and pid -> CPU and busy seconds
+        self._next = self._ended = 0.0
         self._began: float | None = None
-        self._ended = 0.0
+        self._before: dict[str, tuple[float, float]] = {}
 
     def look(self, pids: Iterable[tuple[str, int]], entries: dict[int, Process], step: int, now: float) -> None:
         """`pids`: name and pid of every living process; `step`: the learner's. Cheap: reads /proc twice a second."""
         if now < self._next:
             return
         self._next = now + LOOK_EVERY_S
-        for name, pid in pids:
-            entry = entries.get(pid)
-            used = self._used.setdefault(name, _Used())
+        for life in pids:
+            entry = entries.get(life[1])
             # An entry that is gone while its process still ends says nothing new.
-            busy = entry.busy_ns / 1e9 if entry else used.busy if used.pid == pid else 0.0
-            used.seen(pid, cpu_of(pid, children=pid != os.getpid()), busy)
+            busy = entry.busy_ns / 1e9 if entry else self._used.get(life, (0.0, 0.0))[1]
+            self._used[life] = cpu_of(life[1], children=life[1] != os.getpid()), busy
         if step > 0 and self._began is None:
-            self._began = now
-            for used in self._used.values():
-                used.cpu_at_start, used.busy_at_start = used.cpu_total, used.busy_total
+            self._began, self._before = now, self._sums()
         self._ended = now
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Per process: cpu_s in all, and the shares of the training time; None where nothing was trained."""
-        return {name: self._of(used) for name, used in self._used.items()}
-
-    def _of(self, used: _Used) -> dict[str, Any]:
         span = self._ended - self._began if self._began is not None else 0.0
-        if span <= 0:
-            return {"cpu_s": round(used.cpu_total, 2), "cpu_share": None, "busy_share": None}
-        return {
-            "cpu_s": round(used.cpu_total, 2),
-            "cpu_share": round((used.cpu_total - used.cpu_at_start) / span, 4),
-            "busy_share": round(min(1.0, (used.busy_total - used.busy_at_start) / span), 4),
-        }
+        told = {}
+        for name, (cpu, busy) in self._sums().items():
+            before = self._before.get(name, (0.0, 0.0))
+            told[name] = {
+                "cpu_s": round(cpu, 2),
+                "cpu_share": round((cpu - before[0]) / span, 4) if span > 0 else None,
+                "busy_share": round(min(1.0, (busy - before[1]) / span), 4) if span > 0 else None,
+            }
+        return told
+
+    def _sums(self) -> dict[str, tuple[float, float]]:
+        """Of each name over all of its lives."""
+        sums: dict[str, tuple[float, float]] = {}
+        for (name, _), (cpu, busy) in self._used.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + cpu, before[1] + busy
+        return sums
 
 
 def cpu_of(pid: int, children: bool = True) -> float:
@@ -229,8 +204,6 @@ class ResidenceTimes:
 
 
 MOST_SENDERS = 64
-OTHERS = "(others)"
-UNNAMED = "(unnamed)"
 SAVE_EVERY_S = 1.0
 TRACE = 4000
 TEXT = 200
@@ -243,7 +216,7 @@ class EventLog:
         self._paths, self._children = paths, children
         self._own = {address(name) for name in own} | {"launch"}
         self._noted: set[tuple[int, int]] = set()
-        self._throttle, self._shown, self._tally = Throttle(), Throttle(), Tally()
+        self._throttle, self._shown, self._tally = Throttle(), Throttle(), Tally(most=MOST_SENDERS)
         self._deaths: dict[str, str] = {}
         self._changed, self._next_save = True, 0.0
 
@@ -269,15 +242,18 @@ class EventLog:
         """An ERROR came; the lines that a person should read now."""
         severity = error.severity if error.severity in m.SEVERITIES else m.SEVERITIES[0]
         if error.sender in self._own:
-            return self._received_own((error.sender, severity, error.where, error.text), now)
-        sender = self._known(error.sender)
-        self._tally.add(sender, severity, text=first_line(error.text))
+            # It files and holds back itself; this is for one that does not, or that is none of ours.
+            own = (error.sender, severity, error.where, error.text)
+            kind = f"{error.sender}/{error.where}/{alike(error.text)[:TEXT]}"
+            return [shown(*own)] if self._shown.admit(kind, own, now) else []
+        sender = self._tally.add(error.sender, severity, text=first_line(error.text))
         self._changed = True
         line = (sender, severity, error.where, error.text, error.traceback[-TRACE:])
         return [self._file(line)] if self._throttle.admit(sender, line, now) else []
 
     def tick(self, now: float, everything: bool = False) -> list[str]:
-        """What was held back of foreign programs and is due: filed, and the lines to show. Saves the counts."""
+        """What was held back and is due: filed where foreign programs sent it, and the lines to show. Saves the
+        counts. `everything`: at the end."""
         lines = []
         for count, (sender, severity, where, text, trace), _ in self._throttle.due(now, everything):
             lines.append(self._file((sender, severity, where, f"{count} more from it, the latest: {text}", trace)))
@@ -288,20 +264,6 @@ class EventLog:
             files.show(self._paths.supervisor, self.plain())
         return lines
 
-    def close(self, now: float) -> list[str]:
-        """Everything that was held back."""
-        return self.tick(now, everything=True)
-
-    def _received_own(self, line: tuple[str, str, str, str], now: float) -> list[str]:
-        """It files and holds back itself; this is for one that does not, or that is none of ours."""
-        sender, _, where, text = line
-        kind = f"{sender}/{where}/{alike(text)[:TEXT]}"
-        return [shown(*line)] if self._shown.admit(kind, line, now) else []
-
-    def _known(self, sender: str) -> str:
-        sender = sender or UNNAMED
-        return sender if sender in self._tally.workers or len(self._tally.workers) < MOST_SENDERS else OTHERS
-
     def _file(self, line: tuple[str, ...]) -> str:
         sender, severity, where, text, trace = line
         record_error(self._paths, sender, severity, where, text, trace)
@@ -309,14 +271,11 @@ class EventLog:
 
     def plain(self) -> dict[str, Any]:
         """What stands in supervisor.json."""
+        deaths = self._deaths
         return {
             "time": time.time(),
             "processes": {
-                child.name: {
-                    "restarts": child.restarts,
-                    "killed_for_silence": child.kills,
-                    **({"latest": self._deaths[child.name]} if child.name in self._deaths else {}),
-                }
+                child.name: {**child.account(), **({"latest": latest} if (latest := deaths.get(child.name)) else {})}
                 for child in self._children
             },
             "errors_from_outside": self._tally.plain(),
@@ -368,21 +327,10 @@ def build(
         "seen": {"groups": progress.groups, "samples": progress.samples, "tokens": progress.tokens},
         "generated_tokens": run.ring.tokens if run.ring else 0,
         "reward": {"first": run.first_reward, "last_10_steps": run.steps.recent(lambda one: one.reward)},
-        "validation": [
-            {"round": one.round, "mean": one.mean, "samples": one.samples}
-            for one in run.validations.values()
-            if one.mean is not None and one.samples
-        ],
+        "validation": run.judged(),
         "processes": {
             "launch": usage.get("launch", {}),
-            **{
-                child.name: {
-                    "restarts": child.restarts,
-                    "killed_for_silence": child.kills,
-                    **usage.get(child.name, {}),
-                }
-                for child in progress.children
-            },
+            **{child.name: {**child.account(), **usage.get(child.name, {})} for child in progress.children},
         },
         "slots": residence,
         "faults": progress.faults,

@@ -1,7 +1,7 @@
 """What `launch` does about a process: a pure state machine for each child, the order of a stop, and foreign processes.
 
-Talks to nothing but, for foreign processes, /proc; `run.py` does what it answers. It is fed with sights of the ring,
-deaths and a clock. Knows nothing of processes, rings or signals, so every rule here is tested without starting one.
+Talks to nothing but, for foreign processes, /proc; `run.py` does what it answers. It is fed with entries of the process
+table, deaths and a clock. It starts no process and sends no signal, so every rule here is tested without either.
 
 - A child that had become ready is started again at once, and as often as it dies, as long as it does some of its work
   in between. Deaths before ready, in a row, count towards giving up, and so do deaths after it with no work done since
@@ -40,18 +40,11 @@ ORDER = ("scheduler", "rollout", "reward", "validator", "learner", "keeper", "bu
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Send SIGTERM."""
+class Ending:
+    """Send SIGTERM, or SIGKILL if `overdue` says how long the process was waited for."""
 
     name: str
-
-
-@dataclass(frozen=True)
-class Force:
-    """Send SIGKILL; `why` names the process and how long it was waited for."""
-
-    name: str
-    why: str
+    overdue: str = ""
 
 
 @dataclass
@@ -59,30 +52,23 @@ class Shutdown:
     """One orderly stop. `stop_s` is the patience with each stage."""
 
     stop_s: float
-    _stage: int = 0
-    _since: float | None = None
+    _stage: int = -1
+    _since: float = 0.0
     _asked: set[str] = field(default_factory=set)
     _forced: set[str] = field(default_factory=set)
 
-    def step(self, alive: Collection[str], now: float) -> list[Ask | Force]:
+    def step(self, alive: Collection[str], now: float) -> list[Ending]:
         """What to do now, given the names of the processes that still run."""
-        while self._stage < len(ORDER):
-            here = [name for name in alive if stage_of(name) == self._stage]
-            if here:
-                return self._press(here, now)
-            self._stage, self._since = self._stage + 1, None
-        return []
-
-    def _press(self, here: list[str], now: float) -> list[Ask | Force]:
-        if self._since is None:
-            self._since = now
-        waited = now - self._since
-        actions: list[Ask | Force] = [Ask(name) for name in here if name not in self._asked]
+        stage = min(map(stage_of, alive), default=len(ORDER))
+        if stage != self._stage:
+            self._stage, self._since = stage, now
+        here, waited = [name for name in alive if stage_of(name) == stage], now - self._since
+        actions = [Ending(name) for name in here if name not in self._asked]
         self._asked.update(here)
         if waited > self.stop_s:
-            late = [name for name in here if name not in self._forced]
-            self._forced.update(late)
-            actions += [Force(name, f"{name} did not end within {waited:.1f} s of SIGTERM: killed") for name in late]
+            why = f"did not end within {waited:.1f} s of SIGTERM: killed"
+            actions += [Ending(name, f"{name} {why}") for name in here if name not in self._forced]
+            self._forced.update(here)
         return actions
 
 
@@ -130,30 +116,6 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What the ring says about a child: its counter, what it is doing, how long that may take (0 = usual), and how many
-    samples this life of it has finished."""
-
-    ready: bool
-    progress: int
-    activity: str = ""
-    deadline_s: float = 0.0
-    samples: int = 0
-
-    @classmethod
-    def of(cls, entry: Process) -> Sight:
-        """By its entry in the process table."""
-        return cls(entry.state == "ready", entry.progress, entry.activity, entry.deadline_s, entry.samples)
-
-
-@dataclass(frozen=True)
-class Kill:
-    """This child has to be killed; `why` names it, its state and how long it was silent."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class Death:
     """What a death means: what to tell the person, and whether the run gives up because of it."""
 
@@ -177,12 +139,16 @@ class Child:
     was_ready: bool = False  # in any of its lives
     waits_for_space: bool = False
     due: float = 0.0
-    sight: Sight | None = None
+    entry: Process | None = None  # of the process table, as it was last seen
     _since: float = 0.0
     _silent_s: float = 0.0
     _ready_s: float = 0.0  # of this life
     _killed_for: str = field(default="", repr=False)
     _did: int = -1  # its work by the last death after ready
+
+    def account(self) -> dict[str, int]:
+        """How often it was started again, and killed by launch, as the files of a run hold it."""
+        return {"restarts": self.restarts, "killed_for_silence": self.kills}
 
     @property
     def condemned(self) -> bool:
@@ -200,7 +166,7 @@ class Child:
     def started(self, pid: int, now: float) -> None:
         """It was started with this pid."""
         self.phase, self.pid, self._since = Phase.STARTING, pid, now
-        self.sight, self._silent_s, self._ready_s, self._killed_for = None, 0.0, 0.0, ""
+        self.entry, self._silent_s, self._ready_s, self._killed_for = None, 0.0, 0.0, ""
 
     def became_ready(self) -> bool:
         """Ready, as the ring or (for a process that does not map it) a HELLO says; True the first time."""
@@ -210,39 +176,34 @@ class Child:
         self.waits_for_space = False
         return True
 
-    def looked(self, sight: Sight | None, passed_s: float) -> Kill | None:
-        """The ring was read, `passed_s` (without the reader's own lateness) after the last time."""
+    def looked(self, entry: Process | None, passed_s: float) -> str:
+        """The ring was read, `passed_s` (without the reader's own lateness) after the last time; `entry`: what it says
+        of this child. Why the child has to be killed; "" if it has not."""
         if self.phase not in (Phase.STARTING, Phase.READY) or self._killed_for:
-            return None
-        self._ready_s += passed_s if self.phase is Phase.READY else 0.0
-        changed = sight is not None and (self.sight is None or sight.progress != self.sight.progress)
-        renewed = sight is not None and self.sight is not None and sight.activity != self.sight.activity
-        endless = sight is not None and sight.deadline_s >= ENDLESS_S
+            return ""
+        ready, before = self.phase is Phase.READY, self.entry
+        self._ready_s += passed_s if ready else 0.0
+        changed = entry is not None and (before is None or entry.progress != before.progress)
+        renewed = entry is not None and before is not None and entry.activity != before.activity
+        deadline_s = entry.deadline_s if entry is not None else 0.0
         # To be ready has one limit for all of it; but a long piece that is declared (steps that are trained again) has
         # its own from each sign of progress on.
-        declared = sight is not None and sight.deadline_s > 0
-        if endless or (changed and declared) or (self.phase is Phase.READY and (changed or renewed)):
+        if deadline_s >= ENDLESS_S or (changed and deadline_s > 0) or (ready and (changed or renewed)):
             self._silent_s = 0.0
         else:
             self._silent_s += passed_s
-        self.sight = sight or self.sight
-        limit = self._limit_s(sight)
-        if limit is None or self._silent_s <= limit:
-            return None
-        return self._condemn(limit)
+        self.entry = entry or before
+        limit = max(self.patience.ready_s, deadline_s)
+        if ready:
+            limit = (deadline_s or self.patience.progress_s) if entry else math.inf
+        return self._condemn(limit) if self._silent_s > limit else ""
 
-    def _limit_s(self, sight: Sight | None) -> float | None:
-        declared = sight.deadline_s if sight else 0.0
-        if self.phase is Phase.STARTING:
-            return max(self.patience.ready_s, declared)
-        return (declared or self.patience.progress_s) if sight else None
-
-    def _condemn(self, limit: float) -> Kill:
-        doing = f", doing {self.sight.activity!r}" if self.sight and self.sight.activity else ""
+    def _condemn(self, limit: float) -> str:
+        doing = f", doing {self.entry.activity!r}" if self.entry and self.entry.activity else ""
         what = "not ready" if self.phase is Phase.STARTING else "no progress"
         self._killed_for = f"{what} for {self._silent_s:.1f} s (limit {limit:g} s{doing})"
         self.kills += 1
-        return Kill(f"killing {self.name} (pid {self.pid}), state {self.phase.value}: {self._killed_for}")
+        return f"killing {self.name} (pid {self.pid}), state {self.phase.value}: {self._killed_for}"
 
     def ended(self, how: str, now: float, hopeless: bool = False, did: int | None = 0) -> Death:
         """It died; `how` is its exit code or signal in words. `hopeless`: it would end the same in its next life.
@@ -263,7 +224,7 @@ class Child:
 
     def _died_ready(self, text: str, now: float, did: int | None) -> Death:
         worked = self._ready_s >= SERVED_S if did is None else did != self._did
-        worked = worked or (self.sight is not None and self.sight.samples > 0)
+        worked = worked or (self.entry is not None and self.entry.samples > 0)
         self._did, self.idle_deaths = did or 0, 1 if worked else self.idle_deaths + 1
         allowed = self.patience.crash_attempts
         if allowed and self.idle_deaths >= allowed:
@@ -336,9 +297,8 @@ class ForeignProcesses:
         condemned = []
         for key, child in self._known.items():
             one = here[key]
-            kill = child.looked(Sight(True, one.progress, one.activity, one.deadline_s), passed_s)
-            if kill is not None and is_titled(one.pid, one.label):
-                condemned.append((one.pid, f"{kill.why}; this launch did not start it, and it holds a lock of the run"))
+            if (why := child.looked(one, passed_s)) and is_titled(one.pid, one.label):
+                condemned.append((one.pid, f"{why}; this launch did not start it, and it holds a lock of the run"))
         return condemned
 
     def _new(self, process: Process) -> Child:

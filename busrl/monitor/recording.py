@@ -40,7 +40,7 @@ from busrl.monitor.sources import Look, holder_of
 from busrl.monitor.state import Facts
 from busrl.monitor.status import status
 from busrl.paths import RunPaths
-from busrl.protocol import VERSION
+from busrl.protocol.messages import VERSION
 
 # -- the file ----------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_type_hints
 
 import msgspec
 import numpy as np
@@ -43,7 +43,12 @@ WORDS: Final = {
     Fate.REWARD_HUNG: "whose reward hung",
 }
 PROMPT, ANSWER = 90, 120  # characters of a sample that are shown
-MOST: Final = 1 << 63  # no step and no round has such a number
+IN_TOPOLOGY: Final = {  # a fact, and the key that holds it
+    "name": "run.name", "max_steps": "run.max_steps", "group_size": "groups.size",
+    "n_min": "learner.trigger.n_min", "t_max_s": "learner.trigger.t_max_s", "mode": "weights.mode",
+    "max_staleness": "weights.max_staleness", "progress_s": "limits.progress_s", "slots": "derived.slots",
+}
+KINDS: Final = get_type_hints(Facts)
 T = TypeVar("T")
 
 
@@ -90,14 +95,13 @@ class Follower:
 
 
 class RunFiles:
-    """The files of one run directory."""
+    """The files of one run directory. `newest_sample`: the newest line of samples.jsonl that holds one."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._metrics, self._errors = Follower(paths.metrics), Follower(paths.errors)
         self._rounds = Follower(paths.validation)
         self._samples = Follower(paths.samples, SAMPLE_BYTES)
-        self._skipped_known = False
         self.newest_sample: dict[str, Any] = {}
 
     def facts(self) -> Facts:
@@ -105,40 +109,20 @@ class RunFiles:
         run, topology = read_map(self._paths.run_json), read_map(self._paths.topology)
         if not run:
             raise NoSuchRun(f"{self._paths.root}: no run.json there; name the directory that `busrl launch` printed")
-        trigger = as_map(as_map(topology.get("learner")).get("trigger"))
-        return Facts(
-            name=_get(as_map(topology.get("run")), "name", ""),
-            run_id=_get(run, "run_id", ""),
-            uuid=_get(run, "uuid", ""),
-            run_dir=str(self._paths.root),
-            launch_pid=_get(run, "launch_pid", 0),
-            started=_number(run.get("started"), 0.0),
-            max_steps=_get(as_map(topology.get("run")), "max_steps", 0),
-            group_size=_get(as_map(topology.get("groups")), "size", 0),
-            n_min=_get(trigger, "n_min", 0),
-            t_max_s=_t_max_s(trigger),
-            mode=_get(as_map(topology.get("weights")), "mode", ""),
-            max_staleness=_get(as_map(topology.get("weights")), "max_staleness", 0),
-            progress_s=_number(as_map(topology.get("limits")).get("progress_s"), 30.0),
-            slots=_get(as_map(topology.get("derived")), "slots", 0),
-        )
+        told = {name: run.get(name) for name in ("run_id", "uuid", "launch_pid", "started")}
+        told |= {name: _at(topology, key) for name, key in IN_TOPOLOGY.items()}
+        if told["t_max_s"] is None and (in_ms := number(_at(topology, "learner.trigger.t_max"))):  # of an older busrl
+            told["t_max_s"] = in_ms / 1000
+        known: dict[str, Any] = {}
+        for name, value in told.items():
+            with suppress(msgspec.ValidationError):
+                known[name] = msgspec.convert(math.inf if value == "inf" else value, KINDS[name])
+        return Facts(run_dir=str(self._paths.root), **known)
 
     def tap(self) -> str:
         """Where the run's tap is."""
-        return _get(read_map(self._paths.run_json), "tap", "") or self._paths.tap
-
-    def first_reward(self) -> float | None:
-        """Mean reward of the first step ever, over all starts of the run."""
-        try:
-            with open(self._paths.metrics, "rb") as file:
-                rows = _maps(file.read(HEAD_BYTES).split(b"\n")[:-1])
-        except OSError:
-            return None
-        return next((number(row["reward"]) for row in rows if "reward" in row and of_step(row)), None)
-
-    def metrics(self) -> list[MetricsLine]:
-        """Lines that were written since the last call: steps, and (with a `kind`) groups that ended without one."""
-        return [row for row in _decoded(self._metrics.new(), MetricsLine) if 0 <= row.step < MOST]
+        tap = read_map(self._paths.run_json).get("tap")
+        return tap if tap and isinstance(tap, str) else self._paths.tap
 
     def step_age_s(self) -> float | None:
         """Seconds since a step was written; None if none was."""
@@ -147,27 +131,9 @@ class RunFiles:
         except OSError:
             return None
 
-    def rounds(self) -> list[RoundRecord]:
-        """Rounds of validation that were finished since the last call."""
-        return [row for row in _decoded(self._rounds.new(), RoundRecord) if 0 <= row.round < MOST]
-
     def sample(self) -> dict[str, Any]:
         """The newest sample that was written since the last call; empty if none was."""
         return next((row for row in _maps(self._samples.new()[::-1]) if sample_line(row)), {})
-
-    def errors(self) -> list[ErrorRecord]:
-        """Warnings and errors that were filed since the last call."""
-        return list(_decoded(self._errors.new(), ErrorRecord))
-
-    def errors_before(self) -> int:
-        """How many were filed earlier than what `errors` gave; 0 from the second call on."""
-        known, self._skipped_known = self._skipped_known, True
-        return 0 if known else self._errors.skipped
-
-    def restarts(self) -> dict[str, int]:
-        """How often launch has started each of its children again, by name."""
-        found = as_map(read_map(self._paths.supervisor).get("processes"))
-        return {name: whole(as_map(one).get("restarts")) for name, one in found.items()}
 
     def summary(self) -> dict[str, Any]:
         """How the run ended; empty if no summary says so."""
@@ -175,22 +141,32 @@ class RunFiles:
 
     def fold_into(self, state: RunState, ended: float | None = None) -> None:
         """Fold what was written since the last call into the state of the run; `ended`: when its newest step did."""
-        for row in self.metrics():
+        for row in _decoded(self._metrics, MetricsLine):
             if row.kind:
                 state.idle = row
             else:
                 state.step(row, ended)
                 state.idle = None
-        for done in self.rounds():
+        for done in _decoded(self._rounds, RoundRecord):
             state.validated(done)
         if state.first_reward is None:
-            state.first_reward = self.first_reward()
+            state.first_reward = self._first_reward()
         self.newest_sample = self.sample() or self.newest_sample
         state.sample = sample_line(self.newest_sample)
-        for error in self.errors():
-            state.error(error, "file")
-        state.errors.before(self.errors_before())
-        state.restarts = self.restarts()
+        for error in _decoded(self._errors, ErrorRecord):
+            state.errors.add(error, "file")
+        state.errors.count, self._errors.skipped = state.errors.count + self._errors.skipped, 0
+        children = as_map(read_map(self._paths.supervisor).get("processes"))
+        state.restarts = {name: whole(as_map(one).get("restarts")) for name, one in children.items()}
+
+    def _first_reward(self) -> float | None:
+        """Mean reward of the first step ever, over all starts of the run."""
+        try:
+            with open(self._paths.metrics, "rb") as file:
+                rows = _maps(file.read(HEAD_BYTES).split(b"\n")[:-1])
+        except OSError:
+            return None
+        return next((number(row["reward"]) for row in rows if "reward" in row and of_step(row)), None)
 
 
 def run_of_files(files: RunFiles) -> RunState:
@@ -200,31 +176,18 @@ def run_of_files(files: RunFiles) -> RunState:
     return run
 
 
-def _decoded(lines: list[bytes], kind: type[T]) -> Iterator[T]:
+def _decoded(lines: Follower, kind: type[T]) -> Iterator[T]:
     decoder = msgspec.json.Decoder(kind, strict=False)
-    for line in lines:
-        try:
+    for line in lines.new():
+        with suppress(ValueError, RecursionError):
             yield decoder.decode(line)
-        except (ValueError, RecursionError):
-            continue
 
 
-def _t_max_s(trigger: dict[str, Any]) -> float:
-    """In seconds; a run of an older busrl has milliseconds, under another name."""
-    if "t_max_s" in trigger:
-        return _number(trigger["t_max_s"], math.inf)
-    return _number(trigger.get("t_max"), math.inf) / 1000
-
-
-def _get(found: dict[str, Any], key: str, default: T) -> T:
-    value = found.get(key, default)
-    return value if isinstance(value, type(default)) else default
-
-
-def _number(value: Any, default: float) -> float:
-    if value == "inf":
-        return math.inf
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+def _at(found: Any, key: str) -> Any:
+    """What stands under a dotted key of nested maps; None if nothing does."""
+    for part in key.split("."):
+        found = as_map(found).get(part)
+    return found
 
 
 def number(value: Any) -> float | None:

@@ -18,11 +18,10 @@ import termios
 import time
 import tty
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.layout import Layout
 from rich.live import Live
 from rich.panel import Panel
@@ -30,7 +29,6 @@ from rich.table import Table
 from rich.text import Text
 
 from busrl.monitor import text
-from busrl.monitor.snapshot import snapshot
 from busrl.monitor.sources import BATCH, Watcher
 from busrl.monitor.state import ProcessRow, RunState
 from busrl.monitor.text import chart, gauge, portions, safe, short
@@ -79,52 +77,36 @@ SEVERITY_STYLE: Final = {"warning": "yellow", "error": "red", "critical": "bold 
 LABELS: Final = "grey58"
 
 
-FACTS = 6  # lines about slots, trigger, policy, staleness and bus; one more with a controller or a sample
+def sizes(height: int, processes: int, errors: int, facts: int) -> tuple[int, int, int, int]:
+    """Rows for charts, processes, facts and errors, all that the terminal has but for three.
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Rows of each section; they add up to the height of the terminal."""
-
-    charts: int
-    processes: int
-    facts: int
-    errors: int
-
-    @classmethod
-    def of(cls, height: int, processes: int, errors: int, lines: int = FACTS) -> Sizes:
-        """Facts first, then a line per process, then charts and errors share what is left."""
-        room = max(0, height - 3)  # two lines of head, one of foot
-        facts = min(lines, room)
-        room -= facts
-        table = min(processes + 3, max(0, room - 5))
-        room -= table
-        listed = min(max(1, errors), max(1, room // 3), room)
-        return cls(room - listed, table, facts, listed)
+    Facts first, then a line per process, then charts and errors share what is left.
+    """
+    room = max(0, height - 3)  # two lines of head, one of foot
+    facts = min(facts, room)
+    room -= facts
+    table = min(processes + 3, max(0, room - 5))
+    room -= table
+    listed = min(max(1, errors), max(1, room // 3), room)
+    return room - listed, table, facts, listed
 
 
 def view(run: RunState, now: float, wall: float, width: int, height: int, errors_only: bool = False) -> Layout:
     """The whole screen; `errors_only` gives the middle of it to the list of errors."""
-    rows = run.rows(now)
-    sizes = Sizes.of(
-        height, len(rows), run.errors.count, FACTS + bool(text.controller(run)) + bool(run.sample)
-    )
+    rows, facts = run.rows(now), _facts(run, now, width)
+    charts, processes, told, errors = sizes(height, len(rows), run.errors.count, len(facts))
     screen = Layout()
-    head = Layout(_head(run, now, wall, width), size=2)
-    foot = Layout(_foot(run, now, errors_only), size=1)
+    parts = [Layout(_head(run, now, wall, width), size=2)]
     if errors_only:
-        screen.split_column(head, Layout(_errors(run, wall, max(1, height - 3))), foot)
-        return screen
-    parts = [head]
-    if sizes.charts >= 3:
-        parts.append(Layout(_charts(run, width, sizes.charts), size=sizes.charts))
-    elif sizes.charts:
-        parts.append(Layout(Text(), size=sizes.charts))
-    if sizes.processes:
-        parts.append(Layout(_middle(run, rows, width, sizes.processes), size=sizes.processes))
-    parts.append(Layout(_facts(run, now, width), size=sizes.facts))
-    parts.append(Layout(_errors(run, wall, sizes.errors), size=sizes.errors))
-    screen.split_column(*parts, foot)
+        parts.append(Layout(_errors(run, wall, max(1, height - 3))))
+    else:
+        if charts:
+            parts.append(Layout(_charts(run, width, charts) if charts >= 3 else Text(), size=charts))
+        if processes:
+            parts.append(Layout(_middle(run, rows, width, processes), size=processes))
+        parts.append(Layout(Group(*facts), size=told))
+        parts.append(Layout(_errors(run, wall, errors), size=errors))
+    screen.split_column(*parts, Layout(_foot(run, now, errors_only), size=1))
     return screen
 
 
@@ -140,7 +122,7 @@ def below(run: RunState, rows: list[ProcessRow], now: float, wall: float, width:
     lines: list[RenderableType] = [
         _head(run, now, wall, width),
         _labelled("reward", drawn),
-        _labelled("policy", Text(text.policy_words(run) or "no step yet")),
+        _labelled("policy", Text(text.policy(run) or "no step yet")),
         _labelled("speed", Text(text.speed(run.speed(now)))),
         _labelled("slots", bar),
         _labelled("", legend),
@@ -171,10 +153,11 @@ def _foot(run: RunState, now: float, errors_only: bool) -> RenderableType:
 
 def _charts(run: RunState, width: int, height: int) -> RenderableType:
     steps = run.steps
-    wanted = [("reward", steps.course(lambda one: one.reward), "green", ".3f")]
-    wanted.append(("length", steps.course(lambda one: one.length), "cyan", ".1f"))
-    if width >= WIDE:
-        wanted.append(("age of samples", steps.course(lambda one: one.age_mean), "magenta", ".2f"))
+    wanted = [
+        ("reward", steps.course(lambda one: one.reward), "green", ".3f"),
+        ("length", steps.course(lambda one: one.length), "cyan", ".1f"),
+        ("age of samples", steps.course(lambda one: one.age_mean), "magenta", ".2f"),
+    ][: 3 if width >= WIDE else 2]
     table = Layout()
     table.split_row(*(Layout(_chart(*one, width // len(wanted), height)) for one in wanted))
     return table
@@ -209,13 +192,9 @@ def _middle(run: RunState, rows: list[ProcessRow], width: int, height: int) -> R
 def _processes(rows: list[ProcessRow], room: int) -> Table:
     """At most `room` lines, without the head."""
     table = Table(box=None, expand=True, pad_edge=False, header_style=LABELS)
-    table.add_column("process", no_wrap=True)
-    table.add_column("pid", justify="right", no_wrap=True)
-    table.add_column("doing", no_wrap=True, ratio=1)
-    table.add_column("busy", no_wrap=True)
-    table.add_column("progress", justify="right", no_wrap=True)
-    table.add_column("version", justify="right", no_wrap=True)
-    table.add_column("samples", justify="right", no_wrap=True)
+    for name in ("process", "pid", "doing", "busy", "progress", "version", "samples"):
+        justify: JustifyMethod = "left" if name in ("process", "doing", "busy") else "right"
+        table.add_column(name, justify=justify, no_wrap=True, ratio=1 if name == "doing" else None)
     hidden = len(rows) - room
     for row in rows[: room if hidden <= 0 else max(0, room - 1)]:
         table.add_row(*_cells(row))
@@ -254,20 +233,15 @@ def _messages(run: RunState, room: int) -> Panel:
     return Panel(table, border_style="grey37", box=box.ROUNDED)
 
 
-def _facts(run: RunState, now: float, width: int) -> RenderableType:
+def _facts(run: RunState, now: float, width: int) -> list[Text]:
     bar, legend = _slots(run, width - 13)
     bad = run.traffic.missed or run.traffic.lag_s > 1.0
-    lines = [
+    return [
         _labelled("slots", bar),
         _labelled("", legend),
-        _labelled("trigger", Text(text.trigger(run, now))),
-        *([_labelled("control", Text(control))] if (control := text.controller(run)) else []),
-        _labelled("policy", Text(text.policy_words(run) or "no step yet")),
-        *([_labelled("sample", Text(safe(run.sample)))] if run.sample else []),
-        _labelled("staleness", Text(text.staleness(run))),
+        *(_labelled(name, Text(words)) for name, words in text.told(run, now).items()),
         _labelled("bus", Text(text.bus(run, now), "yellow" if bad else "")),
     ]
-    return Group(*lines)
 
 
 def _labelled(label: str, content: Text) -> Text:
@@ -338,11 +312,6 @@ def settle(watcher: Watcher, seconds: float) -> None:
     watcher.refresh(time.monotonic(), force=True)
 
 
-def as_data(watcher: Watcher) -> dict[str, Any]:
-    """The snapshot of the picture now."""
-    return snapshot(watcher.run, time.monotonic(), time.time())
-
-
 def as_text(watcher: Watcher) -> str:
     """The picture now, in plain lines."""
     return "\n".join(text.lines(watcher.run, time.monotonic(), time.time()))
@@ -354,18 +323,13 @@ def run_plain(watcher: Watcher, out: TextIO) -> None:
     print(as_text(watcher), file=out, flush=True)
     give_way(NICE)
     due = time.monotonic() + LINE_S
-    while not over(watcher):
+    while not watcher.run.replay_over and watcher.run.state != "ended":
         time.sleep(WAKE_S)  # not woken by messages: there may be many
         catch_up(watcher)
         if time.monotonic() >= due:
             due = time.monotonic() + LINE_S
             print(text.line(watcher.run, time.monotonic()), file=out, flush=True)
     print(as_text(watcher), file=out, flush=True)
-
-
-def over(watcher: Watcher) -> bool:
-    """Whether there is nothing more to come."""
-    return watcher.run.replay_over or watcher.run.state == "ended"
 
 
 def run_live(watcher: Watcher, stdin: TextIO) -> None:

@@ -10,76 +10,61 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-import msgspec
+from msgspec.structs import asdict
 
-from busrl.monitor.state import ErrorRecord, ProcessRow, RunState, StepRecord
+from busrl.monitor.state import ProcessRow, RunState
 
 SCHEMA: Final = 1
 CHART_STEPS: Final = 512
 ERRORS: Final = 20
+RING: Final = ("slots", "occupancy", "words", "dispatched", "finished", "dropped", "drops", "reaps", "tokens")
 
 
 def snapshot(run: RunState, now: float, wall: float) -> dict[str, Any]:
     """One JSON object; `now` on the clock of `run`, `wall` seconds since the epoch."""
     facts, speed = run.facts, run.speed(now)
-    return {
+    told: dict[str, Any] = finite({
         "schema": SCHEMA,
         "time": wall,
         "run": {
             "name": facts.name, "run_id": facts.run_id, "uuid": facts.uuid, "run_dir": facts.run_dir,
-            "launch_pid": facts.launch_pid or None, "started": _round(facts.started) or None, "state": run.state,
+            "launch_pid": facts.launch_pid or None, "started": facts.started or None, "state": run.state,
             "ended": run.ended, "replay": run.replay, "problem": run.damage,
         },
         "progress": {
             "step": run.at_step, "max_steps": facts.max_steps or None, "version": run.version,
-            "since_step_s": _round(run.since_step_s(now)), "left_s": _round(run.left_s(now)),
+            "since_step_s": run.since_step_s(now), "left_s": run.left_s(now),
         },
         "processes": [_process(row) for row in run.rows(now)],
-        "ring": _ring(run),
+        "ring": {key: getattr(run.ring, key) for key in RING} if run.ring else None,
         "trigger": _trigger(run),
         "control": _control(run),
         "staleness": _staleness(run),
         "charts": _charts(run),
-        "policy": _policy(run),
+        "policy": run.steps.policy(run.idle),
         "sample": run.sample or None,
         "validations": [
-            {"round": one.round, "version": one.version, "mean": _round(one.mean)}
-            for one in run.validations.values()
+            {"round": one.round, "version": one.version, "mean": one.mean} for one in run.validations.values()
         ],
         "messages": _messages(run),
-        "errors": {
-            "count": run.errors.count,
-            "newest": [_error(error) for error in run.errors.newest(ERRORS)],
-        },
-        "throughput": {
-            "samples_per_s": _round(speed.samples_per_s), "tokens_per_s": _round(speed.tokens_per_s),
-            "steps_per_min": _round(speed.steps_per_min),
-        },
-    }
+        "errors": {"count": run.errors.count, "newest": [asdict(error) for error in run.errors.newest(ERRORS)]},
+        "throughput": vars(speed),
+    })
+    return told
 
 
-def _error(error: ErrorRecord) -> dict[str, Any]:
-    return {**msgspec.structs.asdict(error), "time": _round(error.time)}
+def finite(value: Any) -> Any:
+    """The same with null for what is no number: files of a run may hold anything, and NaN is not JSON."""
+    if isinstance(value, dict):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _process(row: ProcessRow) -> dict[str, Any]:
-    return {
-        "name": row.name, "role": row.role, "pid": row.pid or None, "state": row.state, "activity": row.activity,
-        "progress_age_s": _round(row.progress_age_s), "deadline_s": row.deadline_s or None, "late": row.late,
-        "busy": _round(row.busy), "tokens": row.tokens, "samples": row.samples, "version": row.version or None,
-        "behind": row.behind, "restarts": row.restarts,
-    }
-
-
-def _ring(run: RunState) -> dict[str, Any] | None:
-    ring = run.ring
-    if ring is None:
-        return None
-    return {
-        "slots": ring.slots, "occupancy": ring.occupancy, "words": ring.words, "dispatched": ring.dispatched,
-        "finished": ring.finished, "dropped": ring.dropped, "drops": ring.drops, "reaps": ring.reaps,
-        "tokens": ring.tokens,
-    }
+    unknown = {key: None for key in ("pid", "deadline_s", "version") if not getattr(row, key)}
+    return asdict(row) | unknown
 
 
 def _trigger(run: RunState) -> dict[str, Any]:
@@ -87,7 +72,7 @@ def _trigger(run: RunState) -> dict[str, Any]:
     known = ring is not None and ring.groups_ready >= 0
     return {
         "n_min": facts.n_min or None,
-        "t_max_s": facts.t_max_s if math.isfinite(facts.t_max_s) else None,
+        "t_max_s": facts.t_max_s,
         "groups_ready": ring.groups_ready if ring is not None and known else None,
         "groups_open": ring.groups_open if ring is not None and known else None,
         "waiting": run.waiting,
@@ -107,54 +92,29 @@ def _control(run: RunState) -> dict[str, Any] | None:
 
 
 def _staleness(run: RunState) -> dict[str, Any]:
-    newest = run.steps.newest or StepRecord(0)
-    known = len(run.steps) > 0
+    facts, newest = run.facts, run.steps.newest
     return {
-        "mode": run.facts.mode,
-        "bound": run.facts.max_staleness if run.facts.mode == "batch-async" else None,
-        "mean": _round(newest.age_mean) if known else None,
-        "p95": _round(newest.age_p95) if known else None,
-        "max": _round(newest.age_max) if known else None,
-    }
-
-
-def _policy(run: RunState) -> dict[str, Any]:
-    """Means over the newest steps; None where no step has them."""
-    steps = run.steps
-    return {
-        "flat_share": _round(steps.flat_share(run.idle)),
-        "cut_share": _round(steps.recent(lambda one: one.cut_share)),
-        "entropy": _round(steps.recent(lambda one: one.entropy)),
-        "ess": _round(steps.recent(lambda one: one.ess)),
-        "k3": steps.recent(lambda one: one.k3),
+        "mode": facts.mode,
+        "bound": facts.max_staleness if facts.mode == "batch-async" else None,
+        **{key: getattr(newest, f"age_{key}", None) for key in ("mean", "p95", "max")},
     }
 
 
 def _charts(run: RunState) -> dict[str, Any]:
-    steps = run.steps
-    return {
-        "steps": steps.numbers()[-CHART_STEPS:],
-        "reward": _finite(steps.course(lambda one: one.reward)),
-        "length": _finite(steps.course(lambda one: one.length)),
-        "age": _finite(steps.course(lambda one: one.age_mean)),
+    courses: dict[str, list[Any]] = {
+        "steps": [*run.steps.numbers()],
+        "reward": run.steps.course(lambda one: one.reward),
+        "length": run.steps.course(lambda one: one.length),
+        "age": run.steps.course(lambda one: one.age_mean),
     }
-
-
-def _finite(course: list[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in course[-CHART_STEPS:]]
+    return {name: course[-CHART_STEPS:] for name, course in courses.items()}
 
 
 def _messages(run: RunState) -> dict[str, Any]:
     traffic = run.traffic
-    return {
-        "count": traffic.count, "bytes": traffic.bytes, "per_s": _round(traffic.per_s()), "missed": traffic.missed,
-        "malformed": traffic.malformed, "lag_s": _round(traffic.lag_s), "resyncs": traffic.resyncs,
-        "by_name": {
-            name: {"count": flow.count, "bytes": flow.bytes, "per_s": _round(flow.rate.per_s())}
-            for name, flow in sorted(traffic.by_name.items())
-        },
+    flows = {"": traffic.total, **dict(sorted(traffic.by_name.items()))}
+    told = {
+        name: {"count": flow.count, "bytes": flow.bytes, "per_s": flow.rate.per_s()} for name, flow in flows.items()
     }
-
-
-def _round(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else round(value, 3)
+    counts = {name: getattr(traffic, name) for name in ("missed", "malformed", "lag_s", "resyncs")}
+    return {**told.pop(""), **counts, "by_name": told}

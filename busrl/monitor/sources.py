@@ -17,8 +17,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +31,9 @@ from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserEr
 from busrl.monitor.runfiles import RunFiles, whole
 from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
 from busrl.paths import SHM, RunPaths
-from busrl.protocol import BY_NAME, Message, Rejected, codec
+from busrl.protocol import codec
+from busrl.protocol.codec import BY_NAME, Rejected
+from busrl.protocol.messages import Message
 from busrl.ring import Fates, OfdLock, Process, Ring
 from busrl.scheduling.groups import GroupScanner
 from busrl.states import HeaderWord, SampleClass, State
@@ -86,23 +89,24 @@ def only_living_run() -> Path:
 
 
 def living_runs() -> Iterator[Path]:
-    """Run directories of this user's rings that a living process is registered in."""
+    """Run directories of this user's rings that a living process is registered in, as it shows them itself."""
     for path in sorted(SHM.glob(f"busrl.{os.getuid()}.*.ring")):
-        directory = run_dir_of(path.name)
-        if directory is not None:
-            yield directory
+        with suppress(RingError), closing(Ring.attach(path.name, read_only=True)) as ring:
+            opened = (file for process in living(ring) for file in _files_of(process.pid))
+            runs = (file.parent for file in opened if file.name == LOCK)
+            yield from islice((one for one in runs if RunPaths.of(one).ring_name == path.name), 1)
 
 
-def run_dir_of(ring_name: str) -> Path | None:
-    """The directory of the run that uses this ring, as one of its living processes shows it."""
-    for process in living(ring_name):
-        with suppress(OSError):
-            # Not from its environment: setting the title of a process overwrites that.
-            for link in Path(f"/proc/{process.pid}/fd").iterdir():
-                opened = Path(os.readlink(link))
-                if opened.name == LOCK and RunPaths.of(opened.parent).ring_name == ring_name:
-                    return opened.parent
-    return None
+def living(ring: Ring) -> list[Process]:
+    """Registered processes of this host that are not proven dead."""
+    return [process for process in ring.processes() if not process.remote and not ring.is_dead(process.index)]
+
+
+def _files_of(pid: int) -> Iterator[Path]:
+    """What a process has open. Its environment tells less: to set the title of a process overwrites that."""
+    with suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            yield Path(os.readlink(link))
 
 
 def newest_run(parent: Path) -> Path:
@@ -120,18 +124,6 @@ def holder_of(paths: RunPaths) -> int | None:
         return OfdLock(str(lock)).holder() if lock.is_file() else None
     except (OSError, RingError):  # of another user, say
         return None
-
-
-def living(ring_name: str) -> list[Process]:
-    """Registered processes of a ring that are not proven dead; none if it cannot be read."""
-    try:
-        ring = Ring.attach(ring_name, read_only=True)
-    except RingError:
-        return []
-    try:
-        return [process for process in ring.processes() if not process.remote and not ring.is_dead(process.index)]
-    finally:
-        ring.close()
 
 
 # -- the ring ----------------------------------------------------------------------------------------------------------
@@ -208,6 +200,10 @@ class Look:
         return self._scanner
 
 
+COUNTED: Final = ("dispatched", "finished", "dropped", "reaps", "tokens", "drops")
+TOLD: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
+
+
 def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
     """What a ring shows now; `opened` and `ready`: groups, as far as somebody has counted them."""
     stats = ring.stats()
@@ -215,12 +211,7 @@ def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
         slots=ring.n_slots,
         occupancy={name.lower(): count for name, count in stats.occupancy.items()},
         words={word.value: ring.header(word) for word in HeaderWord},
-        dispatched=stats.dispatched,
-        finished=stats.finished,
-        dropped=stats.dropped,
-        reaps=stats.reaps,
-        tokens=stats.tokens,
-        drops=stats.drops,
+        **{name: getattr(stats, name) for name in COUNTED},
         groups_open=opened,
         groups_ready=ready,
         processes=tuple(_process_record(ring, process) for process in ring.processes()),
@@ -231,18 +222,10 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
     now = time.monotonic_ns()
     return ProcessRecord(
         name=process.label,
-        role=process.role,
-        pid=process.pid,
         state="dead" if ring.is_dead(process.index) else process.state,
-        activity=process.activity,
-        deadline_s=process.deadline_s,
         progress_age_s=_age(now, process.progress_ns),
         activity_age_s=_age(now, process.activity_ns),
-        busy_ns=process.busy_ns,
-        tokens=process.tokens,
-        samples=process.samples,
-        version=process.version,
-        remote=process.remote,
+        **{name: getattr(process, name) for name in TOLD},
     )
 
 
@@ -317,7 +300,7 @@ class Watcher:
         self._next_look = now + LOOK_EVERY_S
         if self._reader is not None:
             self._reader.refresh(now)
-        self.run.tick(now)
+        self.run.traffic.tick(now)
         return True
 
     def listen(self, now: float) -> int:

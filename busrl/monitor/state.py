@@ -15,14 +15,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Final
+from operator import attrgetter
+from typing import Annotated, Final
 
 import msgspec
+from msgspec.structs import asdict
 
 from busrl.protocol import messages as m
 from busrl.states import HeaderWord, RunPhase
+
+KNOWN: Final = msgspec.Meta(ge=0, le=(1 << 63) - 1)  # of a step or a round that is read from a file
 
 # -- records ----------------------------------------------------------------------------------------------------------
 
@@ -50,18 +54,27 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     """One entry of the process table."""
 
     name: str
-    role: str
-    pid: int
-    state: str  # "starting", "ready" or "dead"
-    activity: str
-    deadline_s: float
-    progress_age_s: float
-    activity_age_s: float
-    busy_ns: int
-    tokens: int
-    samples: int
-    version: int
+    role: str = ""
+    pid: int = 0
+    state: str = ""  # "starting", "ready" or "dead"
+    activity: str = ""
+    deadline_s: float = 0.0
+    progress_age_s: float = 0.0
+    activity_age_s: float = 0.0
+    busy_ns: int = 0
+    tokens: int = 0
+    samples: int = 0
+    version: int = 0
     remote: bool = False  # it works through the gateway, and stays listed after everything here was killed
+
+
+class ProcessRow(ProcessRecord, frozen=True, kw_only=True):
+    """The same as it is shown. `late`: no progress for longer than it declared."""
+
+    late: bool = False
+    busy: float | None = None  # None: not known
+    behind: int = 0  # versions behind the newest, 0 where it holds none
+    restarts: int = 0  # by launch, as far as that is known
 
 
 class RingRecord(msgspec.Struct, frozen=True):
@@ -89,7 +102,7 @@ class RingRecord(msgspec.Struct, frozen=True):
 class StepRecord(msgspec.Struct, frozen=True):
     """One optimiser step: a line of metrics.jsonl, or the numbers of a LEARNER_STATE_UPDATE."""
 
-    step: int
+    step: Annotated[int, KNOWN]
     version: int = 0
     reward: float = 0.0
     length_ended: float = 0.0
@@ -130,7 +143,7 @@ class MetricsLine(StepRecord, frozen=True):
 class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
     """One round of validation: a line of validation.jsonl, or a VALIDATION_DONE."""
 
-    round: int
+    round: Annotated[int, KNOWN]
     version: int = 0
     mean: float | None = None  # none of its samples was judged
     samples: int = 0
@@ -157,8 +170,9 @@ PACE_S: Final = 20.0  # the speed is that of the newest steps which together too
 
 @dataclass
 class Rate:
-    """How fast a counter grows, over the last `RATE_S`."""
+    """How fast a counter grows, over the last `over_s`."""
 
+    over_s: float = RATE_S
     points: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=256))
 
     def add(self, value: float, now: float) -> None:
@@ -167,8 +181,12 @@ class Rate:
         if self.points and self.points[-1][0] == now:
             self.points.pop()  # the newest of one instant counts, or what came before would have taken no time
         self.points.append((now, value))
-        while len(self.points) > 2 and now - self.points[0][0] > RATE_S:
+        while len(self.points) > 2 and now - self.points[0][0] > self.over_s:
             self.points.popleft()
+
+    @property
+    def known(self) -> bool:
+        return len(self.points) > 1
 
     def per_s(self) -> float:
         if len(self.points) < 2:
@@ -178,12 +196,12 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class StepRate:
-    """What the newest steps came to per second."""
+class Speed:
+    """How fast a run is, None where that is not known."""
 
-    steps: float
-    samples: float
-    tokens: float
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    steps_per_min: float | None = None
 
 
 class Steps:
@@ -219,8 +237,8 @@ class Steps:
         """The step numbers, oldest first."""
         return sorted(self._known)
 
-    def pace(self, quiet_s: float) -> StepRate | None:
-        """How fast steps come when the last one is `quiet_s` ago; None if none of them tells how long it took."""
+    def pace(self, quiet_s: float) -> Speed:
+        """How fast steps come when the last one is `quiet_s` ago, as far as they tell how long they took."""
         known: list[StepRecord] = []
         span = 0.0
         for number in reversed(self.numbers()):
@@ -231,11 +249,11 @@ class Steps:
             if span >= PACE_S:
                 break
         if not known:
-            return None
+            return Speed()
         # A step under way counts against the speed once it takes longer than those before it: a run may stand still.
         over = span + max(0.0, quiet_s - span / len(known))
         samples, tokens = sum(one.samples for one in known), sum(one.tokens for one in known)
-        return StepRate(len(known) / over, samples / over, tokens / over)
+        return Speed(samples / over, tokens / over, 60 * len(known) / over)
 
     def recent(self, of: Callable[[StepRecord], float | None]) -> float | None:
         """Mean of a number over the newest steps that tell it."""
@@ -249,6 +267,11 @@ class Steps:
         if ended <= 0:
             return self.recent(lambda one: one.flat_share)
         return sum((one.flat_share or 0.0) * (one.groups_ended or 0.0) for one in known) / ended
+
+    def policy(self, idle: StepRecord | None = None) -> dict[str, float | None]:
+        """What the newest steps say of the policy and of what was thrown away; None where none of them has it."""
+        named = {name: self.recent(attrgetter(name)) for name in ("cut_share", "entropy", "ess", "k3")}
+        return {"flat_share": self.flat_share(idle), **named}
 
     def _recent(self) -> Iterable[StepRecord]:
         return (self._known[step] for step in self.numbers()[-RECENT:])
@@ -289,17 +312,9 @@ class Traffic:
     resyncs: int = 0
     lag_s: float = 0.0
     last_at: float | None = None
-    _total: Flow = field(default_factory=Flow)
+    total: Flow = field(default_factory=Flow)
     _ticked: float | None = None
     _least_age: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        return self._total.count
-
-    @property
-    def bytes(self) -> int:
-        return self._total.bytes
 
     def received(self, name: str, size: int) -> None:
         """One message of so many bytes."""
@@ -310,7 +325,7 @@ class Traffic:
             flow = self.by_name.setdefault(name, Flow())
             if self._ticked is not None and not flow.rate.points:
                 flow.rate.add(0, self._ticked)  # none had come by then
-        for one in (flow, self._total):
+        for one in (flow, self.total):
             one.count += 1
             one.bytes += size
 
@@ -330,12 +345,8 @@ class Traffic:
     def tick(self, now: float) -> None:
         """Some times a second: what the rates are worked out from."""
         self._ticked = now
-        for flow in (*self.by_name.values(), self._total):
+        for flow in (*self.by_name.values(), self.total):
             flow.rate.add(flow.count, now)
-
-    def per_s(self) -> float:
-        """Messages per second, all names."""
-        return self._total.rate.per_s()
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -365,10 +376,6 @@ class RecentErrors:
         self._newest.appendleft((seen, source))
         return True
 
-    def before(self, count: int) -> None:
-        """So many more happened earlier, whose text was not read."""
-        self.count += count
-
     def newest(self, limit: int = ERRORS_KEPT) -> list[ErrorRecord]:
         """The newest, newest first."""
         return [seen for seen, _ in islice(self._newest, limit)]
@@ -394,28 +401,8 @@ ONLY_IN_METRICS: Final = (
     "length_ended", "length_mean", "age_p95", "age_max", "seconds", "n_min", "control_n_min", "control_moves",
     "entropy_ratio", "flat_share", "groups_ended", "cut_share", "k3", "ess",
 )
+BUSY_S: Final = 1.0  # what a busy share is taken over
 SILENT_S: Final = 5.0  # a process known by its heartbeats alone, which come every second
-
-
-@dataclass(frozen=True)
-class ProcessRow:
-    """One process as it is shown; `busy` None: not known. `late`: no progress for longer than it declared."""
-
-    name: str
-    role: str
-    pid: int
-    state: str
-    activity: str
-    progress_age_s: float
-    deadline_s: float
-    late: bool
-    busy: float | None
-    tokens: int
-    samples: int
-    version: int
-    behind: int  # versions behind the newest, 0 where it holds none
-    restarts: int = 0  # by launch, as far as that is known
-    remote: bool = False
 
 
 @dataclass
@@ -427,21 +414,11 @@ class Present:
     index: int = 0
     activity: str = ""
     heard: float = 0.0
-    gone: bool = False
-
-
-@dataclass(frozen=True)
-class Speed:
-    """How fast the run is, None where that is not known."""
-
-    samples_per_s: float | None = None
-    tokens_per_s: float | None = None
-    steps_per_min: float | None = None
 
 
 @dataclass
 class RunState:
-    """Fed by `look`, `step`, `validated`, `error` and `hear`; `tick` some times a second; read by the views.
+    """Fed by `look`, `step`, `validated` and `handle`; read by the views.
 
     A process that does not map the ring is known by its presence on the bus alone.
     """
@@ -469,7 +446,7 @@ class RunState:
     restarts: dict[str, int] = field(default_factory=dict)  # by launch, of each of its children
     validations: dict[int, RoundRecord] = field(default_factory=dict)  # by round, the newest last
     _present: dict[str, Present] = field(default_factory=dict)
-    _busy: dict[str, tuple[int, int, float, float]] = field(default_factory=dict)  # name: pid, busy_ns, at, share
+    _busy: dict[tuple[str, int], Rate] = field(default_factory=dict)  # by name and pid
     _stepped_at: float | None = None
     _generated: Rate = field(default_factory=Rate)  # tokens, as the ring counts them
     _steps_done: Rate = field(default_factory=Rate)  # as the ring tells them
@@ -485,8 +462,9 @@ class RunState:
         if self.pace > 0:
             self._generated.add(seen.tokens, now * self.pace)
             self._steps_done.add(seen.words.get(HeaderWord.STEP, 0), now * self.pace)
+        self._busy = {key: self._busy.get(key) or Rate(BUSY_S) for key in map(_life, seen.processes)}
         for process in seen.processes:
-            self._load(process, now)
+            self._busy[_life(process)].add(process.busy_ns, now)
 
     def step(self, seen: StepRecord, ended: float | None) -> None:
         """A finished step and when it ended; None: nobody knows, it was before we looked."""
@@ -499,10 +477,6 @@ class RunState:
         self.validations[seen.round] = seen
         if len(self.validations) > MAX_ROUNDS:
             del self.validations[next(iter(self.validations))]
-
-    def error(self, seen: ErrorRecord, source: str) -> None:
-        """A warning or an error that the file or the bus reported."""
-        self.errors.add(seen, source)
 
     def handle(self, message: m.Message, now: float) -> None:
         """A message of the bus, in any order, doubled or not."""
@@ -518,7 +492,7 @@ class RunState:
             self.validated(RoundRecord(message.round, message.version, mean, message.samples))
         elif isinstance(message, m.Error):
             at = message.time_ns / 1e9
-            self.error(ErrorRecord(at, message.sender, message.severity, message.where, message.text), "bus")
+            self.errors.add(ErrorRecord(at, message.sender, message.severity, message.where, message.text), "bus")
         elif isinstance(message, (m.Hello, m.Heartbeat, m.Goodbye)):
             self._presence(message, now)
 
@@ -528,10 +502,6 @@ class RunState:
         self.replay, self.replay_over = f"{what} {speed}", over
         if pace != self.pace:
             self.pace, self._generated = pace, Rate()
-
-    def tick(self, now: float) -> None:
-        """Some times a second: what the rates of the bus are worked out from."""
-        self.traffic.tick(now)
 
     # -- what is shown ------------------------------------------------------------------------------------------
 
@@ -570,21 +540,27 @@ class RunState:
         """How fast the run is: steps and samples as the steps tell, tokens as the ring counts them if there is one."""
         if self.state in OVER:
             return Speed()
-        pace = self._pace(now)
-        tokens = self._generated.per_s() if len(self._generated.points) > 1 else None
-        if pace is None:
-            return Speed(tokens_per_s=tokens)
-        if tokens is None and not self.replay:
-            tokens = pace.tokens  # trained ones, until those that are generated have been watched
-        return Speed(pace.samples, tokens, 60 * pace.steps)
+        known = self._pace(now)
+        if self._generated.known:
+            return replace(known, tokens_per_s=self._generated.per_s())
+        # Trained ones, until those that are generated have been watched.
+        return known if not self.replay else replace(known, tokens_per_s=None)
 
     def left_s(self, now: float) -> float | None:
         """Estimated seconds to the goal; None while there is nothing to estimate from."""
         if self.state in OVER or not self.facts.max_steps:
             return None
-        pace = self._pace(now)
-        per_s = pace.steps if pace is not None else self._steps_done.per_s()
+        steps_per_min = self._pace(now).steps_per_min
+        per_s = self._steps_done.per_s() if steps_per_min is None else steps_per_min / 60
         return max(0.0, self.facts.max_steps - self.at_step) / per_s if per_s > 0 else None
+
+    def judged(self) -> list[dict[str, float | None]]:
+        """The rounds of validation in which a sample was judged, for JSON."""
+        return [
+            {"round": one.round, "mean": one.mean, "samples": one.samples}
+            for one in self.validations.values()
+            if one.mean is not None and one.samples
+        ]
 
     def rows(self, now: float) -> list[ProcessRow]:
         """The processes, those of the ring first, in the order of their entries."""
@@ -592,50 +568,40 @@ class RunState:
         rows = [self._row(process) for process in entries]
         mapped = {address_of(process.name) for process in entries}
         for sender, present in sorted(self._present.items()):
-            if sender not in mapped and not present.gone and not (entries and present.index):
+            if sender not in mapped and not (entries and present.index):
                 rows.append(_remote(sender, present, now))
         return rows
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _pace(self, now: float) -> StepRate | None:
+    def _pace(self, now: float) -> Speed:
         quiet = 0.0 if self.replay_over else (self.since_step_s(now) or 0.0) * self.pace
         return self.steps.pace(quiet)
 
-    def _load(self, process: ProcessRecord, now: float) -> None:
-        before = self._busy.get(process.name)
-        if before is None or before[0] != process.pid:
-            if before is not None or len(self._busy) < MAX_PRESENT:
-                self._busy[process.name] = (process.pid, process.busy_ns, now, -1.0)
-        elif now - before[2] >= 1.0:
-            share = (process.busy_ns - before[1]) / 1e9 / (now - before[2])
-            self._busy[process.name] = (process.pid, process.busy_ns, now, min(1.0, max(0.0, share)))
-
     def _row(self, process: ProcessRecord) -> ProcessRow:
-        known = self._busy.get(process.name)
+        spent = self._busy[_life(process)]
         # Most roles do not say what they spend their time on: that is not known, and not nothing.
-        share = known[3] if known and known[3] >= 0 and process.busy_ns else None
-        patience = process.deadline_s or self.facts.progress_s
-        late = process.state == "ready" and process.progress_age_s > patience
-        return ProcessRow(
-            process.name, process.role, process.pid, process.state, process.activity, process.progress_age_s,
-            process.deadline_s, late, share, process.tokens, process.samples, process.version,
-            max(0, self.version - process.version) if process.version else 0, self.restarts.get(process.name, 0),
-            process.remote,
-        )
+        busy = min(1.0, max(0.0, spent.per_s() / 1e9)) if spent.known and process.busy_ns else None
+        late = process.state == "ready" and process.progress_age_s > (process.deadline_s or self.facts.progress_s)
+        behind = max(0, self.version - process.version) if process.version else 0
+        restarts = self.restarts.get(process.name, 0)
+        return ProcessRow(**asdict(process), late=late, busy=busy, behind=behind, restarts=restarts)
 
     def _presence(self, message: m.Hello | m.Heartbeat | m.Goodbye, now: float) -> None:
         sender = address_of(message.sender)
-        present = self._present.get(sender)
-        if present is None:
-            if len(self._present) >= MAX_PRESENT:
-                return
-            present = self._present[sender] = Present()
-        present.heard, present.gone = now, isinstance(message, m.Goodbye)
-        if isinstance(message, m.Hello):
-            present.role, present.pid, present.index = message.role, message.pid, message.index
-        elif isinstance(message, m.Heartbeat):
-            present.role, present.activity = message.role, message.activity
+        if isinstance(message, m.Goodbye):
+            self._present.pop(sender, None)
+        elif sender in self._present or len(self._present) < MAX_PRESENT:
+            present = self._present.setdefault(sender, Present())
+            present.heard, present.role = now, message.role
+            if isinstance(message, m.Hello):
+                present.pid, present.index = message.pid, message.index
+            else:
+                present.activity = message.activity
+
+
+def _life(process: ProcessRecord) -> tuple[str, int]:
+    return process.name, process.pid
 
 
 def step_of(update: m.LearnerStateUpdate) -> StepRecord:
@@ -650,5 +616,5 @@ def step_of(update: m.LearnerStateUpdate) -> StepRecord:
 def _remote(sender: str, present: Present, now: float) -> ProcessRow:
     age = max(0.0, now - present.heard)
     return ProcessRow(
-        sender, present.role, present.pid, "on the bus", present.activity, age, 0.0, age > SILENT_S, None, 0, 0, 0, 0
+        sender, present.role, present.pid, "on the bus", present.activity, progress_age_s=age, late=age > SILENT_S
     )

@@ -11,19 +11,22 @@ those of every plain view, with what to do about the state before them and what 
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from busrl.errors import first_line
-from busrl.files import tail
+from busrl.files import TAIL_BYTES, json_lines
 from busrl.gateway import BAD
 from busrl.monitor import text
 from busrl.monitor.runfiles import as_map, fates, number, read_map
+from busrl.monitor.snapshot import finite
 from busrl.monitor.sources import Reader, holder_of, newest_run
 from busrl.monitor.state import ProcessRow, RunState
 from busrl.monitor.text import alike, duration, printable, short
@@ -35,6 +38,15 @@ SCHEMA = 1
 LIVING = (*(one.name.lower() for one in RunPhase), "left")  # states with a ring
 MOST_KINDS = 5
 TEXT = 240
+# A ring that is there and cannot be used; the files still tell how far the run is.
+REMEDY_NOBODY = (
+    "  nobody runs, and the next start refuses: `busrl ring clean {root} --force`, then start it again (what was in "
+    "its slots is generated again)"
+)
+REMEDY_RUNNING = (
+    "  launch (pid {pid}) continues with what its processes have mapped; none can be started again: "
+    "`busrl stop {root}` ends it in order, and a start continues from checkpoint and log"
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ def status(run_dir: str | os.PathLike[str] | None = None, *, as_json: bool = Fal
     """The state of a run in some lines, or as one JSON object; without a directory that of the newest under `runs/`."""
     found = look(run_dir)
     if as_json:
-        return json.dumps(_plain(as_data(found)), ensure_ascii=False, allow_nan=False, default=str)
+        return json.dumps(finite(as_data(found)), ensure_ascii=False, allow_nan=False, default=str)
     return "\n".join(map(printable, _lines(found)))
 
 
@@ -81,58 +93,43 @@ def look(run_dir: str | os.PathLike[str] | None = None) -> Found:
 
 def as_data(found: Found) -> dict[str, Any]:
     """One JSON object."""
-    run, steps = found.run, found.run.steps
-    quiet = (run.since_step_s(found.now) or 0.0) if run.ring is not None and found.state != "left" else 0.0
-    pace = steps.pace(quiet)
+    run, steps, info = found.run, found.run.steps, found.info
+    speed = steps.pace((run.since_step_s(found.now) or 0.0) if run.ring is not None and found.state != "left" else 0.0)
+    idle = run.idle
     return {
         "schema": SCHEMA,
         "time": time.time(),
-        "run_id": found.info.get("run_id"),
         "run_dir": str(found.paths.root),
-        "launch_pid": found.info.get("launch_pid"),
-        "started": found.info.get("started"),
+        **{key: info.get(key) for key in ("run_id", "launch_pid", "started")},
         "state": found.state,
         "step": run.at_step,
         "version": run.version,
         "max_steps": run.facts.max_steps or None,
         "reward": {"first": run.first_reward, "last_10_steps": steps.recent(lambda one: one.reward)},
-        "validation": [
-            {"round": one.round, "mean": one.mean, "samples": one.samples}
-            for one in run.validations.values()
-            if one.mean is not None and one.samples
-        ],
-        "flat_share": steps.flat_share(run.idle),
-        "entropy": steps.recent(lambda one: one.entropy),
-        "cut_share": steps.recent(lambda one: one.cut_share),
-        "k3": steps.recent(lambda one: one.k3),
-        "ess": steps.recent(lambda one: one.ess),
+        "validation": run.judged(),
+        **steps.policy(idle),
         "sample": found.sample or None,
-        "idle": (
-            {"groups": run.idle.idle_groups, "limit": run.idle.idle_limit, "causes": run.idle.idle_causes}
-            if run.idle
-            else None
-        ),
+        "idle": {"groups": idle.idle_groups, "limit": idle.idle_limit, "causes": idle.idle_causes} if idle else None,
         "samples": fates(found.paths.fates),
         "restarts": run.restarts,
         "problems": problems(found.paths.errors),
         "errors_from_outside": list(_from_outside(found.paths)),
         "refusals": list(_refusals(found.paths)),
-        "steps_per_min": round(60 * pace.steps, 3) if pace else None,
-        "tokens_per_s": round(pace.tokens, 3) if pace else None,
+        "steps_per_min": speed.steps_per_min,
+        "tokens_per_s": speed.tokens_per_s,
         **_more(found),
     }
 
 
 def _more(found: Found) -> dict[str, Any]:
     """What only some states have."""
-    run = found.run
+    run, summary = found.run, found.summary
     if found.state in LIVING and run.ring is not None:
-        left = run.left_s(found.now)
         return {
-            "left_s": round(left, 1) if left is not None else None,
+            "left_s": run.left_s(found.now),
             "slots": {name: count for name, count in run.ring.occupancy.items() if count},
             "reaps": run.ring.reaps,
-            "processes": [_process(row) for row in found.processes],
+            "processes": [asdict(row) for row in found.processes],
         }
     if found.state == "damaged":
         return {"problem": run.damage, "holder": found.holder}
@@ -141,29 +138,9 @@ def _more(found: Found) -> dict[str, Any]:
     if found.state == "unfinished":
         return {}
     kept = ("why", "seconds", "open_samples", "exit_code", "max_steps")
-    numbers = {key: number(found.summary.get(name)) for key, name in (("step", "steps"), ("version", "version"))}
-    return {**{name: found.summary.get(name) for name in kept}, **_whole(numbers)}
-
-
-def _whole(numbers: dict[str, float | None]) -> dict[str, int | None]:
-    return {name: None if value is None else int(value) for name, value in numbers.items()}
-
-
-def _process(row: ProcessRow) -> dict[str, Any]:
-    return {
-        "name": row.name, "role": row.role, "pid": row.pid, "remote": row.remote, "state": row.state,
-        "activity": row.activity, "progress_age_s": round(row.progress_age_s, 3), "tokens": row.tokens,
-        "samples": row.samples, "restarts": row.restarts,
-    }
-
-
-def _plain(value: Any) -> Any:
-    """The same with null for what is no number: files of a run may hold anything, and NaN is not JSON."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    known = {key: number(summary.get(name)) for key, name in (("step", "steps"), ("version", "version"))}
+    numbers = {key: None if value is None else int(value) for key, value in known.items()}
+    return {**{name: summary.get(name) for name in kept}, **numbers}
 
 
 def problems(path: Path) -> list[dict[str, Any]]:
@@ -172,14 +149,12 @@ def problems(path: Path) -> list[dict[str, Any]]:
     Lines of one process that differ in their digits alone are of one kind.
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for line in tail(path):
-        try:
-            row = json.loads(line)
+    with suppress(OSError):
+        for row in json_lines(path, tail=TAIL_BYTES):
+            at = number(row.get("time"))
+            if at is None or not {"process", "severity", "text"} <= row.keys():
+                continue
             process, severity, said = str(row["process"]), str(row["severity"]), first_line(str(row["text"]), TEXT)
-            at = float(row["time"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            continue  # torn, or cut by the tail
-        if math.isfinite(at):
             new = {"severity": severity, "process": process, "text": said, "time": at, "count": 0}
             kind = found.setdefault((process, alike(said)), new)
             kind.update(text=said, time=at, count=kind["count"] + 1)
@@ -188,19 +163,20 @@ def problems(path: Path) -> list[dict[str, Any]]:
 
 def _from_outside(paths: RunPaths) -> Iterator[str]:
     """ERRORs of senders that do not file their own, counted by launch."""
-    for name, found in as_map(read_map(paths.supervisor).get("errors_from_outside")).items():
-        counts = as_map(found)
-        each = [f"{counts[severity]} {severity}" for severity in reversed(SEVERITIES) if counts.get(severity)]
-        yield f"ERROR from {name}: {', '.join(each)}; the latest {counts.get('latest', '')}"
+    kinds = {severity: severity for severity in reversed(SEVERITIES)}
+    return _counted(paths.supervisor, "errors_from_outside", kinds, "ERROR from")
 
 
 def _refusals(paths: RunPaths) -> Iterator[str]:
     """What the keeper's gateway had to refuse, by worker."""
-    for name, found in as_map(read_map(paths.gateway).get("workers")).items():
+    return _counted(paths.gateway, "workers", {code: code.replace("_", " ") for code in BAD}, "gateway refused")
+
+
+def _counted(path: Path, section: str, kinds: dict[str, str], what: str) -> Iterator[str]:
+    for name, found in as_map(read_map(path).get(section)).items():
         counts = as_map(found)
-        bad = [f"{counts[code]} {code.replace('_', ' ')}" for code in BAD if counts.get(code)]
-        if bad:
-            yield f"gateway refused {name}: {', '.join(bad)}; the latest {counts.get('latest', '')}"
+        if some := [f"{counts[kind]} {words}" for kind, words in kinds.items() if counts.get(kind)]:
+            yield f"{what} {name}: {', '.join(some)}; the latest {counts.get('latest', '')}"
 
 
 # -- in lines ---------------------------------------------------------------------------------------------------------
@@ -225,40 +201,27 @@ def _lines(found: Found) -> Iterator[str]:
 
 def _headline(found: Found) -> Iterator[str]:
     """The first lines: who runs, or how the run ended, and what to do about it."""
-    name, root, summary = found.info.get("run_id"), found.paths.root, found.summary
-    if found.state == "left":
-        yield f"{name}: nobody runs; the next `busrl launch` in this directory adopts its ring"
-    elif found.state in LIVING:
-        since = duration(max(0.0, time.time() - (number(found.info.get("started")) or time.time())))
-        yield f"{name}: {found.state}, {since} since launch (pid {found.info.get('launch_pid')})"
-    elif found.state == "damaged":
-        yield f"{name}: damaged, its ring cannot be used: {found.run.damage}"
-        yield _remedy_of_damage(found)
-    elif found.state == "starting":
-        yield (
-            f"{name}: launch (pid {found.holder}) is there, but no ring: it is starting or ending, or "
-            f"{found.paths.ring_file} was removed; if this stays so, `busrl stop {root}` and start it again"
-        )
-    elif found.state == "unfinished":
-        yield f"{name}: no ring and no summary; the run was never finished. Start it again to continue"
-    else:
-        yield f"{name}: {found.state}, {summary.get('why')}; it took {duration(number(summary.get('seconds')) or 0.0)}"
-        if summary.get("open_samples"):
-            yield f"  {summary['open_samples']} samples are open: the next start generates them again"
-
-
-def _remedy_of_damage(found: Found) -> str:
-    """The ring is there and cannot be used; the files still tell how far the run is."""
-    root = found.paths.root
-    if found.holder is None:
-        return (
-            f"  nobody runs, and the next start refuses: `busrl ring clean {root} --force`, then start it again "
-            "(what was in its slots is generated again)"
-        )
-    return (
-        f"  launch (pid {found.holder}) continues with what its processes have mapped; none can be started again: "
-        f"`busrl stop {root}` ends it in order, and a start continues from checkpoint and log"
-    )
+    name, root, summary, holder = found.info.get("run_id"), found.paths.root, found.summary, found.holder
+    match found.state:
+        case "left":
+            yield f"{name}: nobody runs; the next `busrl launch` in this directory adopts its ring"
+        case state if state in LIVING:
+            since = duration(max(0.0, time.time() - (number(found.info.get("started")) or time.time())))
+            yield f"{name}: {state}, {since} since launch (pid {found.info.get('launch_pid')})"
+        case "damaged":
+            yield f"{name}: damaged, its ring cannot be used: {found.run.damage}"
+            yield (REMEDY_NOBODY if holder is None else REMEDY_RUNNING).format(root=root, pid=holder)
+        case "starting":
+            yield (
+                f"{name}: launch (pid {holder}) is there, but no ring: it is starting or ending, or "
+                f"{found.paths.ring_file} was removed; if this stays so, `busrl stop {root}` and start it again"
+            )
+        case "unfinished":
+            yield f"{name}: no ring and no summary; the run was never finished. Start it again to continue"
+        case state:
+            yield f"{name}: {state}, {summary.get('why')}; it took {duration(number(summary.get('seconds')) or 0.0)}"
+            if summary.get("open_samples"):
+                yield f"  {summary['open_samples']} samples are open: the next start generates them again"
 
 
 def _restarts(found: Found, shown: set[str]) -> Iterator[str]:

@@ -121,6 +121,10 @@ def portions(counts: Sequence[int], width: int) -> list[int]:
 # -- phrases ----------------------------------------------------------------------------------------------------------
 
 
+POLICY: Final = (  # key, name, format
+    ("flat_share", "flat groups", ".0%"), ("cut_share", "cut answers", ".0%"), ("entropy", "entropy", ".2f"),
+    ("ess", "ess", ".2f"), ("k3", "k3", ".2g"),
+)
 ORDER = ("queued", "generating", "generated", "rewarding", "rewarded", "training", "reserved", "dropped", "free")
 
 
@@ -154,9 +158,8 @@ def progress(run: RunState, now: float) -> str:
 
 def speed(known: Speed) -> str:
     """Samples, tokens and steps per time; "-" where that is not known (yet)."""
-    samples = "-" if known.samples_per_s is None else f"{known.samples_per_s:.1f}"
+    samples, steps = ("-" if one is None else f"{one:.1f}" for one in (known.samples_per_s, known.steps_per_min))
     tokens = "-" if known.tokens_per_s is None else short(known.tokens_per_s)
-    steps = "-" if known.steps_per_min is None else f"{known.steps_per_min:.1f}"
     return f"{samples} samples/s · {tokens} tokens/s · {steps} steps/min"
 
 
@@ -205,17 +208,11 @@ def staleness(run: RunState) -> str:
     return f"age mean {newest.age_mean:.2f} · p95 {newest.age_p95:.1f} · max {newest.age_max:g} steps · {mode}"
 
 
-def policy_words(run: RunState) -> str:
+def policy(run: RunState) -> str:
     """What the newest steps say of the policy and of what was thrown away; "" before the first."""
-    steps = run.steps
-    numbers = [
-        ("flat groups", steps.flat_share(run.idle), ".0%"),
-        ("cut answers", steps.recent(lambda one: one.cut_share), ".0%"),
-        ("entropy", steps.recent(lambda one: one.entropy), ".2f"),
-        ("ess", steps.recent(lambda one: one.ess), ".2f"),
-        ("k3", steps.recent(lambda one: one.k3), ".2g"),
-    ]
-    return " · ".join(f"{name} {value:{form}}" for name, value, form in numbers if value is not None)
+    known = run.steps.policy(run.idle)
+    told = [(name, value, form) for key, name, form in POLICY if (value := known[key]) is not None]
+    return " · ".join(f"{name} {value:{form}}" for name, value, form in told)
 
 
 def idle(run: RunState) -> str:
@@ -231,7 +228,7 @@ def idle(run: RunState) -> str:
 def bus(run: RunState, now: float) -> str:
     """Messages per second, and whether this picture is complete and of now."""
     traffic = run.traffic
-    parts = [f"{short(traffic.per_s())} messages/s · {short(traffic.count)} received"]
+    parts = [f"{short(traffic.total.rate.per_s())} messages/s · {short(traffic.total.count)} received"]
     if traffic.missed:
         parts.append(f"{short(traffic.missed)} MISSED")
     if traffic.malformed:
@@ -306,11 +303,16 @@ def facts(run: RunState, now: float) -> list[str]:
     if run.state != "ended":
         states = " · ".join(f"{name} {count:,}" for name, count in occupancy(run))
         out.append(f"  slots     {states or ('not known' if run.damage else 'no ring')}")
-    if run.state not in OVER:
-        out.append(f"  trigger   {trigger(run, now)}")
-    named = {"control": controller(run), "policy": policy_words(run), "idle": idle(run), "sample": safe(run.sample)}
-    out += [f"  {name:<9} {text}" for name, text in named.items() if text]
-    return [*out, f"  staleness {staleness(run)}"]
+    return out + [f"  {name:<9} {words}" for name, words in told(run, now).items()]
+
+
+def told(run: RunState, now: float) -> dict[str, str]:
+    """What every full view tells of the next step, the policy and the samples, by its label."""
+    words = {
+        "trigger": trigger(run, now) if run.state not in OVER else "", "control": controller(run),
+        "policy": policy(run), "idle": idle(run), "sample": safe(run.sample), "staleness": staleness(run),
+    }
+    return {name: text for name, text in words.items() if text}
 
 
 def line(run: RunState, now: float) -> str:
@@ -324,8 +326,8 @@ def line(run: RunState, now: float) -> str:
         parts.append(f"{flat:.0%} flat")
     if known != Speed() or not run.launched:
         parts.append(speed(known))
-    if run.traffic.count:
-        parts.append(f"{short(run.traffic.per_s())} messages/s")
+    if run.traffic.total.count:
+        parts.append(f"{short(run.traffic.total.rate.per_s())} messages/s")
     if run.errors.count:
         parts.append(f"{run.errors.count} errors")
     if run.traffic.missed:

@@ -20,33 +20,12 @@ from typing import Final
 
 import msgspec
 
-from busrl.protocol import messages as m
-from busrl.protocol.gateway import GATEWAY, REMOTE
+from busrl.protocol.gateway import REMOTE, Remote
 from busrl.protocol.messages import MAX_NAME, VERSION, Message, name_of
 
-# -- all messages, in the order of docs/protocol.md -----
-
-
-ALL: Final[tuple[type[Message], ...]] = (
-    m.TaskRequest,
-    m.NewTask,
-    m.DataGenerated,
-    m.RewardComputed,
-    m.LearnerStateUpdate,
-    m.WeightsPublished,
-    m.WeightsGroup,
-    m.ValidationStarted,
-    m.ValidationDone,
-    m.SchedulerState,
-    m.Hello,
-    m.Heartbeat,
-    m.Goodbye,
-    m.Error,
-    m.Ping,
-    m.Pong,
-    m.Stop,
-    *REMOTE,
-    *GATEWAY,
+# All messages, in the order of docs/protocol.md, which is that of their definition.
+ALL: Final[tuple[type[Message], ...]] = tuple(
+    kind for defined in Message.__subclasses__() for kind in (REMOTE if defined is Remote else [defined])
 )
 BY_NAME: Final[dict[str, type[Message]]] = {name_of(kind): kind for kind in ALL}
 
@@ -57,7 +36,7 @@ BY_NAME: Final[dict[str, type[Message]]] = {name_of(kind): kind for kind in ALL}
 def address(process: str) -> str:
     """The form of a process name in a topic: `rollout/0` -> `rollout-0`."""
     made = process.replace("/", "-")
-    if not made.isascii() or not made.isprintable() or " " in made or not 0 < len(made) <= MAX_NAME:
+    if not is_address(made):
         raise ValueError(
             f"process name {process!r} cannot be part of a topic: it must be 1 to {MAX_NAME} printable ASCII "
             "characters without spaces; rename the process"

@@ -101,8 +101,6 @@ class RemoteLeave(Remote, tag="REMOTE_LEAVE"):
 
 
 # keeper -> remote actor
-
-
 class GatewayWelcome(Message, tag="GATEWAY_WELCOME"):
     """The worker has joined, as entry `index` of the process table. A claim lasts `lease_s` unless it is extended."""
 
@@ -175,13 +173,4 @@ class GatewayAnswer(Message, tag="GATEWAY_ANSWER"):
         self.text = self.text[:MAX_TEXT]
 
 
-REMOTE: tuple[type[Remote], ...] = (
-    RemoteJoin,
-    RemoteClaim,
-    RemoteExtend,
-    RemoteGenerated,
-    RemoteRewarded,
-    RemoteFail,
-    RemoteLeave,
-)
-GATEWAY: tuple[type[Message], ...] = (GatewayWelcome, GatewayTasks, GatewayAnswer)
+REMOTE: tuple[type[Remote], ...] = tuple(Remote.__subclasses__())

@@ -50,8 +50,6 @@ class Message(Struct, tag_field="type", kw_only=True, omit_defaults=False):
 
 
 # actor -> scheduler
-
-
 class TaskRequest(Message, tag="TASK_REQUEST"):
     """This worker has room for `capacity` more tasks."""
 
@@ -61,8 +59,6 @@ class TaskRequest(Message, tag="TASK_REQUEST"):
 
 
 # scheduler -> actor
-
-
 class NewTask(Message, tag="NEW_TASK"):
     """Slots are QUEUED and offered to this worker."""
 
@@ -74,8 +70,6 @@ class NewTask(Message, tag="NEW_TASK"):
 
 
 # rollout -> reward, scheduler
-
-
 class DataGenerated(Message, tag="DATA_GENERATED"):
     """Slots hold a finished segment or answer; `status` is "generated", "segment" or "aborted"."""
 
@@ -88,8 +82,6 @@ class DataGenerated(Message, tag="DATA_GENERATED"):
 
 
 # reward -> learner
-
-
 class RewardComputed(Message, tag="REWARD_COMPUTED"):
     """Slots are REWARDED; `reward` is that of the named slot."""
 
@@ -101,8 +93,6 @@ class RewardComputed(Message, tag="REWARD_COMPUTED"):
 
 
 # learner -> everybody
-
-
 class LearnerStateUpdate(Message, tag="LEARNER_STATE_UPDATE"):
     """The learner took a step: what the scheduler reacts to, and what a person watches."""
 
@@ -118,8 +108,6 @@ class LearnerStateUpdate(Message, tag="LEARNER_STATE_UPDATE"):
 
 
 # learner -> engines
-
-
 class WeightsPublished(Message, tag="WEIGHTS_PUBLISHED"):
     """Weights `version`, made at `step`, can be fetched by `transport`."""
 
@@ -137,8 +125,6 @@ class WeightsGroup(Message, tag="WEIGHTS_GROUP"):
 
 
 # validator -> everybody
-
-
 class ValidationStarted(Message, tag="VALIDATION_STARTED"):
     """Round `round` asks `samples` answers of the pinned `version`."""
 
@@ -158,8 +144,6 @@ class ValidationDone(Message, tag="VALIDATION_DONE"):
 
 
 # scheduler -> everybody
-
-
 class SchedulerState(Message, tag="SCHEDULER_STATE"):
     """What the scheduler sees: counts are of groups, `queued` and `free` of slots; `waiting` says for what it waits."""
 
@@ -173,8 +157,6 @@ class SchedulerState(Message, tag="SCHEDULER_STATE"):
 
 
 # everybody -> everybody: presence, errors
-
-
 class Hello(Message, tag="HELLO"):
     """A process is on the bus; `index` is its entry in the ring's process table (0 = it does not map the ring)."""
 
@@ -226,8 +208,6 @@ class Pong(Message, tag="PONG"):
 
 
 # launch -> everybody
-
-
 class Stop(Message, tag="STOP"):
     """The run ends: finish what is in hand within `drain_s` seconds and exit."""
 

@@ -37,7 +37,7 @@ from busrl.data.trace import Task
 from busrl.errors import DataError, NoSuchRun, UserError
 from busrl.ledger.trainlog import of_step
 from busrl.paths import RunPaths
-from busrl.simulate.actors import PACE_S, STATED, Times, reward_workers
+from busrl.simulate.actors import PACE_S, STATED, TIMES, Times, reward_workers
 from busrl.simulate.answers import Recorded, RecordedAnswers, chance
 
 # -- a finished run -------------------------------------------------------------------------------------------
@@ -370,7 +370,6 @@ def _kind_of(prompt: str) -> int:
 
 SET, MOCK = "set in [simulate]", "stated in [mock]"
 SLICE_S = 0.05  # a scripted engine draws its jitter again for each stretch of at most so long
-NAMES = tuple(one.name for one in dataclasses.fields(Times) if one.name not in ("source", "busy_share"))
 
 
 def times_of(
@@ -378,7 +377,7 @@ def times_of(
 ) -> Times:
     """The times of one simulated run. `written`: dotted keys that topology file and overrides give."""
     own = dataclasses.asdict(topology.simulate)
-    values, sources = {name: float(own[name]) for name in NAMES}, dict.fromkeys(NAMES, STATED)
+    values, sources = {name: float(own[name]) for name in TIMES}, dict.fromkeys(TIMES, STATED)
     for source, known in reversed([*_known(topology, written, fitted, measured)]):
         values.update(known)
         sources.update(dict.fromkeys(known, source))
@@ -395,7 +394,7 @@ def _known(
 ) -> Iterator[tuple[str, Mapping[str, float]]]:
     """Every source with what it knows, the one that counts most first."""
     own, default = dataclasses.asdict(topology.simulate), dataclasses.asdict(Simulate())
-    given = {name: float(own[name]) for name in NAMES if f"simulate.{name}" in written or own[name] != default[name]}
+    given = {name: float(own[name]) for name in TIMES if f"simulate.{name}" in written or own[name] != default[name]}
     yield SET, given
     if fitted is not None:
         yield next(iter(fitted.source.values())), {name: getattr(fitted, name) for name in fitted.source}

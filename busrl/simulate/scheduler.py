@@ -26,7 +26,7 @@ from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupView, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
 from busrl.scheduling.pool import LearnerState
-from busrl.simulate.actors import SimRing
+from busrl.simulate.actors import Learner, SimRing
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts
 
@@ -55,9 +55,6 @@ class Feed:
 
     def _lengths_of(self, draw: int) -> Sequence[int]:
         return self.answers.answer(draw, self.step).lengths
-
-    def candidate(self, draw: int, task: Task) -> Candidate:
-        return Candidate(draw, task.prompt, self.tokens, task.tag)
 
     def finished(self, draw: int, tokens: int) -> None:
         """An answer is whole."""
@@ -115,14 +112,6 @@ class Group:
     left: int
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What a look has to know of the learner: finished steps, and groups trained but not published."""
-
-    step: int
-    unpublished: int
-
-
 class Scheduler:
     """`rows`: sequences that all actors can run at once."""
 
@@ -146,14 +135,14 @@ class Scheduler:
         self.starved = False  # the last look could have opened more groups than prompts had arrived
         self._reserve = topology.derived.val_reserve
 
-    def look(self, view: GroupView, learned: Learned, now: float) -> int:
+    def look(self, view: GroupView, learner: Learner, now: float) -> int:
         """Dispatch all that may be dispatched now; the number of samples."""
         self.arrival, self.starved = math.inf, False
         self.feed.look(view, self.rows)
         if not self.probes.on:
-            return self._open_new(view, learned, now)
+            return self._open_new(view, learner, now)
         held = self.probes.held(view, self.next_admission)
-        sent = self._finish_open(view, ~held) + self._open_new(view, learned, now)
+        sent = self._finish_open(view, ~held) + self._open_new(view, learner, now)
         idle = self.rows - view.generating - view.queued - sent
         return sent + self._finish_open(view, self.probes.released(view, held, idle))
 
@@ -165,10 +154,10 @@ class Scheduler:
 
     # -- new groups -----------------------------------------------------------------------------------------------
 
-    def _open_new(self, view: GroupView, learned: Learned, now: float) -> int:
+    def _open_new(self, view: GroupView, learner: Learner, now: float) -> int:
         free = len(self.ring.free) + self._reserve
         room = self.admission.room(
-            view, unpublished=learned.unpublished, next_admission=self.next_admission, step=learned.step,
+            view, unpublished=learner.unpublished, next_admission=self.next_admission, step=learner.step,
             free=free, reserve=kept_back(self._reserve, 0), wave_over=bool(self.wave_over(view)),
         )
         room = not_ahead(room, self.ahead, view.queued, self.size)
@@ -181,7 +170,7 @@ class Scheduler:
             if candidate is None:
                 self.starved = self.arrival < math.inf
                 break
-            sent += self._open(candidate, learned.step, now)
+            sent += self._open(candidate, learner.step, now)
         return sent
 
     def _offer(self, view: GroupView, groups: int, now: float) -> None:
@@ -194,7 +183,7 @@ class Scheduler:
             if task.arrival_s is not None and task.arrival_s > now:
                 self.arrival = task.arrival_s
                 break
-            offered.append(self.feed.candidate(draw, task))
+            offered.append(Candidate(draw, task.prompt, self.feed.tokens, task.tag))
         policy.offer(offered)
 
     def _open(self, candidate: Candidate, step: int, now: float) -> int:

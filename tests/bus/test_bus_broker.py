@@ -13,7 +13,7 @@ from busrl.bus import Endpoint
 from busrl.errors import BusClosed, BusNotReady, MessageTooLarge
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.protocol import topic
+from busrl.protocol.codec import topic
 
 PATIENCE_S = 30.0
 

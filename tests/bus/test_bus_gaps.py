@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from busrl.bus.endpoint import Gaps
 from busrl.protocol import messages as m
-from busrl.protocol import topic
+from busrl.protocol.codec import topic
 
 PATIENCE_S = 30.0
 TOPIC = b"DATA_GENERATED/"

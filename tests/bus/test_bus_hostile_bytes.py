@@ -11,8 +11,9 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.protocol import ALL, Fault, Rejected, codec, topic
+from busrl.protocol import codec
 from busrl.protocol import messages as m
+from busrl.protocol.codec import ALL, Fault, Rejected, topic
 
 PATIENCE_S = 30.0
 HEARD = topic(m.Goodbye)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from busrl.bus.endpoint import MAX_ADDRESSED
-from busrl.protocol import MAX_ACTIVITY, codec, topic
+from busrl.protocol import codec
 from busrl.protocol import messages as m
+from busrl.protocol.codec import topic
+from busrl.protocol.messages import MAX_ACTIVITY
 
 MANY = 3 * MAX_ADDRESSED
 

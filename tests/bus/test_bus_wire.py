@@ -179,7 +179,7 @@ from busrl import _wire
 def use(path): raise LookupError(path)
 _wire.use = use
 from busrl.bus import Endpoint
-from busrl.protocol import Goodbye
+from busrl.protocol.messages import Goodbye
 import sys
 with Endpoint("one", *sys.argv[1:], subscribe=["GOODBYE/"]) as one:
     one.ready(30)

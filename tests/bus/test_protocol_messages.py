@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from busrl.protocol import ALL, BY_NAME, address, codec, kind_of, name_of, topic
+from busrl.protocol import codec
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
+from busrl.protocol.codec import ALL, BY_NAME, address, kind_of, topic
+from busrl.protocol.messages import name_of
 
 ENVELOPE = {"v": 1, "sender": "s", "msg_seq": 2, "time_ns": 3}
 IDS, LOGS = g.Tensor("int32", [1], b"\x05\0\0\0"), g.Tensor("float32", [1], b"\0\0\x80\xbf")

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from busrl.protocol import codec, kind_of, name_of
+from busrl.protocol import codec
 from busrl.protocol import messages as m
+from busrl.protocol.codec import kind_of
+from busrl.protocol.messages import name_of
 from tools.reference.catalog import ROUTES, Reach
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "run"))

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from busrl.protocol import codec, kind_of
+from busrl.protocol import codec
+from busrl.protocol.codec import kind_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "messages.md").read_text()
 SERVE = """

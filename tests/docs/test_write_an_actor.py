@@ -21,11 +21,11 @@ from pathlib import Path
 import pytest
 
 from busrl.bus import Endpoint, run_broker
-from busrl.protocol import Message, topic
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.protocol.codec import BY_NAME
+from busrl.protocol.codec import BY_NAME, topic
 from busrl.protocol.gateway import REMOTE
+from busrl.protocol.messages import Message
 from busrl.ring import OfdLock
 
 ROOT = Path(__file__).resolve().parents[2]

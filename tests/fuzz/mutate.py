@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from busrl.protocol import ALL, Message, name_of
+from busrl.protocol.codec import ALL
+from busrl.protocol.messages import Message, name_of
 
 _HEADS = """
 c0 c1 c2 c3 00 7f e0 ff 80 8f 90 9f a0 bf c4ff c5ffff c6ffffffff c7ff01 c8ffff01 c9ffffffff01 ca7fc00000

@@ -13,8 +13,9 @@ import pytest
 
 from busrl import keys
 from busrl.bus import Endpoint
-from busrl.protocol import Fault, codec, topic
+from busrl.protocol import codec
 from busrl.protocol import messages as m
+from busrl.protocol.codec import Fault, topic
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "security"))
 

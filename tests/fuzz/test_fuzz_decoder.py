@@ -12,9 +12,11 @@ import pytest
 from msgspec import inspect
 
 from busrl.bus import Endpoint
-from busrl.protocol import ALL, Fault, Rejected, codec, name_of, topic
+from busrl.protocol import codec
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
+from busrl.protocol.codec import ALL, Fault, Rejected, topic
+from busrl.protocol.messages import name_of
 from tests.fuzz.mutate import Mutator, golden, sample
 
 GROWTH_BYTES = 64 << 20

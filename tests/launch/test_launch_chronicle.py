@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from busrl.bus import Endpoint
-from busrl.launch.summary import MOST_SENDERS, OTHERS, EventLog
+from busrl.gateway import OTHERS
+from busrl.launch.summary import MOST_SENDERS, EventLog
 from busrl.launch.supervisor import Child, Patience
 from busrl.monitor.status import status
 from busrl.paths import RunPaths

@@ -8,12 +8,25 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from busrl.launch.supervisor import Child, ForeignProcesses, Patience, Sight, is_titled
+from busrl.launch.supervisor import Child, ForeignProcesses, Patience, is_titled
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
 
 PATIENCE = Patience(ready_s=60.0, progress_s=30.0, restart_attempts=5)
 ENDLESS = 1e9  # what the ring makes of infinity
+
+
+@dataclass
+class Entry:
+    """A row of the process table."""
+
+    pid: int
+    label: str = "keeper"
+    index: int = 4
+    progress: int = 1
+    activity: str = ""
+    deadline_s: float = 0.0
+    remote: bool = False
 
 
 def test_the_slots_of_a_killed_child_go_back_to_rest_although_there_is_no_keeper(scripted):
@@ -47,24 +60,11 @@ def test_a_child_that_was_ready_for_less_than_a_look_is_started_again_without_a_
 def test_an_endless_wait_that_is_declared_is_never_silence_and_does_not_count_afterwards():
     child = Child("keeper", PATIENCE)
     child.started(1, 0.0)
-    waiting = Sight(False, 0, "waits for pid 7", ENDLESS)
-    assert all(child.looked(waiting, 10.0) is None for _ in range(1000))
-    assert child.looked(Sight(False, 0, "starting", 0.0), 59.0) is None
-    kill = child.looked(Sight(False, 0, "starting", 0.0), 2.0)
-    assert kill is not None and "not ready for 61.0 s" in kill.why
-
-
-@dataclass
-class Entry:
-    """A row of the process table."""
-
-    pid: int
-    label: str = "keeper"
-    index: int = 4
-    progress: int = 1
-    activity: str = ""
-    deadline_s: float = 0.0
-    remote: bool = False
+    waiting = Entry(1, progress=0, activity="waits for pid 7", deadline_s=ENDLESS)
+    assert not any(child.looked(waiting, 10.0) for _ in range(1000))
+    assert not child.looked(Entry(1, progress=0, activity="starting"), 59.0)
+    kill = child.looked(Entry(1, progress=0, activity="starting"), 2.0)
+    assert "not ready for 61.0 s" in kill
 
 
 def looks(

@@ -10,7 +10,7 @@ import pytest
 
 from busrl.launch.summary import Progress
 from busrl.monitor.runfiles import TAIL_BYTES, RunFiles, fates, number, run_of_files, sample_line
-from busrl.monitor.state import RunState, StepRate
+from busrl.monitor.state import RunState, Speed
 from busrl.monitor.status import status
 from busrl.monitor.text import line
 from busrl.paths import RunPaths
@@ -56,7 +56,7 @@ def test_a_story_begins_with_the_first_step_ever_and_ends_with_the_newest_ones(r
     told = story(run)
     assert (told.at_step, told.first_reward, reward(told)) == (60, 0.01, pytest.approx(0.555))
     assert told.steps.flat_share() == pytest.approx(0.8) and told.steps.recent(lambda one: one.ess) is None
-    assert told.steps.pace(0.0) == StepRate(0.5, 0.0, 50.0) and told.steps.pace(22.0) == StepRate(0.25, 0.0, 25.0)
+    assert told.steps.pace(0.0) == Speed(0.0, 50.0, 30.0) and told.steps.pace(22.0) == Speed(0.0, 25.0, 15.0)
     rounds = [(one.round, one.mean, one.samples) for one in told.validations.values()]
     assert rounds == [(0, 0.0, 8), (30, 0.3, 8), (60, 0.6, 8)]
 
@@ -148,7 +148,7 @@ def test_groups_that_give_no_step_are_told_and_are_no_steps(run: RunPaths) -> No
         file.write(json.dumps(idle) + "\n")
     told = story(run)
     assert (told.at_step, reward(told)) == (60, pytest.approx(0.555))
-    assert told.steps.pace(0.0) == StepRate(0.5, 0.0, 50.0) and told.steps.flat_share(told.idle) == pytest.approx(0.9)
+    assert told.steps.pace(0.0) == Speed(0.0, 50.0, 30.0) and told.steps.flat_share(told.idle) == pytest.approx(0.9)
     text = status(run.root)
     assert "idle      100 groups in a row ended with nothing to train (100 flat), the run ends after 128" in text
     write(run.metrics, idle)

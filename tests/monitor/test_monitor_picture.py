@@ -251,7 +251,7 @@ def test_a_run_whose_numbers_are_none_is_shown_and_told_as_json(reward: float, l
     picture = RunState(facts=Facts(started=at, t_max_s=length))
     picture.step(StepRecord(1, reward=reward, length_mean=length, age_mean=at), 0.0)
     picture.handle(m.ValidationDone(round=1, version=1, samples=1, mean=reward), 0.0)
-    picture.error(ErrorRecord(at, "a", "error"), "file")
+    picture.errors.add(ErrorRecord(at, "a", "error"), "file")
     json.dumps(snapshot(picture, 0.0, 0.0), allow_nan=False)
     assert words.lines(picture, 0.0, 1000.0)
 
@@ -278,7 +278,7 @@ def test_a_name_that_is_heard_for_the_first_time_between_two_looks_has_a_rate_at
     for _ in range(6):
         traffic.received("NEW_TASK", 100)
     traffic.tick(12.0)
-    assert traffic.by_name["NEW_TASK"].rate.per_s() == traffic.per_s() == 3.0
+    assert traffic.by_name["NEW_TASK"].rate.per_s() == traffic.total.rate.per_s() == 3.0
 
 
 def test_the_busy_share_of_a_process_that_tells_none_is_not_known() -> None:

@@ -24,7 +24,7 @@ from busrl.monitor.recording import Drops, End, Entry, Header, Kind, Recording, 
 from busrl.monitor.state import Facts
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.protocol import topic
+from busrl.protocol.codec import topic
 
 Start = Callable[..., "subprocess.Popen[str]"]
 TOPIC = topic(m.DataGenerated)

@@ -24,8 +24,8 @@ from busrl.errors import BadEndpoint, PeerTimeout, RunInUse
 from busrl.monitor.recording import Drops, End, Header, Kind, Recording, Writer, summary
 from busrl.monitor.replay import Replayer
 from busrl.monitor.state import Facts, ProcessRecord, RingRecord
-from busrl.protocol import encode, topic
 from busrl.protocol import messages as m
+from busrl.protocol.codec import encode, topic
 
 Start = Callable[..., "subprocess.Popen[str]"]
 FACTS = Facts(name="recorded", run_id="recorded-1", uuid="ab", max_steps=100, n_min=8)

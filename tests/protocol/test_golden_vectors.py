@@ -12,7 +12,9 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from busrl.protocol import ALL, BY_NAME, codec, kind_of, name_of
+from busrl.protocol import codec
+from busrl.protocol.codec import ALL, BY_NAME, kind_of
+from busrl.protocol.messages import name_of
 from tools.reference import vectors
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "vectors"

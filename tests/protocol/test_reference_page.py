@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.protocol import ALL, BY_NAME, codec
+from busrl.protocol import codec
 from busrl.protocol import messages as m
+from busrl.protocol.codec import ALL, BY_NAME
 from tools.reference import catalog, protocol_page, vectors
 
 ROOT = Path(__file__).resolve().parents[2]

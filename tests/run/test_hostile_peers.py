@@ -19,7 +19,7 @@ from busrl.errors import BusNotReady
 from busrl.keys import ClientKeys, Pair
 from busrl.monitor.status import status
 from busrl.protocol import messages as m
-from busrl.protocol import topic
+from busrl.protocol.codec import topic
 from busrl.ring import Ring, State
 
 pytestmark = [pytest.mark.usefixtures("quickstart"), pytest.mark.slow]

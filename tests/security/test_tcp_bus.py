@@ -16,8 +16,8 @@ from busrl.bus import CurveListener, Endpoint, run_broker
 from busrl.bus.broker import MAX_REFUSED
 from busrl.errors import BadKeys, BrokerRunning, BusNotReady
 from busrl.keys import ClientKeys, Pair
-from busrl.protocol import Fault, topic
 from busrl.protocol import messages as m
+from busrl.protocol.codec import Fault, topic
 from busrl.ring import OfdLock
 
 PATIENCE_S, REFUSED_S = 30.0, 0.7

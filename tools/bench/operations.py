@@ -26,7 +26,7 @@ from judge import Log, written  # noqa: E402
 from busrl.bus import Endpoint  # noqa: E402
 from busrl.bus.broker import Proxy  # noqa: E402
 from busrl.ledger.wal import Record, SampleRecord, Wal  # noqa: E402
-from busrl.protocol import DataGenerated, NewTask  # noqa: E402
+from busrl.protocol.messages import DataGenerated, NewTask  # noqa: E402
 from busrl.ring import Fates, Ring, State  # noqa: E402
 
 SLOTS = 256
@@ -111,7 +111,7 @@ def log_calls(clock: Clock, chunks: int, folder: str) -> int:
             for step in range(chunks):
                 record = Record(step=step, version=step, cause="full", groups=[1], samples=samples)
                 clock(name, lambda record=record: wal.append(record), 1)  # type: ignore[misc]
-            nbytes = wal.stats().nbytes // chunks
+            nbytes = wal.nbytes // chunks
     return nbytes
 
 
@@ -133,7 +133,7 @@ def bus_calls(clock: Clock, chunks: int) -> None:
                 clock("receive a message from the bus", lambda: [there.recv(10) for _ in range(199)], 199)
                 assert first is not None
     message = DataGenerated(slot_id=1, seq=2, uid=3)
-    from busrl.protocol import encode
+    from busrl.protocol.codec import encode
 
     for _ in range(chunks):
         clock("encode a message", lambda: [encode(message) for _ in range(200)], 200)

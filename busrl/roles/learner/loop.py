@@ -436,7 +436,3 @@ class Learner(Actor):
         self.control.close()
         self.metrics.close()
         self.history.close()
-
-
-def main(run_dir: str, name: str) -> int:
-    return Learner(run_dir, name).main()

@@ -73,7 +73,7 @@ def encoding() -> float:
     """Microseconds of one encoding, the median of many short chunks."""
     from typed import task
 
-    from busrl.protocol import encode
+    from busrl.protocol.codec import encode
 
     message, chunks = task(1000), []
     message.sender, message.msg_seq, message.time_ns = "scheduler", 1000, time.time_ns()

@@ -12,7 +12,7 @@ import sys
 import time
 
 from busrl.bus import Endpoint
-from busrl.protocol import DataGenerated, NewTask, Stop
+from busrl.protocol.messages import DataGenerated, NewTask, Stop
 
 SPAWN = multiprocessing.get_context("spawn")
 
