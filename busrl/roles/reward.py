@@ -197,7 +197,3 @@ class Reward(Actor):
         self.pool.close()
         for slot, word in self.held.items():
             self.ring.release(slot, word, State.GENERATED)
-
-
-def main(run_dir: str, name: str) -> int:
-    return Reward(run_dir, name).main()
