@@ -22,7 +22,7 @@ from typing import Any
 from busrl import device
 from busrl.config import engine_rules, files, machine, rules
 from busrl.config.derive import resolve
-from busrl.config.reader import KeyPath, Reader, Source, read, show
+from busrl.config.reader import KeyPath, Reader, Source, read
 from busrl.config.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.scheduling.limits import derive
@@ -79,11 +79,11 @@ def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
-    looked, broken = files.look(draft, bad | REAL_FILES if sketched else bad)
-    problems.extend(_placed(source, draft, item) for item in broken)
-    bad |= {item.key for item in broken}
-    draft = dataclasses.replace(draft, derived=dataclasses.replace(UNRESOLVED, prompt_tokens=looked.prompt_tokens))
-    derived, sums = resolve(draft, looked)
+    facts, broken = files.inspect(draft, bad | REAL_FILES if sketched else bad)
+    problems.extend(_problem(source, draft, finding) for finding in broken)
+    bad |= {finding.keys[0] for finding in broken}
+    draft = dataclasses.replace(draft, derived=dataclasses.replace(UNRESOLVED, prompt_tokens=facts.prompt_tokens))
+    derived, sums = resolve(draft, facts)
     every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
     asked = [one for one in every if not (sketched and any(map(_real, one.keys)))]
     found = [one for one in asked if not _depends((*one.keys, *one.depends), bad)]
@@ -186,23 +186,12 @@ def _depends(keys: Iterable[str], bad: set[str]) -> bool:
 
 
 def _problem(source: Source, draft: Topology, finding: rules.Finding) -> Problem:
-    return Problem(_place(source, finding.keys), finding.shown(draft), finding.rule, finding.remedy)
-
-
-def _placed(source: Source, draft: Topology, item: files.KeyProblem) -> Problem:
-    """A problem of a file as it stands; one of the key that names the file gets the key's place and value."""
-    if item.problem.place:
-        return item.problem
-    value = f"{item.key} = {show(rules.lookup(draft, item.key))}"
-    return dataclasses.replace(item.problem, place=source.place(_path(item.key)), value=value)
-
-
-def _place(source: Source, keys: Sequence[str]) -> str:
-    """The place of the first key that is written down; a default has none."""
-    for key in keys:
-        if _path(key) in source.lines or _path(key) in source.overridden:
-            return source.place(_path(key))
-    return source.place(_path(keys[0]))
+    """The finding with a place: its own, or that of the first of its keys that is written down."""
+    if finding.place:
+        return Problem(finding.place, finding.value, finding.rule, finding.remedy)
+    written = (key for key in finding.keys if _path(key) in source.lines or _path(key) in source.overridden)
+    place = source.place(_path(next(written, finding.keys[0])))
+    return Problem(place, finding.shown(draft), finding.rule, finding.remedy)
 
 
 def _path(key: str) -> KeyPath:
