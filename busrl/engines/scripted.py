@@ -16,11 +16,11 @@ import json
 import math
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -45,11 +45,6 @@ FULL_SLICE_S = 0.05  # no row is free: there is nothing to look for but new weig
 LATEST_S = 0.25  # a process that was stopped for longer does not make up for it
 
 
-class _Line(NamedTuple):
-    task: trace.Task
-    answer: str
-
-
 class Script:
     """Answers by uid, which names a draw of the trace and a member: lengths and rewards of the trace, made-up tokens.
 
@@ -72,12 +67,11 @@ class Script:
         self.answer_key = answer_key
         self._plain = np.array(ids.plain, np.int32)
         self._eos = ids.eos
-        self._lines: OrderedDict[int, _Line] = OrderedDict()
+        self._line = lru_cache(LINES_KEPT)(self._read)
 
     def length(self, uid: int) -> int:
         """Tokens of the whole answer, the end of sequence included."""
-        line, member = self._of(uid)
-        return line.task.length(member)
+        return self._line_of(uid)[0].length(uid % self.group_size)
 
     def tokens(self, uid: int, begin: int, end: int, ended: bool) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Ids and log-probabilities of tokens [begin, end) of the answer; the last is the end of sequence if it has
@@ -90,12 +84,13 @@ class Script:
 
     def text(self, uid: int, ended: bool) -> str:
         """The right answer, or a wrong one; what was cut is wrong."""
-        line, member = self._of(uid)
-        given = line.task.reward(member)
-        right = self._coin(uid) < self.right if given is None else given >= RIGHT
+        task, answer = self._line_of(uid)
+        given = task.reward(uid % self.group_size)
+        coin = zlib.crc32(f"{self.seed} {uid}".encode()) / (1 << 32)
+        right = coin < self.right if given is None else given >= RIGHT
         if right and ended:
-            return line.answer
-        return WRONG if line.answer != WRONG else f"not {WRONG}"
+            return answer
+        return WRONG if answer != WRONG else f"not {WRONG}"
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt as plain ids, one for each four bytes; of a chat the words count, not the template."""
@@ -108,24 +103,16 @@ class Script:
         """The ids as numbers: they mean nothing. Answers bring their own text."""
         return " ".join(str(int(i)) for i in ids)
 
-    def _of(self, uid: int) -> tuple[_Line, int]:
-        draw, member = uid // (2 * self.group_size), uid % self.group_size
-        line = self._lines.get(draw)
-        if line is None:
-            line = self._lines[draw] = self._read(draw)
-            if len(self._lines) > LINES_KEPT:
-                self._lines.popitem(last=False)
-        return line, member
+    def _line_of(self, uid: int) -> tuple[trace.Task, str]:
+        return self._line(uid // (2 * self.group_size))
 
-    def _read(self, draw: int) -> _Line:
+    def _read(self, draw: int) -> tuple[trace.Task, str]:
+        """What the trace says of a prompt, and the right answer."""
         item = self.stream.item(draw)
         place = f"{self.stream.path}:{item.index + 1}"
         given = self.stream.record(item).get(self.answer_key, "")
         answer = (given if isinstance(given, str) else json.dumps(given)).strip()
-        return _Line(trace.parse(item.line, place, self.stream.prompt_key), answer)
-
-    def _coin(self, uid: int) -> float:
-        return zlib.crc32(f"{self.seed} {uid}".encode()) / (1 << 32)
+        return trace.parse(item.line, place, self.stream.prompt_key), answer
 
 
 def make_script(topology: Topology) -> Script:
@@ -184,7 +171,7 @@ class ScriptedEngine(Engine):
     ) -> None:
         super().__init__(script, capacity, max_length, clock)
         self.script, self.pace = script, pace
-        self._clock, self._wait = clock, wait
+        self._wait = wait
         self._random = np.random.default_rng(list(seed))
         self._running: dict[int, _Row] = {}
         self._now = 0.0  # the moment at which the decoding steps so far are done
@@ -192,7 +179,7 @@ class ScriptedEngine(Engine):
 
     @property
     def drawing(self) -> int:
-        return 0 if self._pauses.on else len(self._running) * self._planned()
+        return 0 if self.paused else len(self._running) * self._planned()
 
     def _begin(self, requests: list[Request]) -> None:
         if not self._running:
@@ -208,7 +195,7 @@ class ScriptedEngine(Engine):
 
     def step(self) -> list[Finished]:
         done = self._take_done()
-        if not self._running or self._pauses.on:
+        if not self._running or self.paused:
             return done
         steps = self._planned()
         self._pass(self._owed + steps * self.pace.step_s(len(self._running)))

@@ -180,21 +180,17 @@ def _recognise(model: Any) -> Any:
 
 def _block(layer: Any) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up, gate_up_bias = _fuse(mlp.gate_proj, mlp.up_proj)
     return Block(
-        attention_norm=layer.input_layernorm.weight,
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-        k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        output=attention.o_proj.weight,
-        output_bias=attention.o_proj.bias,
-        mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=mlp.down_proj.weight,
-        down_bias=mlp.down_proj.bias,
+        layer.input_layernorm.weight,
+        *_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
+        attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+        attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+        attention.o_proj.weight,
+        attention.o_proj.bias,
+        layer.post_attention_layernorm.weight,
+        *_fuse(mlp.gate_proj, mlp.up_proj),
+        mlp.down_proj.weight,
+        mlp.down_proj.bias,
     )
 
 

@@ -227,10 +227,6 @@ class VllmEngine(Engine):
         """Requests without an end, in the order in which they came."""
         return list(self._running.values())
 
-    @property
-    def paused(self) -> bool:
-        return self._pauses.on
-
     def check(self) -> None:
         """EngineLost if vLLM is dead, has failed a request, or is silent at work."""
         self.core.check()
@@ -260,7 +256,7 @@ class VllmEngine(Engine):
         """Stop between two steps, sequences and their cache kept; returns when every token sent is here."""
         if not self.paused:
             self.core.call("pause", self._pause_now)
-            self._pauses.begin()
+            self._hold()
 
     def finish_all(self) -> None:
         """Wait until nothing runs; vLLM's own pause would wait without naming a silent engine."""
@@ -288,7 +284,7 @@ class VllmEngine(Engine):
 
     def continue_all(self, adapter: LoadedAdapter | None) -> None:
         """Hand every request to the vLLM that was started again, from here on with that adapter."""
-        self._pauses.end()
+        super().resume()
         for running in self._running.values():
             running.restarts += 1
             running.adapter = adapter
