@@ -224,14 +224,10 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
     return ProcessRecord(
         name=process.label,
         state="dead" if ring.is_dead(process.index) else process.state,
-        progress_age_s=_age(now, process.progress_ns),
-        activity_age_s=_age(now, process.activity_ns),
+        progress_age_s=max(0, now - process.progress_ns) / 1e9,
+        activity_age_s=max(0, now - process.activity_ns) / 1e9,
         **{name: getattr(process, name) for name in TOLD},
     )
-
-
-def _age(now_ns: int, then_ns: int) -> float:
-    return max(0, now_ns - then_ns) / 1e9
 
 
 # -- the bus, and all of it together -----------------------------------------------------------------------------------
