@@ -410,3 +410,7 @@ class Keeper(Actor):
     def _save(self) -> None:
         self.tally.changed = False
         files.show(self.paths.gateway, {"workers": self.tally.plain()})
+
+
+def main(run_dir: str, name: str) -> int:
+    return Keeper(run_dir, name).main()
