@@ -1,8 +1,8 @@
 """What an inference engine is: requests in, finished sequences out, new weights between two decoding steps.
 
-The rollout role talks to the `Engine` protocol alone, so an embedded engine, a server or a script behind it look the
-same. Also what all engines share: the answer under way, the seeds and random streams of samples, the clock of pauses.
-Knows nothing of slots, the bus or rewards, and imports no torch.
+The rollout role talks to `Engine` alone, so an embedded engine, a server or a script behind it look the same. `Engine`
+also holds what all of them share: requests under way, pauses, counts. Beside it: the answer under way, the seeds and
+random streams of samples. Knows nothing of slots, the bus or rewards, and imports no torch.
 
 - Sequences join before a decoding step and leave after it; new weights enter between two steps.
 - Every token carries its id, its log-probability under the distribution that it was drawn from, and the version of
@@ -16,9 +16,10 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,6 @@ class Request:
     temperature: float
     top_p: float
     seed: int
-    stream: bool = False  # `events` hands over its tokens as they come
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,6 @@ class Finished:
     refused: str = ""
 
 
-@dataclass(frozen=True)
-class Event:
-    """What a streaming request produced since its last event; `finish` is None while it is running."""
-
-    key: int
-    token_ids: Ids
-    logprobs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.uint32]
-    finish: int | None = None
-
-
 @dataclass
 class PartialAnswer:
     """A request and the tokens that it has so far, from one start of an engine or from several."""
@@ -91,7 +80,6 @@ class PartialAnswer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    streamed: int = 0  # tokens that events have handed over
     pieces: int = 0  # how often an engine was stopped after it had made tokens
 
     @property
@@ -120,29 +108,22 @@ class PartialAnswer:
             max_new_tokens=first.max_new_tokens - len(self.token_ids),
         )
 
-    def event(self, finish: int | None = None) -> Event:
-        """What came since the last event."""
-        begin, self.streamed = self.streamed, len(self.token_ids)
-        return Event(self.request.key, *self._arrays(begin), finish)
-
     def finished(self, finish: int, text: str | None = None, refused: str = "") -> Finished:
-        return Finished(self.request.key, *self._arrays(0), finish, text, refused)
-
-    def _arrays(self, begin: int) -> tuple[Ids, npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
-        logprobs = np.minimum(np.array(self.logprobs[begin:], np.float32), np.float32(0.0))
+        logprobs = np.minimum(np.array(self.logprobs, np.float32), np.float32(0.0))
         if self.request.temperature <= 0:  # a distribution with one point
             logprobs[~np.isnan(logprobs)] = 0.0
-        return np.array(self.token_ids[begin:], np.int32), logprobs, np.array(self.versions[begin:], np.uint32)
+        ids, versions = np.array(self.token_ids, np.int32), np.array(self.versions, np.uint32)
+        return Finished(self.request.key, ids, logprobs, versions, finish, text, refused)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Statistics:
     """Counts and seconds since the engine was made; `cache_*` are positions of the key-value cache, 0 if unknown."""
 
-    active: int  # requests that run or wait
-    waiting: int  # of them, those without a token of this round yet
-    paused: bool
-    version: int
+    active: int = 0  # requests that run or wait
+    waiting: int = 0  # of them, those without a token of this round yet
+    paused: bool = False
+    version: int = 0
     steps: int = 0
     tokens: int = 0  # generated
     prefill_tokens: int = 0  # prompt tokens computed, those of recomputed caches included
@@ -154,114 +135,148 @@ class Statistics:
     errors: int = 0  # answers of a server that could not be used
 
 
-class Engine(Protocol):
-    """An engine: `submit` while `active < capacity`, `step` while `active`, weights in between."""
+class Text(Protocol):
+    """Prompts to ids, and ids to text."""
 
-    @property
-    def capacity(self) -> int:
-        """How many requests may be active at once."""
-        ...
+    def encode(self, prompt: Prompt) -> list[int]: ...
+    def decode(self, ids: Sequence[int] | Ids, ended: bool = True) -> str: ...
+
+
+class Engine(ABC):
+    """An engine: `submit` while `active < capacity`, `step` while `active`, weights in between.
+
+    An engine keeps what it works on in `_running`, by key, until its end is in `_done`. `_begin`, `_end_now` and
+    `_update` are its own parts of the calls here.
+    """
+
+    def __init__(
+        self, text: Text, capacity: int, max_length: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """At most `capacity` requests at once, sequences of at most `max_length` tokens, prompt included."""
+        self._text, self.capacity, self.max_length = text, capacity, max_length
+        self.version = 0
+        self._running: dict[int, Any] = {}
+        self._done: list[Finished] = []  # the next `step` returns them
+        self._counts = Statistics()
+        self._clock = clock
+        self._paused_at: float | None = None
+
+    # -- requests -----
 
     @property
     def active(self) -> int:
         """How many requests run or wait for their first step."""
-        ...
+        return len(self._running) + len(self._done)
 
     @property
+    @abstractmethod
     def drawing(self) -> int:
         """How many tokens the next `step` will add to the counts, all requests together."""
-        ...
-
-    @property
-    def max_length(self) -> int:
-        """The longest sequence, prompt included."""
-        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; they join at the next step. At most `capacity - active` of them, else ValueError."""
-        ...
+        free = self.capacity - self.active
+        if len(requests) > free:
+            raise ValueError(f"{len(requests)} requests for {free} free rows; look at capacity")
+        starting, cut = [], []
+        for request in requests:
+            room = min(request.max_new_tokens, self.max_length - len(request.prompt_ids) - len(request.prefix_ids))
+            if room > 0:
+                starting.append(replace(request, max_new_tokens=room))
+            else:
+                cut.append(PartialAnswer(request).finished(LENGTH))
+        self._begin(starting)
+        self._done += cut
 
+    @abstractmethod
     def step(self) -> list[Finished]:
         """Do one decoding step for all; returns those that ended. An engine with its own loop returns what ended
         since the last call, and waits a moment if nothing did."""
-        ...
 
     def abort(self, key: int) -> Finished | None:
-        """End a request now: its tokens so far, ABORTED; None if it is not here (any more)."""
-        ...
-
-    def events(self) -> list[Event]:
-        """What the requests with `stream` produced since the last call."""
-        ...
+        """End a request now: its tokens so far, ABORTED if it had not ended; None if it is not here (any more)."""
+        if key in self._running:
+            self._end_now([key])
+        found = next((one for one in self._done if one.key == key), None)
+        self._done = [one for one in self._done if one is not found]
+        return found
 
     def pause(self, how: Pause) -> list[Finished]:
-        """No step until `resume`. keep: sequences stay as they are; wait: those under way end first; abort: all
-        end now."""
-        ...
+        """No step until `resume`; returns what has ended. keep: sequences stay as they are; wait: those under way end
+        first; abort: all end now."""
+        ended: list[Finished] = []
+        while how == "wait" and self.active and not self.paused:
+            ended += self.step()
+        self._hold()
+        if how == "abort":
+            self._end_now(list(self._running))
+        return ended + self._take_done()
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        self._counts.pause_s, self._paused_at = self._pause_s, None
+
+    @property
+    def paused(self) -> bool:
+        return self._paused_at is not None
+
+    @property
+    def _pause_s(self) -> float:
+        """All pauses so far, the present one included."""
+        return self._counts.pause_s + (0.0 if self._paused_at is None else self._clock() - self._paused_at)
+
+    def _hold(self) -> None:
+        """Paused from now on, or from earlier on."""
+        self._paused_at = self._clock() if self._paused_at is None else self._paused_at
+
+    def _take_done(self) -> list[Finished]:
+        done, self._done = self._done, []
+        return done
+
+    @abstractmethod
+    def _begin(self, requests: list[Request]) -> None:
+        """Put requests into `_running`; each has room for `max_new_tokens`, which is at least one."""
+
+    @abstractmethod
+    def _end_now(self, keys: list[int]) -> None:
+        """Move requests from `_running` to `_done` with the tokens that they have."""
+
+    # -- weights -----
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
         """The engine's own receiver of weights, where its model is in another process or there is none; None: the
         caller makes the ordinary one. `name` is the process, as errors name it."""
-        ...
+        return None
 
     def update_weights(self, receiver: Receiver) -> tuple[int, int]:
         """Take the receiver's newest version between two steps; returns (version, learner's step). Tokens drawn from
         here on carry it. WeightsRefused leaves the engine as it was; after any other error it must not be used."""
-        ...
+        begun = time.monotonic()
+        self.version, step = self._update(receiver)
+        self._counts.updates += 1
+        self._counts.update_s += time.monotonic() - begun
+        return self.version, step
 
-    def statistics(self) -> Statistics: ...
+    @abstractmethod
+    def _update(self, receiver: Receiver) -> tuple[int, int]:
+        """What `update_weights` counts."""
+
+    # -- the rest -----
+
+    def statistics(self) -> Statistics:
+        return replace(
+            self._counts, active=self.active, paused=self.paused, version=self.version, pause_s=self._pause_s
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, or of a chat as the model's template writes it, up to the start of the answer."""
-        ...
+        return self._text.encode(prompt)
 
     def decode(self, ids: Sequence[int] | Ids, ended: bool = True) -> str:
         """Text of generated ids; with `ended` the final end-of-sequence token is left out."""
-        ...
+        return self._text.decode(ids, ended)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """End what the engine started; it is not used any more."""
-        ...
-
-
-def check_rows(engine: Engine, requests: Sequence[Request]) -> None:
-    """ValueError if there are more requests than free rows."""
-    free = engine.capacity - engine.active
-    if len(requests) > free:
-        raise ValueError(f"{len(requests)} requests for {free} free rows; look at capacity")
-
-
-def room_for(request: Request, max_length: int) -> int:
-    """How many tokens the request may produce before a limit cuts it; 0 or less if none."""
-    return min(request.max_new_tokens, max_length - len(request.prompt_ids) - len(request.prefix_ids))
-
-
-class Pauses:
-    """Whether an engine is paused, and for how long it was. running -> paused (`begin`) -> running (`end`); both
-    may be called twice."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._begun: float | None = None
-        self._seconds = 0.0
-
-    @property
-    def on(self) -> bool:
-        return self._begun is not None
-
-    @property
-    def seconds(self) -> float:
-        """All pauses so far, the present one included."""
-        return self._seconds + (0.0 if self._begun is None else self._clock() - self._begun)
-
-    def begin(self) -> None:
-        if self._begun is None:
-            self._begun = self._clock()
-
-    def end(self) -> None:
-        self._seconds, self._begun = self.seconds, None
 
 
 # -- the random numbers of a sample -----

@@ -12,42 +12,28 @@ torch; knows nothing of weights apart from their versions.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from busrl.config.machine import Vocabulary, vocabulary
 from busrl.data import JsonlStream, Prompt, plain_text, trace
-from busrl.engines.base import (
-    ABORTED,
-    EOS,
-    LENGTH,
-    Event,
-    Finished,
-    Ids,
-    PartialAnswer,
-    Pause,
-    Pauses,
-    Request,
-    Statistics,
-    check_rows,
-    room_for,
-)
+from busrl.engines.base import ABORTED, EOS, LENGTH, Engine, Finished, Ids, Request, Statistics
 from busrl.errors import UserError
 from busrl.weights.shm import VersionReceiver
 
 if TYPE_CHECKING:
     from busrl.config import Topology
+    from busrl.config.schema import Mock
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
@@ -58,11 +44,6 @@ WRONG = "wrong"
 SLICE_S = 0.01  # a request that comes while others run joins after this at the latest
 FULL_SLICE_S = 0.05  # no row is free: there is nothing to look for but new weights and the end of the run
 LATEST_S = 0.25  # a process that was stopped for longer does not make up for it
-
-
-class _Line(NamedTuple):
-    task: trace.Task
-    answer: str
 
 
 class Script:
@@ -87,12 +68,11 @@ class Script:
         self.answer_key = answer_key
         self._plain = np.array(ids.plain, np.int32)
         self._eos = ids.eos
-        self._lines: OrderedDict[int, _Line] = OrderedDict()
+        self._line = lru_cache(LINES_KEPT)(self._read)
 
     def length(self, uid: int) -> int:
         """Tokens of the whole answer, the end of sequence included."""
-        line, member = self._of(uid)
-        return line.task.length(member)
+        return self._line_of(uid)[0].length(uid % self.group_size)
 
     def tokens(self, uid: int, begin: int, end: int, ended: bool) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Ids and log-probabilities of tokens [begin, end) of the answer; the last is the end of sequence if it has
@@ -105,12 +85,13 @@ class Script:
 
     def text(self, uid: int, ended: bool) -> str:
         """The right answer, or a wrong one; what was cut is wrong."""
-        line, member = self._of(uid)
-        given = line.task.reward(member)
-        right = self._coin(uid) < self.right if given is None else given >= RIGHT
+        task, answer = self._line_of(uid)
+        given = task.reward(uid % self.group_size)
+        coin = zlib.crc32(f"{self.seed} {uid}".encode()) / (1 << 32)
+        right = coin < self.right if given is None else given >= RIGHT
         if right and ended:
-            return line.answer
-        return WRONG if line.answer != WRONG else f"not {WRONG}"
+            return answer
+        return WRONG if answer != WRONG else f"not {WRONG}"
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt as plain ids, one for each four bytes; of a chat the words count, not the template."""
@@ -119,24 +100,20 @@ class Script:
         found: list[int] = self._plain[words % len(self._plain)].tolist()
         return found
 
-    def _of(self, uid: int) -> tuple[_Line, int]:
-        draw, member = uid // (2 * self.group_size), uid % self.group_size
-        line = self._lines.get(draw)
-        if line is None:
-            line = self._lines[draw] = self._read(draw)
-            if len(self._lines) > LINES_KEPT:
-                self._lines.popitem(last=False)
-        return line, member
+    def decode(self, ids: Sequence[int] | Ids, ended: bool = True) -> str:
+        """The ids as numbers: they mean nothing. Answers bring their own text."""
+        return " ".join(str(int(i)) for i in ids)
 
-    def _read(self, draw: int) -> _Line:
+    def _line_of(self, uid: int) -> tuple[trace.Task, str]:
+        return self._line(uid // (2 * self.group_size))
+
+    def _read(self, draw: int) -> tuple[trace.Task, str]:
+        """What the trace says of a prompt, and the right answer."""
         item = self.stream.item(draw)
         place = f"{self.stream.path}:{item.index + 1}"
         given = self.stream.record(item).get(self.answer_key, "")
         answer = (given if isinstance(given, str) else json.dumps(given)).strip()
-        return _Line(trace.parse(item.line, place, self.stream.prompt_key), answer)
-
-    def _coin(self, uid: int) -> float:
-        return zlib.crc32(f"{self.seed} {uid}".encode()) / (1 << 32)
+        return trace.parse(item.line, place, self.stream.prompt_key), answer
 
 
 def make_script(topology: Topology) -> Script:
@@ -151,19 +128,6 @@ def make_script(topology: Topology) -> Script:
     )
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Seconds: of a decoding step, more per running sequence, per prefilled token; and the random share."""
-
-    token_s: float
-    per_sequence_s: float = 0.0
-    prefill_s_per_token: float = 0.0
-    jitter: float = 0.0
-
-    def step_s(self, active: int) -> float:
-        return self.token_s + self.per_sequence_s * active
-
-
 @dataclass
 class _Row:
     """A request, the decoding steps at which it joined and ends, and from which token on which version was in use."""
@@ -172,7 +136,6 @@ class _Row:
     joined: int
     ends: int
     versions: list[tuple[int, int]] = field(default_factory=list)  # (decoding step, version)
-    streamed: int = 0  # tokens that events have handed over
 
     def version_of_each(self, until: int) -> npt.NDArray[np.uint32]:
         """The versions of the tokens that are there at decoding step `until`."""
@@ -180,13 +143,13 @@ class _Row:
         return np.repeat(np.array([version for _, version in self.versions], np.uint32), np.diff(begins))
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """`capacity` rows; `clock` and `wait` are those of the process (others in tests)."""
 
     def __init__(
         self,
         script: Script,
-        pace: Pace,
+        pace: Mock,
         *,
         capacity: int,
         max_length: int,
@@ -194,128 +157,76 @@ class ScriptedEngine:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
+        super().__init__(script, capacity, max_length, clock)
         self.script, self.pace = script, pace
-        self._capacity, self._max_length = capacity, max_length
-        self._clock, self._wait = clock, wait
+        self._wait = wait
         self._random = np.random.default_rng(list(seed))
-        self._rows: dict[int, _Row] = {}
-        self._cut: list[Finished] = []  # had no room for a single token
-        self._steps = 0  # decoding steps done
-        self._now = 0.0  # the moment at which they are done
+        self._running: dict[int, _Row] = {}
+        self._now = 0.0  # the moment at which the decoding steps so far are done
         self._owed = 0.0  # prefill that comes before the next step
-        self._version = 0
-        self._events: list[Event] = []
-        self._pauses = Pauses(clock)
-        self._tokens = self._prefilled = self._updates = 0
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
-    def active(self) -> int:
-        return len(self._rows) + len(self._cut)
 
     @property
     def drawing(self) -> int:
-        return 0 if self._pauses.on else len(self._rows) * self._planned()
+        return 0 if self.paused else len(self._running) * self._planned()
 
-    @property
-    def max_length(self) -> int:
-        return self._max_length
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        check_rows(self, requests)
-        if not self._rows:
+    def _begin(self, requests: list[Request]) -> None:
+        if not self._running:
             self._now = max(self._now, self._clock())
         for request in requests:
             left = max(1, self.script.length(request.uid) - len(request.prefix_ids))
-            count = min(room_for(request, self._max_length), left)
-            if count <= 0:
-                self._cut.append(PartialAnswer(request).finished(LENGTH, text=""))
-                continue
-            now = self._steps
-            self._rows[request.key] = _Row(request, now, now + count, [(now, self._version)])
+            now = self._counts.steps
+            ends = now + min(request.max_new_tokens, left)
+            self._running[request.key] = _Row(request, now, ends, [(now, self.version)])
             known = len(request.prompt_ids) + len(request.prefix_ids)
-            self._prefilled += known
+            self._counts.prefill_tokens += known
             self._owed += self.pace.prefill_s_per_token * known
 
     def step(self) -> list[Finished]:
-        done, self._cut = self._cut, []
-        if not self._rows or self._pauses.on:
+        done = self._take_done()
+        if not self._running or self.paused:
             return done
         steps = self._planned()
-        self._pass(self._owed + steps * self.pace.step_s(len(self._rows)))
+        self._pass(self._owed + steps * self._step_s())
         self._owed = 0.0
-        self._steps += steps
-        self._tokens += steps * len(self._rows)
-        ended = [row for row in self._rows.values() if row.ends == self._steps]
-        return done + [self._end(row) for row in ended]
-
-    def abort(self, key: int) -> Finished | None:
-        if key in self._rows:
-            return self._end(self._rows[key])
-        found = next((one for one in self._cut if one.key == key), None)
-        self._cut = [one for one in self._cut if one is not found]
-        return found and dataclasses.replace(found, finish=ABORTED)
-
-    def events(self) -> list[Event]:
-        found, self._events = self._events, []
-        running = (row for row in self._rows.values() if row.request.stream and row.streamed < self._steps - row.joined)
-        return found + [self._event(row) for row in running]
-
-    def pause(self, how: Pause) -> list[Finished]:
-        ended: list[Finished] = []
-        while how == "wait" and self.active and not self._pauses.on:
-            ended += self.step()
-        if how == "abort":
-            ended = [self._end(row) for row in list(self._rows.values())]
-        self._pauses.begin()
-        return ended
+        self._counts.steps += steps
+        self._counts.tokens += steps * len(self._running)
+        self._end_now([key for key, row in self._running.items() if row.ends == self._counts.steps])
+        return done + self._take_done()
 
     def resume(self) -> None:
-        self._pauses.end()
+        super().resume()
         self._now = max(self._now, self._clock())
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
         """One that follows versions and loads nothing: there is no model."""
         return VersionReceiver(settings.segment, timeout_s=settings.timeout_s)
 
-    def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+    def _update(self, receiver: Receiver) -> tuple[int, int]:
         assert receiver.kind == "tensors"  # by the rules of a topology
         version, step = receiver.fetch({})
-        self._version = version
-        self._updates += 1
-        for row in self._rows.values():
-            if row.versions[-1][0] == self._steps:
+        for row in self._running.values():
+            if row.versions[-1][0] == self._counts.steps:
                 row.versions.pop()
-            row.versions.append((self._steps, version))
+            row.versions.append((self._counts.steps, version))
         return version, step
 
     def statistics(self) -> Statistics:
-        waiting = sum(row.joined == self._steps for row in self._rows.values())
-        return Statistics(
-            active=self.active, waiting=waiting, paused=self._pauses.on, version=self._version,
-            steps=self._steps, tokens=self._tokens, prefill_tokens=self._prefilled, updates=self._updates,
-            pause_s=self._pauses.seconds,
+        return replace(
+            super().statistics(), waiting=sum(row.joined == self._counts.steps for row in self._running.values())
         )
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        return self.script.encode(prompt)
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
-        """The ids as numbers: they mean nothing. Answers bring their own text."""
-        return " ".join(str(int(i)) for i in ids)
 
     # -- internals -----
 
     def _planned(self) -> int:
         """Decoding steps of the next `step`: to the next end of a row, or as many as fit into a slice."""
-        if not self._rows:
+        if not self._running:
             return 0
-        to_end = min(row.ends for row in self._rows.values()) - self._steps
-        slice_s = FULL_SLICE_S if self.active == self._capacity else SLICE_S
-        return min(to_end, max(1, int(slice_s / self.pace.step_s(len(self._rows)))))
+        to_end = min(row.ends for row in self._running.values()) - self._counts.steps
+        slice_s = FULL_SLICE_S if self.active == self.capacity else SLICE_S
+        return min(to_end, max(1, int(slice_s / self._step_s())))
+
+    def _step_s(self) -> float:
+        return self.pace.token_s + self.pace.per_sequence_s * len(self._running)
 
     def _pass(self, seconds: float) -> None:
         """Let the scripted time pass: a pace, not a wait for anything."""
@@ -326,42 +237,26 @@ class ScriptedEngine:
         if self._now > here:
             self._wait(self._now - here)
 
-    def _end(self, row: _Row) -> Finished:
-        """Take the row out: its tokens, all of them or those that there are."""
-        request = row.request
-        del self._rows[request.key]
-        ids, logprobs, versions = self._drawn(row, 0)
-        ended = len(ids) > 0 and len(request.prefix_ids) + len(ids) >= self.script.length(request.uid)
-        finish = EOS if ended else LENGTH if self._steps == row.ends else ABORTED
-        if request.stream:
-            self._events.append(self._event(row, finish))
-        text = None if finish == ABORTED else self.script.text(request.uid, ended)
-        return Finished(request.key, ids, logprobs, versions, finish, text)
-
-    def _event(self, row: _Row, finish: int | None = None) -> Event:
-        """What came since the row's last event."""
-        drawn = self._drawn(row, row.streamed)
-        row.streamed = self._steps - row.joined
-        return Event(row.request.key, *drawn, finish)
-
-    def _drawn(self, row: _Row, first: int) -> tuple[Ids, npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
-        """Ids, log-probabilities and versions of the row's tokens from `first` on."""
-        uid, before = row.request.uid, len(row.request.prefix_ids)
-        begin, end = before + first, before + self._steps - row.joined
-        ended = begin < end and end >= self.script.length(uid)
-        return *self.script.tokens(uid, begin, end, ended), row.version_of_each(self._steps)[first:]
-
-    def close(self) -> None:
-        """Nothing was started."""
+    def _end_now(self, keys: list[int]) -> None:
+        """Those that came to their end, and those that are cut."""
+        for key in keys:
+            row, now = self._running.pop(key), self._counts.steps
+            uid, before = row.request.uid, len(row.request.prefix_ids)
+            end = before + now - row.joined
+            ended = before < end and end >= self.script.length(uid)
+            ids, logprobs = self.script.tokens(uid, before, end, ended)
+            finish = EOS if ended else LENGTH if now == row.ends else ABORTED
+            text = None if finish == ABORTED else self.script.text(uid, ended)
+            self._done.append(Finished(key, ids, logprobs, row.version_of_each(now), finish, text))
 
 
 def make(topology: Topology, process: str) -> ScriptedEngine:
     """The engine of a rollout process whose topology says `engine = "mock"`."""
-    mock, generation = topology.mock, topology.generation
+    generation = topology.generation
     number = process.rpartition("/")[2]
     return ScriptedEngine(
         make_script(topology),
-        Pace(mock.token_s, mock.per_sequence_s, mock.prefill_s_per_token, mock.jitter),
+        topology.mock,
         capacity=generation.max_batch,
         max_length=topology.max_prompt_tokens + generation.max_new_tokens,
         seed=(topology.run.seed, int(number) if number.isdigit() else 0),

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from busrl.config.rules import MOST_SAMPLES
 from busrl.errors import UserError
-from busrl.ledger.openbin import DrawsLog
+from busrl.ledger import openbin
 from busrl.ledger.trained import TrainedSet, newest_checkpoint
 from busrl.ledger.wal import Wal
 from busrl.paths import RunPaths
@@ -75,9 +75,7 @@ def put_back(paths: RunPaths) -> PutBack:
         history = trained_uids(paths)
         known = history.contains_all(dispatched.astype(np.uint64))
         trained, again = dispatched[known], dispatched[~known]
-        log = DrawsLog(paths.draws)
-        log.put_back([int(uid) for uid in again], "the run was started without a ring")
-        log.close()
+        openbin.put_back(paths.draws, again.tolist(), "the run was started without a ring")
         _store(paths.fates, trained, Fate.TRAINED)
         _store(paths.fates, again, Fate.NONE)
         called = (np.flatnonzero(codes == Fate.TRAINED) + at for at, codes in _written(paths.fates))

@@ -38,7 +38,16 @@ from busrl.bus.security import prepare as prepare_endpoint
 from busrl.config import Topology
 from busrl.config.names import modern
 from busrl.config.schema import TINY
-from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunFinished, RunInUse, UserError
+from busrl.errors import (
+    LockTimeout,
+    MachineError,
+    RingError,
+    RingMismatch,
+    RingNotFound,
+    RunFinished,
+    RunInUse,
+    UserError,
+)
 from busrl.files import LineFile, json_lines
 from busrl.launch.fates import FateWatch, PutBack, put_back
 from busrl.launch.guardian import end_left_behind, stat_of
@@ -49,7 +58,7 @@ from busrl.monitor.runfiles import RunFiles, as_map, read_map
 from busrl.monitor.sources import files_of, living
 from busrl.monitor.state import RunState
 from busrl.paths import SHM, RunPaths
-from busrl.ring import Fates, OfdLock, Ring, RingError, RingGuard
+from busrl.ring import Fates, OfdLock, Ring, RingGuard
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 
 # -- what earlier starts left ------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -30,7 +29,7 @@ import numpy.typing as npt
 
 from busrl.bus import Endpoint
 from busrl.config import Topology
-from busrl.errors import BusNotReady, DiskFull, NoSuchRun, SharedMemoryFull, cause
+from busrl.errors import BusNotReady, DiskFull, SharedMemoryFull, cause
 from busrl.faults import Trouble, trouble_for
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
@@ -45,14 +44,6 @@ log = logging.getLogger("busrl")
 HEARTBEAT_S = 1.0
 SPACE_LOOK_S = 0.5
 BUS_WAIT_S = 3.0
-
-
-def open_run(run_dir: str | Path) -> tuple[RunPaths, Topology]:
-    """The paths and the resolved topology of a run. NoSuchRun where no run was started."""
-    paths = RunPaths.of(run_dir)
-    if not paths.topology.is_file():
-        raise NoSuchRun(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
-    return paths, Topology.from_json(paths.topology.read_text())
 
 
 class Doorbell:
@@ -116,7 +107,8 @@ class Actor:
     def __init__(self, run_dir: str, name: str) -> None:
         self.name = name
         self.worker_id = name.replace("/", "-")
-        self.paths, self.topology = open_run(run_dir)
+        self.paths = RunPaths.of(run_dir)
+        self.topology = Topology.from_json(self.paths.topology.read_text())
         self.stopping = ""
         self._next_heartbeat = 0.0
         self._throttle = Throttle()
@@ -131,7 +123,8 @@ class Actor:
         configure_process(self.name)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda got, _frame: self.stop(signal.Signals(got).name))
-        self._attach()
+        self.ring = Ring.attach(self.paths.ring_name)
+        self.ring.register(self.role, self.name)
         try:
             if not self._acquire_lock():
                 return 0
@@ -250,10 +243,6 @@ class Actor:
         """Make the lock file of the role again if it was removed. RunInUse if another process holds the new one."""
         if self._lock is not None and reacquire_lock(self._lock, self.name):
             self.warn(self.role, f"{self._lock.path} was removed by another program; it is made and held again")
-
-    def _attach(self) -> None:
-        self.ring = Ring.attach(self.paths.ring_name)
-        self.ring.register(self.role, self.name)
 
     def _connect(self) -> None:
         self.ring.activity("starting", self.topology.limits.ready_s)

@@ -27,11 +27,11 @@ import numpy.typing as npt
 from busrl.data import prompt_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
-from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
+from busrl.errors import MachineError, SlotTooSmall, WeightsRefused, WeightsTimeout
 from busrl.files import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
-from busrl.ring import SlotTooSmall, State, segments_of, seq_of
+from busrl.ring import State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell, WorkDeadline
 from busrl.roles.segments import SegmentCuts, claim_queued
 from busrl.roles.trajectory import (
@@ -69,19 +69,19 @@ class PaceRow(msgspec.Struct, kw_only=True):
     """One interval, wall = steps + weights + idle + the loop's own time. `tokens`: running sequences summed over the
     steps, so their mean is tokens / steps. `engine`: its statistics since it was made."""
 
-    wall_s: float
-    step_s: float
-    weights_s: float
-    idle_s: float
-    steps: int
-    tokens: int
-    joined: int
-    updates: int
-    engine: Any
+    wall_s: float = 0.0
+    step_s: float = 0.0
+    weights_s: float = 0.0
+    idle_s: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    joined: int = 0
+    updates: int = 0
+    engine: Any = None
 
 
 class Pace:
-    """Sums over short intervals in `pace/NAME.jsonl`, a line per interval. `joined` is added to from outside.
+    """Sums over short intervals in `pace/NAME.jsonl`, a line per interval. The role adds to `row`.
 
     The file is thinned as it grows, also over restarts: each further `MIB_EACH` MiB take as long as all before, down to
     a line a minute. A first week makes some 20 MB, later ones 3 MB. Each line is of one short interval, whatever was
@@ -93,48 +93,27 @@ class Pace:
         directory.mkdir(exist_ok=True)
         self._file = LineFile(directory / f"{name}.jsonl")
         self._left_out = 0
-        self._clear()
+        self._began, self.row = time.monotonic(), PaceRow()
 
-    def _clear(self) -> None:
-        self._began = time.monotonic_ns()
-        self._step = self._weights = self._idle = 0
-        self._steps = self._tokens = self._updates = self.joined = 0
-
-    def stepped(self, active: int, drawn: int, nanoseconds: int) -> None:
+    def stepped(self, active: int, drawn: int, seconds: float) -> None:
         """An engine's step: `drawn` tokens by `active` sequences, which is one decoding step or several."""
-        self._step += nanoseconds
-        self._steps += drawn // active
-        self._tokens += drawn
-        self._write_when_due()
+        self.row.step_s += seconds
+        self.row.steps += drawn // active
+        self.row.tokens += drawn
+        self.write_when_due()
 
-    def idled(self, nanoseconds: int) -> None:
-        """A wait for slots."""
-        self._idle += nanoseconds
-        self._write_when_due()
-
-    def updated(self, nanoseconds: int) -> None:
-        """New weights were loaded."""
-        self._weights += nanoseconds
-        self._updates += 1
-
-    def _write_when_due(self) -> None:
-        wall = time.monotonic_ns() - self._began
-        if wall < PACE_EVERY_S * 1e9:
+    def write_when_due(self) -> None:
+        """End the interval if it has lasted long enough."""
+        row, now = self.row, time.monotonic()
+        if now < self._began + PACE_EVERY_S:
             return
         self._left_out += 1
         if self._left_out >= one_in(self._file.size()):
-            self._left_out = 0
-            self._write(wall)
-        self._clear()
-
-    def _write(self, wall: int) -> None:
-        row = PaceRow(
-            wall_s=round(wall / 1e9, 6), step_s=round(self._step / 1e9, 6), weights_s=round(self._weights / 1e9, 6),
-            idle_s=round(self._idle / 1e9, 6), steps=self._steps, tokens=self._tokens, joined=self.joined,
-            updates=self._updates, engine=self._engine(),
-        )
-        with contextlib.suppress(MachineError, OSError):
-            self._file.append(msgspec.json.encode(row))
+            self._left_out, row.wall_s, row.engine = 0, now - self._began, self._engine()
+            times = {name: round(getattr(row, name), 6) for name in ("wall_s", "step_s", "weights_s", "idle_s")}
+            with contextlib.suppress(MachineError, OSError):
+                self._file.append(msgspec.json.encode(msgspec.structs.replace(row, **times)))
+        self._began, self.row = now, PaceRow()
 
     def close(self) -> None:
         self._file.close()
@@ -238,9 +217,8 @@ class Rollout(Actor):
         weights = Settings.of(self.topology, self.paths)
         own = self.engine.receiver(weights, self.worker_id)
         self.receiver: Receiver = own or make_receiver(weights, self.worker_id)
-        finish = self.topology.weights.on_restart == "finish"
         if self.receiver.kind == "folder":
-            self.restart = EngineRestart(finish)
+            self.restart = EngineRestart(finish=self.topology.weights.on_restart == "finish")
         self._next_request = self._last_bell = 0.0
         self.joined = False  # since the last decoding step
         self.deadline = WorkDeadline(self.topology.limits.progress_s, self.topology.limits.work_s)
@@ -254,17 +232,16 @@ class Rollout(Actor):
         self._request_tasks()
         if not self.engine.active:
             return False
-        begun, active = time.monotonic_ns(), self.engine.active
-        drawn = self.engine.drawing
+        begun, active, drawn = time.monotonic(), self.engine.active, self.engine.drawing
         # Counted before they are drawn: a death in the middle of the step hides none.
         self.ring.add(tokens=drawn)
         finished = self._engine_step(joining=self.joined or drawn < active)
         whole = sum([self._commit(sequence) for sequence in finished])
         self._announce()
-        busy_ns = time.monotonic_ns() - begun
-        self.segments.stepped(busy_ns / 1e9)
-        self.ring.add(busy_ns=busy_ns, samples=whole)
-        self.pace.stepped(active, drawn, busy_ns)
+        busy_s = time.monotonic() - begun
+        self.segments.stepped(busy_s)
+        self.ring.add(busy_ns=int(busy_s * 1e9), samples=whole)
+        self.pace.stepped(active, drawn, busy_s)
         return True
 
     def _engine_step(self, joining: bool) -> list[Finished]:
@@ -293,9 +270,10 @@ class Rollout(Actor):
         self._ring_bells()
         seen = self.ring.transitions(State.QUEUED)
         if not self._take():
-            begun = time.monotonic_ns()
+            begun = time.monotonic()
             self.ring.wait(State.QUEUED, seen, timeout_s)
-            self.pace.idled(time.monotonic_ns() - begun)
+            self.pace.row.idle_s += time.monotonic() - begun
+            self.pace.write_when_due()
 
     def subscriptions(self) -> list[str]:
         return [*super().subscriptions(), topic(m.NewTask, self.worker_id)]
@@ -319,7 +297,7 @@ class Rollout(Actor):
             newest, _ = self.receiver.newest()
         if newest <= max(self.version, self.refused) or (self.restart is not None and self.restart.waits(self.engine)):
             return
-        begun = time.monotonic_ns()
+        begun = time.monotonic()
         try:
             with self.activity("new weights", self.topology.limits.ready_s):  # some engines restart for them
                 self.version, step = self._new_weights()
@@ -328,11 +306,13 @@ class Rollout(Actor):
             self.warn("rollout", f"continues with version {self.version}: {problem}", "error", kind="weights refused")
             return
         self.joined = True
-        self.segments.fetched((time.monotonic_ns() - begun) / 1e9)
+        seconds = time.monotonic() - begun
+        self.segments.fetched(seconds)
         self.steps.add(self.version, step)
         self.ring.set_version_seen(self.version)
         if not wait:
-            self.pace.updated(time.monotonic_ns() - begun)
+            self.pace.row.weights_s += seconds
+            self.pace.row.updates += 1
 
     def _new_weights(self) -> tuple[int, int]:
         """Load between two decoding steps; running answers leave an engine that has to restart, and come back."""
@@ -386,7 +366,7 @@ class Rollout(Actor):
                 self.restart.submitted(requests)
             self.engine.submit(requests)
             self.joined = True
-            self.pace.joined += len(taken)
+            self.pace.row.joined += len(taken)
         return bool(taken)
 
     def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
@@ -541,7 +521,3 @@ class Rollout(Actor):
         self.pace.close()
         self.receiver.close()
         self.engine.close()
-
-
-def main(run_dir: str, name: str) -> int:
-    return Rollout(run_dir, name).main()

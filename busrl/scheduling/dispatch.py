@@ -19,37 +19,92 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Protocol
 
 import numpy as np
 
 from busrl.scheduling.groups import slot_priority
 from busrl.scheduling.lengths import Candidate, Predictor, make_predictor
 from busrl.scheduling.pool import (
+    PROBE,
     Entry,
-    InFlight,
     LearnerState,
     Open,
     Pool,
     Present,
-    Record,
     SlotOrder,
     Strength,
     as_draws,
 )
 
-# -- fifo ----------------------------------------------------------------------------------------------------
+# -- the interface -------------------------------------------------------------------------------------------
 
-class Fifo:
-    """In the order drawn: without lengths, predictor or memory, so most calls do nothing."""
+POLICIES = ("fifo", "sjf", "ljf", "adaptive")
 
-    name = "fifo"
-    learns = False
+
+class Policy:
+    """Order of the waiting groups. The caller keeps it supplied with the oldest draws that have no fate yet.
+
+    `offer` and `next` are all that an order needs. `look` before them (what is open, what workers can run) and
+    `finished` (what came out) make it better informed. The rest does nothing in a policy that does not learn.
+    """
+
+    name: str
+    learns = False  # False: neither `look` nor `finished` changes anything
 
     def __init__(self, horizon: int) -> None:
         if horizon < 1:
             raise ValueError(f"horizon = {horizon}: must be >= 1")
         self.horizon = horizon
+
+    def missing(self, draws: Iterable[int]) -> list[int]:
+        """Those of `draws` that do not wait here, so that only their prompts need to be read."""
+        raise NotImplementedError
+
+    def offer(self, candidates: Sequence[Candidate]) -> None:
+        """Add waiting groups; one that is offered again (its dispatch failed) has lost nothing."""
+        raise NotImplementedError
+
+    def next(self) -> Candidate | None:
+        """The group to open now; it leaves the pool. None if the pool is empty."""
+        raise NotImplementedError
+
+    def feedback(self, state: LearnerState) -> None:
+        """A learner state, in the order of its steps."""
+
+    def unknown(self, draws: Iterable[int]) -> list[int]:
+        """Those of these open groups that an earlier scheduler opened, and that should be given to `adopt`."""
+        return []
+
+    def adopt(self, candidates: Sequence[Candidate]) -> None:
+        """Groups that are open already."""
+
+    def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
+        """All open groups now, how many members of each run or are due, and the rows of all workers (0: unknown)."""
+
+    def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> None:
+        """Members of open groups that finished since the last call: draw and tokens of each, once. Its predictor
+        learns from them."""
+
+    def priority(self, draw: int, admission: int, probe: bool = False) -> int:
+        """Priority of a slot with a member of this open group; larger goes first."""
+        return slot_priority(admission)
+
+    def take_records(self) -> list[Open]:
+        """What was predicted of groups that ended since the last call, and what came out."""
+        return []
+
+    def metrics(self) -> dict[str, float]:
+        """A few numbers about itself, for the metrics and for people."""
+        return {}
+
+
+class Fifo(Policy):
+    """In the order drawn: without lengths, predictor or memory."""
+
+    name = "fifo"
+
+    def __init__(self, horizon: int) -> None:
+        super().__init__(horizon)
         self._waiting: dict[int, Candidate] = {}
         self._draws: list[int] = []
         self._present = Present()
@@ -71,30 +126,6 @@ class Fifo:
         self._present.clear(draw)
         return self._waiting.pop(draw)
 
-    def feedback(self, state: LearnerState) -> None:
-        """Nothing: the order does not depend on the learner."""
-
-    def unknown(self, draws: Iterable[int]) -> list[int]:
-        return []
-
-    def adopt(self, candidates: Sequence[Candidate]) -> None:
-        """Nothing."""
-
-    def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
-        """Nothing."""
-
-    def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> None:
-        """Nothing."""
-
-    def priority(self, draw: int, admission: int, probe: bool = False) -> int:
-        return slot_priority(admission)
-
-    def take_records(self) -> list[Record]:
-        return []
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
 
 # -- by predicted length -------------------------------------------------------------------------------------
 
@@ -102,10 +133,12 @@ DRIFT = 0.25  # the mean may move by this much before the keys are recomputed
 REFRESH = 4  # predictions are repeated after this many finished members for each waiting group,
 REFRESH_AT_LEAST = 256  # and not before so many
 RECENT = 0.99  # memory of the promoted share
+RECORDS_KEPT, WAITS_KEPT = 4096, 1024
 
 
-class Ordered:
-    """By length. `direction`: 1 shortest first, -1 longest first. `window`: the learner's W, for slot priorities.
+class Ordered(Policy):
+    """By predicted length: `sjf` shortest first (direction 1: the first groups of a stream are ready earlier), `ljf`
+    longest first (-1: a round ends soon after its last start). `window`: the learner's W, for slot priorities.
 
     key = strength x (+-) predicted / mean + aging x 2 x draw / H; the smallest is next, ties go by draw. Aging is
     linear in the draw, so it never changes which of two waiting groups goes first: keys stay as they are until the
@@ -114,32 +147,30 @@ class Ordered:
 
     With aging 0.5, having been drawn H groups earlier is worth one mean length. High entropy raises the strength to 1,
     as answers are then wanted early; low entropy takes it to 0, which is the order drawn (`strength`).
+
+    What it knows of open groups is a hint: a scheduler that lost it is given them again (`adopt`).
     """
 
-    name = ""
-    direction: ClassVar[int] = 1
     learns = True
 
     def __init__(
-        self, horizon: int, predictor: Predictor, aging: float = 0.5, *, window: int = 1, group_size: int = 1
+        self, name: str, horizon: int, predictor: Predictor, aging: float, direction: int, window: int, group_size: int
     ) -> None:
-        if horizon < 1:
-            raise ValueError(f"horizon = {horizon}: must be >= 1")
+        super().__init__(horizon)
         if aging < 0:
             raise ValueError(f"aging = {aging}: must be >= 0")
-        self.horizon, self.predictor, self.aging, self.group_size = horizon, predictor, aging, group_size
+        self.name, self.way = name, direction
+        self.predictor, self.aging, self.group_size = predictor, aging, group_size
         self.strength = Strength()
-        self.order = SlotOrder(window, self.way)
-        self.inflight = InFlight()
-        self.pool = Pool(self._limit, self.way)
+        self.order = SlotOrder(window, direction)
+        self.pool = Pool(self._limit, direction)
         self.promoted = 0.0  # share of the groups opened lately that length alone would have put later
+        self.tail_rows = 0  # members of long groups that run or are due
+        self._open: dict[int, Open] = {}
+        self._records: deque[Open] = deque(maxlen=RECORDS_KEPT)
+        self._waits: deque[int] = deque(maxlen=WAITS_KEPT)
         self._mean = 0.0
         self._observed = 0
-
-    @property
-    def way(self) -> int:
-        """The direction in which lengths are taken now."""
-        return self.direction
 
     # -- waiting groups -------------------------------------------------------------------------------------------
 
@@ -147,9 +178,8 @@ class Ordered:
         return self.pool.missing(draws)
 
     def offer(self, candidates: Sequence[Candidate]) -> None:
-        if candidates:
-            for candidate, predicted in zip(candidates, self.predictor.predict(candidates).tolist()):
-                self.pool.add(candidate, predicted)
+        for candidate, predicted in self._predicted(candidates):
+            self.pool.add(candidate, predicted)
 
     def next(self) -> Candidate | None:
         if not self.pool.near():
@@ -160,8 +190,8 @@ class Ordered:
         jumped = best is not None and self.way * entry.predicted > self.way * best.predicted
         self.promoted = RECENT * self.promoted + (1 - RECENT) * jumped
         wait = self.pool.take(entry)
-        group = Open(entry.candidate, entry.predicted, wait, self._is_tail(entry))
-        self.inflight.opened(group, self.group_size)
+        self._waits.append(wait)
+        self._opened(Open(entry.candidate, entry.predicted, wait, running=self.group_size))
         return entry.candidate
 
     def feedback(self, state: LearnerState) -> None:
@@ -171,39 +201,45 @@ class Ordered:
     # -- open groups ----------------------------------------------------------------------------------------------
 
     def unknown(self, draws: Iterable[int]) -> list[int]:
-        return self.inflight.unknown(draws)
+        return [int(draw) for draw in draws if int(draw) not in self._open]
 
     def adopt(self, candidates: Sequence[Candidate]) -> None:
-        if candidates:
-            for candidate, predicted in zip(candidates, self.predictor.predict(candidates).tolist()):
-                entry = Entry(candidate, predicted)
-                self.inflight.opened(Open(candidate, predicted, tail=self._is_tail(entry)), 0)
+        for candidate, predicted in self._predicted(candidates):
+            self._opened(Open(candidate, predicted))
 
     def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
-        self.inflight.look(draws, running)
+        now = dict(zip(draws, running))
+        ended = [self._open.pop(draw) for draw in [draw for draw in self._open if draw not in now]]
+        self._records += [group for group in ended if group.members]
+        for draw, group in self._open.items():
+            group.running = now[draw]
+        self.tail_rows = sum(group.running for group in self._open.values() if group.tail)
 
     def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> None:
-        pairs = self.inflight.finished(draws, tokens)
-        if not pairs:
-            return
-        self.predictor.observe(pairs)
-        self._observed += len(pairs)
-        if self._observed >= max(REFRESH_AT_LEAST, REFRESH * len(self.pool)):
-            self._refresh()
+        pairs = []
+        for draw, length in zip(draws, tokens):
+            group = self._open.get(draw)
+            if group is not None:
+                group.longest = max(group.longest, length)
+                group.tokens, group.members = group.tokens + length, group.members + 1
+                pairs.append((group.candidate, length))
+        if pairs:
+            self.predictor.observe(pairs)
+            self._observed += len(pairs)
+            if self._observed >= max(REFRESH_AT_LEAST, REFRESH * len(self.pool)):
+                self._refresh()
 
     def priority(self, draw: int, admission: int, probe: bool = False) -> int:
-        group = self.inflight.get(draw)
-        if probe:
-            return self.order.probe()
-        return self.order.sample(admission, group.estimate if group else 1.0)
+        group = self._open.get(draw)
+        return PROBE if probe else self.order.sample(admission, group.estimate if group else 1.0)
 
-    # -- metrics --------------------------------------------------------------------------------------------------
-
-    def take_records(self) -> list[Record]:
-        return self.inflight.take_records()
+    def take_records(self) -> list[Open]:
+        found = list(self._records)
+        self._records.clear()
+        return found
 
     def metrics(self) -> dict[str, float]:
-        waits = self.inflight.waits
+        waits = self._waits
         return {
             "strength": self.strength.value,
             "promoted": round(self.promoted, 4),
@@ -214,6 +250,14 @@ class Ordered:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _predicted(self, candidates: Sequence[Candidate]) -> Iterable[tuple[Candidate, float]]:
+        return zip(candidates, self.predictor.predict(candidates).tolist()) if candidates else ()
+
+    def _opened(self, group: Open) -> None:
+        group.tail = self._is_tail(group.predicted)
+        self._open[group.draw] = group
+        self.tail_rows += group.running if group.tail else 0
+
     def _limit(self, oldest: int) -> int:
         return oldest + self.horizon
 
@@ -222,7 +266,7 @@ class Ordered:
         assert entry is not None, "within the horizon there is always the oldest draw"
         return entry
 
-    def _is_tail(self, entry: Entry) -> bool:
+    def _is_tail(self, predicted: float) -> bool:
         return False
 
     def _keep_scale(self) -> None:
@@ -242,25 +286,10 @@ class Ordered:
         """Predict the waiting groups again, after the predictor has seen what others came to."""
         self._observed = 0
         entries = list(self.pool)
+        for entry, (_, predicted) in zip(entries, self._predicted([entry.candidate for entry in entries])):
+            entry.predicted = predicted
         if entries:
-            found = self.predictor.predict([entry.candidate for entry in entries]).tolist()
-            for entry, predicted in zip(entries, found):
-                entry.predicted = predicted
             self._rekey()
-
-
-class Sjf(Ordered):
-    """Shortest predicted answer first: the first groups of a stream are ready earlier."""
-
-    name = "sjf"
-    direction = 1
-
-
-class Ljf(Ordered):
-    """Longest predicted answer first: what is started last is short, so that a round ends soon after its last start."""
-
-    name = "ljf"
-    direction = -1
 
 
 # -- adaptive ------------------------------------------------------------------------------------------------
@@ -281,18 +310,9 @@ class Adaptive(Ordered):
     those offered lately. The reserve is accounting, not a partition: rows are never kept empty for it.
     """
 
-    name = "adaptive"
-
     def __init__(
-        self,
-        horizon: int,
-        predictor: Predictor,
-        aging: float = 0.5,
-        *,
-        tail_share: float = 0.25,
-        round_groups: int = 0,
-        window: int = 1,
-        group_size: int = 1,
+        self, horizon: int, predictor: Predictor, aging: float, tail_share: float, round_groups: int, window: int,
+        group_size: int,
     ) -> None:
         if not 0 <= tail_share <= MOST_TAIL:
             raise ValueError(f"tail_share = {tail_share}: must be between 0 and {MOST_TAIL}")
@@ -304,11 +324,7 @@ class Adaptive(Ordered):
         self._fresh = 0
         self._long = np.inf  # predictions above are long
         self._tail: list[int] = []  # heap of long draws, stale ones among them
-        super().__init__(horizon, predictor, aging, window=window, group_size=group_size)
-
-    @property
-    def way(self) -> int:
-        return -1 if self.round_groups else 1
+        super().__init__("adaptive", horizon, predictor, aging, -1 if round_groups else 1, window, group_size)
 
     def offer(self, candidates: Sequence[Candidate]) -> None:
         super().offer(candidates)
@@ -323,7 +339,7 @@ class Adaptive(Ordered):
         found = super().metrics()
         if self.round_groups:
             return found | {"wait_bound": float(self.round_groups - 1)}
-        return found | {"tail_rows": float(self.inflight.tail_rows), "tail_reserved": self.tail_share * self.rows}
+        return found | {"tail_rows": float(self.tail_rows), "tail_reserved": self.tail_share * self.rows}
 
     def _limit(self, oldest: int) -> int:
         if self.round_groups:
@@ -335,7 +351,7 @@ class Adaptive(Ordered):
         return (-1.0, 0.0) if self.round_groups else super()._scale()
 
     def _choose(self) -> Entry:
-        if self.inflight.tail_rows + self.group_size <= self.tail_share * self.rows:
+        if self.tail_rows + self.group_size <= self.tail_share * self.rows:
             entry = self._oldest_long()
             if entry is not None:
                 return entry
@@ -349,8 +365,8 @@ class Adaptive(Ordered):
             heapq.heappop(self._tail)
         return None
 
-    def _is_tail(self, entry: Entry) -> bool:
-        return entry.predicted > self._long
+    def _is_tail(self, predicted: float) -> bool:
+        return predicted > self._long
 
     def _learn_tail(self, entries: Sequence[Entry]) -> None:
         """Take predictions into the quantile, and the draws of the long ones into the heap."""
@@ -360,72 +376,8 @@ class Adaptive(Ordered):
             self._fresh = 0
             self._long = float(np.quantile(np.fromiter(self._offered, np.float64), TAIL))
         for entry in entries:
-            if self._is_tail(entry):
+            if self._is_tail(entry.predicted):
                 heapq.heappush(self._tail, entry.candidate.draw)
-
-
-# -- the interface -------------------------------------------------------------------------------------------
-
-POLICIES = ("fifo", "sjf", "ljf", "adaptive")
-
-
-class Policy(Protocol):
-    """Order of the waiting groups. The caller keeps it supplied with the oldest draws that have no fate yet.
-
-    `offer` and `next` are all that an order needs. `look` before them (what is open, what workers can run) and
-    `finished` (what came out) make it better informed; without them a policy keeps what was predicted.
-    """
-
-    name: str
-    horizon: int
-    learns: bool  # False: neither `look` nor `finished` changes anything
-
-    def missing(self, draws: Iterable[int]) -> list[int]:
-        """Those of `draws` that do not wait here, so that only their prompts need to be read."""
-        ...
-
-    def offer(self, candidates: Sequence[Candidate]) -> None:
-        """Add waiting groups; one that is offered again (its dispatch failed) has lost nothing."""
-        ...
-
-    def next(self) -> Candidate | None:
-        """The group to open now; it leaves the pool. None if the pool is empty."""
-        ...
-
-    def feedback(self, state: LearnerState) -> None:
-        """A learner state, in the order of its steps."""
-        ...
-
-    def unknown(self, draws: Iterable[int]) -> list[int]:
-        """Those of these open groups that an earlier scheduler opened, and that should be given to `adopt`."""
-        ...
-
-    def adopt(self, candidates: Sequence[Candidate]) -> None:
-        """Groups that are open already."""
-        ...
-
-    def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
-        """All open groups now, how many members of each run or are due, and the rows of all workers (0: unknown)."""
-        ...
-
-    def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> None:
-        """Members of open groups that were finished since the last call: draw and tokens of each, once.
-
-        The policy hands them on to its predictor.
-        """
-        ...
-
-    def priority(self, draw: int, admission: int, probe: bool = False) -> int:
-        """Priority of a slot with a member of this open group; larger goes first."""
-        ...
-
-    def take_records(self) -> list[Record]:
-        """What was predicted of groups that ended since the last call, and what came out."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """A few numbers about itself, for the metrics and for people."""
-        ...
 
 
 def make_policy(
@@ -443,15 +395,11 @@ def make_policy(
 
     `round_groups`: groups of a synchronous round, 0 in a stream; `window`: the learner's W; `group_size`: G.
     """
-    if name == "fifo":
-        return Fifo(horizon)
     if name not in POLICIES:
         raise ValueError(f"policy = {name!r}: must be one of {', '.join(POLICIES)}")
+    if name == "fifo":
+        return Fifo(horizon)
     found = make_predictor(predictor) if isinstance(predictor, str) else predictor
     if name == "adaptive":
-        return Adaptive(
-            horizon, found, aging,
-            tail_share=tail_share, round_groups=round_groups, window=window, group_size=group_size,
-        )
-    kind = Sjf if name == "sjf" else Ljf
-    return kind(horizon, found, aging, window=window, group_size=group_size)
+        return Adaptive(horizon, found, aging, tail_share, round_groups, window, group_size)
+    return Ordered(name, horizon, found, aging, 1 if name == "sjf" else -1, window, group_size)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -183,18 +181,15 @@ class Present:
     def __init__(self) -> None:
         self._base = 0
         self._flags = bytearray(SPARE)
-        self._count = 0
 
     def set(self, draw: int) -> None:
         at = draw - self._base
         if not 0 <= at < len(self._flags):
             at = self._make_room(draw)
         self._flags[at] = 1
-        self._count += 1
 
     def clear(self, draw: int) -> None:
         self._flags[draw - self._base] = 0
-        self._count -= 1
 
     def missing(self, draws: Ints) -> list[int]:
         if not len(draws):
@@ -212,43 +207,26 @@ class Present:
 
     def _make_room(self, draw: int) -> int:
         """Let the flags reach from the oldest draw that waits to `draw`, with room for as many again."""
-        first = self._flags.find(1)
-        low = draw if first < 0 else min(draw, self._base + first)
-        high = draw + 1 if first < 0 else max(draw + 1, self._base + self._flags.rfind(1) + 1)
-        flags = bytearray(2 * (high - low) + SPARE)
-        if first >= 0:
-            kept = self._flags[first : self._flags.rfind(1) + 1]
-            at = self._base + first - low
-            flags[at : at + len(kept)] = kept
-        self._base, self._flags = low, flags
+        here = self._base + np.flatnonzero(np.frombuffer(self._flags, np.uint8))
+        low, high = (min(draw, int(here[0])), max(draw, int(here[-1]))) if len(here) else (draw, draw)
+        flags = np.zeros(2 * (high + 1 - low) + SPARE, np.uint8)
+        flags[here - low] = 1
+        self._base, self._flags = low, bytearray(flags)
         return draw - low
 
 
 # -- open groups ---------------------------------------------------------------------------------------------
 
-RECORDS_KEPT = 4096
-WAITS_KEPT = 1024
 UNSEEN = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A group that ended: what was predicted, and what came out. Lengths in tokens, `wait` in groups opened.
-
-    `wait` is UNSEEN for a group that an earlier scheduler opened. `actual` is the mean over `members` finished ones.
-    """
-
-    draw: int
-    wait: int
-    predicted: float
-    actual: float
-    longest: int
-    members: int
 
 
 @dataclass(slots=True)
 class Open:
-    """An open group."""
+    """An open group: what was predicted, and what came out. Lengths in tokens.
+
+    `wait`: groups opened while it waited, UNSEEN if an earlier scheduler opened it; the rest is of its `members`
+    finished ones.
+    """
 
     candidate: Candidate
     predicted: float
@@ -260,72 +238,17 @@ class Open:
     members: int = 0
 
     @property
+    def draw(self) -> int:
+        return self.candidate.draw
+
+    @property
+    def actual(self) -> float:
+        return self.tokens / max(1, self.members)
+
+    @property
     def estimate(self) -> float:
         """The longest finished sibling if there is one: the best that is known of a group (Seer, arXiv:2511.14617)."""
         return float(self.longest) if self.members else self.predicted
-
-
-class InFlight:
-    """What a policy knows of the open groups: predicted length, finished lengths, members that still run.
-
-    A hint only: a scheduler that lost it is given the open groups again (`adopt`), and what finished unseen stays
-    unseen.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[int, Open] = {}
-        self.records: deque[Record] = deque(maxlen=RECORDS_KEPT)
-        self.waits: deque[int] = deque(maxlen=WAITS_KEPT)
-        self.tail_rows = 0
-
-    def get(self, draw: int) -> Open | None:
-        return self._open.get(draw)
-
-    def unknown(self, draws: Iterable[int]) -> list[int]:
-        """Open groups of which nothing is known: an earlier scheduler opened them."""
-        return [int(draw) for draw in draws if int(draw) not in self._open]
-
-    def opened(self, group: Open, members: int) -> None:
-        """A group was opened with so many members."""
-        group.running = members
-        self._open[group.candidate.draw] = group
-        if group.wait != UNSEEN:
-            self.waits.append(group.wait)
-        if group.tail:
-            self.tail_rows += members
-
-    def look(self, draws: Sequence[int], running: Sequence[int]) -> None:
-        """All open groups as they are now, in order of draws; those that are not among them have ended."""
-        now = dict(zip(draws, running))
-        for draw in [draw for draw in self._open if draw not in now]:
-            self._end(self._open.pop(draw))
-        self.tail_rows = 0
-        for draw, group in self._open.items():
-            group.running = now[draw]
-            self.tail_rows += group.running if group.tail else 0
-
-    def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> list[tuple[Candidate, int]]:
-        """Members that finished with so many tokens; those of known groups come back with their candidates."""
-        pairs = []
-        for draw, length in zip(draws, tokens):
-            group = self._open.get(draw)
-            if group is not None:
-                group.longest = max(group.longest, length)
-                group.tokens, group.members = group.tokens + length, group.members + 1
-                pairs.append((group.candidate, length))
-        return pairs
-
-    def take_records(self) -> list[Record]:
-        """The groups that ended since the last call, oldest first."""
-        found = list(self.records)
-        self.records.clear()
-        return found
-
-    def _end(self, group: Open) -> None:
-        if group.members:
-            mean = group.tokens / group.members
-            draw = group.candidate.draw
-            self.records.append(Record(draw, group.wait, group.predicted, mean, group.longest, group.members))
 
 
 # -- strength ------------------------------------------------------------------------------------------------
@@ -354,39 +277,29 @@ class Strength:
 
     def __init__(self) -> None:
         self.value = 1.0
-        self._reference = _Reference()
+        self._first: list[float] = []  # entropies of the first updates
+        self._smooth = 0.0
 
     def feed(self, state: LearnerState) -> bool:
         """Take one learner state; True if the strength is another now."""
-        ratio = self._reference.add(state.entropy)
-        if ratio is None:
+        if len(self._first) < REFERENCE_UPDATES:
+            self._first.append(state.entropy)
+            self._smooth = sum(self._first) / len(self._first)
             return False
-        wanted = round(min(1.0, max(0.0, (ratio - LOW) / (HIGH - LOW))) * LEVELS) / LEVELS
+        self._smooth = EMA * self._smooth + (1 - EMA) * state.entropy
+        reference = sum(self._first) / len(self._first)
+        if reference <= 0:
+            return False
+        wanted = round(min(1.0, max(0.0, (self._smooth / reference - LOW) / (HIGH - LOW))) * LEVELS) / LEVELS
         changed, self.value = wanted != self.value, wanted
         return changed
-
-
-class _Reference:
-    """Entropy relative to the mean of the first updates, smoothed; None until there is a reference."""
-
-    def __init__(self) -> None:
-        self._first: list[float] = []
-        self._mean = 0.0
-        self._smooth = 0.0
-
-    def add(self, entropy: float) -> float | None:
-        if len(self._first) < REFERENCE_UPDATES:
-            self._first.append(entropy)
-            self._mean = self._smooth = sum(self._first) / len(self._first)
-            return None
-        self._smooth = EMA * self._smooth + (1 - EMA) * entropy
-        return self._smooth / self._mean if self._mean > 0 else None
 
 
 # -- slot priorities -----------------------------------------------------------------------------------------
 
 LEVELS_PER_OCTAVE = 16
 TOP = 255  # levels of a length: 1 to 65,536 tokens
+PROBE = 0  # priority of a probe sample
 BLOCKS = 1 << 22  # block numbers wrap here; far apart ones are never in the ring together
 
 
@@ -404,10 +317,6 @@ class SlotOrder:
         if window < 1 or direction not in (-1, 0, 1):
             raise ValueError(f"window = {window}, direction = {direction}: must be >= 1 and one of -1, 0, 1")
         self.window, self.direction = window, direction
-
-    def probe(self) -> int:
-        """Of a probe sample."""
-        return 0
 
     def sample(self, admission: int, estimate: float) -> int:
         """Of a member of the group with this admission index and this estimated length in tokens."""
@@ -427,13 +336,6 @@ def level(tokens: float) -> int:
 NOBODY = (1 << 64) - 1
 
 
-class Answers(NamedTuple):
-    """Uids and lengths in tokens of finished answers."""
-
-    uids: Ints
-    tokens: Ints
-
-
 class FinishedAnswers:
     """Answers that were finished since the last look, from the ring's lines; each is given once.
 
@@ -444,8 +346,8 @@ class FinishedAnswers:
     def __init__(self) -> None:
         self._given = np.empty(0, np.uint64)
 
-    def look(self, lines: Lines) -> Answers:
-        """What is new in a copy of the ring's lines."""
+    def look(self, lines: Lines) -> tuple[Ints, Ints]:
+        """Uids, and lengths in tokens, of what is new in a copy of the ring's lines."""
         uids, state = lines["uid"], lines["state"]
         if len(self._given) != len(lines):
             self._given = np.full(len(lines), NOBODY, np.uint64)
@@ -454,4 +356,4 @@ class FinishedAnswers:
         # Field by field, and only of what is new: most slots are not.
         fresh = fresh[(lines["finish"][fresh] > 0) & (lines["cls"][fresh] == SampleClass.TRAIN)]
         self._given[fresh] = uids[fresh]
-        return Answers(uids[fresh].astype(np.int64), lines["response_tokens"][fresh].astype(np.int64))
+        return uids[fresh].astype(np.int64), lines["response_tokens"][fresh].astype(np.int64)

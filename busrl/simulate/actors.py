@@ -8,19 +8,20 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from busrl.config import Topology
+from busrl.config.schema import Simulate
 from busrl.scheduling.admission import age
 from busrl.scheduling.groups import (
     DISPATCHED,
     FREE,
-    GENERATED,
     GENERATING,
     QUEUED,
     REWARDED,
@@ -28,6 +29,7 @@ from busrl.scheduling.groups import (
     GroupView,
     uid_of,
 )
+from busrl.scheduling.lengths import Candidate
 from busrl.scheduling.segments import SegmentPlan
 from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, publication_is_due
 from busrl.simulate.figures import Counts, StepRow
@@ -35,12 +37,14 @@ from busrl.states import Fate
 
 # -- service times -------------------------------------------------------------------------------------------
 
+Floats = npt.NDArray[np.float64]
 STATED = "assumed"
+TIMES = tuple(one.name for one in fields(Simulate) if one.name.endswith(("_s", "_spread")))
 
 
 @dataclass(frozen=True)
-class Times:
-    """Service times with a note where each came from: stated (the topology's [simulate]), fitted, or assumed.
+class Times(Simulate):
+    """The times of [simulate] with a note where each came from: stated there, fitted, or assumed.
 
     A decoding step of an actor with n running sequences takes step_s + row_s x n; a sequence that joins costs
     sequence_s + prefill_token_s x (its prompt and what earlier segments made of it) once. An answer is looked at by a
@@ -53,29 +57,13 @@ class Times:
     `busy_share`: of an actor's own time, what its counters call busy (the rest is its loop).
     """
 
-    step_s: float = 0.004
-    row_s: float = 0.00004
-    sequence_s: float = 0.0002
-    prefill_token_s: float = 0.000005
-    weights_s: float = 0.002
-    speed_spread: float = 0.0
-    step_spread: float = 0.0
-    reward_s: float = 0.03
-    reward_call_s: float = 0.0
-    learner_step_s: float = 0.01
-    learner_token_s: float = 0.00003
-    learner_group_s: float = 0.0003
-    publish_s: float = 0.001
-    learner_spread: float = 0.0
-    checkpoint_s: float = 0.05
     busy_share: float = 1.0
     source: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if isinstance(value, float) and not 0 <= value < float("inf"):
-                raise ValueError(f"{one.name} = {value}: must be a number of seconds >= 0")
+        for name in TIMES:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be a number of seconds >= 0")
         if self.step_s + self.row_s <= 0:
             raise ValueError("step_s + row_s = 0: a decoding step must take some time")
 
@@ -83,14 +71,13 @@ class Times:
         """Seconds of one decoding step by the number of running sequences, 0 to `rows`."""
         return [self.step_s + self.row_s * active for active in range(rows + 1)]
 
-    def with_source(self, source: Mapping[str, str], **values: float) -> Times:
+    def with_source(self, source: Mapping[str, str], **values: Any) -> Times:
         """With other values and a note on where each came from."""
         return replace(self, source={**self.source, **source}, **values)
 
     def notes(self) -> list[tuple[str, float, str]]:
         """Name, value and origin of every number."""
-        named = [one.name for one in fields(self) if one.name != "source"]
-        return [(name, getattr(self, name), self.source.get(name, STATED)) for name in named]
+        return [(name, getattr(self, name), self.source.get(name, STATED)) for name in (*TIMES, "busy_share")]
 
 
 # -- the ring ------------------------------------------------------------------------------------------------
@@ -148,16 +135,9 @@ class SimRing:
 
     def take(self, limit: int) -> list[int]:
         """Up to `limit` slots go from QUEUED to GENERATING, the best first."""
-        queue = self.queue
-        if limit == 1 and queue:
-            slot = heapq.heappop(queue)[2]
-            self.state[slot] = GENERATING
-            self.changes += 1
-            return [slot]
-        taken = [heapq.heappop(queue)[2] for _ in range(min(limit, len(queue)))]
-        if taken:
-            self.state[taken] = GENERATING
-            self.changes += 1
+        taken = [heapq.heappop(self.queue)[2] for _ in range(min(limit, len(self.queue)))]
+        for slot in taken:
+            self.move(slot, GENERATING)
         return taken
 
     def release(self, slot: int, hold: bool = False) -> None:
@@ -173,19 +153,15 @@ class SimRing:
         self.held = [one for one in self.held if not slots[one[2]]]
         heapq.heapify(self.queue)
 
-    def generated(self, slot: int) -> None:
-        self.state[slot] = GENERATED
+    def move(self, slots: int | Sequence[int], state: int) -> None:
+        """Slots to a state that only their owner may give them: GENERATING, GENERATED, REWARDED, TRAINING."""
+        self.state[slots] = state
         self.changes += 1
 
     def rewarded(self, slots: Sequence[int], rewards: Sequence[float]) -> None:
         """Rewards are known."""
-        self.reward[slots], self.state[slots] = rewards, REWARDED
-        self.changes += 1
-
-    def claim(self, slots: Sequence[int]) -> None:
-        """Into the learner's hands."""
-        self.state[slots] = TRAINING
-        self.changes += 1
+        self.reward[slots] = rewards
+        self.move(slots, REWARDED)
 
     def end(self, slots: Sequence[int], fate: str) -> None:
         """Store the fate of each, then free the slots."""
@@ -210,38 +186,26 @@ class SimRing:
 PACE_S = 0.25  # an actor keeps its pace for so long: the interval over which a fit measures it
 
 
-class Noise:
-    """Log-normal factors on times, drawn many at a time; 1 without a spread.
+def noise(spread: float, seed: Sequence[int], *, by_time: bool = False) -> Iterator[float]:
+    """Log-normal factors on times; 1 without a spread.
 
     Their mean is 1 if each is for a piece of work, and that of their inverses if each is for a stretch of time
     (`by_time`): in both cases the same work takes as long as without noise in the long run.
     """
-
-    def __init__(self, spread: float, seed: Sequence[int], *, by_time: bool = False) -> None:
-        self.spread, self.mean = spread, (0.5 if by_time else -0.5) * spread**2
-        self._random = np.random.default_rng(list(seed))
-        self._drawn: list[float] = []
-
-    def next(self) -> float:
-        if not self.spread:
-            return 1.0
-        if not self._drawn:
-            self._drawn = np.exp(self._random.normal(self.mean, self.spread, 1024)).tolist()
-        return self._drawn.pop()
+    mean = (0.5 if by_time else -0.5) * spread**2
+    return drawn(lambda random: np.exp(random.normal(mean, spread, 1024)), seed) if spread else repeat(1.0)
 
 
-class Delays:
-    """Uniform between 0 and twice the mean, drawn many at a time: what waiting for the next of regular doorbells is
-    like."""
+def delays(mean_s: float, seed: Sequence[int]) -> Iterator[float]:
+    """Uniform between 0 and twice the mean: what waiting for the next of regular doorbells is like."""
+    return drawn(lambda random: random.uniform(0.0, 2.0 * mean_s, 4096), seed)
 
-    def __init__(self, mean_s: float, seed: Sequence[int]) -> None:
-        self.mean_s, self._random = mean_s, np.random.default_rng(list(seed))
-        self._drawn: list[float] = []
 
-    def next(self) -> float:
-        if not self._drawn:
-            self._drawn = self._random.uniform(0.0, 2.0 * self.mean_s, 4096).tolist()
-        return self._drawn.pop()
+def drawn(draw: Callable[[np.random.Generator], Floats], seed: Sequence[int]) -> Iterator[float]:
+    """Numbers without end, of which `draw` gives many at a time."""
+    random = np.random.default_rng(list(seed))
+    while True:
+        yield from reversed(draw(random).tolist())
 
 
 class RewardWorkers:
@@ -304,11 +268,11 @@ class Actors:
         random = np.random.default_rng([seed, 1])
         speeds = np.exp(random.normal(0.0, times.speed_spread, count)) if times.speed_spread else np.ones(count)
         self.all = [Actor(float(speed), float(speed)) for speed in speeds]
-        self.noise = Noise(times.step_spread, [seed, 3], by_time=True)
+        self.paces = noise(times.step_spread, [seed, 3], by_time=True)
         self.rows, self.times = rows, times
         self.step_time = times.decoding(rows)
         self.published: list[float] = []  # times of publications
-        self.idle: deque[int] = deque(range(count))  # those without any sequence, the longest idle first
+        self.idle = deque(range(count))  # those without any sequence, the longest idle first
         self._idle_set = set(self.idle)
         self.partly: dict[int, None] = {}  # those that run some, and have room
 
@@ -404,8 +368,8 @@ class Actors:
 
     def _draw_pace(self, actor: Actor) -> None:
         """A new pace every PACE_S. Only when everything is counted up to `at`: what is past keeps the old one."""
-        if self.noise.spread and actor.at >= actor.paced + PACE_S:
-            actor.paced, actor.pace = actor.at, actor.speed * self.noise.next()
+        if self.times.step_spread and actor.at >= actor.paced + PACE_S:
+            actor.paced, actor.pace = actor.at, actor.speed * next(self.paces)
 
     def _stall(self, actor: Actor, now: float) -> bool:
         """Take the time of publications that came while it ran; whether there were any."""
@@ -444,6 +408,18 @@ def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
 # -- the learner ---------------------------------------------------------------------------------------------
 
 @dataclass
+class Group:
+    """An open group."""
+
+    candidate: Candidate
+    lengths: tuple[int, ...]
+    rewards: tuple[float, ...]
+    since: float  # its arrival, or the time of its opening in a closed loop
+    prompt_tokens: int
+    left: int
+
+
+@dataclass
 class Look:
     """What one look came to: seconds of work, whether slots came free, and what it waits for if it does."""
 
@@ -456,21 +432,20 @@ class Look:
 
 @dataclass
 class Learner:
-    """`lengths`: draw -> tokens of each member, for every open group."""
+    """`groups`: the open ones by draw; it removes those that it trains or sets aside."""
 
     topology: Topology
     plan: LearnerPlan
     times: Times
     ring: SimRing
     counts: Counts
-    noise: Noise
-    lengths: Mapping[int, tuple[int, ...]]
+    paces: Iterator[float]
+    groups: dict[int, Group]
     pace: float = 1.0  # factor on the work of the step that fills up now
     step: int = 0
     unpublished: int = 0
     aside: int = 0
     claimed: dict[int, list[int]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)  # draws trained or set aside since they were last collected
     _pending_tokens: int = 0
     _pending_samples: int = 0
     _row: StepRow | None = None
@@ -520,7 +495,7 @@ class Learner:
     def _set_aside(self, view: GroupView, action: SetAside, found: Look) -> None:
         self.ring.end(view.slots_of(action.draw), action.fate)
         self.counts.aside[action.fate] += 1
-        self.ended.add(action.draw)
+        del self.groups[action.draw]
         self.aside += 1
         found.cost_s += self.times.learner_group_s
         found.freed = True
@@ -528,28 +503,27 @@ class Learner:
     def _claim(self, view: GroupView, action: Claim) -> None:
         for draw in action.draws:
             slots = view.slots_of(draw)
-            self.ring.claim(slots)
+            self.ring.move(slots, TRAINING)
             self.claimed[draw] = slots
-            self._pending_tokens += sum(self.lengths[draw])
+            self._pending_tokens += sum(self.groups[draw].lengths)
             self._pending_samples += len(slots)
 
     def _fire(self, view: GroupView, action: Fire, now: float, found: Look) -> None:
         oldest = view.oldest_step
         ages = [age(int(oldest[view.index(draw)]), self.step) for draw in action.draws]
         slots = [slot for draw in action.draws for slot in self.claimed[draw]]
-        lengths = [tokens for draw in action.draws for tokens in self.lengths[draw]]
+        lengths = [tokens for draw in action.draws for tokens in self.groups.pop(draw).lengths]
         self._row = StepRow(
             self.step + 1, now, action.cause.value, len(ages), len(slots), sum(lengths), len(ages) + self.aside,
             sum(ages) / len(ages), max(ages),
         )
         self.counts.ages.update(ages)
         self.counts.consumed.extend(lengths)
-        self.ended.update(action.draws)
         self.unpublished += len(ages)
         self.ring.end(slots, Fate.TRAINED.letter)
         self.claimed.clear()
         found.cost_s += self._micro_batch() + self.times.learner_step_s * self.pace
-        self.pace = self.noise.next()
+        self.pace = next(self.paces)
         found.fired = found.freed = True
         if (self.step + 1) % self.topology.publish_every == 0:
             found.cost_s += self.times.publish_s

@@ -9,13 +9,10 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -54,45 +51,49 @@ class Counts:
     consumed: array[int] = field(default_factory=lambda: array("l"))  # of those trained
 
 
-@dataclass(frozen=True)
 class Figures:
-    """The answer to "how would this run go"; `to_json` is what --json prints."""
+    """The answer to "how would this run go" after `seconds`; shares are of that time.
 
-    seconds: float
-    steps: int
-    samples_trained: int
-    tokens_trained: int
-    samples_per_s: float
-    tokens_per_s: float
-    generated_tokens_per_s: float
-    step_s: float
-    learner_busy: float
-    learner_waited: dict[str, float]  # shares of the time
-    actors_busy: float
-    actors_busy_least: float
-    actors_busy_most: float
-    actors_stalled: float
-    rows_running: float  # sequences that an actor runs while it is busy
-    reward_busy: float  # share of the time that a worker of the reward was at a call
-    starved: float  # share of the time in which more prompts could be taken than had arrived
-    ages: dict[int, float]  # shares of the trained groups
-    age_mean: float
-    age_max: int
-    queued_p50_s: float
-    queued_p99_s: float
-    completion_mean_s: float
-    completion_p99_s: float
-    group_p50_s: float
-    group_p99_s: float
-    set_aside: dict[str, int]
-    causes: dict[str, int]
-    length_drawn: float
-    length_consumed: float
-    length_drawn_p95: float
-    length_consumed_p95: float
-    tasks: int  # samples that got a reward
-    told: dict[str, float] = field(default_factory=dict)  # metrics of policy and predictor
-    rows: tuple[StepRow, ...] = ()
+    `busy` and `stalled`: seconds of each actor, `decoded`: decoding steps of all, `told`: metrics of policy and
+    predictor.
+    """
+
+    def __init__(
+        self, counts: Counts, seconds: float, busy: Sequence[float], stalled: Sequence[float], decoded: int,
+        told: Mapping[str, float],
+    ) -> None:
+        rows, span, shares = counts.rows, max(seconds, 1e-12), np.asarray(busy) / max(seconds, 1e-12)
+        self.seconds = seconds
+        self.steps = len(rows)
+        self.samples_trained = sum(row.samples for row in rows)
+        self.tokens_trained = sum(row.tokens for row in rows)
+        self.samples_per_s = self.samples_trained / span
+        self.tokens_per_s = self.tokens_trained / span
+        self.generated_tokens_per_s = counts.generated / span
+        self.step_s = (rows[-1].time_s - rows[0].time_s) / (len(rows) - 1) if len(rows) > 1 else span
+        self.learner_busy = counts.learner_busy_s / span
+        self.learner_waited = {reason: s / span for reason, s in counts.waited.items()}
+        self.actors_busy = float(shares.mean())
+        self.actors_busy_least = float(shares.min())
+        self.actors_busy_most = float(shares.max())
+        self.actors_stalled = float(np.mean(stalled)) / span
+        self.rows_running = counts.generated / max(1, decoded)  # sequences that an actor runs while it is busy
+        self.reward_busy = counts.reward_busy_s / span  # of a worker of the reward
+        self.starved = counts.starved_s / span  # more prompts could be taken than had arrived
+        ages = np.repeat(list(counts.ages), list(counts.ages.values())) if counts.ages else np.zeros(1)
+        self.ages = {int(age): counts.ages[age] / len(ages) for age in sorted(counts.ages)}  # share of the groups
+        self.age_mean = float(ages.mean())
+        self.age_max = int(ages.max())
+        self.queued_p50_s, self.queued_p99_s = _at(counts.queued, 50), _at(counts.queued, 99)
+        self.completion_mean_s, self.completion_p99_s = _mean(counts.completed), _at(counts.completed, 99)
+        self.group_p50_s, self.group_p99_s = _at(counts.grouped, 50), _at(counts.grouped, 99)
+        self.set_aside = dict(counts.aside)
+        self.causes = dict(Counter(row.cause for row in rows))
+        self.length_drawn, self.length_consumed = _mean(counts.drawn), _mean(counts.consumed)
+        self.length_drawn_p95, self.length_consumed_p95 = _at(counts.drawn, 95), _at(counts.consumed, 95)
+        self.tasks = counts.ended  # samples that got a reward
+        self.told = dict(told)
+        self.rows = tuple(rows)
 
     @property
     def skew(self) -> float:
@@ -100,63 +101,14 @@ class Figures:
         return self.length_consumed / self.length_drawn if self.length_drawn else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data without the rows."""
-        found = {name: value for name, value in asdict(self).items() if name != "rows"}
+        """Plain data without the rows: what --json prints."""
+        found = {name: value for name, value in vars(self).items() if name != "rows"}
         return {**found, "ages": {str(age): share for age, share in self.ages.items()}, "skew": self.skew}
 
 
-def figures(
-    counts: Counts, seconds: float, busy: Sequence[float], stalled: Sequence[float], decoded: int,
-    told: Mapping[str, float],
-) -> Figures:
-    """Put together after `seconds`; `busy` and `stalled`: seconds of each actor, `decoded`: decoding steps of all."""
-    rows, span = counts.rows, max(seconds, 1e-12)
-    samples, tokens = sum(row.samples for row in rows), sum(row.tokens for row in rows)
-    shares = np.asarray(busy) / span
-    ages = np.repeat(list(counts.ages), list(counts.ages.values())) if counts.ages else np.zeros(1)
-    drawn, consumed = np.asarray(counts.drawn), np.asarray(counts.consumed)
-    return Figures(
-        seconds=seconds,
-        steps=len(rows),
-        samples_trained=samples,
-        tokens_trained=tokens,
-        samples_per_s=samples / span,
-        tokens_per_s=tokens / span,
-        generated_tokens_per_s=counts.generated / span,
-        step_s=(rows[-1].time_s - rows[0].time_s) / (len(rows) - 1) if len(rows) > 1 else span,
-        learner_busy=counts.learner_busy_s / span,
-        learner_waited={reason: s / span for reason, s in counts.waited.items()},
-        actors_busy=float(shares.mean()),
-        actors_busy_least=float(shares.min()),
-        actors_busy_most=float(shares.max()),
-        actors_stalled=float(np.mean(stalled)) / span,
-        rows_running=counts.generated / max(1, decoded),
-        reward_busy=counts.reward_busy_s / span,
-        starved=counts.starved_s / span,
-        ages={int(age): counts.ages[age] / len(ages) for age in sorted(counts.ages)},
-        age_mean=float(ages.mean()),
-        age_max=int(ages.max()),
-        queued_p50_s=_at(counts.queued, 50),
-        queued_p99_s=_at(counts.queued, 99),
-        completion_mean_s=float(np.mean(counts.completed)) if counts.completed else 0.0,
-        completion_p99_s=_at(counts.completed, 99),
-        group_p50_s=_at(counts.grouped, 50),
-        group_p99_s=_at(counts.grouped, 99),
-        set_aside=dict(counts.aside),
-        causes=dict(Counter(row.cause for row in rows)),
-        length_drawn=_mean(drawn),
-        length_consumed=_mean(consumed),
-        length_drawn_p95=_at(drawn, 95),
-        length_consumed_p95=_at(consumed, 95),
-        tasks=counts.ended,
-        told=dict(told),
-        rows=tuple(rows),
-    )
-
-
-def _at(values: Sequence[float] | npt.NDArray[Any], percent: float) -> float:
+def _at(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent)) if len(values) else 0.0
 
 
-def _mean(values: npt.NDArray[Any]) -> float:
-    return float(values.mean()) if len(values) else 0.0
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from busrl.config import Topology, sketch
+from busrl.config import Topology, load_for_simulation
 from busrl.errors import TopologyError, UserError
 from busrl.simulate.actors import STATED, reward_workers
 from busrl.simulate.figures import Figures
@@ -143,8 +143,7 @@ def points(file: Path, overrides: Sequence[str], axes: Sequence[Axis]) -> list[P
 def _load(file: Path, overrides: Sequence[str], axes: Sequence[Axis], values: tuple[str, ...]) -> Point:
     chosen = [f"{one.key}={value}" for one, value in zip(axes, values)]
     try:
-        found = sketch(file, [*overrides, *chosen])
-        return Point(values, found.topology, found.written)
+        return Point(values, *load_for_simulation(file, [*overrides, *chosen]))
     except TopologyError as error:
         if not axes:
             raise
@@ -166,10 +165,12 @@ STALLED = 0.05
 SKEWED = 0.9
 STARVED = 0.5  # share of the time without a prompt to open, from which on that is what limits a run
 FLAT = 0.5
-COLUMNS = (
-    "samples/s", "tokens/s", "s/step", "learner busy", "rollout busy", "stalled", "age mean", "age max",
-    "taken p99 s", "answered s", "group p99 s", "skew",
-)
+COLUMNS = {  # of a sweep's table: how each figure is written
+    "samples/s": "{.samples_per_s:.4g}", "tokens/s": "{.tokens_per_s:.4g}", "s/step": "{.step_s:.4g}",
+    "learner busy": "{.learner_busy:.3f}", "rollout busy": "{.actors_busy:.3f}", "stalled": "{.actors_stalled:.3f}",
+    "age mean": "{.age_mean:.2f}", "age max": "{.age_max}", "taken p99 s": "{.queued_p99_s:.3g}",
+    "answered s": "{.completion_mean_s:.3g}", "group p99 s": "{.group_p99_s:.3g}", "skew": "{.skew:.3f}",
+}
 
 
 def page(topology: Topology, setting: Setting, found: Figures, took_s: float, cores: int) -> str:
@@ -346,21 +347,17 @@ def outside(seen: Seen, found: Figures) -> str:
     return ", ".join(said)
 
 
-def cells(found: Figures) -> list[str]:
-    """The values of COLUMNS."""
-    return [
-        f"{found.samples_per_s:.4g}", f"{found.tokens_per_s:.4g}", f"{found.step_s:.4g}", f"{found.learner_busy:.3f}",
-        f"{found.actors_busy:.3f}", f"{found.actors_stalled:.3f}", f"{found.age_mean:.2f}", f"{found.age_max}",
-        f"{found.queued_p99_s:.3g}", f"{found.completion_mean_s:.3g}", f"{found.group_p99_s:.3g}", f"{found.skew:.3f}",
-    ]
+def table(keys: Sequence[str], points: Sequence[tuple[Sequence[str], Figures]]) -> list[list[str]]:
+    """The cells of a sweep, its head first: the values of each point, and its figures."""
+    rows = [[*values, *(text.format(found) for text in COLUMNS.values())] for values, found in points]
+    return [[*keys, *COLUMNS], *rows]
 
 
 def markdown(keys: Sequence[str], points: Sequence[tuple[Sequence[str], Figures]]) -> str:
     """A table with a row per point."""
-    rows = [[*values, *cells(found)] for values, found in points]
-    table = [[*keys, *COLUMNS], *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in table]
+    rows = table(keys, points)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
     text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(text) + "\n"
 
@@ -368,9 +365,7 @@ def markdown(keys: Sequence[str], points: Sequence[tuple[Sequence[str], Figures]
 def comma_separated(keys: Sequence[str], points: Sequence[tuple[Sequence[str], Figures]]) -> str:
     """The same as CSV."""
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*keys, *COLUMNS])
-    writer.writerows([*values, *cells(found)] for values, found in points)
+    csv.writer(file, lineterminator="\n").writerows(table(keys, points))
     return file.getvalue()
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupView, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
 from busrl.scheduling.pool import LearnerState
-from busrl.simulate.actors import SimRing
+from busrl.simulate.actors import Group, Learner, SimRing
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts
 
@@ -55,9 +54,6 @@ class Feed:
 
     def _lengths_of(self, draw: int) -> Sequence[int]:
         return self.answers.answer(draw, self.step).lengths
-
-    def candidate(self, draw: int, task: Task) -> Candidate:
-        return Candidate(draw, task.prompt, self.tokens, task.tag)
 
     def finished(self, draw: int, tokens: int) -> None:
         """An answer is whole."""
@@ -103,26 +99,6 @@ def keywords_of(path: str) -> Keywords | None:
 CHARACTERS_PER_TOKEN = 4  # of a prompt, for the cost of its prefill
 
 
-@dataclass
-class Group:
-    """An open group."""
-
-    candidate: Candidate
-    lengths: tuple[int, ...]
-    rewards: tuple[float, ...]
-    since: float  # its arrival, or the time of its opening in a closed loop
-    prompt_tokens: int
-    left: int
-
-
-@dataclass(frozen=True)
-class Learned:
-    """What a look has to know of the learner: finished steps, and groups trained but not published."""
-
-    step: int
-    unpublished: int
-
-
 class Scheduler:
     """`rows`: sequences that all actors can run at once."""
 
@@ -136,7 +112,6 @@ class Scheduler:
         self.probes = Probes(topology.derived.limits.W if topology.scheduler.probe else 0)
         self.waves = waves_of(self.limits)
         self.groups: dict[int, Group] = {}
-        self.lengths: dict[int, tuple[int, ...]] = {}
         slots = topology.derived.train_slots
         self.of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member
         self.to_make: list[int] = [0] * slots  # slot -> tokens still to be generated
@@ -146,14 +121,14 @@ class Scheduler:
         self.starved = False  # the last look could have opened more groups than prompts had arrived
         self._reserve = topology.derived.val_reserve
 
-    def look(self, view: GroupView, learned: Learned, now: float) -> int:
+    def look(self, view: GroupView, learner: Learner, now: float) -> int:
         """Dispatch all that may be dispatched now; the number of samples."""
         self.arrival, self.starved = math.inf, False
         self.feed.look(view, self.rows)
         if not self.probes.on:
-            return self._open_new(view, learned, now)
+            return self._open_new(view, learner, now)
         held = self.probes.held(view, self.next_admission)
-        sent = self._finish_open(view, ~held) + self._open_new(view, learned, now)
+        sent = self._finish_open(view, ~held) + self._open_new(view, learner, now)
         idle = self.rows - view.generating - view.queued - sent
         return sent + self._finish_open(view, self.probes.released(view, held, idle))
 
@@ -165,10 +140,10 @@ class Scheduler:
 
     # -- new groups -----------------------------------------------------------------------------------------------
 
-    def _open_new(self, view: GroupView, learned: Learned, now: float) -> int:
+    def _open_new(self, view: GroupView, learner: Learner, now: float) -> int:
         free = len(self.ring.free) + self._reserve
         room = self.admission.room(
-            view, unpublished=learned.unpublished, next_admission=self.next_admission, step=learned.step,
+            view, unpublished=learner.unpublished, next_admission=self.next_admission, step=learner.step,
             free=free, reserve=kept_back(self._reserve, 0), wave_over=bool(self.wave_over(view)),
         )
         room = not_ahead(room, self.ahead, view.queued, self.size)
@@ -181,7 +156,7 @@ class Scheduler:
             if candidate is None:
                 self.starved = self.arrival < math.inf
                 break
-            sent += self._open(candidate, learned.step, now)
+            sent += self._open(candidate, learner.step, now)
         return sent
 
     def _offer(self, view: GroupView, groups: int, now: float) -> None:
@@ -194,7 +169,7 @@ class Scheduler:
             if task.arrival_s is not None and task.arrival_s > now:
                 self.arrival = task.arrival_s
                 break
-            offered.append(self.feed.candidate(draw, task))
+            offered.append(Candidate(draw, task.prompt, self.feed.tokens, task.tag))
         policy.offer(offered)
 
     def _open(self, candidate: Candidate, step: int, now: float) -> int:
@@ -205,7 +180,6 @@ class Scheduler:
         arrival = now if task is None or task.arrival_s is None else task.arrival_s
         tokens = 1 + len(candidate.prompt) // CHARACTERS_PER_TOKEN
         self.groups[draw] = Group(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)
-        self.lengths[draw] = answer.lengths
         self.counts.drawn.extend(answer.lengths)
         index, self.next_admission = self.next_admission, self.next_admission + 1
         return self._put(draw, 0, 1 if probe else self.size, index, self.feed.policy.priority(draw, index, probe))
@@ -221,7 +195,7 @@ class Scheduler:
         return sent
 
     def _put(self, draw: int, first: int, members: int, index: int, priority: int) -> int:
-        lengths = self.lengths[draw]
+        lengths = self.groups[draw].lengths
         hold = self.waves is not None
         slots = self.ring.dispatch(draw, first, members, index, self.version_step, priority, hold)
         for member, slot in enumerate(slots, first):

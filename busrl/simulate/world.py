@@ -17,71 +17,34 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from busrl.config import Topology
-from busrl.config.derive import make_plan
-from busrl.config.rules import batch_varies, due
+from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import UserError
-from busrl.scheduling.groups import GroupScanner, GroupView
+from busrl.scheduling.groups import GENERATED, GroupScanner, GroupView
 from busrl.simulate.actors import (
     Actors,
-    Delays,
     Learner,
     Look,
-    Noise,
     RewardWorkers,
     SimRing,
     Times,
     cuts_of,
+    delays,
+    noise,
     reward_workers,
 )
 from busrl.simulate.answers import Answers
-from busrl.simulate.figures import Counts, Figures, figures
-from busrl.simulate.scheduler import Learned, Scheduler
+from busrl.simulate.figures import Counts, Figures
+from busrl.simulate.scheduler import Scheduler
 from busrl.states import Fate
 
-# -- runs that cannot continue -------------------------------------------------------------------------------
-
 FATES = {Fate.FLAT.letter: "flat", Fate.OLD.letter: "too old", Fate.INCOMPLETE.letter: "incomplete"}
-LEAST, STEPS = 2000, 50  # groups in a row, and in steps of n_min: with 99 % flat ones it happens once in 10^8 groups
-
-
-class FlatStreak:
-    """Groups in a row whose members all have one reward."""
-
-    def __init__(self, n_min: int) -> None:
-        self.limit, self.groups = max(LEAST, STEPS * n_min), 0
-
-    def ended(self, rewards: Sequence[float]) -> bool:
-        """One more group has ended; whether it is one too many."""
-        self.groups = self.groups + 1 if len(set(rewards)) == 1 else 0
-        return self.groups >= self.limit
-
-
-def all_flat(groups: int, step: int, now: float, answers: str, flat_share: float) -> str:
-    """The text for a run that makes nothing but flat groups."""
-    return (
-        f"the simulated run does not get on: after step {step}, at {now:.1f} s, {groups} groups in a row ended with "
-        f"equal rewards for all their members, and such a group trains nothing; correct the rewards of the {answers}"
-        + (f", or lower simulate.flat_share = {flat_share:g}" if flat_share else "")
-    )
-
-
-def nothing_under_way(reason: str, step: int, now: float, groups: int, aside: Mapping[str, int]) -> str:
-    """The text for a run in which everybody waits."""
-    gone = ", ".join(f"{count} {FATES.get(fate, fate)}" for fate, count in aside.items()) or "none"
-    return (
-        f"the simulated run stands still at step {step} after {now:.1f} s: the learner waits for {reason}, {groups} "
-        f"groups are open, and nothing is under way (groups set aside: {gone}); are all groups flat "
-        "(simulate.flat_share, rewards of the trace), or is learner.trigger.n_min above what can be admitted?"
-    )
-
-
-# -- the run -------------------------------------------------------------------------------------------------
-
+# Flat groups in a row, and in steps of n_min, that end a run: with 99 % flat ones it happens once in 10^8 groups.
+LEAST_FLAT, FLAT_STEPS = 2000, 50
 TICK_S = 0.03  # the scheduler sees slots that came free without a message at its next tick, after this on average
 PROBING_TICK_S = 0.01  # and the end of a probe after this
 SMALL_RING = 2048  # slots; above, rewards are delivered on a grid
@@ -120,22 +83,22 @@ class World:
         self.counts = Counts()
         rows = actors * topology.generation.max_batch
         self.scheduler = Scheduler(topology, answers, self.ring, self.counts, rows, oracle=oracle)
-        self.feed, self.groups, self.lengths = self.scheduler.feed, self.scheduler.groups, self.scheduler.lengths
+        self.feed, self.groups = self.scheduler.feed, self.scheduler.groups
         streaming = topology.learner.updates_per_batch == 1 and not topology.learner.deterministic
         plan = make_plan(topology, streaming=streaming)
-        noise = Noise(times.learner_spread, [seed, 4])
-        self.learner = Learner(topology, plan, times, self.ring, self.counts, noise, self.lengths)
+        paces = noise(times.learner_spread, [seed, 4])
+        self.learner = Learner(topology, plan, times, self.ring, self.counts, paces, self.groups)
         self.cuts = cuts_of(topology, segment_length)
         self._trained = 0  # groups
         self._running = 0  # sequences of all actors
-        self._flat_streak = FlatStreak(self.limits.n_min)
+        self._flat = 0  # groups in a row whose members all have one reward
         self.now = 0.0
         self._heap: list[tuple[float, int, int, int, int]] = []
         self._sequence = 0
         self._of, self._to_make = self.scheduler.of, self.scheduler.to_make
         self._segment: list[int] = [0] * derived.train_slots  # slot -> tokens of the segment under way
         self._due: dict[float, list[int]] = {}  # reward time -> slots
-        self._delays = Delays(times.reward_s, [seed, 2])
+        self._delays = delays(times.reward_s, [seed, 2])
         self._reward_workers = RewardWorkers(reward_workers(topology), times.reward_call_s)
         self._grid = self._default_grid() if grid_s is None else grid_s
         self._view: GroupView | None = None
@@ -170,11 +133,16 @@ class World:
         steps = sum(actor.steps for actor in every)
         self.counts.reward_busy_s = self._reward_workers.busy_s(self.now)
         busy, stalled = [actor.busy_s for actor in every], [actor.stalled_s for actor in every]
-        return figures(self.counts, self.now, busy, stalled, steps, self.feed.metrics())
+        return Figures(self.counts, self.now, busy, stalled, steps, self.feed.metrics())
 
     def _stuck(self) -> str:
-        reason, _ = self._looked_for
-        return nothing_under_way(reason, self.learner.step, self.now, len(self.groups), self.counts.aside)
+        gone = ", ".join(f"{count} {FATES.get(fate, fate)}" for fate, count in self.counts.aside.items()) or "none"
+        return (
+            f"the simulated run stands still at step {self.learner.step} after {self.now:.1f} s: the learner waits for "
+            f"{self._looked_for[0]}, {len(self.groups)} groups are open, and nothing is under way (groups set aside: "
+            f"{gone}); are all groups flat (simulate.flat_share, rewards of the trace), or is learner.trigger.n_min "
+            "above what can be admitted?"
+        )
 
     def _handle(self, kind: int, time: float, one: int, stamp: int) -> None:
         if kind == ACTOR:
@@ -215,7 +183,7 @@ class World:
         scheduler = self.scheduler
         self.counts.starved_s += self.now - self._looked_at if scheduler.starved else 0.0
         self._looked_at = self.now
-        sent = scheduler.look(self.view(), Learned(self.learner.step, self.learner.unpublished), self.now)
+        sent = scheduler.look(self.view(), self.learner, self.now)
         if scheduler.arrival < math.inf:
             self._schedule_look(scheduler.arrival)
         if sent:
@@ -270,8 +238,7 @@ class World:
 
     def _next(self, index: int, time: float) -> None:
         if time < math.inf:
-            self._sequence += 1
-            heapq.heappush(self._heap, (time, ACTOR, self._sequence, index, self.actors.all[index].stamp))
+            self._push(time, ACTOR, index, self.actors.all[index].stamp)
 
     def _actor(self, index: int, stamp: int) -> None:
         """Some sequences of an actor have ended, unless something came in between."""
@@ -297,19 +264,18 @@ class World:
         if self._to_make[slot]:
             self.ring.release(slot, hold=self.scheduler.waves is not None)
             return
-        self.ring.generated(slot)
+        self.ring.move(slot, GENERATED)
         self._whole(*self._of[slot])
-        due = self._reward_workers.done(self.now + self._delays.next())
+        due = self._reward_workers.done(self.now + next(self._delays))
         due = math.ceil(due / self._grid) * self._grid if self._grid else due
-        if due in self._due:
-            self._due[due].append(slot)
-        else:
-            self._due[due] = [slot]
+        if due not in self._due:
+            self._due[due] = []
             self._push(due, REWARD)
+        self._due[due].append(slot)
 
     def _whole(self, draw: int, member: int) -> None:
         """An answer has its last token: policy and segments learn its length, and a probe is over."""
-        tokens = self.lengths[draw][member]
+        tokens = self.groups[draw].lengths[member]
         self.feed.finished(draw, tokens)
         if self.scheduler.probes.on:
             self._schedule_look(self.now + max(PROBING_TICK_S, self._grid))
@@ -332,7 +298,8 @@ class World:
             if not group.left:
                 self._resolved = True
                 self.counts.grouped.append(self.now - group.since)
-                if self._flat_streak.ended(group.rewards) and not self._draining():
+                self._flat = self._flat + 1 if len(set(group.rewards)) == 1 else 0
+                if self._flat >= max(LEAST_FLAT, FLAT_STEPS * self.limits.n_min) and not self._draining():
                     raise UserError(self._all_flat())
         self.counts.ended += len(slots)
         self.ring.rewarded(slots, rewards)
@@ -342,7 +309,11 @@ class World:
 
     def _all_flat(self) -> str:
         share = self.topology.simulate.flat_share
-        return all_flat(self._flat_streak.groups, self.learner.step, self.now, self.answers.name, share)
+        return (
+            f"the simulated run does not get on: after step {self.learner.step}, at {self.now:.1f} s, {self._flat} "
+            "groups in a row ended with equal rewards for all their members, and such a group trains nothing; correct "
+            f"the rewards of the {self.answers.name}" + (f", or lower simulate.flat_share = {share:g}" if share else "")
+        )
 
     # -- learner ------------------------------------------------------------------------------------------------
 
@@ -352,11 +323,9 @@ class World:
         self.counts.waited[reason] += self.now - since
         self._resolved = False
         view, scheduler = self.view(), self.scheduler
-        found = self.learner.look(
+        self._act(self.learner.look(
             view, self.now, scheduler.next_admission, self._draining(), scheduler.wave_over(view)
-        )
-        self._forget(self.learner.ended)
-        self._act(found)
+        ))
 
     def _act(self, found: Look) -> None:
         """Let the time pass that a look costs."""
@@ -405,12 +374,10 @@ class World:
 
     def _checkpoint(self) -> bool:
         """Whether a checkpoint is due after this step; the learner is busy with it then."""
-        every, n_min = self.topology.learner.checkpoint_every, self.topology.learner.trigger.n_min
-        groups, step = self.counts.rows[-1].groups, self.learner.step
+        groups = self.counts.rows[-1].groups
         self._trained += groups
-        # Where the batch can vary n_min groups count as a step.
-        counted = (n_min, groups, self._trained) if batch_varies(self.topology) else (1, 1, step)
-        if not due(every * counted[0], counted[2] - counted[1], counted[2]) or not self.times.checkpoint_s:
+        due = checkpoint_is_due(self.topology, self.learner.step, self._trained, groups)
+        if not due or not self.times.checkpoint_s:
             return False
         self._busy = True
         self.counts.learner_busy_s += self.times.checkpoint_s
@@ -422,20 +389,9 @@ class World:
         self.actors.publish(self.now)
         self._schedule_look(self.now)
 
-    def _forget(self, draws: set[int]) -> None:
-        for draw in draws:
-            del self.groups[draw], self.lengths[draw]
-        draws.clear()
-
-    # -- sums ---------------------------------------------------------------------------------------------------
-
     def _default_grid(self) -> float:
-        slots = self.topology.derived.train_slots
-        if slots <= SMALL_RING:
+        if self.topology.derived.train_slots <= SMALL_RING:
             return 0.0
-        some = [np.mean(self.answers.answer(draw, 0).lengths) for draw in range(64) if self._has(draw)]
-        step_s = self.times.decoding(self.topology.generation.max_batch)[-1]
-        return float(np.mean(some)) * step_s / LOOKS_PER_ANSWER
-
-    def _has(self, draw: int) -> bool:
-        return self.answers.prompt(draw) is not None
+        draws = [draw for draw in range(64) if self.answers.prompt(draw) is not None]
+        length = float(np.mean([np.mean(self.answers.answer(draw, 0).lengths) for draw in draws]))
+        return length * self.times.decoding(self.topology.generation.max_batch)[-1] / LOOKS_PER_ANSWER

@@ -1,6 +1,6 @@
 """What a weight transport is: a sender in the learner, a receiver in every process that runs the model.
 
-The learner and the rollout processes talk to these protocols alone. This module knows nothing of the bus (its
+The learner and the rollout processes talk to these classes alone. This module knows nothing of the bus (its
 WEIGHTS_PUBLISHED is only a hint to look at `newest`), of models or of optimisers, and imports no torch.
 
 - Versions only grow. A receiver gives complete versions only, never a mixture of two.
@@ -9,56 +9,65 @@ WEIGHTS_PUBLISHED is only a hint to look at `newest`), of models or of optimiser
 
 from __future__ import annotations
 
-import threading
+import os
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from busrl.errors import WeightsTimeout
+from busrl.errors import UserError, WeightsTimeout
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
 NOTHING = (-1, -1)  # (version, step) where no version has been published
 LOOK_EVERY_S = 0.005
 Kind = Literal["tensors", "adapter", "folder"]
 Hook = Callable[[str], None]
+T = TypeVar("T")
+
+
+class Instrumented:
+    """A transport that calls `hook`, if one is set, with the name of each point that it reaches: a tensor copied, a
+    bucket sent, a phase begun. The learner reports progress with it; fault tests kill or stop a process there."""
+
+    hook: Hook | None = None
+
+    def _reached(self, point: str) -> None:
+        if self.hook is not None:
+            self.hook(point)
 
 
 # -- the learner's side ----------------------------------------------------------------------------------------
 
 
-class Sender(Protocol):
-    """What the learner publishes with. `hook`: see `Instrumented`."""
+class Sender(Instrumented, ABC):
+    """What the learner publishes with. `begun`, `begin` and `check` are for weights that engines share: where versions
+    are copies, no engine has to pause."""
 
-    hook: Hook | None
-
+    @abstractmethod
     def newest(self) -> tuple[int, int]:
         """The last version published here, also by an earlier process; NOTHING if there is none."""
-        ...
 
+    @abstractmethod
     def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
         """Make the tensors available as `version`. The caller may change them again once this returns."""
-        ...
 
     @property
     def begun(self) -> bool:
         """Whether `begin` has paused the engines for a version that is not published yet."""
-        ...
+        return False
 
     def begin(self, version: int, step: int) -> None:
         """Before the weights change to this version: where engines share them, wait until the engines pause."""
-        ...
 
     def check(self) -> None:
         """WeightsOwnerLost if the weights lie in the memory of a process that is gone."""
-        ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -76,90 +85,100 @@ class GroupCallbacks:
     """What a broadcasting sender reports: `formed(change)` for each group, `missing(name, text)` for a member that it
     left out. `text` names the member too. A thread of the sender makes the calls."""
 
-    formed: Callable[[GroupChange], None]
-    missing: Callable[[str, str], None]
-
-
-class Instrumented:
-    """A transport that calls `hook`, if one is set, with the name of each point that it reaches: a tensor copied, a
-    bucket sent, a phase begun. The learner reports progress with it; fault tests kill or stop a process there."""
-
-    hook: Hook | None = None
-
-    def _reached(self, point: str) -> None:
-        if self.hook is not None:
-            self.hook(point)
-
-
-class CopyingSender(Instrumented):
-    """The part of a sender that publishes copies: the learner's weights are its own, so no engine has to pause."""
-
-    begun = False
-
-    def begin(self, version: int, step: int) -> None: ...
-
-    def check(self) -> None: ...
+    formed: Callable[[GroupChange], None] = lambda change: None
+    missing: Callable[[str, str], None] = lambda name, text: None
 
 
 # -- the side of a process that runs the model -----------------------------------------------------------------
 
 
-class VersionSource(Protocol):
+class VersionSource(Instrumented, ABC):
     """What all receivers have in common."""
 
+    @abstractmethod
     def newest(self) -> tuple[int, int]:
         """The newest complete version that can be had, and the learner's step of it; NOTHING if there is none."""
-        ...
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
         """Block until at least `version` is there; WeightsTimeout after the deadline."""
-        ...
+        found = poll(lambda: newest if (newest := self.newest())[0] >= version else None, timeout_s)
+        if found is None:
+            last = self.newest()[0]
+            raise WeightsTimeout(f"{self._writer()}: no version {version} after {timeout_s:g} s, newest {last}")
+        return found
 
+    def _writer(self) -> str:
+        """Where versions come from, and what the writer is doing; the start of an error."""
+        raise NotImplementedError
+
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class TensorReceiver(VersionSource, Protocol):
+class TensorReceiver(VersionSource):
     """A receiver whose versions are values for the model's tensors."""
 
-    @property
-    def kind(self) -> Literal["tensors"]: ...
+    kind: Literal["tensors"] = "tensors"
 
+    @abstractmethod
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
         """Write the newest complete version into `params`, in place; returns (version, step)."""
-        ...
 
 
-class FileReceiver(VersionSource, Protocol):
+class FileReceiver(VersionSource):
     """A receiver whose versions are directories: a whole model ("folder") or an adapter for one ("adapter")."""
 
-    @property
-    def kind(self) -> Literal["adapter", "folder"]: ...
+    kind: Literal["adapter", "folder"]
 
+    @abstractmethod
     def take(self) -> tuple[int, int, Path]:
         """Version, step and complete directory of the newest version; it stays until the next `take`."""
-        ...
 
 
 Receiver = TensorReceiver | FileReceiver  # `kind` tells which
 
 
-class PollingReceiver(Instrumented, ABC):
-    """The part of a receiver that looks: nothing in another process's memory or directory can be waited on."""
+# -- waiting, and files that another process has made ----------------------------------------------------------
 
-    @abstractmethod
-    def newest(self) -> tuple[int, int]: ...
 
-    @abstractmethod
-    def _writer(self) -> str:
-        """Where versions come from, and what the writer is doing; the start of an error."""
+def poll(look: Callable[[], T], timeout_s: float, every_s: float = LOOK_EVERY_S) -> T:
+    """What `look` returns as soon as that is true, or when the time is over: nothing in another process's memory or
+    directory can be waited on."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := look()) and time.monotonic() < deadline:
+        time.sleep(every_s)
+    return found
 
-    def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
-        deadline, pause = time.monotonic() + timeout_s, threading.Event()
-        while (found := self.newest())[0] < version:
-            if time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self._writer()}: no version {version} after {timeout_s:g} s, newest {found[0]}")
-            pause.wait(LOOK_EVERY_S)
-        return found
+
+def open_own(path: Path, flags: int) -> int | None:
+    """A descriptor of the file, None if there is none. UserError for a link, and for a file of another user: its owner
+    could change the weights, or read them."""
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as problem:
+        raise UserError(f"{path}: {problem.strerror}; it is no file of this run, have it removed") from None
+    if (owner := os.fstat(descriptor).st_uid) != os.geteuid():
+        os.close(descriptor)
+        raise UserError(f"{path} belongs to user {owner}, not to you ({os.geteuid()}): have it removed")
+    return descriptor
+
+
+def is_named(path: Path, inode: int) -> bool:
+    """Whether the path leads to that file (a process that was started again may have replaced it)."""
+    try:
+        return path.stat().st_ino == inode
+    except FileNotFoundError:
+        return False
+
+
+def alive(pid: int | str) -> str:
+    """ "alive" or "dead", for messages."""
+    return "alive" if os.path.exists(f"/proc/{pid}") else "dead"
+
+
+# -- versions and steps ----------------------------------------------------------------------------------------
 
 
 class VersionSteps:

@@ -19,13 +19,11 @@ that the learner passes in. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,7 +39,9 @@ from busrl.errors import (
     WeightsRefused,
     WeightsTimeout,
 )
-from busrl.weights.base import NOTHING, CopyingSender, PollingReceiver
+from busrl.files import FULL
+from busrl.private import exposed
+from busrl.weights.base import NOTHING, FileReceiver, Sender, alive
 from busrl.weights.tensors import fingerprint
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ STAMP, LOCK, TAKEN = "busrl.json", "lock", "held"
 DRAFT, OLD = ".draft-", ".old-"
 NAME = re.compile(r"v(\d{12})-s(\d+)")
 LAYOUT = 1
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Write = Callable[[Path, "Mapping[str, torch.Tensor]"], None]  # (folder, tensors by name)
 
 
@@ -86,15 +85,12 @@ def newest_in(root: Path) -> tuple[int, int]:
 
 def private(root: Path) -> None:
     """Make the directory, or accept the one that exists; InsecureDirectory unless it is this user's alone."""
-    try:
+    with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
-        return
-    except FileExistsError:
-        found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if why := "it is no directory" if root.is_symlink() or not root.is_dir() else exposed(root):
         raise InsecureDirectory(
-            f"{root}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}; published weights need a directory "
-            f"of user {os.geteuid()} with mode 700: have this one removed"
+            f"{root}: {why}; published weights need a directory of user {os.geteuid()} with mode 700: have this one "
+            "removed"
         )
 
 
@@ -130,7 +126,7 @@ def _fault(found: VersionFolder, at: Path, stamped: dict[str, Any], kind: str, b
 
 def link(source: Path, target: Path) -> None:
     """Give the files of a folder a second name; a copy only where the file system has no hard links."""
-    for path in files(source, STAMP):
+    for path in files(source):
         there = target / path.relative_to(source)
         there.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -152,15 +148,15 @@ def remove(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def files(folder: Path, *more: str) -> Iterator[Path]:
-    """Every file below, without the stamp unless `more` names it."""
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and (path.name != STAMP or STAMP in more))
+def files(folder: Path) -> Iterator[Path]:
+    """Every file below."""
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 # -- the learner's side ----------------------------------------------------------------------------------------
 
 
-class FolderSender(CopyingSender):
+class FolderSender(Sender):
     """Writes versions with `write(folder, named)` and keeps the newest `kept`. `base` is the fingerprint of the model
     that they belong to. RunInUse if another learner publishes there: it holds the directory's lock."""
 
@@ -237,7 +233,7 @@ class FolderSender(CopyingSender):
 # -- an engine's side ------------------------------------------------------------------------------------------
 
 
-class FolderReceiver(PollingReceiver):
+class FolderReceiver(FileReceiver):
     """Takes versions of `kind` into a directory of this process, and keeps the newest `kept` there.
 
     "adapter": for the model folder `base`. "folder": for an engine that restarts, with an adapter if `base` is given.
@@ -254,8 +250,7 @@ class FolderReceiver(PollingReceiver):
         base: Path | None = None,
         timeout_s: float = 10.0,
     ) -> None:
-        self.root = root
-        self.kind: Literal["adapter", "folder"] = kind
+        self.root, self.kind = root, kind
         self._mine = root / TAKEN / f"{name.replace('/', '-')}.{os.getpid()}"
         self._kept, self._base, self._timeout_s = kept, base, timeout_s
         self._fingerprint = ""
@@ -309,7 +304,7 @@ class FolderReceiver(PollingReceiver):
             pid = int((self.root / LOCK).read_text() or 0)
         except (OSError, ValueError):
             return f"{self.root} does not exist: the learner has published nothing yet"
-        return f"{self.root}: the learner (pid {pid}) is {'alive' if os.path.exists(f'/proc/{pid}') else 'dead'}"
+        return f"{self.root}: the learner (pid {pid}) is {alive(pid)}"
 
     def _look_at(self, found: VersionFolder, draft: Path) -> None:
         if self._base is not None and not self._fingerprint:
@@ -328,6 +323,6 @@ class FolderReceiver(PollingReceiver):
         parent = self._mine.parent
         private(parent)
         for path in parent.glob(f"{self._mine.stem}.*"):
-            if not os.path.exists(f"/proc/{path.name.rpartition('.')[2]}"):
+            if alive(path.name.rpartition(".")[2]) == "dead":
                 shutil.rmtree(path, ignore_errors=True)
         self._mine.mkdir(mode=0o700)

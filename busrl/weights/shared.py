@@ -16,17 +16,15 @@ the *fence*, a page of shared memory, says when they may change. Knows nothing o
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,7 +33,7 @@ from busrl import device as devices
 from busrl import files
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
 from busrl.private import exposed
-from busrl.weights.base import NOTHING, Hook
+from busrl.weights.base import NOTHING, Sender, TensorReceiver, is_named, open_own, poll
 
 # -- which process ---------------------------------------------------------------------------------------------
 
@@ -44,8 +42,7 @@ STATE, STARTED = 0, 19  # fields of /proc/PID/stat after the name
 ENDED = ("Z", "X")
 
 
-@dataclass(frozen=True)
-class ProcessIdentity:
+class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     """A pid with the moment at which that process began (`started`, clock ticks since boot), so that a later process
     with the same number is not taken for it. (0, 0) is nobody."""
 
@@ -87,18 +84,24 @@ def _stat(pid: int) -> list[str]:
 # A handle is numbers and bytes (as hex digits): a process that reads it can name memory, nothing more.
 # CPU: a file without a name, reached through the exporter's descriptor. The kernel frees it with its last mapping, so
 # a mapping outlives the exporter. CUDA: the memory belongs to the exporter; after its death a mapping is undefined.
+# torch's counter of a handle's users stays at one however often it is mapped: the owner keeps the memory, and outlives
+# the processes that map it or ends them.
 
 
 Handle = dict[str, Any]
-CUDA_FIELDS = ("handle", "nbytes", "offset", "counter", "counter_offset", "event", "event_sync")
+CUDA_FIELDS = ("handle", "nbytes", "offset", "counter", "counter_offset", "event", "event_sync")  # in torch's order
 
 
-def export_handle(storage: torch.UntypedStorage) -> Handle:
+def export_handle(storage: Any) -> Handle:
     """A handle of the storage, exported in place: every tensor that is a view of it stays one, and shares it too."""
-    kind = storage.device.type
-    if kind not in ("cpu", "cuda"):
-        raise UserError(f"processes cannot share weights on a {kind} device; use another weights.transport")
-    return {"kind": kind, "nbytes": storage.nbytes(), **(_export_file if kind == "cpu" else _export_cuda)(storage)}
+    made: Handle = {"kind": storage.device.type, "nbytes": storage.nbytes()}
+    if made["kind"] == "cpu":
+        descriptor, _ = storage._share_fd_cpu_()  # moves it into a file, if it is in none
+        return made | {"descriptor": int(descriptor), "inode": os.fstat(descriptor).st_ino}
+    if made["kind"] == "cuda":
+        _, *given = storage._share_cuda_()
+        return made | dict(zip(CUDA_FIELDS, (one.hex() if isinstance(one, bytes) else one for one in given)))
+    raise UserError(f"processes cannot share weights on a {made['kind']} device; use another weights.transport")
 
 
 def map_handle(handle: Handle, device: torch.device, owner: ProcessIdentity) -> torch.UntypedStorage:
@@ -108,12 +111,14 @@ def map_handle(handle: Handle, device: torch.device, owner: ProcessIdentity) -> 
         raise UserError(f"the weights are on a {kind} device, this process works on {device.type}; both must use one")
     if not owner.alive:
         raise WeightsOwnerLost(f"the process that owns the weights is gone ({owner})")
-    return _map_file(handle, owner) if kind == "cpu" else _map_cuda(handle, device)
-
-
-def _export_file(storage: torch.UntypedStorage) -> Handle:
-    descriptor, _ = storage._share_fd_cpu_()  # moves it into a file, if it is in none
-    return {"descriptor": int(descriptor), "inode": os.fstat(descriptor).st_ino}
+    if kind == "cpu":
+        return _map_file(handle, owner)
+    if missing := [name for name in CUDA_FIELDS if name not in handle]:
+        raise UserError(f"no handle of CUDA memory: {missing[0]} is missing; both sides must run one version of busrl")
+    given = (bytes.fromhex(value) if isinstance(value, str) else value for value in (handle[n] for n in CUDA_FIELDS))
+    torch.empty(0, device=device)  # the device's context has to be there before memory is mapped
+    mapped: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *given)
+    return mapped
 
 
 def _map_file(handle: Handle, owner: ProcessIdentity) -> torch.UntypedStorage:
@@ -132,27 +137,6 @@ def _map_file(handle: Handle, owner: ProcessIdentity) -> torch.UntypedStorage:
     return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
 
 
-def _export_cuda(storage: torch.UntypedStorage) -> Handle:
-    """torch's handle for another process. Its counter of users stays at one however often the handle is mapped: the
-    owner keeps the memory, and outlives the processes that map it or ends them."""
-    share: Any = storage._share_cuda_
-    _, handle, nbytes, offset, counter, counter_offset, event, sync = share()
-    return {
-        "handle": handle.hex(), "nbytes": int(nbytes), "offset": int(offset), "counter": counter.hex(),
-        "counter_offset": int(counter_offset), "event": event.hex(), "event_sync": bool(sync),
-    }
-
-
-def _map_cuda(handle: Handle, device: torch.device) -> torch.UntypedStorage:
-    missing = [name for name in CUDA_FIELDS if name not in handle]
-    if missing:
-        raise UserError(f"no handle of CUDA memory: {missing[0]} is missing; both sides must run one version of busrl")
-    given = (bytes.fromhex(value) if isinstance(value, str) else value for value in (handle[n] for n in CUDA_FIELDS))
-    torch.empty(0, device=device)  # the device's context has to be there before memory is mapped
-    mapped: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *given)
-    return mapped
-
-
 # -- the rows of fused tensors ---------------------------------------------------------------------------------
 # Engines fuse projections with equal inputs, in the order q, k, v and gate, up. Every name of the checkpoint has its
 # rows, and every tensor of the engine is covered: one that stayed as it was while others train would be a silent bug.
@@ -160,13 +144,13 @@ def _map_cuda(handle: Handle, device: torch.device) -> torch.UntypedStorage:
 
 
 Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 REMEDY = 'this architecture cannot share its weights: use weights.transport = "shm"'
 PADDED = ("embed_tokens.weight", "lm_head.weight", "wte.weight")  # engines round the vocabulary up
 
 
-@dataclass(frozen=True)
-class FusedRows:
+class FusedRows(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of the checkpoint: rows `start` to `stop` of the engine's `tensor`; a scalar has 0 to 0."""
 
     name: str
@@ -175,46 +159,39 @@ class FusedRows:
     stop: int
 
 
-def fused_rows(engine: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[FusedRows]:
+def fused_rows(engine: Shapes, wanted: Shapes) -> list[FusedRows]:
     """Where each wanted tensor lies among the engine's. UserError names the first that has no place."""
-    found = [_place(name, shape, engine, wanted) for name, shape in wanted.items()]
+    found = [_place(name, engine, wanted) for name in wanted]
     if left := engine.keys() - {part.tensor for part in found}:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         raise UserError(f"weights: {min(left)}{more} of the engine is no tensor of the checkpoint; {REMEDY}")
     return found
 
 
-def _place(name: str, shape: Shape, engine: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> FusedRows:
-    if name in engine:
-        _check_whole(name, shape, engine[name])
+def _place(name: str, engine: Shapes, wanted: Shapes) -> FusedRows:
+    shape = wanted[name]
+    if (own := engine.get(name)) is not None:
+        padded = name.endswith(PADDED) and own[1:] == shape[1:] and own[0] >= shape[0]
+        if own != shape and not padded:
+            raise UserError(f"weights: {name} is {list(own)} in the engine and {list(shape)} in the checkpoint")
         return FusedRows(name, name, 0, shape[0] if shape else 0)
     for fused, pieces in FUSED.items():
         for piece in pieces:
             tensor = name.replace(f".{piece}.", f".{fused}.")
-            if tensor != name and tensor in engine:
+            if tensor in engine:
                 siblings = [name.replace(f".{piece}.", f".{other}.") for other in pieces]
-                return _slice(name, tensor, siblings, engine, wanted)
+                return _slice(name, tensor, siblings, engine[tensor], wanted)
     raise UserError(f"weights: the engine has no {name}, alone or fused; {REMEDY}")
 
 
-def _check_whole(name: str, shape: Shape, own: Shape) -> None:
-    padded = name.endswith(PADDED) and own[1:] == shape[1:] and own[0] >= shape[0]
-    if own != shape and not padded:
-        raise UserError(f"weights: {name} is {list(own)} in the engine and {list(shape)} in the checkpoint")
-
-
-def _slice(
-    name: str, tensor: str, siblings: list[str], engine: Mapping[str, Shape], wanted: Mapping[str, Shape]
-) -> FusedRows:
-    missing = [sibling for sibling in siblings if sibling not in wanted]
-    if missing:
+def _slice(name: str, tensor: str, siblings: list[str], own: Shape, wanted: Shapes) -> FusedRows:
+    if missing := [sibling for sibling in siblings if sibling not in wanted]:
         raise UserError(f"weights: {tensor} of the engine holds {missing[0]} too, which the checkpoint does not have")
     rows = [wanted[sibling][0] for sibling in siblings]
-    same = all(wanted[sibling][1:] == engine[tensor][1:] for sibling in siblings)
-    if sum(rows) != engine[tensor][0] or not same:
+    if sum(rows) != own[0] or any(wanted[sibling][1:] != own[1:] for sibling in siblings):
         raise UserError(
-            f"weights: {tensor} is {list(engine[tensor])} in the engine; {' + '.join(siblings)} make {sum(rows)} rows "
-            "in the checkpoint (is the engine split over several devices?)"
+            f"weights: {tensor} is {list(own)} in the engine; {' + '.join(siblings)} make {sum(rows)} rows in the "
+            "checkpoint (is the engine split over several devices?)"
         )
     start = sum(rows[: siblings.index(name)])
     return FusedRows(name, tensor, start, start + wanted[name][0])
@@ -225,7 +202,7 @@ def _slice(
 
 FENCE_MAGIC = int.from_bytes(b"busrlfnc", "little")
 FENCE_LAYOUT, SIZE = 1, 4096
-W_MAGIC, W_LAYOUT, W_OWNER, W_LEARNER, W_STATE, W_PAUSED = 0, 1, 2, 4, 8, 16
+W_OWNER, W_LEARNER, W_STATE, W_PAUSED = 2, 4, 8, 16
 MOST = (1 << 31) - 1  # of a version
 
 
@@ -253,6 +230,9 @@ class FenceState:
         return (self.version, self.step) if self.version else NOTHING
 
 
+LOADED = FenceState(0, 0, False)
+
+
 class Fence:
     """A mapping of the page. State, version and step share one 64-bit word, so nobody reads one without the others.
 
@@ -271,27 +251,20 @@ class Fence:
         """A new page of this process under that name, at rest with version 0; readable by this user only."""
         with files.replacing(path, durable=False) as descriptor:
             os.posix_fallocate(descriptor, 0, SIZE)
-            made = cls(path, descriptor)
-            made._words[:2] = FENCE_MAGIC, FENCE_LAYOUT
-            made._set_identity(W_OWNER, ProcessIdentity.mine())
+            made, mine = cls(path, descriptor), ProcessIdentity.mine()
+            made._words[: W_OWNER + 2] = FENCE_MAGIC, FENCE_LAYOUT, mine.pid, mine.started
         return made
 
     @classmethod
     def attach(cls, path: Path) -> Fence | None:
         """The page of that name, None if there is no such file; UserError if it is no fence, or another user's."""
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
+        descriptor = open_own(path, os.O_RDWR)
+        if descriptor is None:
             return None
-        except OSError as problem:
-            raise UserError(f"{path}: no fence of shared weights there ({problem.strerror})") from None
         try:
-            status = os.fstat(descriptor)
-            head = np.frombuffer(os.pread(descriptor, 16, 0).ljust(16, b"\0"), np.uint64)
-            if (int(head[0]), int(head[1]), status.st_size) != (FENCE_MAGIC, FENCE_LAYOUT, SIZE):
+            head = os.pread(descriptor, 16, 0), os.fstat(descriptor).st_size
+            if head != (np.array([FENCE_MAGIC, FENCE_LAYOUT], np.uint64).tobytes(), SIZE):
                 raise UserError(f"{path}: no fence of shared weights, or one of another version of busrl")
-            if status.st_uid != os.geteuid():
-                raise UserError(f"{path} belongs to user {status.st_uid}, not to you ({os.geteuid()}): have it removed")
             return cls(path, descriptor)
         finally:
             os.close(descriptor)
@@ -305,127 +278,99 @@ class Fence:
         self._words[W_STATE] = state.word
 
     @property
+    def paused(self) -> FenceState:
+        """The change for which the engine reads no weights until they are at rest again; LOADED: none."""
+        return FenceState.of(int(self._words[W_PAUSED]))
+
+    @paused.setter
+    def paused(self, state: FenceState) -> None:
+        self._words[W_PAUSED] = state.word
+
+    @property
     def owner(self) -> ProcessIdentity:
         """The engine's process."""
-        return self._identity(W_OWNER)
+        return ProcessIdentity(*map(int, self._words[W_OWNER : W_OWNER + 2]))
 
     @property
     def learner(self) -> ProcessIdentity:
-        return self._identity(W_LEARNER)
+        return ProcessIdentity(*map(int, self._words[W_LEARNER : W_LEARNER + 2]))
 
     @learner.setter
     def learner(self, process: ProcessIdentity) -> None:
-        self._set_identity(W_LEARNER, process)
-
-    def pause_for(self, state: FenceState) -> None:
-        """The engine reads no weights until they are at rest again."""
-        self._words[W_PAUSED] = state.word
-
-    def paused_for(self, state: FenceState) -> bool:
-        return int(self._words[W_PAUSED]) == state.word
-
-    def forget_pause(self) -> None:
-        """A pause for an earlier change, perhaps of an earlier learner, does not count."""
-        self._words[W_PAUSED] = 0
-
-    def still_named(self) -> bool:
-        """Whether the path still leads to this page (a restarted engine replaces it)."""
-        try:
-            return os.stat(self.path).st_ino == self.inode
-        except FileNotFoundError:
-            return False
+        self._words[W_LEARNER : W_LEARNER + 2] = process.pid, process.started
 
     def close(self) -> None:
         self._words = np.zeros(SIZE // 8, np.uint64)
         self._map.close()
 
-    def _identity(self, at: int) -> ProcessIdentity:
-        return ProcessIdentity(int(self._words[at]), int(self._words[at + 1]))
-
-    def _set_identity(self, at: int, process: ProcessIdentity) -> None:
-        self._words[at : at + 2] = process.pid, process.started
-
 
 # -- the bridge ------------------------------------------------------------------------------------------------
 
 
-BRIDGE_MAGIC, BRIDGE_LAYOUT = "busrl-bridge", 1
 Named = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Bridge:
-    """What the file holds. `tensors`: name, storage, offset in items, shape, strides, dtype; `parts`: their rows by the
-    checkpoint's names. It appears whole, so a reader never sees half of it."""
+class SharedTensor(msgspec.Struct, frozen=True):
+    """A tensor of the engine: which storage it is in, and where; `offset` and `strides` count values."""
 
+    name: str
+    storage: int
+    offset: int
+    shape: list[int]
+    strides: list[int]
+    dtype: str
+
+
+class Bridge(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file holds. `parts`: rows of `tensors` by the checkpoint's names. It appears whole, so a reader never
+    sees half of it."""
+
+    magic: Literal["busrl-bridge"] = "busrl-bridge"
+    layout: Literal[1] = 1
     id: str
     name: str  # of the process that wrote it
     owner: ProcessIdentity
     device: str  # identity of the device
     storages: list[Handle]
-    tensors: list[dict[str, Any]]
+    tensors: list[SharedTensor]
     parts: list[FusedRows]
 
-    def to_json(self) -> str:
-        return json.dumps(
-            {
-                "magic": BRIDGE_MAGIC, "layout": BRIDGE_LAYOUT, "id": self.id, "name": self.name,
-                "owner": [self.owner.pid, self.owner.started], "device": self.device, "storages": self.storages,
-                "tensors": self.tensors, "parts": [[p.name, p.tensor, p.start, p.stop] for p in self.parts],
-            },
-            separators=(",", ":"),
-        )
 
-
-def describe_bridge(name: str, named: Named, wanted: Mapping[str, Shape] | None = None) -> Bridge:
+def describe_bridge(name: str, named: Named, wanted: Shapes | None = None) -> Bridge:
     """Export the tensors of this process's model, in place. `wanted`: the checkpoint's names and shapes, where the
     engine has fused its own; None: the names are the checkpoint's."""
     shapes = {key: tuple(tensor.shape) for key, tensor in named.items()}
     parts = fused_rows(shapes, wanted if wanted is not None else shapes)
-    storages: dict[int, int] = {}
-    handles: list[Handle] = []
-    tensors: list[dict[str, Any]] = []
+    known: dict[int, int] = {}
+    storages: list[Handle] = []
+    tensors: list[SharedTensor] = []
     for key, tensor in named.items():
         storage = tensor.untyped_storage()
-        at = storage.data_ptr()
-        if at not in storages:
-            handles.append(export_handle(storage))
-            at = storage.data_ptr()  # on a CPU it has moved into a file
-            storages[at] = len(handles) - 1
-        tensors.append(
-            {
-                "name": key, "storage": storages[at], "offset": tensor.storage_offset(), "shape": list(tensor.shape),
-                "strides": list(tensor.stride()), "dtype": str(tensor.dtype).removeprefix("torch."),
-            }
-        )
-    where = next(iter(named.values())).device
-    return Bridge(uuid.uuid4().hex, name, ProcessIdentity.mine(), devices.identity(where), handles, tensors, parts)
+        if storage.data_ptr() not in known:
+            storages.append(export_handle(storage))
+            known[storage.data_ptr()] = len(storages) - 1  # its new place: on a CPU it has moved into a file
+        at, dtype = known[storage.data_ptr()], str(tensor.dtype).removeprefix("torch.")
+        shape, strides = list(tensor.shape), list(tensor.stride())
+        tensors.append(SharedTensor(key, at, int(tensor.storage_offset()), shape, strides, dtype))
+    device = devices.identity(next(iter(named.values())).device)
+    owner = ProcessIdentity.mine()
+    return Bridge(
+        id=uuid.uuid4().hex, name=name, owner=owner, device=device, storages=storages, tensors=tensors, parts=parts
+    )
 
 
 def read_bridge(path: Path) -> Bridge | None:
     """The bridge in the file; None if there is none. UserError if it is damaged, another user's or open to others."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
+    descriptor = open_own(path, os.O_RDONLY)
+    if descriptor is None:
         return None
-    except OSError as problem:
-        raise UserError(f"{path}: {problem.strerror}; it is no bridge of this run, have it removed") from None
-    with os.fdopen(descriptor, encoding="ascii") as file:
+    with os.fdopen(descriptor, "rb") as file:
         if why := exposed(Path(f"/proc/self/fd/{descriptor}")):
             raise UserError(f"{path}: {why}; it names memory that others could change, have it removed")
         try:
-            return _parse(json.load(file))
-        except (ValueError, KeyError, TypeError) as problem:
-            raise UserError(f"{path}: not a bridge of this version of busrl ({problem!r}); have it removed") from None
-
-
-def _parse(data: dict[str, Any]) -> Bridge:
-    if (data["magic"], data["layout"]) != (BRIDGE_MAGIC, BRIDGE_LAYOUT):
-        raise ValueError(f"magic {data['magic']!r}, layout {data['layout']!r}")
-    pid, started = data["owner"]
-    parts = [FusedRows(str(n), str(t), int(a), int(b)) for n, t, a, b in data["parts"]]
-    return Bridge(str(data["id"]), str(data["name"]), ProcessIdentity(int(pid), int(started)), str(data["device"]),
-                  list(data["storages"]), list(data["tensors"]), parts)
+            return msgspec.json.decode(file.read(), type=Bridge)
+        except msgspec.DecodeError as problem:
+            raise UserError(f"{path}: not a bridge of this version of busrl ({problem}); have it removed") from None
 
 
 def map_parts(bridge: Bridge, device: torch.device) -> dict[str, torch.Tensor]:
@@ -436,31 +381,30 @@ def map_parts(bridge: Bridge, device: torch.device) -> dict[str, torch.Tensor]:
             "one copy needs one device; give both processes the same devices in [[process]]"
         )
     storages = [map_handle(handle, device, bridge.owner) for handle in bridge.storages]
-    whole = {entry["name"]: _view(storages[entry["storage"]], entry, device) for entry in bridge.tensors}
+    whole = {one.name: _view(storages[one.storage], one, device) for one in bridge.tensors}
     found = {p.name: whole[p.tensor][p.start : p.stop] if p.stop else whole[p.tensor] for p in bridge.parts}
     if not bridge.owner.alive:
         raise WeightsOwnerLost(f"{bridge.name} ({bridge.owner}) ended while its weights were mapped")
     return found
 
 
-def _view(storage: torch.UntypedStorage, entry: dict[str, Any], device: torch.device) -> torch.Tensor:
-    dtype = getattr(torch, entry["dtype"])
-    last = entry["offset"] + sum((n - 1) * stride for n, stride in zip(entry["shape"], entry["strides"]))
+def _view(storage: torch.UntypedStorage, shared: SharedTensor, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, shared.dtype)
+    last = shared.offset + sum((n - 1) * stride for n, stride in zip(shared.shape, shared.strides))
     if (last + 1) * dtype.itemsize > storage.nbytes():
-        raise UserError(f"weights: {entry['name']} does not fit into its memory; the bridge is damaged")
-    made = torch.empty(0, dtype=dtype, device=device)
-    return made.set_(storage, entry["offset"], entry["shape"], entry["strides"])
+        raise UserError(f"weights: {shared.name} does not fit into its memory; the bridge is damaged")
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, shared.offset, shared.shape, shared.strides)
 
 
-def check_bridge(views: Named, own: Named, *, same_dtype: bool) -> None:
-    """UserError with the first difference between the engine's weights and this model's."""
+def _check_views(views: Named, own: Named) -> None:
+    """UserError with the first difference between the engine's weights and this model's; dtypes may differ."""
     for missing, text in ((own.keys() - views.keys(), "not among the engine's weights"),
                           (views.keys() - own.keys(), "in the engine, and not in this model")):
         if missing:
             raise UserError(f"weights: {min(missing)!r} is {text}; both sides must run the same model.path")
     for name, tensor in own.items():
         other = views[name]
-        if other.shape != tensor.shape or (same_dtype and other.dtype != tensor.dtype):
+        if other.shape != tensor.shape:
             raise UserError(
                 f"weights: {name!r} is {other.dtype}{list(other.shape)} in the engine and "
                 f"{tensor.dtype}{list(tensor.shape)} here; both sides must run the same model.path and model.dtype"
@@ -470,14 +414,12 @@ def check_bridge(views: Named, own: Named, *, same_dtype: bool) -> None:
 # -- engine and learner ----------------------------------------------------------------------------------------
 
 
-LOOK_EVERY_S = 0.0005  # an engine is paused at least that long: no process can wake another here
+PAUSE_LOOK_S = 0.0005  # an engine is paused at least that long: no process can wake another here
 SEARCH_EVERY_S = 0.02
 
 
-class OneCopyReceiver:
+class OneCopyReceiver(TensorReceiver):
     """The engine's side. Call `share` first; then it is a receiver like the others."""
-
-    kind: Literal["tensors"] = "tensors"
 
     def __init__(self, bridge_file: str | Path, fence_file: str | Path, name: str, *, timeout_s: float = 10.0) -> None:
         self.bridge_file, self.fence_file = Path(bridge_file), Path(fence_file)
@@ -485,18 +427,16 @@ class OneCopyReceiver:
         self._timeout_s = timeout_s
         self._fence: Fence | None = None
         self._kept: list[torch.Tensor] = []
-        self._device: torch.device | None = None
 
-    def share(self, named: Mapping[str, torch.Tensor], wanted: Mapping[str, Shape] | None = None) -> None:
+    def share(self, named: Named, wanted: Shapes | None = None) -> None:
         """Share the tensors of this process's model with the learner (its parameters, by name, each once).
 
         `wanted`: the checkpoint's names and shapes, for an engine that has fused its own.
         """
         self._kept = list(named.values())  # shared memory has to outlive the model
-        self._device = self._kept[0].device
         described = describe_bridge(self.name, named, wanted)
         self._fence = Fence.create(self.fence_file)
-        files.replace(self.bridge_file, described.to_json().encode())
+        files.replace(self.bridge_file, msgspec.json.encode(described))
 
     def newest(self) -> tuple[int, int]:
         """The version at rest, or the one that the learner asks to pause for: `fetch` waits until it is complete."""
@@ -504,65 +444,59 @@ class OneCopyReceiver:
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
         """For an engine without running requests: it pauses for every change."""
-        deadline, pause = time.monotonic() + timeout_s, Event()
-        while True:
-            state = self._shared().state
-            if not state.changing and state.version >= version:
-                return state.stamp
-            self._pause_for(state)
-            if time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self.name}: no version {version} after {timeout_s:g} s: {self._status(state)}")
-            pause.wait(LOOK_EVERY_S)
+        if state := poll(lambda: self._at_rest(version), timeout_s, PAUSE_LOOK_S):
+            return state.stamp
+        raise WeightsTimeout(f"{self.name}: no version {version} after {timeout_s:g} s: {self._status()}")
 
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
         """Pause until the weights are at rest; returns their (version, step). Copies nothing into `params`."""
-        deadline, pause = time.monotonic() + self._timeout_s, Event()
-        while (state := self._shared().state).changing:
-            self._pause_for(state)
-            if time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self.name}: paused for {self._timeout_s:g} s: {self._status(state)}")
-            pause.wait(LOOK_EVERY_S)
-        return state.version, state.step
+        if state := poll(self._at_rest, self._timeout_s, PAUSE_LOOK_S):
+            return state.version, state.step
+        raise WeightsTimeout(f"{self.name}: paused for {self._timeout_s:g} s: {self._status()}")
 
     def close(self) -> None:
         """Remove the shared weights, once the learner has released them: it may be writing its last checkpoint."""
-        if self._fence is None:
+        if (fence := self._fence) is None:
             return
-        deadline, pause = time.monotonic() + self._timeout_s, Event()
-        while self._fence.learner.alive and time.monotonic() < deadline:
-            self._pause_for(self._fence.state)
-            pause.wait(SEARCH_EVERY_S)
-        if self._fence.still_named():
+
+        def released() -> bool:
+            self._at_rest()
+            return not fence.learner.alive
+
+        poll(released, self._timeout_s, SEARCH_EVERY_S)
+        if is_named(self.fence_file, fence.inode):  # not that of a successor
             self.bridge_file.unlink(missing_ok=True)
             self.fence_file.unlink(missing_ok=True)
-        self._fence.close()
+        fence.close()
         self._fence, self._kept = None, []
 
-    def _pause_for(self, state: FenceState) -> None:
-        """Tell the learner, once for each change, that this engine reads no weights from here on."""
+    def _at_rest(self, version: int = 0) -> FenceState | None:
+        """The weights' state if they are at rest and of that version at least.
+
+        For a change it confirms, once, that this engine reads no weights from here on.
+        """
         fence = self._shared()
-        if state.changing and not fence.paused_for(state):
-            if self._device is not None:
-                devices.synchronize(self._device)
-            fence.pause_for(state)
+        state = fence.state
+        if state.changing and fence.paused != state:
+            devices.synchronize(self._kept[0].device)
+            fence.paused = state
+        return None if state.changing or state.version < version else state
 
     def _shared(self) -> Fence:
         if self._fence is None:
             raise UserError(f"{self.name}: its weights are not shared yet")
         return self._fence
 
-    def _status(self, state: FenceState) -> str:
-        learner = self._shared().learner
+    def _status(self) -> str:
+        state, learner = self._shared().state, self._shared().learner
         if not state.changing:
             return f"the learner ({learner}) has published nothing beyond version {state.version}"
         half = "" if learner.alive else "; the weights are half of two versions, this engine has to load its own again"
         return f"the learner ({learner}) changes the weights to version {state.version} (step {state.step}){half}"
 
 
-class OneCopySender:
+class OneCopySender(Sender):
     """The learner's side. Call `connect`; then a fence (`begin` ... `publish`) around every change of the weights."""
-
-    hook: Hook | None = None  # nothing is copied, so there is no point to report
 
     def __init__(self, bridge_file: str | Path, fence_file: str | Path, *, timeout_s: float = 10.0) -> None:
         self.bridge_file, self.fence_file = Path(bridge_file), Path(fence_file)
@@ -570,48 +504,44 @@ class OneCopySender:
         self._fence: Fence | None = None
         self._bridge: Bridge | None = None
         self._views: dict[str, torch.Tensor] = {}
-        self._device: torch.device | None = None
+        self._device = torch.device("cpu")
 
     def newest(self) -> tuple[int, int]:
-        state = None if self._fence is None else self._fence.state
-        return NOTHING if state is None or state.changing else state.stamp
+        return NOTHING if self._fence is None or self.begun else self._fence.state.stamp
 
     def connect(
-        self, own: Mapping[str, torch.Tensor], device: torch.device, wait_s: float,
-        stopping: Callable[[], object] = lambda: False,
+        self, own: Named, device: torch.device, wait_s: float, stopping: Callable[[], object] = lambda: False
     ) -> dict[str, torch.Tensor] | None:
         """The engine's weights, by the checkpoint's names; None if `stopping()` became true meanwhile.
 
         `own` are the weights that this process has loaded: names and shapes must be equal. WeightsTimeout after
         `wait_s`.
         """
-        deadline, pause = time.monotonic() + wait_s, Event()
-        while not stopping():
-            found = read_bridge(self.bridge_file)
-            if found is not None and found.owner.alive and self._attach(found):
-                self._views = map_parts(found, device)
-                check_bridge(self._views, own, same_dtype=False)
-                self._bridge, self._device = found, device
-                return self._views
-            if time.monotonic() > deadline:
-                why = "no engine has shared its weights" if found is None else f"{found.name} is {found.owner}"
-                raise WeightsTimeout(f"{self.bridge_file}: {why} after {wait_s:g} s; is the rollout process up?")
-            pause.wait(SEARCH_EVERY_S)
-        return None
+        found = poll(lambda: "stopping" if stopping() else self._attach(), wait_s, SEARCH_EVERY_S)
+        if isinstance(found, str):
+            return None
+        if found is None:
+            bridge = read_bridge(self.bridge_file)
+            why = "no engine has shared its weights" if bridge is None else f"{bridge.name} is {bridge.owner}"
+            raise WeightsTimeout(f"{self.bridge_file}: {why} after {wait_s:g} s; is the rollout process up?")
+        self._views = map_parts(found, device)
+        _check_views(self._views, own)
+        self._bridge, self._device = found, device
+        return self._views
 
-    def _attach(self, found: Bridge) -> bool:
-        """Whether the fence of that bridge exists; a restarted engine makes its fence before its bridge."""
-        fence = Fence.attach(self.fence_file)
-        if fence is None:
-            return False
+    def _attach(self) -> Bridge | None:
+        """The bridge of an engine that lives, once its fence is attached; an engine makes the fence first."""
+        found = read_bridge(self.bridge_file)
+        if found is None or not found.owner.alive or (fence := Fence.attach(self.fence_file)) is None:
+            return None
         if fence.owner != found.owner:
             fence.close()
-            return False
+            return None
         if fence.learner not in (NOBODY, ProcessIdentity.mine()) and fence.learner.alive:
             raise UserError(f"{self.fence_file}: another learner ({fence.learner}) has these weights already")
         fence.learner = ProcessIdentity.mine()
         self._fence = fence
-        return True
+        return found
 
     def check(self) -> None:
         """WeightsOwnerLost if the engine is gone: the memory behind the parameters is no longer valid."""
@@ -623,19 +553,21 @@ class OneCopySender:
 
     def begin(self, version: int, step: int) -> None:
         """Ask the engine to pause for this version and wait until it has. No weight may change before."""
-        fence = self._connected()
-        before, state = fence.state, FenceState(version, step, True)
-        fence.forget_pause()
-        fence.state = state
-        deadline, pause = time.monotonic() + self._timeout_s, Event()
-        while not fence.paused_for(state):
+        fence, bridge = self._connected()
+        before, wanted = fence.state, FenceState(version, step, True)
+        fence.paused = LOADED  # a pause for an earlier change, perhaps of an earlier learner, does not count
+        fence.state = wanted
+
+        def paused() -> bool:
             self.check()
-            if time.monotonic() > deadline:
-                fence.state = before
-                raise WeightsTimeout(
-                    f"{self._owner()} did not pause for version {version} within {self._timeout_s:g} s; nothing changed"
-                )
-            pause.wait(LOOK_EVERY_S)
+            return fence.paused == wanted
+
+        if not poll(paused, self._timeout_s, PAUSE_LOOK_S):
+            fence.state = before
+            raise WeightsTimeout(
+                f"{bridge.name} ({bridge.owner}) did not pause for version {version} within {self._timeout_s:g} s; "
+                "nothing changed"
+            )
 
     @property
     def begun(self) -> bool:
@@ -644,7 +576,7 @@ class OneCopySender:
 
     def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
         """Set the weights at rest, as `version`. Copies tensors that are not views of the engine's into them."""
-        fence = self._connected()
+        fence, _ = self._connected()
         if not fence.state.changing:
             if version <= fence.state.version:
                 raise UserError(f"version {version} is not above {fence.state.version}, which is published")
@@ -655,7 +587,7 @@ class OneCopySender:
         self.check()
         fence.state = FenceState(version, step, False)
 
-    def write(self, named: Mapping[str, torch.Tensor]) -> int:
+    def write(self, named: Named) -> int:
         """Copy tensors that are not views of the engine's weights into them, and wait for the device; returns the bytes
         copied. Inside the fence only."""
         copied = 0
@@ -664,8 +596,7 @@ class OneCopySender:
                 if named[name].data_ptr() != view.data_ptr():
                     view.copy_(named[name])
                     copied += view.nbytes
-        if self._device is not None:
-            devices.synchronize(self._device)
+        devices.synchronize(self._device)
         return copied
 
     def close(self) -> None:
@@ -676,10 +607,7 @@ class OneCopySender:
             self._fence.close()
             self._fence = None
 
-    def _connected(self) -> Fence:
+    def _connected(self) -> tuple[Fence, Bridge]:
         if self._fence is None or self._bridge is None:
             raise UserError(f"{self.bridge_file}: the engine's weights are not mapped yet")
-        return self._fence
-
-    def _owner(self) -> str:
-        return f"{self._bridge.name} ({self._bridge.owner})" if self._bridge is not None else "the engine"
+        return self._fence, self._bridge

@@ -40,16 +40,16 @@ import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from busrl import files
 from busrl.errors import SharedMemoryFull, UserError, WeightsTimeout
-from busrl.weights.base import NOTHING, CopyingSender, PollingReceiver
-from busrl.weights.sparse import FrameError, Shadow, apply, foot_of, split, unpack
-from busrl.weights.tensors import BoundTensors, Manifest, block_of, is_plain, new_block
+from busrl.weights.base import NOTHING, Sender, TensorReceiver, alive, is_named, open_own, poll
+from busrl.weights.sparse import Follower, FrameError, Shadow, compare, foot_of, split, unpack
+from busrl.weights.tensors import Manifest, block_of, is_plain, new_block
 
 if TYPE_CHECKING:
     import torch
@@ -91,12 +91,9 @@ class Segment:
         start = int(self.words[W_MANIFEST])
         self.manifest_json = whole[start : start + int(self.words[W_MANIFEST_BYTES])].tobytes()
         self.manifest = Manifest.from_json(self.manifest_json)
-        nbytes = int(self.words[W_BYTES])
-        offsets = [int(self.words[W_BUFFERS + k]) for k in range(2)]
-        self.data = [whole[offset : offset + nbytes] for offset in offsets]
-        log_bytes = int(self.words[W_LOG_BYTES])
-        logs = [int(self.words[W_LOGS + k]) for k in range(2)]
-        self.log = [whole[offset : offset + log_bytes] for offset in logs]
+        nbytes, log_bytes = int(self.words[W_BYTES]), int(self.words[W_LOG_BYTES])
+        self.data = [whole[at : at + nbytes] for at in map(int, self.words[W_BUFFERS : W_BUFFERS + 2])]
+        self.log = [whole[at : at + log_bytes] for at in map(int, self.words[W_LOGS : W_LOGS + 2])]
         self.buffer = [self.words[FIRST_BUFFER_WORD + BUFFER_WORDS * k :][:BUFFER_WORDS] for k in range(2)]
 
     def newest(self) -> int | None:
@@ -125,13 +122,8 @@ class Segment:
 
     def lock(self, k: int, alone: bool, patience_s: float = 0.0) -> bool:
         """Take the lock of buffer k; False if another process keeps it past the deadline."""
-        deadline = time.monotonic() + patience_s
         kind = fcntl.F_WRLCK if alone else fcntl.F_RDLCK
-        while not self._set_lock(k, kind):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(LOCK_LOOK_S)
-        return True
+        return poll(lambda: self._set_lock(k, kind), patience_s, LOCK_LOOK_S)
 
     def unlock(self, k: int) -> None:
         self._set_lock(k, fcntl.F_UNLCK)
@@ -143,44 +135,25 @@ class Segment:
             return False
         return True
 
-    @property
-    def writer_pid(self) -> int:
-        return int(self.words[W_PID])
-
-    def still_named(self) -> bool:
-        """Whether the path still leads to this file (a restarted learner may have replaced it)."""
-        try:
-            return os.stat(self.path).st_ino == self.inode
-        except FileNotFoundError:
-            return False
-
     def close(self) -> None:
         self.buffer, self.data, self.log = [], [], []
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
         self.words = np.empty(0, np.uint64)
-        try:
+        with contextlib.suppress(BufferError):  # a view of it is still alive; the mapping ends with the view
             self._map.close()
-        except BufferError:
-            pass  # a view of it is still alive; the mapping ends with the view
 
 
 def attach_segment(path: Path, writable: bool = False) -> Segment | None:
     """The segment of that name, None if there is no such file or it is not a segment of this layout.
 
-    UserError for a file of another user: its owner could change the weights, or read them.
+    UserError for a file of another user.
     """
-    try:
-        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    descriptor = open_own(path, os.O_RDWR if writable else os.O_RDONLY)
+    if descriptor is None:
         return None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; it is no file of this run, have it removed") from None
     try:
-        owner = os.fstat(descriptor).st_uid
-        if owner != os.geteuid():
-            raise UserError(f"{path} belongs to user {owner}, not to you ({os.geteuid()}): have it removed")
         head = np.frombuffer(os.pread(descriptor, 24, 0).ljust(24, b"\0"), np.uint64)
         if (head[0], head[1], head[2]) != (MAGIC, LAYOUT, os.fstat(descriptor).st_size):
             return None
@@ -227,19 +200,19 @@ def _round_up(size: int) -> int:
 # -- the sender ------------------------------------------------------------------------------------------------
 
 
-class ShmSender(CopyingSender):
+class ShmSender(Sender):
     """Writes versions. The learner's lock allows one sender per path. `threshold` 0: no sparse updates."""
 
     def __init__(
         self,
         path: str | Path,
         *,
-        checksums: bool = not ORDERED_STORES,
+        checksums: bool = False,
         threshold: float = 0.0,
         key_every: int = 32,
     ) -> None:
         self.path = Path(path)
-        self._checksums = checksums
+        self._checksums = checksums or not ORDERED_STORES
         self._threshold, self._key_every = threshold, key_every
         self._shadow: Shadow | None = None
         self._segment = attach_segment(self.path, writable=True)
@@ -314,7 +287,7 @@ class ShmSender(CopyingSender):
         """
         inherited, self._inherited = self._inherited, False
         mine = self._segment
-        if mine is not None and above and mine.still_named() and self._suits(mine, named):
+        if mine is not None and above and is_named(self.path, mine.inode) and self._suits(mine, named):
             if inherited:
                 mine.words[W_PID] = os.getpid()
                 mine.prefault()
@@ -335,13 +308,11 @@ class ShmSender(CopyingSender):
 # -- receivers -------------------------------------------------------------------------------------------------
 
 
-class VersionReceiver(PollingReceiver):
+class VersionReceiver(TensorReceiver):
     """Follows the newest version without its values; `fetch` only says which one it is, within `timeout_s`.
 
     A version counts only if its buffer is complete and was not written to while its words were read.
     """
-
-    kind: Literal["tensors"] = "tensors"
 
     def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
         self.path = Path(path)
@@ -377,7 +348,7 @@ class VersionReceiver(PollingReceiver):
 
     def _current(self) -> Segment | None:
         """The segment that the path leads to now."""
-        if self._segment is not None and not self._segment.still_named():
+        if self._segment is not None and not is_named(self.path, self._segment.inode):
             self.close()
         if self._segment is None:
             self._segment = attach_segment(self.path)
@@ -390,11 +361,10 @@ class VersionReceiver(PollingReceiver):
     def _writer(self) -> str:
         if self._segment is None:
             return f"{self.path} does not exist: the learner has published nothing yet"
-        pid = self._segment.writer_pid
-        alive = "alive" if os.path.exists(f"/proc/{pid}") else "dead"
+        pid = int(self._segment.words[W_PID])
         torn = [int(words[WRITING]) for words in self._segment.buffer if int(words[SEQ]) & 1]
         doing = f", in the middle of version {torn[0]}" if torn else ""
-        return f"{self.path}: writer pid {pid} is {alive}{doing}"
+        return f"{self.path}: writer pid {pid} is {alive(pid)}{doing}"
 
 
 @dataclass
@@ -404,8 +374,7 @@ class _Position:
     segment: Segment
     k: int
     seq: int
-    logged: int
-    sums: list[int]
+    logged: int = 0
 
 
 class ShmReceiver(VersionReceiver):
@@ -414,7 +383,7 @@ class ShmReceiver(VersionReceiver):
     def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
         super().__init__(path, timeout_s=timeout_s)
         self._staging: torch.Tensor | None = None
-        self._bound = BoundTensors()  # the tensors that `_at` is true of
+        self._tensors = Follower()  # the tensors that `_at` is true of
         self._at: _Position | None = None
         self._problem = ""
 
@@ -422,25 +391,20 @@ class ShmReceiver(VersionReceiver):
         k = segment.newest()
         if k is None or not segment.lock(k, alone=False):
             return None
+        at, self._at = self._at, None  # until it is known to be true again
         try:
-            at = self._at
-            self._at = None  # until it is known to be true again
             segment.manifest.check(params)
             at = self._follow(segment, k, at, params) or self._whole(segment, k, params)
-            stamp = segment.stamp(k)
-            if at is None:
-                return None
-            if int(segment.buffer[k][LOGGED]) != at.logged:  # the next attempt follows from here
-                self._at = at
-                self._bound.bind(params)
-                return None
+            stamp, end = segment.stamp(k), int(segment.buffer[k][LOGGED])
         except FrameError as problem:
             self._problem = str(problem)
             return None
         finally:
             segment.unlock(k)
-        self._at, self._problem = at, ""
-        self._bound.bind(params)
+        self._at = at
+        if at is None or at.logged != end:  # the next attempt follows from here
+            return None
+        self._problem = ""
         return stamp
 
     def _follow(
@@ -448,10 +412,10 @@ class ShmReceiver(VersionReceiver):
     ) -> _Position | None:
         """Apply the frames since `at`; None if the model does not hold what they follow."""
         seq = int(segment.buffer[k][SEQ])
-        if at is None or (at.segment, at.k, at.seq) != (segment, k, seq) or not self._bound.are(params):
+        if at is None or (at.segment, at.k, at.seq) != (segment, k, seq) or not self._tensors.holds(params):
             return None
         try:
-            return self._frames(at, params)
+            return self._frames(at)
         except FrameError as problem:
             log.warning("weights: %s; all values are copied", problem)
             return None
@@ -466,32 +430,23 @@ class ShmReceiver(VersionReceiver):
         staged = bool(digest) and not all(map(is_plain, params.values()))
         if staged:
             flat = self._stage(flat)
-            self._compare(segment, segment.manifest.views(flat), stamp, digest)
+            compare(segment.manifest, segment.manifest.views(flat), stamp, digest)
         segment.manifest.scatter(flat, params)
         self._reached("copied")
         if int(words[SEQ]) != seq:
             self._problem = f"version {stamp[0]} was overwritten while it was copied"
             return None
         if digest and not staged:
-            self._compare(segment, params, stamp, digest)
-        return self._frames(_Position(segment, k, seq, 0, [0] * len(segment.manifest.entries)), params)
+            compare(segment.manifest, params, stamp, digest)
+        self._tensors.start(segment.manifest, params)
+        return self._frames(_Position(segment, k, seq))
 
-    def _frames(self, at: _Position, params: dict[str, torch.Tensor]) -> _Position:
+    def _frames(self, at: _Position) -> _Position:
         """Apply the frames of the log after `at`; FrameError if one is damaged or does not fit."""
         end = int(at.segment.buffer[at.k][LOGGED])
-        for data in split(at.segment.log[at.k][at.logged : end]):
-            frame = unpack(data)
-            apply(frame, at.segment.manifest, params, at.sums)
-            if frame.whole and all(map(is_plain, params.values())):
-                self._compare(at.segment, params, (frame.version, frame.step), frame.whole)
+        self._tensors.follow(map(unpack, split(at.segment.log[at.k][at.logged : end])))
         at.logged = end
         return at
-
-    def _compare(
-        self, segment: Segment, named: dict[str, torch.Tensor], stamp: tuple[int, int], digest: int
-    ) -> None:
-        if segment.manifest.digest(named, *stamp) != digest:
-            raise FrameError(f"the values of version {stamp[0]} do not match their digest")
 
     def _stage(self, flat: torch.Tensor) -> torch.Tensor:
         """Copy on the way to an accelerator, so that the bytes that are checked are the bytes that arrive."""

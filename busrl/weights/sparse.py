@@ -18,10 +18,10 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ ODD, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MOST_VALUES = 1 << 32  # of one tensor: an index has 32 bits
 THREADS, WORTH_A_THREAD = 4, 16 << 20  # comparing is bound by memory: more threads gain nothing
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 
 class FrameError(Exception):
@@ -70,6 +71,28 @@ class Frame:
     def nbytes(self) -> int:
         """Of the indices and values."""
         return sum(len(part.indices) + len(part.values) for part in self.parts)
+
+
+class Frames(Generic[T]):
+    """The frames that lead to the newest version without a gap, each with the version before it."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, int, T]] = []
+
+    def add(self, base: int, frame: T, nbytes: int, most: int) -> None:
+        """Keep a frame of so many bytes; the oldest go while all together have more than `most`."""
+        self._kept.append((base, nbytes, frame))
+        size = sum(nbytes for _, nbytes, _ in self._kept)
+        while size > most:
+            size -= self._kept.pop(0)[1]
+
+    def clear(self) -> None:
+        self._kept = []
+
+    def since(self, version: int) -> list[T] | None:
+        """The frames from that version to the newest, None if they do not reach back so far."""
+        first = next((k for k, (base, _, _) in enumerate(self._kept) if base == version), None)
+        return None if first is None else [frame for _, _, frame in self._kept[first:]]
 
 
 class Shadow:
@@ -257,6 +280,54 @@ def apply(frame: Frame, manifest: Manifest, named: Mapping[str, torch.Tensor], s
         sums[part.entry] = (sums[part.entry] + gained) & MASK
         if sums[part.entry] != part.sum:
             raise FrameError(f"version {frame.version}: {entry.name!r} differs from the learner's")
+
+
+class Follower:
+    """The tensors that hold a version, which frames may bring to the next ones, and the sums that prove it.
+
+    Keeps the tensors alive, so no other can come to lie in their place.
+    """
+
+    def __init__(self) -> None:
+        self.sums: list[int] = []
+        self._manifest: Manifest | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._places: list[int] = []
+
+    def start(self, manifest: Manifest, named: Mapping[str, torch.Tensor], sums: Sequence[int] = ()) -> None:
+        """All values of a version lie in the tensors; `sums`: of the changes that the sender has counted into it."""
+        self._manifest, self.sums = manifest, list(sums) or [0] * len(manifest.entries)
+        self._tensors, self._places = dict(named), [tensor.data_ptr() for tensor in named.values()]
+
+    def forget(self) -> None:
+        """It is not known what the tensors hold."""
+        self._manifest, self._tensors = None, {}
+
+    def holds(self, named: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are the tensors, with their values still in the same place."""
+        if self._manifest is None or self._tensors.keys() != named.keys():
+            return False
+        mine = zip(self._tensors.items(), self._places)
+        return all(named[name] is tensor and tensor.data_ptr() == place for (name, tensor), place in mine)
+
+    def follow(self, frames: Iterable[Frame]) -> None:
+        """Apply frames. FrameError: what the tensors hold is useless."""
+        manifest, tensors = self._manifest, self._tensors
+        self._manifest = None  # until all is in place
+        if manifest is None:
+            raise FrameError("no version to follow")
+        plain = all(map(is_plain, tensors.values()))
+        for frame in frames:
+            apply(frame, manifest, tensors, self.sums)
+            if frame.whole and plain:
+                compare(manifest, tensors, (frame.version, frame.step), frame.whole)
+        self._manifest = manifest
+
+
+def compare(manifest: Manifest, named: Mapping[str, torch.Tensor], stamp: tuple[int, int], digest: int) -> None:
+    """FrameError if the values of a version do not match the digest that came with it."""
+    if manifest.digest(named, *stamp) != digest:
+        raise FrameError(f"the values of version {stamp[0]} do not match their digest")
 
 
 def _put(tensor: torch.Tensor, entry: Entry, part: TensorChange) -> int:

@@ -209,25 +209,6 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class BoundTensors:
-    """The tensors that a receiver last wrote to, and where their values lie: a frame of changes may be put only into
-    those. Keeps the tensors alive, so no other can come to lie in their place."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._places: list[int] = []
-
-    def bind(self, named: dict[str, torch.Tensor]) -> None:
-        self._tensors, self._places = dict(named), [tensor.data_ptr() for tensor in named.values()]
-
-    def are(self, named: dict[str, torch.Tensor]) -> bool:
-        """Whether these are the bound tensors, with their values still in the same place."""
-        return self._tensors.keys() == named.keys() and all(
-            named[name] is tensor and tensor.data_ptr() == place
-            for (name, tensor), place in zip(self._tensors.items(), self._places)
-        )
-
-
 # -- the fingerprint of a model folder -------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,7 +133,7 @@ def test_other_arguments_of_vllms_engine_are_passed_on(installed) -> None:
 
 def test_every_argument_that_is_set_is_one_that_nobody_else_may_set(installed) -> None:
     adapters = ["weights.transport=lora_hotswap", "lora.rank=8"]
-    start = replace(Start.of(load(QUICK, [ENGINE, *adapters])), kv_cache_mb=1, block_size=32)
+    start = Start.of(load(QUICK, [ENGINE, *adapters, "vllm.kv_cache_mb=1", "vllm.block_size=32"]))
     assert _arguments(start, cpu=True).keys() | _arguments(start, cpu=False).keys() == engine_rules.VLLM_OURS.keys()
 
 

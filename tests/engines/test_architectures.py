@@ -42,7 +42,7 @@ def test_an_engine_generates_with_the_log_probs_of_a_plain_forward(model_folder:
     folder = model_folder(kind)
     engine = TorchEngine.load(folder, capacity=5, prefill_tokens=8, on_update="recompute", max_length=128)
     expected = StateDecoder if kind in STATES else WholeDecoder if kind in SLOW else GenericDecoder
-    assert engine.decoder_name in (expected.__name__, WholeDecoder.__name__)
+    assert type(engine._decoder).__name__ in (expected.__name__, WholeDecoder.__name__)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     requests = [request(100, [7]), *crowd(11, temperature=0.8, max_new_tokens=12), request(101, [9])]
     results = run(engine, requests)

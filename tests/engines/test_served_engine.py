@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from requests_ import request
 from busrl.config.schema import Openai
 from busrl.engines import ABORTED, EOS, LENGTH, Finished
 from busrl.engines.openai import client
-from busrl.engines.openai.client import Backoff
 from busrl.engines.openai.engine import ServedEngine
 from busrl.errors import PeerTimeout, UserError, WeightsRefused
 from busrl.weights.factory import Settings
@@ -63,7 +61,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Engines that wait milliseconds where a run waits seconds."""
-    monkeypatch.setattr(client, "BACKOFF", Backoff(first_s=0.01, most_s=0.1))
+    monkeypatch.setattr(client, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(client, "MOST_WAIT_S", 0.1)
     made: list[ServedEngine] = []
 
     def one(url: str, capacity: int = 8, update_s: float = 120.0, **settings: Any) -> ServedEngine:
@@ -451,7 +450,7 @@ def test_a_server_that_has_not_got_its_version_again_is_asked_nothing_after_a_pa
     engine.submit([request(0, with_long_answer(5), max_new_tokens=40)])
     until(engine, 5)
     endpoint.kill()
-    while not engine._restore.on:
+    while not engine._restoring:
         engine.step()
     engine.pause("keep")
     engine.resume()
@@ -492,18 +491,6 @@ def test_pause_keeps_waits_or_aborts(start: Start, make: Make) -> None:
     same(ended[0], LONG, 20)
 
 
-def test_streaming_requests_are_told_of_as_they_grow(start: Start, make: Make) -> None:
-    engine = make(start(token_s=0.003).url)
-    engine.submit([request(0, LONG, max_new_tokens=20, stream=True), request(1, LONG, max_new_tokens=20)])
-    events = []
-    while engine.active:
-        engine.step()
-        events += engine.events()
-    assert {event.key for event in events} == {0} and len(events) > 2
-    assert np.concatenate([event.token_ids for event in events]).tolist() == answer(LONG, 20, 0)[0]
-    assert [event.finish for event in events] == [None] * (len(events) - 1) + [LENGTH]
-
-
 def test_an_aborted_request_is_gone_with_its_tokens(start: Start, make: Make) -> None:
     endpoint = start()
     endpoint.allow(6)
@@ -536,7 +523,7 @@ def test_an_answer_ends_with_the_first_end_id_even_of_a_server_that_does_not_kno
     ids, logprobs = answer(prompt, 30, 0)
     ends = frozenset({EOS_ID, ids[5], ids[9]})  # the server knows the first of these alone
     engine._eos_ids = ends
-    engine._client.endpoint = replace(engine._client.endpoint, eos_ids=ends)
+    engine._client.eos_ids = ends
     engine.submit([request(0, prompt, max_new_tokens=30), request(1, prompt, max_new_tokens=3)])
     found = until_idle(engine)
     first = next(k for k, token in enumerate(ids) if token in ends)
@@ -554,7 +541,7 @@ def test_by_chat_prompts_go_as_text_with_tools_and_the_servers_prompt_must_be_ou
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}]))
     engine = make(endpoint.url, endpoint="chat", tools=str(tools))
-    engine._tokens.encode = lambda text: [*Letters().encode(text), 2]  # type: ignore[method-assign]
+    engine._text.encode = lambda text: [*Letters().encode(text), 2]  # type: ignore[method-assign]
     prompt = engine.encode("cab")
     endpoint.behave("500", "half", "ok")
     engine.submit([request(0, prompt, max_new_tokens=12)])
@@ -573,7 +560,7 @@ def test_by_chat_an_answer_may_take_longer_than_a_try_without_a_token(start: Sta
     engine = make(endpoint.url, endpoint="chat", timeout_s=0.5, retries=0)
     prompt = engine.encode("cab")
     long = next(k for k in range(90) if len(answer([*prompt, k], 40, 0)[0]) == 40)
-    engine._tokens.encode = lambda text: [*prompt, long]  # type: ignore[method-assign]
+    engine._text.encode = lambda text: [*prompt, long]  # type: ignore[method-assign]
     engine.submit([request(0, engine.encode("cab" + chr(94 + long)), max_new_tokens=40)])
     found = until_idle(engine)[0]
     same(found, [*prompt, long], 40)

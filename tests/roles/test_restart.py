@@ -48,7 +48,7 @@ def generate(engine: TorchEngine, requests: Sequence[Request], cuts: Sequence[in
             for ended in restart.take_out(engine):
                 done[ended.key] = restart.merged(ended)
             assert engine.active == 0
-            engine._version += 1
+            engine.version += 1
             restart.resume(engine)
         for ended in engine.step():
             done[ended.key] = restart.merged(ended)

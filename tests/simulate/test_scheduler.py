@@ -15,7 +15,7 @@ from worlds import FREE_TIMES, answers, topology
 from busrl.errors import UserError
 from busrl.scheduling.groups import DISPATCHED
 from busrl.simulate.actors import Times
-from busrl.simulate.scheduler import Learned, keywords_of
+from busrl.simulate.scheduler import keywords_of
 
 Make = Callable[..., Any]
 SOME = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -59,7 +59,7 @@ def test_siblings_of_a_probe_wait_until_it_has_ended(checked: Make) -> None:
         given_answers = answers([(30, 31, 32, 33)] * 8)
         assert checked(made, FREE_TIMES, given_answers, steps=4).run().steps == 4
         world = checked(made, FREE_TIMES, given_answers, steps=4)
-        world.scheduler.look(world.view(), Learned(0, 0), 0.0)
+        world.scheduler.look(world.view(), world.learner, 0.0)
         members = np.bincount([world.groups[d].candidate.draw for d, _ in world._of if d >= 0])
         assert members.max() == most
 

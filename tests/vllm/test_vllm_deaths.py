@@ -137,7 +137,7 @@ def test_an_engine_in_which_new_weights_come_out_wrong_is_refused_with_both_numb
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
 def test_new_weights_are_checked_at_the_temperature_of_the_samples(tmp_path: Path, mode: str) -> None:
-    scene = Scene(tmp_path, tied=False, temperature=0.5, extra=(("logprobs_mode", mode),))
+    scene = Scene(tmp_path, tied=False, temperature=0.5, extra={"logprobs_mode": mode})
     settings = scene.settings("shm")
     sender, receiver = factory.make_sender(settings), scene.engine.receiver(settings, "rollout-0")
     try:

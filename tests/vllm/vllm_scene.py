@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import string
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ class Scene:
 
     def __init__(
         self, folder: Path, tied: bool, lora_rank: int = 0, adapters: int = 0, tensor_parallel: int = 1,
-        extra: tuple[tuple[str, str], ...] = (), temperature: float = 1.0, **own: Any,
+        extra: dict[str, str] | None = None, temperature: float = 1.0, **own: Any,
     ) -> None:
         self.folder, self.tied, self.config = folder, tied, config_of(tied)
         self.models = {0: model_of(self.config, 0)}
@@ -80,11 +79,11 @@ class Scene:
         self.early: dict[int, Finished] = {}
         limits = {"start_s": START_S, "rpc_s": 60.0, "silent_s": 120.0, **own}
         self.start = Start(
-            str(folder), "float32", capacity=8, max_length=LENGTH, kv_cache_mb=16, lora_rank=lora_rank,
-            adapters=adapters, tensor_parallel=tensor_parallel, extension="vllm_breakable.Breakable",
-            extra=extra,
+            str(folder), "float32", capacity=8, max_length=LENGTH, lora_rank=lora_rank, adapters=adapters,
+            own=Vllm(kv_cache_mb=16, tensor_parallel=tensor_parallel, extra=extra or {}, **limits),
+            extension="vllm_breakable.Breakable",
         )
-        self.engine = VllmEngine(self.start, replace(Vllm(), **limits), temperature=temperature)
+        self.engine = VllmEngine(self.start, temperature=temperature)
 
     def close(self) -> None:
         self.engine.close()

@@ -129,7 +129,7 @@ def resident_kb() -> int:
 def settle(sender: BroadcastSender) -> list[str]:
     """Wait until the newest version has arrived at all members of a group that stands; who they are."""
     deadline = time.monotonic() + PATIENCE_S
-    while sender._wants_epoch() or sender._wants_sending():
+    while sender._due():
         assert time.monotonic() < deadline, sender.phase
         threading.Event().wait(0.01)
     return members(sender)

@@ -96,7 +96,7 @@ def test_the_directory_is_private_and_one_that_is_not_is_refused(root: Path, bas
     assert root.stat().st_mode & 0o777 == 0o700
     sends.close()
     root.chmod(0o755)
-    with pytest.raises(InsecureDirectory, match="mode 755"):
+    with pytest.raises(InsecureDirectory, match="mode is 0755"):
         sender(root, base)
 
 

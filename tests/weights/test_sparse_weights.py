@@ -18,7 +18,7 @@ from busrl.errors import WeightsTimeout
 from busrl.weights import shm as layout
 from busrl.weights import sparse
 from busrl.weights.broadcast.receiver import ReceivedVersion
-from busrl.weights.broadcast.sender import SendBuffer, SparseSettings
+from busrl.weights.broadcast.sender import SendBuffer
 from busrl.weights.shm import ShmReceiver, ShmSender
 from busrl.weights.sparse import FrameError, Shadow, apply, pack, split, unpack
 from busrl.weights.tensors import Manifest
@@ -292,7 +292,7 @@ def test_a_broadcast_ends_bit_identical_or_is_refused(todo: list[tuple[str, Any]
     """Send buffer and received versions without sockets between: every transfer may be lost for one of two."""
     kinds = [torch.float32, torch.bfloat16, torch.int8]
     sent = model(kinds)
-    box = SendBuffer(lambda: None, bucket_bytes=512, sparse=SparseSettings(0.3, key_every), checksum=True)
+    box = SendBuffer(lambda: None, bucket_bytes=512, threshold=0.3, key_every=key_every, checksum=True)
     received, tensors = [ReceivedVersion(), ReceivedVersion()], [model(kinds), model(kinds)]
     manifest, version, history = Manifest.of(sent), 1, {1: copy_of(sent)}
     box.put(version, version, sent)

@@ -78,8 +78,8 @@ def engine_of(transport: str, hidden: int, layers: int, options: argparse.Namesp
         model = make(Path(folder) / "model", hidden, layers)
         rank, slots = (RANK, updates + 4) if transport in ADAPTERS else (0, 0)
         start = Start(str(Path(folder) / "model"), "float32", capacity=options.rows, max_length=LENGTH,
-                      lora_rank=rank, adapters=slots)
-        engine = VllmEngine(start, Vllm(start_s=600.0, rpc_s=60.0, check_parameters=0))
+                      lora_rank=rank, adapters=slots, own=Vllm(start_s=600.0, rpc_s=60.0, check_parameters=0))
+        engine = VllmEngine(start)
         try:
             return measure(engine, model, Path(folder), transport, updates)
         finally:
@@ -199,10 +199,10 @@ def keep_full(engine: VllmEngine, round_: int) -> None:
 
 def step_s(engine: VllmEngine, steps: int = 8) -> float:
     """Seconds of a decoding step as things are."""
-    begun, first = time.monotonic(), engine.meter.steps
-    while engine.meter.steps < first + steps:
+    begun, first = time.monotonic(), engine.statistics().steps
+    while engine.statistics().steps < first + steps:
         engine.step()
-    return (time.monotonic() - begun) / (engine.meter.steps - first)
+    return (time.monotonic() - begun) / (engine.statistics().steps - first)
 
 
 def copy_s(named: Named) -> float:

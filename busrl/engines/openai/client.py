@@ -25,12 +25,13 @@ import queue
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
 
 from busrl.engines.base import Request, seed_of
 from busrl.errors import PeerTimeout, UserError
@@ -47,6 +48,7 @@ log = logging.getLogger("busrl")
 SHOWN = 200  # characters of an answer in a message
 ABOVE_ZERO = 1e-3  # a log-probability is at most 0, give or take the server's rounding
 NAMED = "token_id:"
+FIRST_WAIT_S, MOST_WAIT_S = 0.25, 15.0  # between tries
 EXPONENT_MOST = 30  # 2**30 first waits are more than any limit
 CONNECT_S = 10.0
 LINE_BYTES = 1 << 20  # of a stream; a chunk is some hundred bytes
@@ -60,37 +62,14 @@ T = TypeVar("T")
 Body = Mapping[str, Any] | None
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where to send requests and how long to wait; see [openai]."""
-
-    url: str  # of the API, with /v1
-    path: str  # "/completions" or "/chat/completions"
-    headers: dict[str, str]
-    timeout_s: float
-    retries: int
-    patience_s: float
-    vocabulary: int = 0  # 0 = unknown
-    eos_ids: frozenset[int] = frozenset()
-
-    @property
-    def chat(self) -> bool:
-        return self.path.startswith("/chat")
-
-
-def endpoint_of(settings: Openai, vocabulary: int, eos_ids: frozenset[int]) -> Endpoint:
+def headers_of(settings: Openai) -> dict[str, str]:
     """UserError if the key is not in the environment."""
-    headers = {}
-    if settings.api_key_env:
-        key = os.environ.get(settings.api_key_env, "")
-        if not key:
-            raise UserError(f"openai.api_key_env names ${settings.api_key_env}, which is not set in this environment")
-        headers["Authorization"] = f"Bearer {key}"
-    path = "/chat/completions" if settings.endpoint == "chat" else "/completions"
-    return Endpoint(
-        settings.base_url.rstrip("/"), path, headers, settings.timeout_s, settings.retries, settings.patience_s,
-        vocabulary, eos_ids,
-    )
+    if not settings.api_key_env:
+        return {}
+    key = os.environ.get(settings.api_key_env, "")
+    if not key:
+        raise UserError(f"openai.api_key_env names ${settings.api_key_env}, which is not set in this environment")
+    return {"Authorization": f"Bearer {key}"}
 
 
 def tools_of(settings: Openai) -> list[Any]:
@@ -113,130 +92,103 @@ class Garbage(Exception):
     """An answer that cannot be used; the message says why, and shows its beginning."""
 
     def __init__(self, why: str, shown: object = "") -> None:
-        text = shown if isinstance(shown, str) else json.dumps(shown, default=str)
-        super().__init__(f"{why}: {text[:SHOWN]!r}" if text else why)
-
-
-@dataclass(frozen=True)
-class Part:
-    """New tokens of an answer; `finish` is the server's finish_reason where the answer ends with them."""
-
-    ids: list[int]
-    logprobs: list[float]
-    finish: str | None = None
-    prompt_ids: list[int] | None = None
+        super().__init__(f"{why}: {str(shown)[:SHOWN]!r}" if shown else why)
 
 
 @dataclass
-class ChatAnswer:
-    """The chunks of an answer by chat, in one piece when all have come: it cannot be continued, so no chunk counts
-    alone. A server that keeps tokens back (a parser of tool calls or of reasoning does) is detected by its own count.
-    """
+class Part:
+    """New tokens of an answer; `finish` is the server's finish_reason where the answer ends with them, `counted` its
+    own count of the answer's tokens."""
 
-    limit: int
-    vocabulary: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None
     prompt_ids: list[int] | None = None
     counted: int | None = None
 
-    def add(self, data: dict[str, Any]) -> None:
-        part = read(data, self.vocabulary)
-        self.ids += part.ids
-        self.logprobs += part.logprobs
-        self.finish, self.prompt_ids = part.finish or self.finish, part.prompt_ids or self.prompt_ids
-        usage = data.get("usage")
-        self.counted = usage.get("completion_tokens") if isinstance(usage, dict) else self.counted
-        if len(self.ids) > self.limit:
-            raise Garbage(f"more than the {self.limit} tokens that were asked for")
+    def extend(self, later: Part) -> None:
+        self.ids += later.ids
+        self.logprobs += later.logprobs
+        self.finish, self.counted = later.finish or self.finish, later.counted or self.counted
+        self.prompt_ids = later.prompt_ids or self.prompt_ids
 
-    def part(self) -> Part:
-        if self.finish is None:
-            raise Garbage("the stream ends before the answer does")
-        if self.counted is not None and self.counted != len(self.ids):
-            raise Garbage(f"{len(self.ids)} tokens came of an answer of {self.counted}, by the server's own count")
-        return Part(self.ids, self.logprobs, self.finish, self.prompt_ids)
+    def until(self, ends: frozenset[int]) -> Part:
+        """Up to the first token that ends an answer: a server that does not know all of these continues after it."""
+        at = next((k for k, token in enumerate(self.ids) if token in ends), None)
+        if at is None:
+            return self
+        return Part(self.ids[: at + 1], self.logprobs[: at + 1], "stop", self.prompt_ids)
 
 
-def load(data: bytes) -> dict[str, Any]:
-    """One JSON object; an error that the server sends in place of an answer is garbage with its text."""
+Id = Annotated[int, msgspec.Meta(ge=0)]
+Logprob = Annotated[float, msgspec.Meta(le=ABOVE_ZERO)]  # JSON has no NaN and no infinity
+
+
+class Measured(msgspec.Struct):
+    logprob: Logprob
+    token: Any = None
+
+
+class Logprobs(msgspec.Struct):
+    """Of a chat (`content`), or of completions."""
+
+    content: list[Measured] | None = None
+    tokens: list[Any] | None = None
+    token_logprobs: list[Logprob] | None = None
+
+
+class Choice(msgspec.Struct):
+    finish_reason: str | None = None
+    token_ids: list[Id] | None = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: Logprobs | None = None
+
+
+class Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+
+
+class Chunk(msgspec.Struct):
+    """An answer or a chunk of one, by completions or by chat, or an error that the server sends in place of it."""
+
+    error: Any = None
+    choices: list[Choice] | None = None
+    prompt_token_ids: list[int] | None = None
+    usage: Usage | None = None
+
+
+def read(data: bytes, vocabulary: int = 0) -> Part:
+    """The tokens of an answer, or of a chunk of one; Garbage if anything of it is wrong. `vocabulary` 0 = unknown."""
     try:
-        found = json.loads(data)
-    except ValueError:
-        raise Garbage("not JSON", data.decode("utf-8", "replace")) from None
-    if not isinstance(found, dict):
-        raise Garbage("not a JSON object", found)
-    if found.get("error"):
-        raise Garbage("an error in place of an answer", found["error"])
-    return found
-
-
-def read(data: dict[str, Any], vocabulary: int = 0) -> Part:
-    """The tokens of an answer, or of a chunk of one, by completions or by chat. `vocabulary` 0 = unknown."""
-    choices = data.get("choices")
-    if not isinstance(choices, list):
-        raise Garbage("no choices", data)
-    if not choices:
-        return Part([], [])  # a chunk with nothing but usage
-    if len(choices) != 1 or not isinstance(choices[0], dict):
-        raise Garbage("not one choice", data)
-    choice = choices[0]
-    finish = choice.get("finish_reason")
-    if finish is not None and not isinstance(finish, str):
-        raise Garbage("a finish_reason that is no word", choice)
-    tokens, logprobs = _measured(choice)
-    ids = _ids(choice, tokens)
+        chunk = msgspec.json.decode(data, type=Chunk)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise Garbage(str(problem), data.decode("utf-8", "replace")) from None
+    if chunk.error:
+        raise Garbage("an error in place of an answer", chunk.error)
+    if chunk.choices is None or len(chunk.choices) > 1:
+        raise Garbage("not one choice", data.decode())
+    counted = chunk.usage.completion_tokens if chunk.usage else None
+    if not chunk.choices:
+        return Part(counted=counted)
+    choice = chunk.choices[0]
+    found = choice.logprobs or Logprobs()
+    measured = found.content or ()
+    logprobs = found.token_logprobs or [one.logprob for one in measured]
+    ids = choice.token_ids if choice.token_ids is not None else _named(found.tokens or [one.token for one in measured])
     if len(ids) != len(logprobs):
-        raise Garbage(f"{len(ids)} token ids and {len(logprobs)} log-probabilities", choice)
-    _check(ids, logprobs, vocabulary)
-    prompt = choice.get("prompt_token_ids") or data.get("prompt_token_ids")
-    return Part(ids, [min(0.0, value) for value in logprobs], finish, prompt if isinstance(prompt, list) else None)
+        raise Garbage(f"{len(ids)} token ids and {len(logprobs)} log-probabilities", data.decode())
+    if vocabulary and max(ids, default=0) >= vocabulary:
+        raise Garbage(f"token id {max(ids)} (the model knows {vocabulary} tokens)")
+    prompt = choice.prompt_token_ids or chunk.prompt_token_ids
+    return Part(ids, [min(0.0, value) for value in logprobs], choice.finish_reason, prompt, counted)
 
 
-def until_end(part: Part, ends: frozenset[int]) -> Part:
-    """The tokens up to the first that ends an answer: a server that does not know all end tokens continues after it."""
-    at = next((k for k, token in enumerate(part.ids) if token in ends), None)
-    return part if at is None else Part(part.ids[: at + 1], part.logprobs[: at + 1], "stop", part.prompt_ids)
-
-
-def _measured(choice: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Tokens as the server writes them, and their log-probabilities."""
-    found = choice.get("logprobs")
-    if not found:
-        return [], []
-    if not isinstance(found, dict):
-        raise Garbage("logprobs that are no object", choice)
-    content = found.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(item, dict) for item in content):
-            raise Garbage("logprobs.content that are no objects", choice)
-        return [item.get("token") for item in content], [item.get("logprob") for item in content]
-    tokens, logprobs = found.get("tokens") or [], found.get("token_logprobs") or []
-    if not isinstance(tokens, list) or not isinstance(logprobs, list):
-        raise Garbage("logprobs that are no lists", choice)
-    return tokens, logprobs
-
-
-def _ids(choice: dict[str, Any], tokens: list[Any]) -> list[int]:
-    ids = choice.get("token_ids")
-    if isinstance(ids, list):
-        return ids
-    named = [token[len(NAMED) :] for token in tokens if isinstance(token, str) and token.startswith(NAMED)]
-    if len(named) != len(tokens) or not all(text.isdecimal() for text in named):
-        raise Garbage("no token ids: the server has to know return_token_ids, as vLLM does", choice)
+def _named(tokens: Iterable[Any]) -> list[int]:
+    """The ids of tokens that are named by them."""
+    named = [str(token).removeprefix(NAMED) if str(token).startswith(NAMED) else "" for token in tokens]
+    if not all(text.isdecimal() for text in named):
+        raise Garbage("no token ids: the server has to know return_token_ids, as vLLM does", named)
     return [int(text) for text in named]
-
-
-def _check(ids: list[Any], logprobs: list[Any], vocabulary: int) -> None:
-    for token in ids:
-        if type(token) is not int or token < 0 or (vocabulary and token >= vocabulary):
-            raise Garbage(f"token id {token!r} (the model knows {vocabulary or 'an unknown number of'} tokens)")
-    for value in logprobs:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-            raise Garbage(f"log-probability {value!r}")
-        if value > ABOVE_ZERO:
-            raise Garbage(f"log-probability {value!r}, above 0")
 
 
 # -- between the engine's thread and the client's event loop -----
@@ -250,16 +202,19 @@ class Sent:
     request: Request
     body: dict[str, Any]
     prompt_ids: list[int]
-    limit: int
     ids: list[int] = field(default_factory=list)
     failures: int = 0  # in a row
     failing_since: float = 0.0
-    gone: bool = False
-    attempt: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None
+    attempt: asyncio.Task[None] | None = None  # to have an answer; None while none is with the server
 
     @property
     def key(self) -> int:
         return self.request.key
+
+    @property
+    def limit(self) -> int:
+        return self.request.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -276,50 +231,39 @@ class Message:
     lost: bool = False
 
 
-@dataclass(frozen=True)
-class Backoff:
-    """When to try again after a failure: waits that double, with jitter. Seconds of the first wait, and of the longest
-    that the server does not ask for."""
+# -- failures -----
 
-    first_s: float
-    most_s: float
-
-    def wait_s(self, failures: int, asked_s: float | None, chance: float) -> float:
-        """The wait after so many failures in a row; `chance` in [0, 1) spreads clients over the upper half of it."""
-        own = min(self.most_s, self.first_s * 2.0 ** min(failures - 1, EXPONENT_MOST)) * (0.5 + 0.5 * chance)
-        return max(own, asked_s or 0.0)
+def backoff_s(failures: int, asked_s: float, chance: float) -> float:
+    """The wait after so many failures in a row: it doubles, and is at least what the server asks for. `chance` in
+    [0, 1) spreads clients over the upper half."""
+    own = min(MOST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures - 1, EXPONENT_MOST)) * (0.5 + 0.5 * chance)
+    return max(own, asked_s)
 
 
-def retry_after_s(header: str | None, now: datetime | None = None) -> float | None:
-    """Seconds that a Retry-After header asks for, as a number or as a date; None if it says nothing usable."""
-    if not header:
-        return None
+def retry_after_s(header: str) -> float:
+    """Seconds that a Retry-After header asks for, as a number or as a date; 0 if it says nothing usable."""
     try:
         seconds = float(header)
     except ValueError:
         try:
-            when = parsedate_to_datetime(header)
+            seconds = parsedate_to_datetime(header).timestamp() - time.time()
         except ValueError:
-            return None
-        if when.tzinfo is None:
-            when = when.replace(tzinfo=timezone.utc)
-        seconds = (when - (now or datetime.now(timezone.utc))).total_seconds()
-    return max(0.0, seconds) if math.isfinite(seconds) else None
-
-
-# -- the client -----
-
-BACKOFF = Backoff(first_s=0.25, most_s=15.0)
+            return 0.0
+    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
 class Refused(Exception):
-    """The server says that the request itself is wrong."""
+    """The server says that the request itself is wrong, with this HTTP status."""
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class Failed(Exception):
     """A try without success; `asked_s` is the wait that the server asks for."""
 
-    def __init__(self, text: str, asked_s: float | None = None) -> None:
+    def __init__(self, text: str, asked_s: float = 0.0) -> None:
         super().__init__(text)
         self.asked_s = asked_s
 
@@ -328,34 +272,37 @@ class Lost(Failed):
     """The server went away in the middle, or does not know a model that it was given."""
 
 
+# -- the client -----
+
 class Client:
     """Thread-safe from the outside; `version` is written on tokens that arrive from now on."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
+    def __init__(self, settings: Openai, vocabulary: int = 0, eos_ids: frozenset[int] = frozenset()) -> None:
+        """`vocabulary`: how many ids the model knows, 0 = unknown."""
+        self.settings, self.vocabulary, self.eos_ids = settings, vocabulary, eos_ids
+        self.url = settings.base_url.rstrip("/")
+        self.chat = settings.endpoint == "chat"
+        self._answers_url = self.url + ("/chat/completions" if self.chat else "/completions")
         self.given = False  # the server has weights that it would not have after a restart
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.version = 0
         self.model = ""
         self.errors = 0
-        self._sent: dict[int, tuple[Sent, asyncio.Task[None]]] = {}
+        self._sent: dict[int, Sent] = {}  # until they end or are dropped
         self._failing_since: float | None = None  # the first failure after which nothing succeeded
         self._succeeded = 0.0
         self._logged = 0.0
-        self._random = random.Random()
+        self._gate = asyncio.Event()
+        self._gate.set()
+        headers = headers_of(settings)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai", daemon=True)
         self._thread.start()
-        self._gate = self.call(self._begin(), CALL_S, "starting")
+        self._session = self.call(self._open_session(headers), CALL_S, "starting")
 
-    async def _begin(self) -> asyncio.Event:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.endpoint.timeout_s)
-        self._session = aiohttp.ClientSession(
-            headers=self.endpoint.headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-        )
-        gate = asyncio.Event()
-        gate.set()
-        return gate
+    async def _open_session(self, headers: dict[str, str]) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.settings.timeout_s)
+        return aiohttp.ClientSession(headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
     def call(self, work: Coroutine[Any, Any, T], limit_s: float, phase: str) -> T:
         """Run something on the loop and wait for it; PeerTimeout names the phase after `limit_s`."""
@@ -363,14 +310,16 @@ class Client:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:  # the loop is over, and would never await this
             work.close()
-            raise PeerTimeout(f"{self.endpoint.url}: {phase}: the connection is closed") from None
+            raise PeerTimeout(f"{self.url}: {phase}: the connection is closed") from None
         try:
             return future.result(limit_s)
+        except concurrent.futures.CancelledError:
+            raise PeerTimeout(f"{self.url}: {phase}: the connection was closed meanwhile") from None
         except concurrent.futures.TimeoutError:
             if future.done():  # it is the work that ran out of time
                 raise
             future.cancel()
-            raise PeerTimeout(f"{self.endpoint.url}: {phase} took longer than {limit_s:g} s") from None
+            raise PeerTimeout(f"{self.url}: {phase} took longer than {limit_s:g} s") from None
 
     # -- from outside -----
 
@@ -381,19 +330,15 @@ class Client:
         """Drop a request; no message about it comes once this returns."""
         self.call(self._drop(key), CALL_S, "dropping a request")
 
-    def close_gate(self) -> None:
-        """No request is with the server when this returns: messages have the tokens that arrived; later ones belong
-        to the next try."""
-        self.call(self._close_gate(), CALL_S, "stopping requests")
-
-    def hold_gate(self) -> None:
-        """No request is sent any more when this returns; those with the server continue."""
-        self.call(self._hold_gate(), CALL_S, "holding requests")
+    def close_gate(self, cut: bool = True) -> None:
+        """No request is sent any more when this returns. Those with the server continue, or are `cut`: messages have
+        the tokens that arrived; later ones belong to the next try."""
+        self.call(self._close_gate(cut), CALL_S, "stopping requests")
 
     @property
     def asking(self) -> bool:
         """Whether any request is with the server."""
-        return any(sent.attempt is not None for sent, _ in list(self._sent.values()))
+        return any(sent.attempt is not None for sent in list(self._sent.values()))
 
     def open_gate(self) -> None:
         self._loop.call_soon_threadsafe(self._gate.set)
@@ -412,22 +357,23 @@ class Client:
 
     def _start(self, requests: list[Sent]) -> None:
         for sent in requests:
-            self._sent[sent.key] = (sent, self._loop.create_task(self._serve(sent)))
+            self._sent[sent.key] = sent
+            sent.task = self._loop.create_task(self._serve(sent))
 
     async def _serve(self, sent: Sent) -> None:
         """Try until there is an end; an error becomes a message, so that no request is waited for in vain."""
         try:
-            while not sent.gone:
+            while sent.key in self._sent:
                 await self._gate.wait()
                 if self._complete(sent):  # the server only did not say so
-                    self.messages.put(Message(sent.key, Part([], [], "length"), self.version, ended=True))
+                    self.messages.put(Message(sent.key, Part(finish="length"), self.version, ended=True))
                     break
                 sent.attempt = self._loop.create_task(self._attempt(sent))
                 try:
                     await sent.attempt
                     break
                 except asyncio.CancelledError:
-                    if sent.gone:
+                    if sent.key not in self._sent:
                         raise
                 except Failed as failure:
                     if isinstance(failure, Lost) and self.given and self._gate.is_set():
@@ -439,77 +385,83 @@ class Client:
         except asyncio.CancelledError:
             return
         except Refused as refused:
-            self.messages.put(Message(sent.key, refused=str(refused)))
+            self.messages.put(Message(sent.key, refused=f"{self.url}: {refused}"))
         except Exception as problem:
             self.messages.put(Message(sent.key, problem=problem))
         self._sent.pop(sent.key, None)
 
     def _complete(self, sent: Sent) -> bool:
-        return not self.endpoint.chat and bool(sent.ids) and (
-            len(sent.ids) >= sent.limit or sent.ids[-1] in self.endpoint.eos_ids
-        )
+        return not self.chat and bool(sent.ids) and (len(sent.ids) >= sent.limit or sent.ids[-1] in self.eos_ids)
 
     async def _attempt(self, sent: Sent) -> None:
         """One HTTP request, a message for each chunk; returns at its end, raises what is wrong."""
-        if self.endpoint.chat:
+        if self.chat:
             sent.ids.clear()
         try:
-            async with self._session.post(self.endpoint.url + self.endpoint.path, json=self._body(sent)) as response:
+            async with self._session.post(self._answers_url, json=self._body(sent)) as response:
                 await self._check_status(response)
-                if "text/event-stream" not in response.headers.get("Content-Type", ""):
-                    part = read(load(await response.read()), self.endpoint.vocabulary)
-                    if part.finish is None:
-                        raise Garbage("an answer without finish_reason")
-                    self._take(sent, part)
-                    return
                 # Closed here: left to the collector it may outlive the loop that has to close it.
                 async with contextlib.aclosing(self._events(response)) as events:
-                    if self.endpoint.chat:
+                    if self.chat:
                         self._take(sent, await self._whole(sent, events))
                         return
                     async for data in events:
-                        if self._take(sent, read(load(data), self.endpoint.vocabulary)):
+                        if self._take(sent, read(data, self.vocabulary)):
                             return
                 raise Garbage("the stream ends before the answer does")
+        except Refused as problem:
+            if problem.status == 404 and self.given:
+                raise Lost(str(problem)) from problem
+            if problem.status in (401, 403, 404):  # the same for all requests
+                remedy = "see [openai] base_url, model, api_key_env"
+                raise UserError(f"{self._answers_url}: {problem}; {remedy}") from problem
+            raise
         except Garbage as problem:
             raise Failed(f"garbage: {problem}") from problem
         except asyncio.TimeoutError as problem:
-            raise Failed(f"nothing for {self.endpoint.timeout_s:g} s") from problem
+            raise Failed(f"nothing for {self.settings.timeout_s:g} s") from problem
         except (aiohttp.ClientError, OSError) as problem:
             raise Lost(f"{type(problem).__name__}: {problem}") from problem
 
     async def _whole(self, sent: Sent, events: AsyncGenerator[bytes, None]) -> Part:
-        """A streamed answer by chat. Its chunks show that the server lives; the request has nothing before the last."""
-        answer = ChatAnswer(sent.limit, self.endpoint.vocabulary)
+        """A streamed answer by chat: it cannot be continued, so the request has nothing before the last chunk. Chunks
+        show that the server lives. Its own count of tokens shows that it kept some back, as a parser of tool calls or
+        of reasoning does."""
+        whole = Part()
         async for data in events:
-            answer.add(load(data))
+            whole.extend(read(data, self.vocabulary))
+            if len(whole.ids) > sent.limit:
+                raise Garbage(f"more than the {sent.limit} tokens that were asked for")
             self._server_lives()
-        return answer.part()
+        if whole.finish is None:
+            raise Garbage("the stream ends before the answer does")
+        if whole.counted not in (None, len(whole.ids)):
+            raise Garbage(f"{len(whole.ids)} tokens came of an answer of {whole.counted}, by the server's own count")
+        return whole
 
     def _body(self, sent: Sent) -> dict[str, Any]:
         produced = len(sent.ids)
-        prompt = {} if self.endpoint.chat else {"prompt": sent.prompt_ids + sent.ids}
+        prompt = {} if self.chat else {"prompt": sent.prompt_ids + sent.ids}
         limits = {"max_tokens": sent.limit - produced, "seed": seed_of(sent.request, produced)}
         return {**sent.body, "model": self.model, **prompt, **limits}
 
     async def _check_status(self, response: aiohttp.ClientResponse) -> None:
-        """Raise unless the status is 200."""
-        if response.status == 200:
+        """Raise unless the status is one of success."""
+        if response.ok:
             return
         text = (await response.content.read(ERROR_BYTES)).decode("utf-8", "replace")
         reply = f"{response.status} {response.reason}: {text}".strip()
         if response.status >= 500 or response.status in RETRIED_STATES:
-            raise Failed(reply, retry_after_s(response.headers.get("Retry-After")))
-        if response.status == 404 and self.given:
-            raise Lost(reply)
-        if response.status in (401, 403, 404):  # the same for all requests
-            url = f"{self.endpoint.url}{self.endpoint.path}"
-            raise UserError(f"{url}: {reply}; see [openai] base_url, model, api_key_env")
-        raise Refused(f"{self.endpoint.url}: {reply}")
+            raise Failed(reply, retry_after_s(response.headers.get("Retry-After", "")))
+        raise Refused(reply, response.status)
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-        """The data of server-sent events up to [DONE]. Comments keep a connection, but are no progress."""
-        rest, deadline = b"", time.monotonic() + self.endpoint.timeout_s
+        """The data of server-sent events up to [DONE], or the whole answer of a server that sends none. Comments keep a
+        connection, but are no progress."""
+        if "text/event-stream" not in response.headers.get("Content-Type", ""):
+            yield await response.read()
+            return
+        rest, deadline = b"", time.monotonic() + self.settings.timeout_s
         while True:
             piece = await asyncio.wait_for(response.content.readany(), max(0.0, deadline - time.monotonic()))
             if not piece:
@@ -522,7 +474,7 @@ class Client:
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         return
-                    deadline = time.monotonic() + self.endpoint.timeout_s
+                    deadline = time.monotonic() + self.settings.timeout_s
                     yield data
 
     def _take(self, sent: Sent, part: Part) -> bool:
@@ -530,12 +482,12 @@ class Client:
         continues with the next try."""
         if part.finish not in FINISHES:
             raise Garbage(f"finish_reason {part.finish!r}")
-        part = until_end(part, self.endpoint.eos_ids)
+        part = part.until(self.eos_ids)
         if len(sent.ids) + len(part.ids) > sent.limit:
             raise Garbage(f"{len(sent.ids) + len(part.ids)} tokens where {sent.limit} were asked for")
         sent.ids += part.ids
         if part.finish == "abort" and len(sent.ids) < sent.limit:
-            if not self.endpoint.chat:
+            if not self.chat:
                 self.messages.put(Message(sent.key, Part(part.ids, part.logprobs), self.version))
             raise Failed("the server aborted the request")
         if part.ids or part.finish:
@@ -549,7 +501,7 @@ class Client:
     def _server_lives(self) -> None:
         self._succeeded = time.monotonic()
         if self._failing_since is not None:
-            log.info("%s answers again", self.endpoint.url)
+            log.info("%s answers again", self.url)
             self._failing_since = None
 
     async def _after(self, sent: Sent, failure: Failed) -> None:
@@ -561,87 +513,80 @@ class Client:
             sent.failing_since = now
         if self._failing_since is None:
             self._failing_since, self._logged = now, 0.0
-        if sent.failures > self.endpoint.retries and self._succeeded > sent.failing_since:
-            raise Refused(f"{self.endpoint.url}: {sent.failures} failures in a row, the last: {failure}")
-        left = self._failing_since + self.endpoint.patience_s - now
-        wait_s = BACKOFF.wait_s(sent.failures, failure.asked_s, self._random.random())
+        if sent.failures > self.settings.retries and self._succeeded > sent.failing_since:
+            raise Refused(f"{sent.failures} failures in a row, the last: {failure}")
+        left = self._failing_since + self.settings.patience_s - now
+        wait_s = backoff_s(sent.failures, failure.asked_s, random.random())
         if wait_s > left:
             raise PeerTimeout(
-                f"{self.endpoint.url}: no usable answer for {now - self._failing_since:.1f} s and the next try would "
-                f"be in {wait_s:.1f} s (openai.patience_s = {self.endpoint.patience_s:g}); phase: answering "
+                f"{self.url}: no usable answer for {now - self._failing_since:.1f} s and the next try would "
+                f"be in {wait_s:.1f} s (openai.patience_s = {self.settings.patience_s:g}); phase: answering "
                 f"{len(self._sent)} requests; the last failure: {failure}"
             )
         if now >= self._logged + LOG_EVERY_S:
             self._logged = now
-            log.warning("%s: %s; asking again, for %.0f s more at most", self.endpoint.url, failure, left)
+            log.warning("%s: %s; asking again, for %.0f s more at most", self.url, failure, left)
         await asyncio.sleep(wait_s)
 
     # -- the gate -----
 
-    async def _hold_gate(self) -> None:
+    async def _close_gate(self, cut: bool) -> None:
         self._gate.clear()
-
-    async def _close_gate(self) -> None:
-        self._gate.clear()
-        await _cancel([sent.attempt for sent, _ in self._sent.values() if sent.attempt is not None])
+        if cut:
+            await _cancel([sent.attempt for sent in self._sent.values()])
 
     async def _drop(self, key: int) -> None:
-        found = self._sent.pop(key, None)
-        if found is not None:
-            sent, task = found
-            sent.gone = True
-            await _cancel([task] if sent.attempt is None else [sent.attempt, task])
+        sent = self._sent.pop(key, None)
+        if sent is not None:
+            await _cancel([sent.attempt, sent.task])
 
     async def _end(self) -> None:
-        for key in list(self._sent):
-            await self._drop(key)
+        self._sent.clear()
+        await _cancel([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
         await self._session.close()
         await self._loop.shutdown_default_executor()  # names are looked up there
 
     # -- anything else that is asked of the server -----
-
-    async def _send(self, method: str, url: str, body: Body, limit_s: float) -> tuple[int, str, str]:
-        """Status, text and Retry-After of one call."""
-        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
-        async with self._session.request(method, url, json=body, timeout=timeout) as response:
-            text = (await response.read()).decode("utf-8", "replace")
-            return response.status, text, response.headers.get("Retry-After", "")
 
     def send(
         self, method: str, url: str, body: Body, phase: str, deadline: float = math.inf, once: bool = False
     ) -> str:
         """The text of a 200, asked for until `patience_s` are over or the deadline of the monotonic clock is, or
         `once`; UserError for a 4xx, PeerTimeout otherwise."""
-        begun, failures, last = time.monotonic(), 0, ""
-        deadline = min(deadline, begun + self.endpoint.patience_s)
+        deadline = min(deadline, time.monotonic() + self.settings.patience_s)
+        limit_s = max(0.0, deadline - time.monotonic()) + CALL_S
+        return self.call(self._send(method, url, body, phase, deadline, once), limit_s, phase)
+
+    async def _send(self, method: str, url: str, body: Body, phase: str, deadline: float, once: bool) -> str:
+        begun, failures = time.monotonic(), 0
         while True:
-            left, asked = deadline - time.monotonic(), None
+            timeout = aiohttp.ClientTimeout(total=max(0.1, deadline - time.monotonic()), sock_connect=CONNECT_S)
+            asked_s = 0.0
             try:
-                status, text, after = self.call(
-                    self._send(method, url, body, max(0.1, left)), max(0.1, left) + CALL_S, phase
-                )
-                if 200 <= status < 300:
-                    return text
-                last = f"{status}: {text[:ERROR_BYTES]}"
-                if status < 500 and status not in RETRIED_STATES:
-                    raise UserError(f"{url} ({phase}): {last}")
-                asked = retry_after_s(after)
+                async with self._session.request(method, url, json=body, timeout=timeout) as response:
+                    await self._check_status(response)
+                    return (await response.read()).decode("utf-8", "replace")
+            except Refused as problem:
+                raise UserError(f"{url} ({phase}): {problem}") from problem
+            except Failed as problem:
+                last, asked_s = str(problem), problem.asked_s
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as problem:
                 last = f"{type(problem).__name__}: {problem}"
             failures += 1
             self.errors += 1
-            wait_s = BACKOFF.wait_s(failures, asked, self._random.random())
+            wait_s = backoff_s(failures, asked_s, random.random())
             if once or wait_s > deadline - time.monotonic():
                 spent = time.monotonic() - begun
                 raise PeerTimeout(f"{url}: {phase} failed {failures} times in {spent:.1f} s; the last: {last}")
             log.warning("%s (%s): %s; asking again in %.1f s", url, phase, last, wait_s)
-            self.call(asyncio.sleep(wait_s), wait_s + CALL_S, phase)
+            await asyncio.sleep(wait_s)
 
 
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel(given: Iterable[asyncio.Task[Any] | None]) -> None:
     """Cancel until all have ended: `asyncio.wait_for` loses a cancellation that comes together with its result."""
+    tasks = [task for task in given if task is not None]
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
         await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-    await asyncio.gather(*tasks, return_exceptions=True)  # what they raised is of no interest any more
+    await asyncio.gather(*tasks, return_exceptions=True)  # takes what they raised

@@ -19,39 +19,23 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from busrl.config.machine import vocabulary_size
-from busrl.engines.base import (
-    ABORTED,
-    EOS,
-    LENGTH,
-    Event,
-    Finished,
-    PartialAnswer,
-    Pause,
-    Pauses,
-    Request,
-    Statistics,
-    check_rows,
-    room_for,
-)
-from busrl.engines.openai.client import Client, Message, Sent, endpoint_of, tools_of
-from busrl.engines.openai.weights import PREFIX, FixedReceiver, Restore, ServerWeights
-from busrl.engines.tokens import tokens_of
+from busrl.engines.base import ABORTED, EOS, LENGTH, Engine, Finished, PartialAnswer, Pause, Request, Statistics
+from busrl.engines.openai.client import Client, Message, Sent, tools_of
+from busrl.engines.openai.weights import PREFIX, FixedReceiver, ServerWeights
+from busrl.engines.tokens import Tokens, tokens_of
 from busrl.errors import PeerTimeout, UserError
 
 if TYPE_CHECKING:
     from busrl.config import Topology
     from busrl.config.schema import Openai
     from busrl.data import Prompt
-    from busrl.engines.tokens import Tokens
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
@@ -62,7 +46,7 @@ UPDATE_SHARE = 0.8  # of the time that the role declares for new weights: the er
 ADAPTER = "adapter_config.json"  # a version with this file is an adapter, whatever kind its receiver has
 
 
-class ServedEngine:
+class ServedEngine(Engine):
     """At most `capacity` requests at a time. `tokens` makes ids of prompts and text of ids; `update_s`: what an update
     may take before a supervisor takes the process for stuck."""
 
@@ -77,41 +61,28 @@ class ServedEngine:
         eos_ids: frozenset[int] = frozenset(),
         update_s: float = 120.0,
     ) -> None:
-        self._settings, self._tokens, self._eos_ids = settings, tokens, eos_ids
-        self._capacity, self._max_length = capacity, max_length
+        super().__init__(tokens, capacity, max_length)
+        self._settings, self._eos_ids = settings, eos_ids
         self._chat = settings.endpoint == "chat"
         self._tools = tools_of(settings)
-        self._client = Client(endpoint_of(settings, vocabulary, eos_ids))
+        self._client = Client(settings, vocabulary, eos_ids)
         self._running: dict[int, PartialAnswer] = {}
         self._chats: OrderedDict[bytes, Prompt] = OrderedDict()  # by chat: the messages of a prompt's ids
         self._taken: list[Message] = []  # those that the next step is about
-        self._done: list[Finished] = []
-        self._events: list[Event] = []
-        self._pauses = Pauses()
         self._loaded: tuple[int, Path, bool] | None = None  # version, path, adapter: what the server loaded last
-        self._restore = Restore(settings.base_url, self._open, self._not_restored)
+        self._restore: threading.Thread | None = None  # gives a server that went away its version again
+        self._restoring = False
         self._opening = threading.Lock()  # a restore that ends, against a pause that begins
         self._update_limit_s = UPDATE_SHARE * update_s
         self._updating = self._lost = False  # lost: the server went away and does not have its version
-        self._steps = self._drawn = self._prefilled = self._updates = 0
-        self._update_s = 0.0
         try:
-            model = settings.model or self._only_model()
-            self._client.model = model
-            self._weights = ServerWeights(self._client, settings.update, model)
+            self._client.model = settings.model or self._only_model()
+            self._weights = ServerWeights(self._client, settings.update, self._client.model)
         except BaseException:
             self._client.close()
             raise
 
-    # -- the protocol -----
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
-    def active(self) -> int:
-        return len(self._running) + len(self._done)
+    # -- the interface -----
 
     @property
     def drawing(self) -> int:
@@ -119,69 +90,48 @@ class ServedEngine:
         self._receive()
         return sum(len(message.part.ids) for message in self._taken if message.part and message.key in self._running)
 
-    @property
-    def max_length(self) -> int:
-        return self._max_length
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        check_rows(self, requests)
+    def _begin(self, requests: list[Request]) -> None:
         sending = []
         for request in requests:
-            answer, limit = PartialAnswer(request), room_for(request, self._max_length)
-            if limit <= 0:
-                self._done.append(answer.finished(LENGTH))
-                continue
-            self._running[request.key] = answer
+            self._running[request.key] = answer = PartialAnswer(request)
             prompt = answer.known_ids
-            self._prefilled += len(prompt)
-            sending.append(Sent(request, self._body(request), prompt, limit))
+            self._counts.prefill_tokens += len(prompt)
+            sending.append(Sent(request, self._body(request), prompt))
         self._client.start(sending)
 
     def step(self) -> list[Finished]:
-        self._steps += 1
-        finished, self._done = self._done, []
-        if not self._taken and not finished:
+        self._counts.steps += 1
+        if not self._taken and not self._done:
             with contextlib.suppress(queue.Empty):
                 self._taken.append(self._client.messages.get(timeout=MOMENT_S))
             return []
-        return finished + self._handle_taken()
+        self._handle_taken()
+        return self._take_done()
 
-    def abort(self, key: int) -> Finished | None:
-        if key in self._running:
+    def _end_now(self, keys: list[int]) -> None:
+        for key in keys:
             self._client.drop(key)
-            self._settle()
-        ended = next((one for one in self._done if one.key == key), None)  # by itself, before or meanwhile
-        if ended is not None:
-            self._done = [one for one in self._done if one is not ended]
-            return ended
-        return self._end(self._running[key], ABORTED) if key in self._running else None
-
-    def events(self) -> list[Event]:
-        found, self._events = self._events, []
-        running = (one for one in self._running.values() if one.request.stream and one.streamed < len(one.token_ids))
-        return found + [answer.event() for answer in running]
+        self._settle()  # some may have ended by themselves
+        for key in keys:
+            if key in self._running:
+                self._end(key, ABORTED)
 
     def pause(self, how: Pause) -> list[Finished]:
         return self._pause(how, self._settings.timeout_s + self._settings.patience_s)
 
     def _pause(self, how: Pause, limit_s: float) -> list[Finished]:
-        ended: list[Finished] = []
         with self._opening:  # first of all: a restore that ends from now on opens nothing
-            self._pauses.begin()
-        if how == "abort":
-            self._client.close_gate()
-            ended = [one for key in list(self._running) if (one := self.abort(key)) is not None]
-        elif how == "wait":
+            self._hold()
+        if how == "wait":
             self._drain(limit_s)
-        elif self._chat:
-            self._client.hold_gate()
         else:
-            self._client.close_gate()
-        done, self._done = self._done, []
-        return done + ended
+            self._client.close_gate(cut=how == "abort" or not self._chat)
+        if how == "abort":
+            self._end_now(list(self._running))
+        return self._take_done()
 
     def resume(self) -> None:
-        self._pauses.end()
+        super().resume()
         self._open()
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
@@ -191,15 +141,14 @@ class ServedEngine:
         self._weights.name_for(settings.folders)
         return None
 
-    def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+    def _update(self, receiver: Receiver) -> tuple[int, int]:
         """WeightsRefused for a version that cannot be used here: the one before stays. After any error requests
         continue if they ran before."""
-        begun = time.monotonic()
-        deadline = begun + self._update_limit_s
-        self._restore.wait(min(self._settings.patience_s, self._update_limit_s))  # it reads files that `take` may end
+        deadline = time.monotonic() + self._update_limit_s
+        self._wait_for_restore(min(self._settings.patience_s, self._update_limit_s))
         assert receiver.kind != "tensors"  # the rules of a topology allow no other kind
         version, step, path = receiver.take()
-        paused, self._updating = self._pauses.on, True
+        paused, self._updating = self.paused, True
         try:
             self._done += self._pause("wait" if self._chat else "keep", deadline - time.monotonic())
             self._settle()
@@ -209,29 +158,20 @@ class ServedEngine:
             self._begin_restore()  # only if the server went away meanwhile and the new version is not there
             if not paused:
                 self.resume()
-        self._updates += 1
-        self._update_s += time.monotonic() - begun
         return version, step
 
     def statistics(self) -> Statistics:
         waiting = sum(not answer.token_ids for answer in self._running.values())
-        return Statistics(
-            active=self.active, waiting=waiting, paused=self._pauses.on, version=self._client.version,
-            steps=self._steps, tokens=self._drawn, prefill_tokens=self._prefilled, updates=self._updates,
-            update_s=self._update_s, pause_s=self._pauses.seconds, errors=self._client.errors,
-        )
+        return replace(super().statistics(), waiting=waiting, errors=self._client.errors)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        ids = self._tokens.encode(prompt)
+        ids = super().encode(prompt)
         if self._chat:
             chat: Prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             self._chats[np.asarray(ids, np.int32).tobytes()] = chat
             if len(self._chats) > PROMPTS_KEPT:
                 self._chats.popitem(last=False)
         return ids
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
-        return self._tokens.decode(ids, ended)
 
     def close(self) -> None:
         for key in list(self._running):
@@ -263,13 +203,13 @@ class ServedEngine:
             while True:
                 self._taken.append(self._client.messages.get_nowait())
 
-    def _handle_taken(self) -> list[Finished]:
-        """Handle the messages taken; returns what ended with them."""
+    def _handle_taken(self) -> None:
         taken, self._taken = self._taken, []
-        return [ended for message in taken if (ended := self._handle(message)) is not None]
+        for message in taken:
+            self._handle(message)
 
-    def _handle(self, message: Message) -> Finished | None:
-        """Keep what came; the finished sequence if that was all."""
+    def _handle(self, message: Message) -> None:
+        """Keep what came, and the end if that was all."""
         if message.problem is not None:
             raise message.problem
         if message.lost:
@@ -277,25 +217,21 @@ class ServedEngine:
             self._begin_restore()
         answer, part = self._running.get(message.key), message.part
         if answer is None:
-            return None
+            return
         if message.refused:
-            return self._end(answer, ABORTED, message.refused)
+            self._end(message.key, ABORTED, message.refused)
         if part is None:
-            return None
+            return
         if part.prompt_ids is not None and self._chat:
             self._check_prompt(answer.request, part.prompt_ids)
         answer.add(part.ids, part.logprobs, [message.version] * len(part.ids))
-        self._drawn += len(part.ids)
-        if not message.ended:
-            return None
-        stopped = part.finish != "length" or not self._eos_ids.isdisjoint(answer.token_ids[-1:])
-        return self._end(answer, EOS if stopped else LENGTH)
+        self._counts.tokens += len(part.ids)
+        if message.ended:
+            stopped = part.finish != "length" or not self._eos_ids.isdisjoint(answer.token_ids[-1:])
+            self._end(message.key, EOS if stopped else LENGTH)
 
-    def _end(self, answer: PartialAnswer, finish: int, refused: str = "") -> Finished:
-        del self._running[answer.request.key]
-        if answer.request.stream:
-            self._events.append(answer.event(finish))
-        return answer.finished(finish, refused=refused)
+    def _end(self, key: int, finish: int, refused: str = "") -> None:
+        self._done.append(self._running.pop(key).finished(finish, refused=refused))
 
     def _check_prompt(self, request: Request, theirs: list[int]) -> None:
         """The tokens that are trained follow the prompt that we know: the server's has to be the same."""
@@ -311,11 +247,11 @@ class ServedEngine:
     def _settle(self) -> None:
         """Handle all messages at once; what ended is kept for the next step."""
         self._receive()
-        self._done += self._handle_taken()
+        self._handle_taken()
 
     def _drain(self, limit_s: float) -> None:
         """Let the answers under way end, and none begin; PeerTimeout says how many did not end."""
-        self._client.hold_gate()
+        self._client.close_gate(cut=False)
         deadline = time.monotonic() + limit_s
         while self._client.asking:
             left = deadline - time.monotonic()
@@ -341,26 +277,45 @@ class ServedEngine:
         self._client.version = version
 
     def _begin_restore(self) -> None:
-        """If the server went away, load its version again. An update under way does that with a newer one."""
-        if not self._lost or self._loaded is None or self._restore.on or self._updating:
+        """If the server went away, load its version again, in a thread beside the role's own loop, which has to
+        continue. An update under way does that with a newer version."""
+        if not self._lost or self._loaded is None or self._restoring or self._updating:
             return
-        self._lost = False
-        version = self._loaded[0]
-        log.warning("%s went away; version %d is loaded again", self._settings.base_url, version)
-        self._restore.begin(f"version {version}", partial(self._weights.load, *self._loaded))
+        self._lost, self._restoring = False, True
+        log.warning("%s went away; version %d is loaded again", self._settings.base_url, self._loaded[0])
+        self._restore = threading.Thread(target=self._load_again, args=self._loaded, name="restore", daemon=True)
+        self._restore.start()
 
-    def _not_restored(self, problem: Exception) -> None:
-        self._client.messages.put(Message(-1, problem=problem))
+    def _load_again(self, version: int, path: Path, adapter: bool) -> None:
+        try:
+            self._weights.load(version, path, adapter)
+        except Exception as problem:
+            self._restoring = False
+            self._client.messages.put(Message(-1, problem=problem))
+        else:
+            self._restoring = False
+            self._open()
+
+    def _wait_for_restore(self, limit_s: float) -> None:
+        """It reads files that the next `take` may end, and an older version must not come last."""
+        if self._restore is None:
+            return
+        self._restore.join(limit_s)
+        if self._restore.is_alive():
+            raise PeerTimeout(
+                f"{self._settings.base_url}: version {self._loaded and self._loaded[0]}, which it lost, is still being "
+                f"loaded again after {limit_s:.1f} s more; phase: before a new version"
+            )
 
     def _open(self) -> None:
         """Let requests continue, unless there is a pause or the server still lacks its version."""
         with self._opening:
-            if not self._pauses.on and not self._restore.on:
+            if not self.paused and not self._restoring:
                 self._client.open_gate()
 
     def _only_model(self) -> str:
         """The name of the one model that the endpoint has."""
-        reply = self._client.send("GET", f"{self._client.endpoint.url}/models", None, "asking which models there are")
+        reply = self._client.send("GET", f"{self._client.url}/models", None, "asking which models there are")
         names = []
         with contextlib.suppress(ValueError, KeyError, TypeError):
             found = [str(entry["id"]) for entry in json.loads(reply)["data"]]

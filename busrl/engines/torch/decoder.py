@@ -12,7 +12,6 @@ sampling, requests or weights arriving.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -25,35 +24,13 @@ StateKey = tuple[str, int, int]  # kind (conv, recurrent), layer, number in the 
 
 # -- the cache -----
 
-class Staging:
-    """Keys and values of one sequence of `length` tokens while it is prefilled in pieces; `done` of them are there."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.done = 0
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self.states: dict[StateKey, torch.Tensor] = {}  # of layers that keep their past in states
-        self.pieces: list[torch.Tensor] = []  # the tokens so far, for a decoder that keeps nothing else
-
-    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append a piece [1, heads, positions, width] to a layer; returns all that the piece attends to."""
-        stop = self.done + keys.shape[2]
-        for stores, new in ((self.keys, keys), (self.values, values)):
-            if layer == len(stores):
-                stores.append(new.new_empty((1, new.shape[1], self.length, new.shape[3])))
-            stores[layer][:, :, self.done : stop] = new
-        return self.keys[layer][:, :, :stop], self.values[layer][:, :, :stop]
-
-
 class RowCache(Cache):  # type: ignore[misc, unused-ignore]
     """Keys and values per layer, [rows, heads, positions, head width]; `plan_*` says what the next forward does. For
     the generic decoders it also plays the part of a transformers Cache.
 
-    A row is written from position 0 by a prefill, or at once from a `Staging` that a long prompt filled in pieces; then
-    one position further by each decoding step. Bytes past a row's own length are garbage; the mask keeps attention away
-    from them, so rows are never cleared. Only the used prefix of the positions is read; room grows by doubling up to
-    `max_length`.
+    A row is written from position 0 by a prefill, perhaps in pieces, then one position further by each decoding step.
+    Bytes past a row's own length are garbage; the mask keeps attention away from them, so rows are never cleared. Only
+    the used prefix of the positions is read; room grows by doubling up to `max_length`.
     """
 
     def __init__(self, rows: int, max_length: int) -> None:
@@ -64,8 +41,8 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self.room = min(max_length, FIRST_ROOM)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self._prefill: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self._staging: Staging | None = None
+        self._prefill: tuple[torch.Tensor, torch.Tensor | None] | None = None  # rows, and which sequence goes to each
+        self._begin = 0
         self._span = 0
         self._active = 0
         self._positions: torch.Tensor | None = None
@@ -74,19 +51,16 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
 
     # -- what the next forward does -----
 
-    def plan_prefill(self, rows: torch.Tensor, source: torch.Tensor | None, length: int) -> None:
-        """The next forward computes `length` positions of new sequences; sequence `source[i]` goes to row `rows[i]`."""
-        self._reserve(length)
-        self._prefill, self._staging = (rows, source), None
-
-    def plan_piece(self, staging: Staging) -> None:
-        """The next forward computes a piece of the one sequence of `staging`, after those that it has."""
-        self._prefill, self._staging = None, staging
+    def plan_prefill(self, rows: torch.Tensor, source: torch.Tensor | None, begin: int, end: int) -> None:
+        """The next forward computes positions [begin, end) of new sequences; sequence `source[i]` goes to row `rows[i]`
+        (None: i)."""
+        self._reserve(end)
+        self._prefill, self._begin, self._span = (rows, source), begin, end
 
     def plan_step(self, positions: torch.Tensor, span: int) -> None:
         """The next forward computes one token for each of the first rows, at `positions`; `span` covers them all."""
         self._reserve(span)
-        self._prefill = self._staging = None
+        self._prefill = None
         self._positions, self._active, self._span = positions, len(positions), span
         self._flat.clear()
 
@@ -97,23 +71,22 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values of a layer; returns those that this forward attends to."""
         layer = self._places.setdefault(layer_idx, len(self._places))
-        if self._staging is not None:
-            return self._staging.store(layer, key_states, value_states)
-        if self._prefill is not None:
-            self._grow_layers(layer, key_states, value_states)
-            self._store_prefill(self.keys[layer], key_states)
-            self._store_prefill(self.values[layer], value_states)
+        if self._prefill is None:
+            return self.store_step(layer, key_states, value_states)
+        self._grow_layers(layer, key_states, value_states)
+        rows, source = self._prefill
+        for store, new in ((self.keys[layer], key_states), (self.values[layer], value_states)):
+            store[rows, :, self._begin : self._span] = new if source is None else new[source]
+        if not self._begin:
             return key_states, value_states
-        return self.store_step(layer, key_states, value_states)
+        return self.keys[layer][rows, :, : self._span], self.values[layer][rows, :, : self._span]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Always 0: positions and masks are passed explicitly, so nothing may be derived from this."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        if self._staging is not None:
-            return self._staging.done + query_length, 0
-        return (query_length if self._prefill is not None else self._span), 0
+        return self._span, 0
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return self.max_length
@@ -129,14 +102,6 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         rows, span = self._active, self._span
         return self.keys[layer][:rows, :, :span], self.values[layer][:rows, :, :span]
 
-    def adopt(self, staging: Staging, rows: torch.Tensor) -> None:
-        """Write a sequence that is complete into each of `rows`."""
-        self._reserve(staging.length)
-        for layer, (keys, values) in enumerate(zip(staging.keys, staging.values)):
-            self._grow_layers(layer, keys, values)
-            self.keys[layer][rows, :, : staging.length] = keys
-            self.values[layer][rows, :, : staging.length] = values
-
     def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None:
         """Copy the first `span` positions of rows `source` to rows `target`."""
         for store in (*self.keys, *self.values):
@@ -149,11 +114,6 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         """Zero rows that hold numbers which are not finite: a masked NaN would still spoil the row's next sequence."""
         for store in (*self.keys, *self.values):
             store[rows] = 0
-
-    def _store_prefill(self, store: torch.Tensor, new: torch.Tensor) -> None:
-        assert self._prefill is not None
-        rows, source = self._prefill
-        store[rows, :, : new.shape[2]] = new if source is None else new[source]
 
     def _flat_positions(self, heads: int) -> torch.Tensor:
         """Index of each (row, head, position) that this step writes; the same for all layers with as many heads."""
@@ -192,58 +152,33 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
 class Rows(Protocol):
     """What a decoder keeps of the sequences, row by row; see `RowCache`."""
 
-    def adopt(self, staging: Staging, rows: torch.Tensor) -> None: ...
     def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None: ...
     def begin(self, rows: torch.Tensor) -> None: ...
     def clear(self, rows: torch.Tensor) -> None: ...
 
 
-class Decoder(Protocol):
+class Decoder(ABC):
     """A model bound to a cache. `equal_lengths`: a prefill has to be without padding."""
 
-    equal_lengths: bool
-
-    @property
-    def cache(self) -> Rows: ...
-
-    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
-        """Fill `rows` from position 0 with `ids` [sequences, length]; row i holds sequence `source[i]` (None: i)."""
-        ...
-
-    def prefill_piece(self, ids: torch.Tensor, staging: Staging) -> None:
-        """Append `ids` [1, length] to a sequence that is computed in pieces."""
-        ...
-
-    def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
-        """Logits [rows, vocabulary] after one more token for each of the first rows; `span` > every position."""
-        ...
-
-
-class CachedDecoder(ABC):
-    """What decoders with a `RowCache` share."""
-
     equal_lengths = False
-    cache: RowCache
-
-    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
-        self.cache.plan_prefill(rows, source, ids.shape[1])
-        self._fill(ids, 0)
-
-    def prefill_piece(self, ids: torch.Tensor, staging: Staging) -> None:
-        self.cache.plan_piece(staging)
-        self._fill(ids, staging.done)
-        staging.done += ids.shape[1]
+    cache: Rows
 
     @abstractmethod
-    def _fill(self, ids: torch.Tensor, begin: int) -> None:
-        """Keys and values of `ids` [sequences, length] at the positions from `begin` on."""
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None, begin: int = 0) -> None:
+        """Fill `rows` from position `begin` on with `ids` [sequences, length]; row i holds sequence `source[i]` (None:
+        i). Only a single sequence is continued."""
+
+    @abstractmethod
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
+        """Logits [rows, vocabulary] after one more token for each of the first rows; `span` > every position."""
 
 
-class GenericDecoder(CachedDecoder):
+class GenericDecoder(Decoder):
     """Any Hugging Face causal language model that keeps its past in keys and values: calls its own forward with
     explicit positions and 4-D masks."""
 
     cache_type = RowCache
+    cache: RowCache
 
     def __init__(self, model: Any, rows: int, max_length: int) -> None:
         self.cache = self.cache_type(rows, max_length)
@@ -254,7 +189,8 @@ class GenericDecoder(CachedDecoder):
         self._window = window_of(config)
         self._dtype = next(model.parameters()).dtype
 
-    def _fill(self, ids: torch.Tensor, begin: int) -> None:
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None, begin: int = 0) -> None:
+        self.cache.plan_prefill(rows, source, begin, begin + ids.shape[1])
         keys = torch.arange(begin + ids.shape[1], device=ids.device)
         positions = keys[begin:]
         masks = self._masks(positions[None, None, :, None], keys)
@@ -278,15 +214,15 @@ class GenericDecoder(CachedDecoder):
         ).logits
         return logits[:, -1]
 
-    def _masks(
-        self, queries: torch.Tensor, keys: torch.Tensor
-    ) -> torch.Tensor | Mapping[str, torch.Tensor | None]:
+    def _masks(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
         """Additive masks, one per kind of layer where a model has several (all positions, a sliding window)."""
-        full = self._additive(keys <= queries)
-        if self._window is None:
-            return full
-        sliding = self._additive((keys <= queries) & (keys > queries - self._window))
-        if not self._layer_types:
+        full = sliding = self._additive(keys <= queries)
+        if self._window is not None:
+            sliding = self._additive((keys <= queries) & (keys > queries - self._window))
+        return self._by_kind(full, sliding)
+
+    def _by_kind(self, full: torch.Tensor, sliding: torch.Tensor) -> Any:
+        if self._window is None or not self._layer_types:
             return sliding
         return {kind: sliding if "sliding" in kind else full for kind in self._layer_types}
 
@@ -350,11 +286,6 @@ class StateCache(RowCache):
 
     # -- storage -----
 
-    def adopt(self, staging: Staging, rows: torch.Tensor) -> None:
-        super().adopt(staging, rows)
-        for key, state in staging.states.items():
-            self._store(key, state)[rows] = state
-
     def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None:
         super().move(source, target, span)
         for store in self.states.values():
@@ -369,20 +300,16 @@ class StateCache(RowCache):
         self.begin(rows)
 
     def _state(self, key: StateKey) -> torch.Tensor | None:
-        if self._staging is not None:
-            return self._staging.states.get(key)
-        if self._prefill is not None or key not in self.states:
-            return None
-        return self.states[key][: self._active]
+        if self._prefill is None:
+            return self.states[key][: self._active] if key in self.states else None
+        return self.states[key][self._prefill[0]] if self._begin else None
 
     def _keep(self, key: StateKey, new: torch.Tensor) -> None:
-        if self._staging is not None:
-            self._staging.states[key] = new.clone()
-        elif self._prefill is not None:
+        if self._prefill is None:
+            self._store(key, new)[: self._active] = new
+        else:
             rows, source = self._prefill
             self._store(key, new)[rows] = new if source is None else new[source]
-        else:
-            self._store(key, new)[: self._active] = new
 
     def _store(self, key: StateKey, like: torch.Tensor) -> torch.Tensor:
         if key not in self.states:
@@ -398,12 +325,9 @@ class StateDecoder(GenericDecoder):
     equal_lengths = True
     cache_type = StateCache
 
-    def _masks(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
-        full = self._additive(keys <= queries)
+    def _by_kind(self, full: torch.Tensor, sliding: torch.Tensor) -> Any:
         if not self._layer_types:
-            return full
-        window = self._window
-        sliding = full if window is None else self._additive((keys <= queries) & (keys > queries - window))
+            return sliding
         attending = [kind for kind in self._layer_types if _attends(kind)]
         if not attending:
             return None
@@ -422,9 +346,6 @@ class TokenRows:
     def __init__(self, rows: int, max_length: int, device: torch.device) -> None:
         self.ids = torch.zeros((rows, max_length), dtype=torch.int64, device=device)
 
-    def adopt(self, staging: Staging, rows: torch.Tensor) -> None:
-        self.ids[rows, : staging.length] = torch.cat(staging.pieces, -1)
-
     def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None:
         self.ids[target] = self.ids[source]
 
@@ -435,11 +356,11 @@ class TokenRows:
         self.ids[rows] = 0
 
 
-class WholeDecoder:
+class WholeDecoder(Decoder):
     """Any causal language model: each step is a forward pass over all tokens. New weights leave nothing stale in it. It
     reads the logits of each row's last token, where a causal model sees no padding to the right."""
 
-    equal_lengths = False
+    cache: TokenRows
 
     def __init__(self, model: Any, rows: int, max_length: int, head_apart: bool = True) -> None:
         self._model = model
@@ -447,12 +368,8 @@ class WholeDecoder:
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self.cache = TokenRows(rows, max_length, next(model.parameters()).device)
 
-    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
-        self.cache.ids[rows, : ids.shape[1]] = ids if source is None else ids[source]
-
-    def prefill_piece(self, ids: torch.Tensor, staging: Staging) -> None:
-        staging.pieces.append(ids)
-        staging.done += ids.shape[1]
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None, begin: int = 0) -> None:
+        self.cache.ids[rows, begin : begin + ids.shape[1]] = ids if source is None else ids[source]
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
         everyone = torch.arange(len(tokens), device=tokens.device)

@@ -12,10 +12,9 @@ to a decoder, which computes. Knows nothing of slots, the bus or rewards.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,25 +26,9 @@ from transformers.utils import logging as transformers_logging
 
 from busrl.config.schema import ONE_COPY
 from busrl.device import choose as choose_device
-from busrl.engines.base import (
-    ABORTED,
-    EOS,
-    LENGTH,
-    NO_IDS,
-    Event,
-    Finished,
-    Ids,
-    PartialAnswer,
-    Pause,
-    Pauses,
-    Request,
-    Statistics,
-    Streams,
-    check_rows,
-    room_for,
-)
+from busrl.engines.base import ABORTED, EOS, LENGTH, NO_IDS, Engine, Finished, Ids, Request, Statistics, Streams
 from busrl.engines.tokens import Tokens, eos_ids_of
-from busrl.engines.torch.decoder import Decoder, Staging
+from busrl.engines.torch.decoder import Decoder
 from busrl.engines.torch.fast import choose_decoder
 from busrl.engines.torch.lora import WeightLoader
 from busrl.errors import UserError
@@ -53,7 +36,6 @@ from busrl.weights.factory import one_copy_receiver
 
 if TYPE_CHECKING:
     from busrl.config import Topology
-    from busrl.data import Prompt
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
@@ -114,8 +96,7 @@ def _truncate(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 # -- sequences -----
 
 class Seats:
-    """What the host knows of up to `capacity` sequences of up to `max_length` tokens: plain arrays, a line ("seat")
-    each.
+    """What the host knows of up to `capacity` sequences of up to `max_length` tokens: arrays with a line ("seat") each.
 
     A sequence has its seat from the moment it is submitted until it ends; a cache row only while its keys and values
     are there. `rows` maps one to the other. Random numbers are drawn when a sequence sits down, one per token that it
@@ -123,7 +104,6 @@ class Seats:
     """
 
     def __init__(self, capacity: int, max_length: int, eos: npt.NDArray[np.bool_]) -> None:
-        self.max_length = max_length
         self.rows: Index = np.zeros(capacity, np.intp)  # the seat of each cache row; the first `active` are in use
         self.active = 0
         self.free = list(range(capacity - 1, -1, -1))
@@ -135,8 +115,6 @@ class Seats:
         self.temperature = np.zeros(capacity, np.float32)
         self.top_p = np.zeros(capacity, np.float64)
         self._given: list[Ids] = [NO_IDS] * capacity  # prompt and prefix
-        self._streamed: dict[int, int] = {}  # tokens that events have handed over, by the seat of a streaming request
-        self._events: list[Event] = []
         self._eos = eos
         self._streams = Streams()
         # Untouched pages cost nothing, so the longest case may be allowed for.
@@ -147,9 +125,8 @@ class Seats:
 
     def sit(self, request: Request) -> int:
         """Give a request a seat; it has no cache row yet."""
-        seat = self.free.pop()
+        seat, limit = self.free.pop(), request.max_new_tokens
         given = np.concatenate((request.prompt_ids, request.prefix_ids))
-        limit = room_for(request, self.max_length)
         self._given[seat] = given
         self.key[seat] = request.key
         self.last[seat] = given[-1]
@@ -162,8 +139,6 @@ class Seats:
             self._uniforms[seat, :limit] = self._streams.uniforms(request.seed, request.uid, request.segment, limit)
         else:
             self._uniforms[seat, :limit] = 0.5
-        if request.stream:
-            self._streamed[seat] = 0
         return seat
 
     def cached(self, seat: int) -> Ids:
@@ -210,56 +185,43 @@ class Seats:
 
     def leave(self, seat: int, aborted: bool = False) -> Finished:
         """Free the seat; what its sequence produced, as copies."""
-        count = int(self.produced[seat])
-        tokens = self._tokens[seat, :count].copy()
+        made = slice(0, int(self.produced[seat]))
+        tokens = self._tokens[seat, made].copy()
         finish = ABORTED if aborted else EOS if self._eos[tokens[-1]] else LENGTH
-        if seat in self._streamed:
-            self._events.append(self._event(seat, finish))
-            del self._streamed[seat]
         self.free.append(seat)
-        return Finished(int(self.key[seat]), *self._arrays(seat, 0, count), finish)
-
-    def events(self) -> list[Event]:
-        """What streaming requests produced since the last call."""
-        found, self._events = self._events, []
-        return found + [self._event(seat) for seat, count in self._streamed.items() if count < self.produced[seat]]
-
-    def _event(self, seat: int, finish: int | None = None) -> Event:
-        begin, end = self._streamed[seat], int(self.produced[seat])
-        self._streamed[seat] = end
-        return Event(int(self.key[seat]), *self._arrays(seat, begin, end), finish)
-
-    def _arrays(self, seat: int, begin: int, end: int) -> tuple[Ids, npt.NDArray[np.float32], npt.NDArray[np.uint32]]:
-        at = slice(begin, end)
-        return self._tokens[seat, at].copy(), self._logprobs[seat, at].copy(), self._versions[seat, at].copy()
+        logprobs, versions = self._logprobs[seat, made].copy(), self._versions[seat, made].copy()
+        return Finished(int(self.key[seat]), tokens, logprobs, versions, finish)
 
 
 # -- prefill -----
 
-class _Piecewise:
-    """A prompt that is computed in pieces, and the seats that it is for."""
+@dataclass
+class _Long:
+    """A prompt that is computed in pieces, `done` tokens of it so far, and the seats that it is for."""
 
-    def __init__(self, ids: Ids, seats: list[int]) -> None:
-        self.ids, self.seats = ids, seats
-        self.staging = Staging(len(ids))
+    ids: Ids
+    seats: list[int]
+    done: int = 0
 
     @property
     def left(self) -> int:
-        return len(self.ids) - self.staging.done
+        return len(self.ids) - self.done
 
 
 class Prefill:
     """Sequences wait here for their cache row; `budget` is the tokens of one step, padding left out.
 
     - First come, first served. All that fit into the budget join at the next step; equal prompts are computed once.
-    - A prompt over the budget is computed in pieces, one per step, outside of the rows: running sequences continue.
+    - A prompt over the budget is computed in pieces, one per step, while running sequences continue. It has the last
+      row, which is free when the others are closed up: a sequence that waits has a seat and no row.
     - Sequences whose cache is stale stand up and wait again, in front, with all of their tokens.
     """
 
     def __init__(self, seats: Seats, decoder: Decoder, budget: int, device: torch.device) -> None:
         self._seats, self._decoder, self._budget, self._device = seats, decoder, budget, device
+        self._last = len(seats.rows) - 1
         self._queue: deque[int] = deque()
-        self._long: _Piecewise | None = None
+        self._long: _Long | None = None
         self.computed = 0  # tokens
 
     def __len__(self) -> int:
@@ -268,7 +230,14 @@ class Prefill:
     @property
     def joining(self) -> int:
         """How many sequences have their cache after the next `fill`."""
-        return len(self._next()[0])
+        if self._long is not None:
+            return len(self._long.seats) if self._long.left <= self._budget else 0
+        return sum(map(len, self._next().values()))
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the next `fill` computes a piece."""
+        return self._long is not None or bool(self._queue and int(self._seats.position[self._queue[0]]) > self._budget)
 
     def wait(self, seat: int) -> None:
         self._queue.append(seat)
@@ -276,74 +245,82 @@ class Prefill:
     def wait_again(self, seats: Iterable[int]) -> None:
         """Sequences that lost their cache, shortest first, in front of all others; a long prompt begins again."""
         if self._long is not None:
-            self._queue.extendleft(reversed(self._long.seats))
-            self._long = None
+            self._queue.extendleft(reversed(self._end_long()))
         self._queue.extendleft(sorted(seats, key=lambda seat: -int(self._seats.position[seat])))
 
-    def seats(self) -> list[int]:
-        """All that wait."""
-        return [*(self._long.seats if self._long else ()), *self._queue]
-
-    def forget(self, seat: int) -> None:
-        if seat in self._queue:
-            self._queue.remove(seat)
-        elif self._long is not None and seat in self._long.seats:
+    def forget(self, seat: int) -> bool:
+        """Whether it was waiting."""
+        if self._long is not None and seat in self._long.seats:
             self._long.seats.remove(seat)
             if not self._long.seats:
-                self._long = None
+                self._end_long()
+        elif seat in self._queue:
+            self._queue.remove(seat)
+        else:
+            return False
+        return True
 
     def fill(self, take_row: Callable[[int], int]) -> int:
         """Compute what the budget allows; `take_row(seat)` gives a row to each that is complete. How many those are."""
         if self._long is None and not self._queue:
             return 0
-        joined, rows_of = self._next()
         if self._long is not None:
+            count = self.joining
             self._piece(self._long, take_row)
-            return len(joined)
-        for _ in joined:
-            self._queue.popleft()
-        if not joined:
-            self._begin_long()
-            return 0
-        rows = [take_row(seat) for seat in joined]
-        if b"" in rows_of:
-            self._decoder.cache.begin(self._tensor([rows[k] for k in rows_of[b""]]))
-        self._batches({ids: [rows[k] for k in members] for ids, members in rows_of.items() if ids})
-        return len(joined)
+            return count
+        seats_of = self._next()
+        count = sum(map(len, seats_of.values()))
+        if not count:
+            self._begin_long(take_row)
+        else:
+            for _ in range(count):
+                self._queue.popleft()
+            rows_of = {ids: [take_row(seat) for seat in seats] for ids, seats in seats_of.items()}
+            if empty := rows_of.pop(b"", None):
+                self._decoder.cache.begin(self._tensor(empty))
+            self._batches(rows_of)
+        return count
 
-    def _next(self) -> tuple[list[int], dict[bytes, list[int]]]:
-        """The seats that join, and the places in that list which each different prompt (as bytes) is for."""
-        if self._long is not None:
-            return (self._long.seats if self._long.left <= self._budget else []), {}
-        joined: list[int] = []
-        rows_of: dict[bytes, list[int]] = {}
+    def _next(self) -> dict[bytes, list[int]]:
+        """The seats at the front of the queue that fit into the budget, by their prompt (as bytes)."""
+        found: dict[bytes, list[int]] = {}
         left = self._budget
         for seat in self._queue:
             ids = self._seats.cached(seat).tobytes()
-            if ids not in rows_of:
+            if ids not in found:
                 left -= len(ids) // 4
                 if left < 0:
                     break
-            rows_of.setdefault(ids, []).append(len(joined))
-            joined.append(seat)
-        return joined, rows_of
+            found.setdefault(ids, []).append(seat)
+        return found
 
-    def _begin_long(self) -> None:
+    def _begin_long(self, take_row: Callable[[int], int]) -> None:
         """The first in the queue alone is over the budget: take it, and all with the same prompt."""
         ids = self._seats.cached(self._queue[0])
         same = [seat for seat in self._queue if np.array_equal(self._seats.cached(seat), ids)]
         self._queue = deque(seat for seat in self._queue if seat not in set(same))
-        self._long = _Piecewise(ids, same)
-        self._piece(self._long, None)
+        self._long = _Long(ids, same)
+        self._piece(self._long, take_row)
 
-    def _piece(self, long: _Piecewise, take_row: Callable[[int], int] | None) -> None:
-        begin, count = long.staging.done, min(self._budget, long.left)
-        ids = torch.from_numpy(long.ids[begin : begin + count].astype(np.int64))[None].to(self._device)
-        self._decoder.prefill_piece(ids, long.staging)
-        self.computed += count
-        if not long.left and take_row is not None:
-            self._decoder.cache.adopt(long.staging, self._tensor([take_row(seat) for seat in long.seats]))
-            self._long = None
+    def _piece(self, long: _Long, take_row: Callable[[int], int]) -> None:
+        piece = long.ids[long.done :][: self._budget].astype(np.int64)
+        ids = torch.from_numpy(piece)[None].to(self._device)
+        self._decoder.prefill(ids, self._tensor([self._last]), None, long.done)
+        self.computed += len(piece)
+        long.done += len(piece)
+        if not long.left:
+            rows = [take_row(seat) for seat in long.seats]
+            self._decoder.cache.move(self._tensor([self._last] * len(rows)), self._tensor(rows), long.done)
+            self._end_long(rows)
+
+    @torch.inference_mode()
+    def _end_long(self, rows: Sequence[int] = ()) -> list[int]:
+        """Its seats. The last row is cleared unless it is in `rows`: numbers that are not finite must not stay."""
+        assert self._long is not None
+        seats, self._long = self._long.seats, None
+        if self._last not in rows:
+            self._decoder.cache.clear(self._tensor([self._last]))
+        return seats
 
     def _batches(self, rows_of: dict[bytes, list[int]]) -> None:
         """Shortest first; a batch ends where its padding would be more than its tokens."""
@@ -378,7 +355,7 @@ class Prefill:
 
 # -- the engine -----
 
-class TorchEngine:
+class TorchEngine(Engine):
     """`capacity` rows of one model on one device. Use `load` for a model folder."""
 
     def __init__(
@@ -398,24 +375,18 @@ class TorchEngine:
         self._model = model.eval().requires_grad_(False)
         self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         self._device: torch.device = next(model.parameters()).device
-        self._max_length = _max_length(model, max_length)
         eos_ids = eos_ids_of(model, tokenizer)
+        super().__init__(Tokens(tokenizer, eos_ids, chat), capacity, _max_length(model, max_length))
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
         eos = np.zeros(max(self._vocabulary, *eos_ids, 0) + 1, np.bool_)
         eos[list(eos_ids)] = True
-        self._tokens = Tokens(tokenizer, eos_ids, chat)
-        self._decoder = choose_decoder(model, capacity, self._max_length, fast)
-        self._seats = Seats(capacity, self._max_length, eos)
+        self._decoder = choose_decoder(model, capacity, self.max_length, fast)
+        self._seats = Seats(capacity, self.max_length, eos)  # `_running` has the seat of each key
         self._waiting = Prefill(self._seats, self._decoder, max(1, prefill_tokens), self._device)
-        self._capacity = capacity
         self._on_update = on_update
         self._holes: list[int] = []
-        self._done: list[Finished] = []
         self._sampling: Sampling | None = None
         self._loader = WeightLoader(model)
-        self._pauses = Pauses()
-        self._version = self._steps = self._drawn = self._updates = 0
-        self._update_s = 0.0
 
     @classmethod
     def load(
@@ -433,78 +404,35 @@ class TorchEngine:
         engine._loader.base = Path(path)
         return engine
 
-    # -- the protocol -----
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
-    def active(self) -> int:
-        return self._capacity - len(self._seats.free) + len(self._done)
+    # -- the interface -----
 
     @property
     def drawing(self) -> int:
-        return 0 if self._pauses.on else self._seats.active - len(self._holes) + self._waiting.joining
+        return 0 if self.paused else self._seats.active - len(self._holes) + self._waiting.joining
 
-    @property
-    def max_length(self) -> int:
-        return self._max_length
-
-    @property
-    def decoder_name(self) -> str:
-        """Class of the decoder in use: `FastDecoder` or `GenericDecoder`."""
-        return type(self._decoder).__name__
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        check_rows(self, requests)
+    def _begin(self, requests: list[Request]) -> None:
         for request in requests:
             self._check(request)
         for request in requests:
-            if room_for(request, self._max_length) > 0:
-                self._waiting.wait(self._seats.sit(request))
-            else:
-                self._done.append(PartialAnswer(request).finished(LENGTH))
+            self._running[request.key] = seat = self._seats.sit(request)
+            self._waiting.wait(seat)
 
     def step(self) -> list[Finished]:
-        finished, self._done = self._done, []
-        if not self._pauses.on:
+        finished = self._take_done()
+        if not self.paused:
             with torch.inference_mode():
                 self._arrange()
                 if self._seats.active:
                     finished.extend(self._decode())
         return finished
 
-    def abort(self, key: int) -> Finished | None:
-        for index, one in enumerate(self._done):
-            if one.key == key:
-                return self._done.pop(index)
-        for seat in self._waiting.seats():
-            if self._seats.key[seat] == key:
-                self._waiting.forget(seat)
-                return self._seats.leave(seat, aborted=True)
-        for row in self._used_rows():
-            seat = int(self._seats.rows[row])
-            if self._seats.key[seat] == key:
+    def _end_now(self, keys: list[int]) -> None:
+        for key in keys:
+            seat = self._running.pop(key)
+            if not self._waiting.forget(seat):
+                row = next(row for row in self._used_rows() if self._seats.rows[row] == seat)
                 self._holes = sorted([*self._holes, row])
-                return self._seats.leave(seat, aborted=True)
-        return None
-
-    def events(self) -> list[Event]:
-        return self._seats.events()
-
-    def pause(self, how: Pause) -> list[Finished]:
-        ended: list[Finished] = []
-        while how == "wait" and self.active and not self._pauses.on:
-            ended += self.step()
-        if how == "abort":
-            seats = [*self._waiting.seats(), *self._seats.rows[self._used_rows()].tolist()]
-            ended = [one for key in self._seats.key[seats].tolist() if (one := self.abort(key)) is not None]
-        self._pauses.begin()
-        return ended
-
-    def resume(self) -> None:
-        self._pauses.end()
+            self._done.append(self._seats.leave(seat, aborted=True))
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
         """The learner trains this engine's own tensors with one copy of the weights; else the ordinary receiver writes
@@ -515,38 +443,24 @@ class TorchEngine:
         receiver.share(self.parameters())
         return receiver
 
-    def update_weights(self, receiver: Receiver) -> tuple[int, int]:
-        begun = time.monotonic()
-        self._version, step = self._loader.update(receiver)
+    def _update(self, receiver: Receiver) -> tuple[int, int]:
+        taken = self._loader.update(receiver)
         if self._on_update == "recompute":  # all that run give their rows back and wait for new keys and values
             self._waiting.wait_again(self._seats.rows[self._used_rows()].tolist())
             self._seats.active, self._holes = 0, []
-        self._updates += 1
-        self._update_s += time.monotonic() - begun
-        return self._version, step
+        return taken
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Live tensors by the names of `model.named_parameters()`; written in place between two steps."""
         return dict(self._parameters)
 
     def statistics(self) -> Statistics:
-        rows = self._used_rows()
-        return Statistics(
-            active=self.active, waiting=len(self._waiting), paused=self._pauses.on, version=self._version,
-            steps=self._steps, tokens=self._drawn, prefill_tokens=self._waiting.computed,
-            cache_tokens=int(self._seats.position[self._seats.rows[rows]].sum()),
-            cache_capacity=self._capacity * self._max_length, updates=self._updates, update_s=self._update_s,
-            pause_s=self._pauses.seconds + self._update_s,
+        found = super().statistics()
+        return replace(
+            found, waiting=len(self._waiting), prefill_tokens=self._waiting.computed,
+            cache_tokens=int(self._seats.position[self._seats.rows[self._used_rows()]].sum()),
+            cache_capacity=self.capacity * self.max_length, pause_s=found.pause_s + found.update_s,
         )
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        return self._tokens.encode(prompt)
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
-        return self._tokens.decode(ids, ended)
-
-    def close(self) -> None:
-        """Nothing was started."""
 
     # -- joining and leaving -----
 
@@ -556,16 +470,21 @@ class TorchEngine:
 
     def _arrange(self) -> None:
         """Let requests join, first in the rows of sequences that left, and close up the rows left over."""
-        if not self._waiting.fill(self._take_row) and not self._holes:
+        if self._waiting.in_pieces:  # the last row is free once the others are closed up
+            self._close_up()
+        if self._waiting.fill(self._take_row):
+            self._sampling = None
+        self._close_up()
+
+    def _close_up(self) -> None:
+        if not self._holes:
             return
         seats = self._seats
-        if self._holes:
-            span = int(seats.position[seats.rows[: seats.active]].max())
-            sources, targets = seats.close_up(self._holes)
-            self._holes = []
-            if sources and span:
-                self._decoder.cache.move(self._tensor(sources), self._tensor(targets), span)
-        self._sampling = None
+        span = int(seats.position[seats.rows[: seats.active]].max())
+        sources, targets = seats.close_up(self._holes)
+        self._holes, self._sampling = [], None
+        if sources and span:
+            self._decoder.cache.move(self._tensor(sources), self._tensor(targets), span)
 
     def _take_row(self, seat: int) -> int:
         seats = self._seats
@@ -582,21 +501,24 @@ class TorchEngine:
         seats = self._seats
         running: Index = seats.rows[: seats.active]
         positions = seats.position[running]
-        span = min(-(-(int(positions.max()) + 1) // SPAN_STEP) * SPAN_STEP, self._max_length)
+        span = min(-(-(int(positions.max()) + 1) // SPAN_STEP) * SPAN_STEP, self.max_length)
         if self._sampling is None:
             self._sampling = self._make_sampling(running)
         logits = self._decoder.step(self._to_device(seats.last[running]), self._to_device(positions), span)
         tokens, logprobs = draw(logits, self._to_device(seats.uniforms(running)), self._sampling)
         drawn, measured = tokens.cpu().numpy(), logprobs.cpu().numpy()
-        ended = seats.record(running, drawn, measured, self._version)
-        self._steps += 1
-        self._drawn += len(running)
+        ended = seats.record(running, drawn, measured, self.version)
+        self._counts.steps += 1
+        self._counts.tokens += len(running)
         if not ended.any():
             return []
         self._holes = ended.nonzero()[0].tolist()
         if (spoilt := np.isnan(measured)).any():
             self._decoder.cache.clear(self._tensor(spoilt.nonzero()[0].tolist()))
-        return [seats.leave(seat) for seat in running[ended].tolist()]
+        finished = [seats.leave(seat) for seat in running[ended].tolist()]
+        for one in finished:
+            del self._running[one.key]
+        return finished
 
     def _make_sampling(self, running: Index) -> Sampling:
         """Settings of the running rows; made again only when sequences joined or left."""

@@ -19,13 +19,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from busrl.config.machine import vocabulary_size
 from busrl.engines.base import (
@@ -33,15 +32,12 @@ from busrl.engines.base import (
     EOS,
     LENGTH,
     NO_IDS,
-    Event,
+    Engine,
     Finished,
     PartialAnswer,
     Pause,
-    Pauses,
     Request,
     Statistics,
-    check_rows,
-    room_for,
     seed_of,
 )
 from busrl.engines.tokens import tokens_of
@@ -50,8 +46,6 @@ from busrl.engines.vllm.weights import LoadedAdapter, Updates
 
 if TYPE_CHECKING:
     from busrl.config import Topology
-    from busrl.config.schema import Vllm
-    from busrl.data import Prompt
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
@@ -64,13 +58,10 @@ CALM_TURNS = 4  # of the loop, in which everything that vLLM has sent passes thr
 
 @dataclass
 class Running(PartialAnswer):
-    """A request inside vLLM; `limit` is how many tokens it may have. The loop's thread adds, the caller's thread reads
-    under the engine's lock. Versions come from vLLM where it notes them for every token, else from the counts at each
-    update."""
+    """A request inside vLLM. The loop's thread adds, the caller's thread reads under the engine's lock. Versions come
+    from vLLM where it notes them for every token, else from the counts at each update."""
 
-    limit: int = 0
     finish: int | None = None
-    end_streamed: bool = False  # whether an event has the end
     started_with: int = 0  # tokens that it had when it was last handed to vLLM
     restarts: int = 0  # of vLLM, each of which cut it
     task: Any = None  # what follows it in the loop
@@ -100,18 +91,6 @@ class Running(PartialAnswer):
                 at = slice(self.started_with + span.start, self.started_with + span.end)
                 self.versions[at] = [int(span.version)] * len(self.versions[at])
 
-    def ended(self) -> Finished:
-        assert self.finish is not None
-        return self.finished(self.finish)
-
-    def news(self) -> Event | None:
-        """What came since the last event; None if nothing did."""
-        finish = self.finish if not self.end_streamed else None
-        if self.streamed == len(self.token_ids) and finish is None:
-            return None
-        self.end_streamed = finish is not None
-        return self.event(finish)
-
     def sampling(self, stops: list[int], seeded: bool) -> Any:
         """vLLM's sampling settings of what is left of it."""
         from vllm import SamplingParams
@@ -121,7 +100,7 @@ class Running(PartialAnswer):
         return SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
-            max_tokens=self.limit - produced,
+            max_tokens=request.max_new_tokens - produced,
             seed=seed_of(request, produced) if seeded and request.temperature > 0 else None,
             stop_token_ids=stops,
             ignore_eos=True,  # the ids above are all of them
@@ -131,116 +110,72 @@ class Running(PartialAnswer):
         )
 
 
-class Meter:
-    """What vLLM's scheduler reports after every step, over its restarts; a vLLM that reports nothing leaves 0."""
+def stat_logger(record: Callable[[float], None]) -> Callable[..., Any]:
+    """What AsyncLLM calls to make its logger of statistics: `record` gets the share of the key-value cache in use after
+    every step, if this vLLM reports any."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.usage = 0.0  # share of the key-value cache in use
-
-    def logger(self, config: Any, engine_index: int = 0) -> Any:
-        """AsyncLLM calls it to make its logger of statistics."""
+    def make_logger(config: Any, engine_index: int = 0) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
-
-        meter = self
 
         class Logger(StatLoggerBase):  # type: ignore[misc, unused-ignore]
             def __init__(self, config: Any, engine_index: int = 0) -> None: ...
 
             def record(self, scheduler_stats: Any = None, *args: Any, **more: Any) -> None:
                 if scheduler_stats is not None:
-                    meter.steps += 1
-                    meter.usage = float(getattr(scheduler_stats, "kv_cache_usage", 0.0) or 0.0)
+                    record(float(getattr(scheduler_stats, "kv_cache_usage", 0.0) or 0.0))
 
             def log_engine_initialized(self) -> None: ...
 
         return Logger(config, engine_index)
 
+    return make_logger
 
-class VllmEngine:
-    """`start` says what vLLM is given, `own` is the [vllm] section; `make` takes both from a topology."""
 
-    def __init__(self, start: Start, own: Vllm, *, chat: bool = False, on_update: str = "recompute",
+class VllmEngine(Engine):
+    """`start` says what vLLM is given; `make` takes all of it from a topology."""
+
+    def __init__(self, start: Start, *, chat: bool = False, on_update: str = "recompute",
                  on_restart: str = "continue", temperature: float = 1.0) -> None:
         """`temperature`: that of the samples that are trained, at which new weights are checked."""
-        self.start, self.own, self.temperature = start, own, temperature
-        self.version = 0
-        self._text = tokens_of(start.model, chat)
+        text = tokens_of(start.model, chat)
+        super().__init__(text, start.capacity, start.max_length)
+        self.start, self.own, self.temperature = start, start.own, temperature
+        self._stops = sorted(text.eos_ids)
         self._lock = threading.Lock()
         self._running: dict[int, Running] = {}
         self._ended: list[Running] = []  # the loop's until gathered
-        self._ready: list[Finished] = []
-        self._streams: dict[int, Running] = {}
         self._wake = threading.Event()  # something has ended, or died
         self._failure = ""
         self._moved_at = time.monotonic()  # the last token, start or resumption
         self._looked = False
-        self._arrived = self._arrived_in_loop = self._counted = self._prefill = 0
-        self._pauses = Pauses()
-        self.meter = Meter()
+        self._arrived = self._counted = 0  # tokens that came, in the loop; those of the steps so far
+        self._usage = 0.0  # share of the key-value cache in use
         self.core = self._start_core()
         self._updates = Updates(self, on_update, on_restart)
 
-    # -- the protocol -----
-
-    @property
-    def capacity(self) -> int:
-        return self.start.capacity
-
-    @property
-    def active(self) -> int:
-        return len(self._running) + len(self._ready)
+    # -- the interface -----
 
     @property
     def drawing(self) -> int:
         """Tokens that came since they were last gathered: the next `step` adds them, having waited for none."""
         self._gather()
         self._looked = True
-        return self._arrived - self._counted
+        return self._counts.tokens - self._counted
 
-    @property
-    def max_length(self) -> int:
-        return self.start.max_length
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        check_rows(self, requests)
+    def _begin(self, requests: list[Request]) -> None:
         self.check()
-        starting = []
-        for request in requests:
-            running = Running(request, limit=room_for(request, self.max_length), adapter=self._updates.adapter)
-            if running.limit <= 0:
-                self._ready.append(running.finished(LENGTH))
-                continue
-            self._running[request.key] = running
-            if request.stream:
-                self._streams[request.key] = running
-            starting.append(running)
+        starting = [Running(request, adapter=self._updates.adapter) for request in requests]
+        self._running.update((running.request.key, running) for running in starting)
         self.begin(starting)
 
     def step(self) -> list[Finished]:
         if not self._looked:
             self._gather()
-        self._looked, self._counted = False, self._arrived
-        if not self._ready and self._running:
+        self._looked, self._counted = False, self._counts.tokens
+        if not self._done and self._running:
             self._wake.wait(STEP_WAIT_S)
         self.check()
-        finished, self._ready = self._ready, []
-        return finished
-
-    def abort(self, key: int) -> Finished | None:
-        if (running := self._running.get(key)) is not None:
-            self.core.call("abort", lambda: self._end_now([running]))
-            self._gather()
-        found = next((one for one in self._ready if one.key == key), None)
-        self._ready = [one for one in self._ready if one is not found]
-        return found
-
-    def events(self) -> list[Event]:
-        self.check()
-        with self._lock:
-            found = [event for running in self._streams.values() if (event := running.news()) is not None]
-            self._streams = {key: running for key, running in self._streams.items() if not running.end_streamed}
-        return found
+        return self._take_done()
 
     def pause(self, how: Pause) -> list[Finished]:
         self.check()
@@ -248,40 +183,34 @@ class VllmEngine:
             self.finish_all()
         self.stop_decoding()
         if how == "abort":
-            self.core.call("abort", lambda: self._end_now(list(self._running.values())))
+            self._end_now(list(self._running))
         self._gather()
-        finished, self._ready = self._ready, []
-        return finished
+        return self._take_done()
+
+    def _end_now(self, keys: list[int]) -> None:
+        self.core.call("abort", lambda: self._cut([self._running[key] for key in keys]))
+        self._gather()
 
     def resume(self) -> None:
         if self.paused:
             self._updates.refuse_if_dirty()
             self.core.call("resume", self.core.engine.resume_generation)
-            self._pauses.end()
+            super().resume()
             self._moved_at = time.monotonic()
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
         return self._updates.receiver(settings, name)
 
-    def update_weights(self, receiver: Receiver) -> tuple[int, int]:
+    def _update(self, receiver: Receiver) -> tuple[int, int]:
         return self._updates.take(receiver)
 
     def statistics(self) -> Statistics:
         cache = self._cache_capacity()
         with self._lock:
             waiting = sum(not running.token_ids for running in self._running.values())
-            return Statistics(
-                active=self.active, waiting=waiting, paused=self.paused, version=self.version,
-                steps=self.meter.steps, tokens=self._arrived, prefill_tokens=self._prefill,
-                cache_tokens=round(self.meter.usage * cache), cache_capacity=cache, updates=self._updates.count,
-                update_s=self._updates.seconds, pause_s=self._pauses.seconds,
+            return replace(
+                super().statistics(), waiting=waiting, cache_tokens=round(self._usage * cache), cache_capacity=cache
             )
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        return self._text.encode(prompt)
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
-        return self._text.decode(ids, ended)
 
     def close(self) -> None:
         self._updates.close()
@@ -293,10 +222,6 @@ class VllmEngine:
     def running(self) -> list[Running]:
         """Requests without an end, in the order in which they came."""
         return list(self._running.values())
-
-    @property
-    def paused(self) -> bool:
-        return self._pauses.on
 
     def check(self) -> None:
         """EngineLost if vLLM is dead, has failed a request, or is silent at work."""
@@ -313,7 +238,7 @@ class VllmEngine:
         self._moved_at = time.monotonic()
         for running in starting:
             running.started_with = len(running.token_ids)
-            self._prefill += len(running.known_ids)
+            self._counts.prefill_tokens += len(running.known_ids)
 
         def create() -> None:
             for running in starting:
@@ -327,7 +252,7 @@ class VllmEngine:
         """Stop between two steps, sequences and their cache kept; returns when every token sent is here."""
         if not self.paused:
             self.core.call("pause", self._pause_now)
-            self._pauses.begin()
+            self._hold()
 
     def finish_all(self) -> None:
         """Wait until nothing runs; vLLM's own pause would wait without naming a silent engine."""
@@ -355,7 +280,7 @@ class VllmEngine:
 
     def continue_all(self, adapter: LoadedAdapter | None) -> None:
         """Hand every request to the vLLM that was started again, from here on with that adapter."""
-        self._pauses.end()
+        super().resume()
         for running in self._running.values():
             running.restarts += 1
             running.adapter = adapter
@@ -366,7 +291,7 @@ class VllmEngine:
         known = max(1, min(8, self.max_length - count))
         prompt = np.arange(1, known + 1, dtype=np.int32) % vocabulary_size(Path(self.start.model))
         limit = min(count, self.max_length - known)
-        running = Running(Request(-1, 0, 0, prompt, NO_IDS, limit, self.temperature, 1.0, 0), limit=limit)
+        running = Running(Request(-1, 0, 0, prompt, NO_IDS, limit, self.temperature, 1.0, 0))
         salted = {"prompt_token_ids": running.known_ids, "cache_salt": "check"}
         async for output in core.engine.generate(salted, running.sampling([], True), "check"):
             running.take(output, self.version)
@@ -380,20 +305,24 @@ class VllmEngine:
     # -- in the loop -----
 
     def _start_core(self) -> Core:
-        own = self.own
         self._tasks: set[asyncio.Task[None]] = set()
-        core = Core(self.start, start_s=own.start_s, rpc_s=own.rpc_s, stop_s=own.stop_s, logger=self.meter.logger)
+        core = Core(self.start, stat_logger(self._record))
         core.on_death = self._wake.set
         # It is up when it has made a token: what a version still compiles then belongs to the start.
-        core.call("its first token", lambda: self.sample_for_check(core, 1), own.start_s)
+        core.call("its first token", lambda: self.sample_for_check(core, 1), self.own.start_s)
         return core
+
+    def _record(self, usage: float) -> None:
+        """vLLM's scheduler has done a step."""
+        self._counts.steps += 1
+        self._usage = usage
 
     async def _follow(self, running: Running) -> None:
         """One request from its start to its end."""
         core = self.core
         try:
             prompt = {"prompt_token_ids": running.known_ids, "cache_salt": str(self.version)}
-            settings = running.sampling(sorted(self._text.eos_ids), self.own.seeded)
+            settings = running.sampling(self._stops, self.own.seeded)
             more = {"lora_request": running.adapter.request} if running.adapter and running.adapter.request else {}
             # Closed here: left to the collector it may outlive the loop that has to close it.
             async with contextlib.aclosing(core.engine.generate(prompt, settings, running.id, **more)) as outputs:
@@ -416,8 +345,8 @@ class VllmEngine:
             running.take(output, self.version if running.adapter is None else running.adapter.version)
             self._moved_at = time.monotonic()
             if len(running.token_ids) > before and before == running.started_with:
-                self._prefill -= int(getattr(output, "num_cached_tokens", 0) or 0)
-            self._arrived_in_loop += len(running.token_ids) - before
+                self._counts.prefill_tokens -= int(getattr(output, "num_cached_tokens", 0) or 0)
+            self._arrived += len(running.token_ids) - before
             if running.finish is not None:
                 self._ended.append(running)
                 self._wake.set()
@@ -441,7 +370,7 @@ class VllmEngine:
             await asyncio.sleep(0)
             calm = calm + 1 if queue.empty() else 0
 
-    async def _end_now(self, ending: list[Running]) -> None:
+    async def _cut(self, ending: list[Running]) -> None:
         await self.core.engine.abort([running.id for running in ending])
         await self._settle()
         with self._lock:
@@ -457,18 +386,17 @@ class VllmEngine:
         """Take what ended over from the loop."""
         with self._lock:
             ended, self._ended = self._ended, []
-            self._arrived = self._arrived_in_loop
+            self._counts.tokens = self._arrived
             self._wake.clear()
         for running in ended:
-            del self._running[running.request.key]
-            self._ready.append(running.ended())
+            assert running.finish is not None
+            self._done.append(self._running.pop(running.request.key).finished(running.finish))
 
 
 def make(topology: Topology, process: str) -> VllmEngine:
     """The engine of a rollout process whose topology says `engine = "vllm"`."""
     return VllmEngine(
         Start.of(topology),
-        topology.vllm,
         chat=topology.data.template == "chat",
         on_update=topology.generation.on_update,
         on_restart=topology.weights.on_restart,

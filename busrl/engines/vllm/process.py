@@ -19,20 +19,20 @@ import json
 import logging
 import multiprocessing
 import os
-import select
 import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone  # of its own before Python 3.11
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from busrl.config.engine_rules import CPU_BLOCK, lora_rank, vllm_installed, vllm_objection
 from busrl.config.machine import adapter_slots
-from busrl.config.schema import ADAPTERS
+from busrl.config.schema import ADAPTERS, Vllm
 from busrl.errors import EngineLost, UserError
 
 if TYPE_CHECKING:
@@ -57,37 +57,26 @@ class Start:
     dtype: str
     capacity: int
     max_length: int
-    tensor_parallel: int = 1
-    gpu_memory_utilization: float = 0.85
-    kv_cache_mb: int = 0  # 0 = by itself
-    enforce_eager: str = "auto"
-    block_size: int = 0
+    own: Vllm = field(default_factory=Vllm)
     seed: int = 0
     lora_rank: int = 0  # 0 = no adapters
     adapters: int = 0
     extension: str = EXTENSION
-    extra: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, topology: Topology) -> Start:
         own, generation = topology.vllm, topology.generation
-        longest = topology.max_prompt_tokens + generation.max_new_tokens
         # Any other transport brings the merged weights: a vLLM with places for adapters has wrapped their layers.
         rank = topology.lora.rank if topology.weights.transport in ADAPTERS else 0
         return cls(
             model=topology.model.path,
             dtype=topology.model.dtype,
             capacity=generation.max_batch,
-            max_length=own.max_model_len or longest,
-            tensor_parallel=own.tensor_parallel,
-            gpu_memory_utilization=own.gpu_memory_utilization,
-            kv_cache_mb=0 if isinstance(own.kv_cache_mb, str) else own.kv_cache_mb,
-            enforce_eager=own.enforce_eager,
-            block_size=own.block_size,
+            max_length=own.max_model_len or topology.max_prompt_tokens + generation.max_new_tokens,
+            own=own,
             seed=topology.run.seed,
             lora_rank=lora_rank(rank) if rank else 0,
             adapters=adapter_slots(topology) if rank else 0,
-            extra=tuple(sorted(own.extra.items())),
         )
 
 
@@ -95,10 +84,8 @@ class Start:
 class Abilities:
     """What the vLLM at hand has, found by probing."""
 
-    version: str
     weight_version: bool  # it notes for every token which weights made it
     bare_pause: bool  # the engine's own pause, without the 20 ms that the front end adds
-    shutdown_timeout: bool
 
 
 def require() -> str:
@@ -120,10 +107,8 @@ def probe(engine: Any, version: str) -> Abilities:
     core = engine.engine_core
     bare = getattr(core, "pause_scheduler_async", None)
     return Abilities(
-        version=version,
         weight_version=callable(getattr(engine, "update_weight_version", None)),
         bare_pause=callable(bare) and {"mode", "clear_cache"} <= inspect.signature(bare).parameters.keys(),
-        shutdown_timeout="timeout" in inspect.signature(engine.shutdown).parameters,
     )
 
 
@@ -138,7 +123,7 @@ def make(start: Start, logger: Any) -> Any:
     if cpu := bool(current_platform.is_cpu()):
         # One process for engine and worker, whose threads are those of [[process]] threads and bound to no core.
         _set_defaults(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
-        if _eager(start, cpu):  # a few helpers of its sampler would still call a C++ compiler at the first token
+        if _eager(start.own, cpu):  # a few helpers of its sampler would still call a C++ compiler at the first token
             _set_defaults(TORCH_COMPILE_DISABLE="1")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -146,7 +131,7 @@ def make(start: Start, logger: Any) -> Any:
     given = _arguments(start, cpu)
     known = inspect.signature(AsyncEngineArgs).parameters
     if unknown := sorted(given.keys() - known.keys()):
-        where = "vllm.extra" if unknown[0] in dict(start.extra) else 'engine = "vllm"'
+        where = "vllm.extra" if unknown[0] in start.own.extra else 'engine = "vllm"'
         raise UserError(f"{where}: the engine of vLLM {require()} has no argument {unknown[0]!r}; see docs/engines.md")
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), stat_loggers=[logger])
 
@@ -156,19 +141,20 @@ def _set_defaults(**variables: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def _eager(start: Start, cpu: bool) -> bool:
-    return start.enforce_eager == "on" or (start.enforce_eager == "auto" and cpu)
+def _eager(own: Vllm, cpu: bool) -> bool:
+    return own.enforce_eager == "on" or (own.enforce_eager == "auto" and cpu)
 
 
 def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
+    own = start.own
     given: dict[str, Any] = {
         "model": start.model,
         "tokenizer": start.model,
         "dtype": start.dtype,
         "max_model_len": start.max_length,
         "max_num_seqs": start.capacity,
-        "tensor_parallel_size": start.tensor_parallel,
-        "enforce_eager": _eager(start, cpu),
+        "tensor_parallel_size": own.tensor_parallel,
+        "enforce_eager": _eager(own, cpu),
         "seed": start.seed,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the caller sets all of sampling
@@ -178,15 +164,16 @@ def _arguments(start: Start, cpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if not cpu:
-        given["gpu_memory_utilization"] = start.gpu_memory_utilization
-    if start.kv_cache_mb or cpu:
-        given["kv_cache_memory_bytes"] = (start.kv_cache_mb or _cpu_cache_mb(start)) << 20
-    if start.block_size or cpu:
-        given["block_size"] = start.block_size or CPU_BLOCK  # whole blocks are cached, so the smallest caches most
+        given["gpu_memory_utilization"] = own.gpu_memory_utilization
+    cache_mb = own.kv_cache_mb if own.kv_cache_mb != "auto" else _cpu_cache_mb(start) if cpu else 0
+    if cache_mb:
+        given["kv_cache_memory_bytes"] = int(cache_mb) << 20
+    if own.block_size or cpu:
+        given["block_size"] = own.block_size or CPU_BLOCK  # whole blocks are cached, so the smallest caches most
     if start.lora_rank:
         given |= {"enable_lora": True, "max_lora_rank": start.lora_rank, "max_loras": start.adapters}
         given["max_cpu_loras"] = start.adapters
-    return given | {name: _value_of(text) for name, text in start.extra}
+    return given | {name: _value_of(text) for name, text in sorted(own.extra.items())}
 
 
 def _cpu_cache_mb(start: Start) -> int:
@@ -213,15 +200,15 @@ def _value_of(text: str) -> Any:
 # -- its life -----
 
 class Core:
-    """One life of vLLM. `start_s`, `rpc_s`, `stop_s`: deadlines in seconds. Raises EngineLost from every method.
+    """One life of vLLM, with the deadlines of `start.own`. Raises EngineLost from every method.
 
     starting -> running -> closed; and from each of the first two -> dead, whose cause `lost` holds.
     """
 
-    def __init__(self, start: Start, *, start_s: float, rpc_s: float, stop_s: float, logger: Any) -> None:
+    def __init__(self, start: Start, logger: Any) -> None:
         self.version = require()
         self.lost = ""  # why it cannot be used any more
-        self.rpc_s, self._stop_s = rpc_s, stop_s
+        self._own = start.own
         self._before = {child.pid for child in multiprocessing.active_children()}
         self._pidfds: dict[int, int] = {}
         self._closed = False
@@ -233,9 +220,12 @@ class Core:
         begun = time.monotonic()
         self._thread.start()
         atexit.register(self.close)
-        self.engine: Any = self._wait_for_start(start_s)
+        self.engine: Any = self._wait_for_start(self._own.start_s)
         self.abilities: Abilities = probe(self.engine, self.version)
-        self._watch()
+        self._find()
+        if not self._pidfds:
+            raise self.lose("vLLM's engine has no process")
+        threading.Thread(target=self._wait_for_death, name="vllm watch", daemon=True).start()
         log.info("vLLM %s is up after %.1f s, engine pids %s", self.version, time.monotonic() - begun, self.pids())
 
     # -- calls -----
@@ -243,7 +233,7 @@ class Core:
     def call(self, what: str, make_awaitable: Callable[[], Awaitable[T]], timeout_s: float = 0.0) -> T:
         """Await something in the loop, from another thread. EngineLost names the engine, `what` and the seconds."""
         self.check()
-        limit = timeout_s or self.rpc_s
+        limit = timeout_s or self._own.rpc_s
         future = asyncio.run_coroutine_threadsafe(self._race(what, make_awaitable, limit), self.loop)
         try:
             return future.result(limit + GONE_S)
@@ -352,21 +342,13 @@ class Core:
         children = (child.pid for child in multiprocessing.active_children())
         return [pid for pid in children if pid is not None and pid not in self._before]
 
-    def _watch(self) -> None:
-        self._find()
-        if not self._pidfds:
-            raise self.lose("vLLM's engine has no process")
-        threading.Thread(target=self._wait_for_death, name="vllm watch", daemon=True).start()
-
     def _wait_for_death(self) -> None:
-        poll = select.poll()
         descriptors = {self._pidfds[pid]: pid for pid in self._roots() if pid in self._pidfds}
-        for descriptor in descriptors:
-            poll.register(descriptor, select.POLLIN)
-        ended = poll.poll()
+        ended = wait(descriptors)
         if self._closed:
             return
-        self.lost = self.lost or f"vLLM's engine died: pid {descriptors[ended[0][0]]} ended"
+        pid = next(pid for descriptor, pid in descriptors.items() if descriptor in ended)
+        self.lost = self.lost or f"vLLM's engine died: pid {pid} ended"
         with contextlib.suppress(RuntimeError):  # the loop may be closed
             self.loop.call_soon_threadsafe(self._death.set)
         self.on_death()
@@ -392,19 +374,20 @@ class Core:
         self._pidfds = {}
 
     def _shut_down(self) -> None:
-        done = threading.Event()
+        done, shutdown = threading.Event(), self.engine.shutdown
+        more = {"timeout": self._own.stop_s} if "timeout" in inspect.signature(shutdown).parameters else {}
 
         def end() -> None:
             try:
-                self.engine.shutdown(**({"timeout": self._stop_s} if self.abilities.shutdown_timeout else {}))
+                shutdown(**more)
             except Exception as problem:
                 log.warning("vLLM's shutdown raised %s: %s", type(problem).__name__, problem)
             done.set()
 
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(end)
-        if not done.wait(self._stop_s + 1.0):
-            log.warning("vLLM did not end within %g s; it is killed", self._stop_s)
+        if not done.wait(self._own.stop_s + 1.0):
+            log.warning("vLLM did not end within %g s; it is killed", self._own.stop_s)
 
     def _kill(self) -> None:
         """SIGKILL to all of its processes that live, and wait for them to be gone; remove the memory they shared."""
@@ -413,7 +396,7 @@ class Core:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         end = time.monotonic() + GONE_S
-        late = [pid for pid, fd in self._pidfds.items() if not _ended(fd, max(0.0, end - time.monotonic()))]
+        late = [pid for pid, fd in self._pidfds.items() if not wait([fd], max(0.0, end - time.monotonic()))]
         if late:
             log.error("vLLM: pids %s are not gone %g s after SIGKILL", late, GONE_S)
         for child in multiprocessing.active_children():  # reaps those that have ended
@@ -432,36 +415,21 @@ def is_death(result: object) -> bool:
     return isinstance(result, EngineDeadError)
 
 
-def _ended(pidfd: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
-
-
 def _with_descendants(roots: list[int]) -> list[int]:
     """Those processes and all that descend from them."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, waiting = [], list(roots)
-    while waiting:
-        pid = waiting.pop()
-        found.append(pid)
-        waiting += children.get(pid, [])
+    found = list(roots)
+    for pid in found:  # which grows meanwhile
+        with contextlib.suppress(OSError):
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                found += map(int, children.read_text().split())
     return found
 
 
-def _stat(pid: int) -> list[str]:
-    """The kernel's account of a process from its state letter on, then its parent; empty if it is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
-
-
 def _state(pid: int) -> str:
-    letter = next(iter(_stat(pid)), "")
-    return STATES.get(letter, letter) or "gone"
+    with contextlib.suppress(OSError):
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        return STATES.get(letter, letter)
+    return "gone"
 
 
 def _shared_files(pid: int) -> set[Path]:

@@ -27,14 +27,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from busrl import files
 from busrl.config.machine import model_facts
 from busrl.config.schema import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
-from busrl.weights.base import NOTHING
+from busrl.weights.base import NOTHING, TensorReceiver, poll
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("busrl")
 SIZE = 4096
-HEAD = struct.Struct("<QIIqqqq")  # sequence, checksum, bytes of text; staged version and step, loaded version and step
-BODY_AT = 16
+HEAD = struct.Struct("<II")  # checksum and length of the line
+TROUBLE = SIZE // 8  # characters of it that are written, of at most six bytes each
 TRIES = 100
 LOOK_EVERY_S = 0.005
 CHECK_TOKENS = 24
@@ -69,64 +71,48 @@ class Line:
 
 class Page:
     """A page of shared memory on which a worker writes which weights it has. The rollout process reads it at every
-    step, without a call to the engine, which would wait for a decoding step. One writer; a reader sees a whole line or
-    the one before: the sequence word is odd while it is written, and a checksum decides."""
+    step, without a call to the engine, which would wait for a decoding step. One writer; a reader sees a whole line, by
+    its checksum, or the one before."""
 
     def __init__(self, path: str | Path, *, create: bool = False) -> None:
+        """`create`: a new file under that name, readable by this user only; whoever maps an old one keeps it."""
         self.path = Path(path)
         if create:
-            self._create()
-        flags = os.O_RDWR if create else os.O_RDONLY
+            with files.replacing(self.path, durable=False) as descriptor:
+                os.ftruncate(descriptor, SIZE)
         try:
-            descriptor = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(self.path, (os.O_RDWR if create else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as problem:
             raise UserError(f"{self.path}: {problem.strerror}; a worker of vLLM should have made it") from None
         try:
-            access = mmap.ACCESS_WRITE if create else mmap.ACCESS_READ
-            self._map = mmap.mmap(descriptor, SIZE, access=access)
+            self._map = mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_WRITE if create else mmap.ACCESS_READ)
         finally:
             os.close(descriptor)
-        self._sequence = 0
-        self._seen = Line()
+        self._seen = Line()  # read or written last; an empty page is that
 
     def write(self, line: Line) -> None:
-        text = line.trouble.encode()[: SIZE - HEAD.size]
-        self._sequence += 1
-        struct.pack_into("<Q", self._map, 0, self._sequence)
-        numbers = (*line.staged, *line.loaded)
-        body = struct.pack("<qqqq", *numbers) + text
-        self._sequence += 1
-        HEAD.pack_into(self._map, 0, self._sequence - 1, zlib.crc32(body), len(text), *numbers)
-        self._map[HEAD.size : HEAD.size + len(text)] = text
-        struct.pack_into("<Q", self._map, 0, self._sequence)
+        if line == self._seen:
+            return
+        self._seen = line
+        body = msgspec.json.encode(dataclasses.replace(line, trouble=line.trouble[:TROUBLE]))
+        self._map[: HEAD.size + len(body)] = HEAD.pack(zlib.crc32(body), len(body)) + body
 
     def read(self) -> Line:
         """The last whole line; an empty one before the first."""
         for _ in range(TRIES):
-            data = bytes(self._map[:])
-            sequence, checksum, length, *numbers = HEAD.unpack_from(data)
-            if sequence == self._sequence:
-                return self._seen
-            body = data[BODY_AT : HEAD.size + min(length, SIZE)]
-            if not sequence & 1 and zlib.crc32(body) == checksum:
-                text = data[HEAD.size : HEAD.size + length].decode(errors="replace")
-                self._sequence, self._seen = sequence, Line((numbers[0], numbers[1]), (numbers[2], numbers[3]), text)
-                return self._seen
+            checksum, length = HEAD.unpack_from(self._map)
+            body = self._map[HEAD.size : HEAD.size + length]
+            if length and zlib.crc32(body) == checksum:
+                self._seen = msgspec.json.decode(body, type=Line)
+                break
         return self._seen
 
     def close(self) -> None:
         self._map.close()
 
-    def _create(self) -> None:
-        """A new file under that name, readable by this user only; whoever maps an old one keeps it."""
-        with files.replacing(self.path, durable=False) as descriptor:
-            os.ftruncate(descriptor, SIZE)
 
-
-class WorkerReceiver:
+class WorkerReceiver(TensorReceiver):
     """What the rollout role sees of the receivers in vLLM's workers: one page each."""
-
-    kind: Literal["tensors"] = "tensors"
 
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
@@ -147,15 +133,16 @@ class WorkerReceiver:
         return min(line.newest for line in lines)
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
-        """Pages of other processes cannot be waited on, so this looks every few milliseconds."""
-        deadline, pause = time.monotonic() + timeout_s, threading.Event()
-        while (found := self.newest())[0] < version:
+        def there() -> tuple[int, int] | None:
+            if (newest := self.newest())[0] >= version:
+                return newest
             self._engine.check()
-            if time.monotonic() > deadline:
-                text = f"{self.name}: vLLM's workers have no version {version} after {timeout_s:g} s"
-                raise WeightsTimeout(f"{text}, newest {found[0]}; {self.trouble}")
-            pause.wait(LOOK_EVERY_S)
-        return found
+            return None
+
+        if found := poll(there, timeout_s):
+            return found
+        text = f"{self.name}: vLLM's workers have no version {version} after {timeout_s:g} s"
+        raise WeightsTimeout(f"{text}, newest {self.newest()[0]}; {self.trouble}")
 
     def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
         raise UserError(f"{self.name}: the model is in vLLM's workers; update_weights loads what they received")
@@ -177,8 +164,8 @@ class Updates:
     """The updates of one engine. `on_update`: keep or recompute the cache of running sequences; auto = recompute."""
 
     def __init__(self, engine: VllmEngine, on_update: str, on_restart: str) -> None:
-        self.count, self.seconds = 0, 0.0
         self._engine = engine
+        self._any = False  # whether a version of a receiver is in vLLM
         self._recompute = on_update != "keep"
         self._finish_first = on_restart == "finish"
         self._dirty = ""
@@ -206,11 +193,9 @@ class Updates:
 
     def take(self, receiver: Receiver) -> tuple[int, int]:
         """Make the receiver's newest version the engine's; returns (version, step)."""
-        begun = time.monotonic()
         own = self._own if receiver is self._own else None
         taken = self._folder(receiver) if own is None else self._tensors(own)
-        self.count += 1
-        self.seconds += time.monotonic() - begun
+        self._any = True
         return taken
 
     def refuse_if_dirty(self) -> None:
@@ -236,7 +221,7 @@ class Updates:
         newest = own.newest()
         if newest == NOTHING:
             raise WeightsTimeout(f"{own.name}: no version has arrived in vLLM's workers; {own.trouble}")
-        if newest[0] == self._engine.version and self.count:
+        if newest[0] == self._engine.version and self._any:
             return newest
         core, comparing = self._engine.core, self._wants_check()
         agreed = self._agree_on(own)
@@ -363,17 +348,13 @@ class Updates:
             engine.version = version
         except WeightsRefused as problem:
             if before is not None and before.request is not None:
-                self._go_back(before, problem)
+                try:
+                    self._add(before.version, Path(before.request.lora_path))
+                except WeightsRefused as second:
+                    raise engine.core.lose(f"{problem}; and the one before is gone: {second}") from second
             engine.continue_all(self.adapter)
             raise
         engine.continue_all(self.adapter)
-
-    def _go_back(self, before: LoadedAdapter, why: WeightsRefused) -> None:
-        """Load the adapter that the vLLM before had."""
-        try:
-            self._add(before.version, Path(before.request.lora_path))
-        except WeightsRefused as problem:
-            raise self._engine.core.lose(f"{why}; and the one before is gone: {problem}") from problem
 
     def _used(self) -> set[int]:
         """Versions of the adapters that running answers have, and of the one that new ones get."""

@@ -129,7 +129,7 @@ class WorkerWeights:
         self._page.write(Line(self._staged, self._loaded, trouble))
 
 
-class SharedWeights:
+class SharedWeights(WorkerWeights):
     """One copy of the weights: the learner changes vLLM's own tensors while generation is paused (docs/gpu.md).
 
     `shapes` are those of the checkpoint, which vLLM fuses. A version is staged when the learner asks for the pause of
@@ -137,13 +137,8 @@ class SharedWeights:
     """
 
     def __init__(self, model: Any, source: OneCopyReceiver, shapes: dict[str, tuple[int, ...]], page: Page) -> None:
-        self._source, self._page = source, page
-        self._loaded = NOTHING
         source.share(dict(model.named_parameters()), shapes)
-        self._stop = threading.Event()
-        self._page.write(Line())
-        self._thread = threading.Thread(target=self._serve, name="busrl weights", daemon=True)
-        self._thread.start()
+        super().__init__(model, source, {}, page)
 
     def prepare(self, hold: bool) -> tuple[int, int]:
         newest = self._source.newest()
@@ -153,24 +148,8 @@ class SharedWeights:
         self._loaded = self._source.fetch({})
         return self._loaded
 
-    def release(self) -> str:
-        return ""
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        raise UserError("there is one copy of the weights, with which nothing can be compared")
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(5.0)
-        self._source.close()
-
-    def _serve(self) -> None:
-        written = Line()
-        while not self._stop.wait(LOOK_EVERY_S):
-            line = Line(self._source.newest(), self._loaded)
-            if line != written:
-                self._page.write(line)
-                written = line
+    def _look(self) -> None:
+        self._page.write(Line(self._source.newest(), self._loaded))
 
 
 class Extension:

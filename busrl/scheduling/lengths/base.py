@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ import numpy.typing as npt
 # -- the protocol --------------------------------------------------------------------------------------------
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +39,24 @@ class Candidate:
 Finished = tuple[Candidate, int]  # a finished answer: what was predicted about, and its real tokens
 
 
-class Predictor(Protocol):
-    """Predicted tokens per answer."""
+class Predictor:
+    """Predicted tokens per answer. One that learns nothing gives `predict` alone."""
 
     name: str
 
     def predict(self, candidates: Sequence[Candidate]) -> Floats:
         """One number per candidate, in their order."""
-        ...
+        raise NotImplementedError
 
     def observe(self, finished: Sequence[Finished]) -> None:
         """Answers that finished since the last call, one entry per answer."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """All that was learned, as plain data: numbers, strings, lists, dicts with string keys, NumPy arrays."""
-        ...
+        return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` gave. ValueError or KeyError if it does not fit; nothing is changed then."""
-        ...
 
 
 def limited(tokens: Floats, candidates: Sequence[Candidate]) -> Floats:
@@ -65,10 +65,90 @@ def limited(tokens: Floats, candidates: Sequence[Candidate]) -> Floats:
     return np.clip(tokens, 1.0, np.maximum(1.0, limit))
 
 
+# -- state ---------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """Something learned whose state is the attributes named in `KEPT`: arrays and numbers."""
+
+    KEPT: ClassVar[tuple[str, ...]] = ()
+
+    def state(self) -> dict[str, Any]:
+        return {name: copy(getattr(self, name)) for name in self.KEPT}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave; ValueError for other shapes and for numbers that are not finite."""
+        self.__dict__.update(self._read(state))
+
+    def _read(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name in self.KEPT:
+            own = np.asarray(getattr(self, name))
+            value = np.array(state[name], own.dtype)
+            if value.ndim != own.ndim or value.shape[1:] != own.shape[1:] or not np.isfinite(value).all():
+                raise ValueError(f"{name} of a {type(self).__name__}: another shape, or not finite")
+            found[name] = value if own.ndim else value.item()
+        if not self._fits(found):
+            raise ValueError(f"not the state of a {type(self).__name__}: sizes do not match")
+        return found
+
+    def _fits(self, found: Mapping[str, Any]) -> bool:
+        """Whether the values belong together."""
+        return True
+
+
+class Table(Kept):
+    """Columns (arrays named in `KEPT`) of `capacity` rows, one per key in column `KEYS`; when all are used, the row
+    made longest ago goes. `PLACE` is what the state calls the row that is used next."""
+
+    KEYS: ClassVar[str]
+    PLACE: ClassVar[str]
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._next = 0
+        self._row: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def rows(self, keys: Sequence[int]) -> Ints:
+        """The row of each key, -1 where there is none."""
+        find = self._row.get
+        return np.fromiter((find(key, -1) for key in keys), np.int64, len(keys))
+
+    def new(self, key: int) -> int:
+        """A row of zeros for a key that has none."""
+        row, keys = self._next, getattr(self, self.KEYS)
+        if len(self) == self.capacity:
+            del self._row[int(keys[row])]
+        for name in self.KEPT:
+            getattr(self, name)[row] = 0
+        keys[row], self._row[key] = key, row
+        self._next = (row + 1) % self.capacity
+        return row
+
+    def state(self) -> dict[str, Any]:
+        return {**{name: getattr(self, name)[: len(self)].copy() for name in self.KEPT}, self.PLACE: self._next}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        found, place = self._read(state), int(state[self.PLACE])
+        used = len(found[self.KEYS])
+        if not 0 <= place <= used:
+            raise ValueError(f"{self.PLACE} = {place} lies outside of the table")
+        for name, column in found.items():
+            getattr(self, name)[:used] = column
+        self._next = (place if used == self.capacity else used) % self.capacity
+        self._row = {key: row for row, key in enumerate(found[self.KEYS].tolist())}
+
+    def _fits(self, found: Mapping[str, Any]) -> bool:
+        sizes = {len(column) for column in found.values()}
+        return len(sizes) == 1 and max(sizes) <= self.capacity
+
+
 # -- prompts -------------------------------------------------------------------------------------------------
 
 MEMORY = 16.0
-COLUMNS = ("key", "draw", "count", "mean", "old_count", "old_mean")
 
 
 def key_of(candidate: Candidate) -> int:
@@ -77,34 +157,29 @@ def key_of(candidate: Candidate) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
-class PromptTable:
-    """A bounded table, prompt -> row, of running means; of `capacity` prompts the one first seen longest ago goes.
+class PromptTable(Table):
+    """Running means by prompt.
 
     Answers of the newest draw of a prompt are its siblings, counted apart from all earlier ones; of those the newest
     `MEMORY` count, so that a prompt whose answers grow is followed. `count` and `mean` are of the newest draw,
     `old_count` and `old_mean` of those before.
     """
 
+    KEPT = ("key", "draw", "count", "mean", "old_count", "old_mean")
+    KEYS, PLACE = "key", "oldest"
+
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.key, self.draw = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self.count, self.mean = np.zeros(0), np.zeros(0)
-        self.old_count, self.old_mean = np.zeros(0), np.zeros(0)
-        self.used = self._oldest = 0
-        self._row: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._row)
-
-    def rows(self, keys: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The row of each key, -1 where there is none."""
-        find = self._row.get
-        return np.fromiter((find(key, -1) for key in keys), np.int64, len(keys))
+        super().__init__(capacity)
+        self.key, self.draw = np.zeros((2, capacity), np.int64)
+        self.count, self.mean, self.old_count, self.old_mean = np.zeros((4, capacity))
 
     def row(self, key: int) -> int:
         """The row of a key, a new one if there is none."""
         row = self._row.get(key, -1)
-        return row if row >= 0 else self._new(key)
+        if row < 0:
+            row = self.new(key)
+            self.draw[row] = -1
+        return row
 
     def add(self, row: int, draw: int, value: float) -> None:
         """An answer."""
@@ -117,7 +192,7 @@ class PromptTable:
         self.count[row] += 1
         self.mean[row] += (value - self.mean[row]) / self.count[row]
 
-    def overall(self, rows: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
+    def overall(self, rows: Ints) -> tuple[Floats, Floats]:
         """Count and mean of all answers of some rows."""
         count = self.count[rows] + self.old_count[rows]
         total = self.count[rows] * self.mean[rows] + self.old_count[rows] * self.old_mean[rows]
@@ -129,41 +204,8 @@ class PromptTable:
             self.old_mean[row] = (kept * self.old_mean[row] + count * mean) / (kept + count)
             self.old_count[row] = kept + count
 
-    def _new(self, key: int) -> int:
-        if self.used == len(self.key) < self.capacity:
-            self._grow()
-        if self.used < self.capacity:
-            row = self.used
-            self.used += 1
-        else:
-            row = self._oldest
-            self._oldest = (row + 1) % self.capacity
-            del self._row[int(self.key[row])]
-        self._row[key] = row
-        self.key[row], self.draw[row] = key, -1
-        self.count[row] = self.mean[row] = self.old_count[row] = self.old_mean[row] = 0.0
-        return row
-
-    def _grow(self) -> None:
-        room = min(self.capacity, max(1024, 2 * len(self.key)))
-        for name in COLUMNS:
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate((column, np.zeros(room - len(column), column.dtype))))
-
     def state(self) -> dict[str, Any]:
-        return {**{name: getattr(self, name)[: self.used].copy() for name in COLUMNS}, "oldest": self._oldest}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        columns = [np.array(state[name], getattr(self, name).dtype) for name in COLUMNS]
-        used = len(columns[0])
-        if any(column.shape != (used,) or not np.isfinite(column).all() for column in columns) or used > self.capacity:
-            raise ValueError("a table of prompts of another shape")
-        if not 0 <= int(state["oldest"]) < self.capacity:
-            raise ValueError("a table whose oldest row lies outside of it")
-        for name, column in zip(COLUMNS, columns):
-            setattr(self, name, column)
-        self.used, self._oldest = used, int(state["oldest"])
-        self._row = {key: row for row, key in enumerate(self.key.tolist())}
+        return {**super().state(), "oldest": self._next if len(self) == self.capacity else 0}
 
 
 # -- level ---------------------------------------------------------------------------------------------------
@@ -171,21 +213,21 @@ class PromptTable:
 SETTLED = 1000  # answers; also how many the moving mean looks back
 
 
-class Level:
+class Level(Kept):
     """Moving mean of the natural log of lengths, so that a length of long ago compares with one of today.
 
     The level is 0 until `SETTLED` answers were seen; then it is how far the mean has moved since.
     """
 
+    KEPT = ("answers", "mean", "base")
+
     def __init__(self) -> None:
-        self.answers = 0
-        self.mean = 0.0
-        self._base = 0.0
+        self.answers, self.mean, self.base = 0, 0.0, 0.0
 
     @property
     def value(self) -> float:
         """How far the mean of the log has moved."""
-        return self.mean - self._base if self.answers > SETTLED else 0.0
+        return self.mean - self.base if self.answers > SETTLED else 0.0
 
     @property
     def typical(self) -> float:
@@ -198,16 +240,8 @@ class Level:
         self.answers += 1
         self.mean += (log - self.mean) / min(self.answers, SETTLED)
         if self.answers == SETTLED:
-            self._base = self.mean
+            self.base = self.mean
         return log - self.value
-
-    def state(self) -> dict[str, Any]:
-        return {"answers": self.answers, "mean": self.mean, "base": self._base}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        if not (math.isfinite(state["mean"]) and math.isfinite(state["base"])):
-            raise ValueError("a level that is no number")
-        self.answers, self.mean, self._base = int(state["answers"]), float(state["mean"]), float(state["base"])
 
 
 # -- evidence ------------------------------------------------------------------------------------------------
@@ -235,7 +269,7 @@ class Variance:
         return max(LEAST, self.mean)
 
 
-class Evidence:
+class Evidence(Kept):
     """What a prompt's own answers say, put together with what was expected without them.
 
     Normal distributions of the log of a length (relative to a level that the caller keeps): an expectation with its
@@ -249,6 +283,7 @@ class Evidence:
         self.answer = Variance(0.2)  # of one answer around its prompt
         self.expected = Variance(0.3)  # of a prompt around its expectation
         self.drift = Variance(0.1)  # of a prompt around its earlier answers
+        self.variances = {"answer": self.answer, "expected": self.expected, "drift": self.drift}
 
     def combine(self, candidates: Sequence[Candidate], keys: Sequence[int], expected: Floats) -> Floats:
         """The expectation, corrected by what is known of each prompt itself."""
@@ -298,18 +333,15 @@ class Evidence:
             self.expected.add(square, noise)
 
     def state(self) -> dict[str, Any]:
-        variances = {name: [v.mean, v.seen] for name, v in self._variances().items()}
+        variances = {name: [v.mean, v.seen] for name, v in self.variances.items()}
         return {"table": self.table.state(), "variances": variances}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        for name, variance in self._variances().items():
+        for name, variance in self.variances.items():
             variance.mean, variance.seen = map(float, state["variances"][name])
             if not (math.isfinite(variance.mean) and variance.seen > 0):
                 raise ValueError("a variance that is no number")
         self.table.load(state["table"])
-
-    def _variances(self) -> dict[str, Variance]:
-        return {"answer": self.answer, "expected": self.expected, "drift": self.drift}
 
 
 # -- oracle --------------------------------------------------------------------------------------------------
@@ -317,7 +349,7 @@ class Evidence:
 LengthsOf = Callable[[int], Sequence[int]]
 
 
-class OraclePredictor:
+class OraclePredictor(Predictor):
     """The mean length of a group's answers, each cut at the limit, known beforehand from `lengths_of`.
 
     For simulations and runs of the scripted engine only; the topology of a run with a real model is refused.
@@ -331,12 +363,3 @@ class OraclePredictor:
     def predict(self, candidates: Sequence[Candidate]) -> Floats:
         means = (float(np.minimum(self.lengths_of(c.draw), c.max_new_tokens).mean()) for c in candidates)
         return limited(np.fromiter(means, np.float64, len(candidates)), candidates)
-
-    def observe(self, finished: Sequence[Finished]) -> None:
-        """It knows already."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to take over."""

@@ -11,22 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from busrl.scheduling.lengths.base import Candidate, Evidence, Floats, PromptTable, key_of
-from busrl.scheduling.lengths.history import PROMPTS, VECTORS, Neighbours
-from busrl.scheduling.lengths.learned import BITS, Features, Fresh, Learning, Ridge, add_to, features
+from busrl.scheduling.lengths.base import Candidate, Floats, Kept
+from busrl.scheduling.lengths.history import PROMPTS, VECTORS, HistoryPredictor, keyed
+from busrl.scheduling.lengths.learned import Features, Fresh, Ridge, add_to
 from busrl.scheduling.lengths.rules import RulesPredictor
 
 LOOK_BACK = 1024  # prompts
 PENALTY = 8.0  # weight of the first guess, in prompts per unit of variance of a source
 
 
-class Stack:
+class Stack(Kept):
     """A linear mixture of `sources` predictions, fitted to how they did lately.
 
     Remembers what each source said of the last prompts before it learned from them; what came out is given at each fit,
     since more answers of a prompt may have come. Until there is data the first source is followed alone. No source
     counts negatively. Newer prompts weigh more, as the sources are learning themselves.
     """
+
+    KEPT = ("said", "keys", "weights")
 
     def __init__(self, sources: int) -> None:
         self.sources = sources
@@ -70,43 +72,31 @@ class Stack:
             used[worst] = False
         self.weights = weights
 
-    def state(self) -> dict[str, Any]:
-        return {"said": self.said.copy(), "keys": self.keys.copy(), "weights": self.weights.copy()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        said, keys, weights = (np.array(state[name], np.float64) for name in ("said", "keys", "weights"))
-        if said.shape != (len(keys), self.sources) or weights.shape != self.weights.shape or len(keys) > LOOK_BACK:
-            raise ValueError("a mixture of other sources")
-        if not (np.isfinite(said).all() and np.isfinite(weights).all()):
-            raise ValueError("a mixture that is no number")
-        self.said, self.keys, self.weights = said, np.array(state["keys"], np.int64), weights
+    def _fits(self, found: Mapping[str, Any]) -> bool:
+        return len(found["said"]) == len(found["keys"]) <= LOOK_BACK and len(found["weights"]) == len(self.weights)
 
 
 SOURCES = 3
 
 
-class BlendPredictor(Learning):
+class BlendPredictor(HistoryPredictor):
     """Length from everything that is known."""
 
     name = "blend"
 
     def __init__(self, rules: RulesPredictor | None = None, prompts: int = PROMPTS, vectors: int = VECTORS) -> None:
-        super().__init__()
+        super().__init__(prompts, vectors)
         self.rules = rules or RulesPredictor()
-        self.bounds = prompts, min(prompts, vectors)
-        self.table = PromptTable(prompts)
-        self.evidence = Evidence(self.table)
-        self.neighbours = Neighbours(self.table, self.bounds[1])
-        self.ridge = Ridge()
-        self.stack = Stack(SOURCES)
+        self.ridge, self.stack = Ridge(), Stack(SOURCES)
+        self.parts = {**self.parts, "ridge": self.ridge, "stack": self.stack}
 
     def _empty(self) -> BlendPredictor:
         return BlendPredictor(self.rules, *self.bounds)
 
     def _expect(self, candidates: Sequence[Candidate]) -> Floats:
-        keys = [key_of(candidate) for candidate in candidates]
+        keys, f = keyed(candidates)
         typical = self.level.typical
-        mixed = self.stack.mix(self._sources(candidates, keys, features(candidates, BITS), typical)) + typical
+        mixed = self.stack.mix(self._sources(candidates, keys, f, typical)) + typical
         return self.evidence.combine(candidates, keys, mixed)
 
     def _sources(self, candidates: Sequence[Candidate], keys: Sequence[int], f: Features, typical: float) -> Floats:
@@ -118,11 +108,11 @@ class BlendPredictor(Learning):
 
     def _answer(self, candidate: Candidate, value: float) -> bool:
         self.ridge.update(candidate.draw, value)
-        return not self.evidence.add(candidate, value)
+        return super()._answer(candidate, value)
 
     def _learn(self, fresh: Sequence[Fresh]) -> None:
         candidates = [one.candidate for one in fresh]
-        keys, f = [key_of(candidate) for candidate in candidates], features(candidates, BITS)
+        keys, f = keyed(candidates)
         typical, first = self.level.typical, np.array([one.first for one in fresh])
         sources = self._sources(candidates, keys, f, typical)  # before they learn: what they would have said
         said = self.stack.mix(sources)
@@ -138,17 +128,3 @@ class BlendPredictor(Learning):
         rows = self.table.rows(self.stack.keys.tolist())
         count, mean = self.table.overall(np.maximum(rows, 0))
         self.stack.fit(mean, np.where(rows >= 0, count / (count + 1), 0.0), typical)
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "evidence": self.evidence.state(),
-            "neighbours": self.neighbours.state(),
-            "ridge": self.ridge.state(),
-            "stack": self.stack.state(),
-        }
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self.evidence.load(state["evidence"])
-        self.neighbours.load(state["neighbours"])
-        self.ridge.load(state["ridge"])
-        self.stack.load(state["stack"])

@@ -50,7 +50,7 @@ REMEMBERED = 1 << 17  # predictions waiting for their answers; as many prompts m
 FADE_PROMPTS = 4096  # costs are means over about so many
 
 
-class Guard:
+class Guard(Predictor):
     """A predictor that can be relied on. `report(text)` is called once per kind of fault; `clock()` gives seconds."""
 
     def __init__(

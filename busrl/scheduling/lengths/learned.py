@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.scheduling.lengths.base import Candidate, Finished, Floats, Level, limited
+from busrl.scheduling.lengths.base import Candidate, Finished, Floats, Ints, Kept, Level, Predictor, limited
 
 # -- features of the text ------------------------------------------------------------------------------------
 
-Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
 HEAD, TAIL = 600, 200  # characters looked at
@@ -158,13 +157,16 @@ REFIT = 32  # fit again when the window has grown by 1 / REFIT of its entries
 CENTRE = np.array([0.0, 3.5, 2.0, 1.0, 0.5, 0.0])  # of the counts: keeps the intercept apart from them
 
 
-class Ridge:
+class Ridge(Kept):
     """A linear model of hashed text features, kept at the optimum of a sliding window of prompts.
 
     Ridge regression by conjugate gradients that start from the last solution: a few products per round are as good as
     solving it again, with no learning rate to choose. At most ROWS prompts and ENTRIES features, the oldest go. A
     prompt has one row, whatever the number of its answers; its target is the mean of those.
     """
+
+    ROWS = ("size", "counts", "keys", "answers", "target")
+    KEPT = ("weights", "column", "value", *ROWS, "fresh", "offset")
 
     def __init__(self) -> None:
         self.weights = np.zeros(HASHED + COUNTS)
@@ -234,24 +236,18 @@ class Ridge:
         self.offset = float(np.average(self.target, weights=problem.sure))
         self.weights = problem.improved(self.weights, self.target - self.offset)
 
-    def state(self) -> dict[str, Any]:
-        names = ("weights", "column", "value", "size", "counts", "keys", "answers", "target")
-        return {**{name: getattr(self, name) for name in names}, "fresh": self.fresh, "offset": self.offset}
-
     def load(self, state: Mapping[str, Any]) -> None:
-        rows = len(state["keys"])
-        if len(state["weights"]) != HASHED + COUNTS or int(np.sum(state["size"])) != len(state["column"]):
-            raise ValueError("a ridge model of another shape")
-        if not all(len(state[name]) == rows for name in ("size", "counts", "answers", "target")):
-            raise ValueError("columns of different lengths")
-        if not np.isfinite(state["weights"]).all() or not np.isfinite(state["target"]).all():
-            raise ValueError("numbers that are not finite")
-        if len(state["column"]) and not 0 <= np.min(state["column"]) <= np.max(state["column"]) < HASHED:
-            raise ValueError("columns that there are not")
-        for name in ("weights", "column", "value", "size", "counts", "keys", "answers", "target"):
-            setattr(self, name, np.array(state[name], getattr(self, name).dtype))
-        self.fresh, self.offset = int(state["fresh"]), float(state["offset"])
+        super().load(state)
         self._first, self._at = 0, {key: row for row, key in enumerate(self.keys.tolist())}
+
+    def _fits(self, found: Mapping[str, Any]) -> bool:
+        column, size = found["column"], found["size"]
+        return (
+            len(found["weights"]) == HASHED + COUNTS
+            and len(column) == len(found["value"]) == size.sum()
+            and len({len(found[name]) for name in self.ROWS}) == 1
+            and not np.any((column < 0) | (column >= HASHED))
+        )
 
 
 class _Problem:
@@ -319,7 +315,7 @@ class Fresh:
         self.mean += (value - self.mean) / self.answers
 
 
-class Learning(ABC):
+class Learning(Predictor, ABC):
     """Base of the predictors that learn online, from logs of lengths: twice as long is as far off as half as long.
 
     An answer counts at once for its prompt; the text of a new prompt is learned when `WORTH` of them have come (at the
@@ -332,6 +328,7 @@ class Learning(ABC):
     def __init__(self) -> None:
         self.level = Level()
         self.prompts = 0  # whose text was learned
+        self.parts: Mapping[str, Kept] = {}  # what a subclass learns with, by name in the state
         self._fresh: dict[int, Fresh] = {}  # by draw
 
     def predict(self, candidates: Sequence[Candidate]) -> Floats:
@@ -355,8 +352,9 @@ class Learning(ABC):
             self._learn(fresh)
 
     def state(self) -> dict[str, Any]:
+        parts = {name: part.state() for name, part in self.parts.items()}
         waiting = [asdict(one) for one in self._fresh.values()]
-        return {"level": self.level.state(), "prompts": self.prompts, "fresh": waiting, **self._state()}
+        return {"level": self.level.state(), "prompts": self.prompts, "fresh": waiting, **parts}
 
     def load(self, state: Mapping[str, Any]) -> None:
         other = self._empty()  # filled first: a state that does not fit changes nothing
@@ -365,7 +363,8 @@ class Learning(ABC):
         for one in state["fresh"]:
             fresh = Fresh(**{**one, "candidate": Candidate(**one["candidate"])})
             other._fresh[fresh.candidate.draw] = fresh
-        other._load(state)
+        for name, part in other.parts.items():
+            part.load(state[name])
         self.__dict__.update(other.__dict__)
 
     # -- a subclass says ----------------------------------------------------------------------------------------
@@ -386,14 +385,6 @@ class Learning(ABC):
     def _learn(self, fresh: Sequence[Fresh]) -> None:
         """New prompts."""
 
-    @abstractmethod
-    def _state(self) -> dict[str, Any]:
-        """What it adds to `state`."""
-
-    @abstractmethod
-    def _load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `_state` gave."""
-
 
 class LearnedPredictor(Learning):
     """Length from the text alone."""
@@ -403,6 +394,7 @@ class LearnedPredictor(Learning):
     def __init__(self) -> None:
         super().__init__()
         self.ridge = Ridge()
+        self.parts = {"ridge": self.ridge}
 
     def _expect(self, candidates: Sequence[Candidate]) -> Floats:
         if not len(self.ridge):
@@ -415,18 +407,8 @@ class LearnedPredictor(Learning):
     def _learn(self, fresh: Sequence[Fresh]) -> None:
         add_to(self.ridge, fresh, features([one.candidate for one in fresh], BITS))
 
-    def _state(self) -> dict[str, Any]:
-        return {"ridge": self.ridge.state()}
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self.ridge.load(state["ridge"])
-
 
 def add_to(ridge: Ridge, fresh: Sequence[Fresh], f: Features) -> None:
     """Rows of new prompts, `f` their features."""
-    ridge.add(
-        [one.candidate.draw for one in fresh],
-        f,
-        np.array([one.mean for one in fresh]),
-        np.array([one.answers for one in fresh], np.float64),
-    )
+    draws, means = [one.candidate.draw for one in fresh], np.array([one.mean for one in fresh])
+    ridge.add(draws, f, means, np.array([one.answers for one in fresh], np.float64))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from busrl.scheduling.lengths.base import Candidate, Finished, Floats, limited
+from busrl.scheduling.lengths.base import Candidate, Floats, Predictor, limited
 
 # -- tables of words -----------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ DIGITS = "0123456789"
 _WORD = re.compile("[a-z0-9_]+")  # other scripts have no spaces to go by: their words match anywhere
 
 
-class RulesPredictor:
+class RulesPredictor(Predictor):
     """A weighted sum of what a prompt shows."""
 
     name = "rules"
@@ -135,15 +135,6 @@ class RulesPredictor:
 
     def predict(self, candidates: Sequence[Candidate]) -> Floats:
         return limited(np.fromiter((self._score(c) for c in candidates), np.float64, len(candidates)), candidates)
-
-    def observe(self, finished: Sequence[Finished]) -> None:
-        """Rules do not learn."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to take over."""
 
     def _score(self, candidate: Candidate) -> float:
         prompt = candidate.prompt

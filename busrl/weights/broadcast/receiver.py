@@ -20,29 +20,25 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 
 from busrl.device import finish_stream, own_stream
-from busrl.errors import WeightsTimeout
-from busrl.weights.base import NOTHING, Instrumented
+from busrl.errors import WeightsTimeout, first_line
+from busrl.weights.base import NOTHING, TensorReceiver
 from busrl.weights.broadcast.group import (
     ControlConnection,
     Group,
     GroupSetup,
-    GroupTimeouts,
     Message,
     Rendezvous,
     Waker,
-    first_line,
     pieces,
     ready,
-    secret_of,
 )
-from busrl.weights.sparse import Frame, FrameError, apply, split, unpack
-from busrl.weights.tensors import BoundTensors, Manifest, is_plain
+from busrl.weights.sparse import Follower, Frame, FrameError, Frames, compare, split, unpack
+from busrl.weights.tensors import Manifest
 
 log = logging.getLogger("busrl")
 READ_S = 1.0
@@ -59,20 +55,15 @@ class ReceivedVersion:
     def __init__(self) -> None:
         self.manifest: Manifest | None = None
         self.stamp = NOTHING
-        self.usable = False
+        self.usable = False  # False also while the next version has another layout: no frame may follow this one
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._sums: list[int] = []
-        self._frames: list[Frame] = []
-        self._bound, self._bound_version, self._bound_sums = BoundTensors(), -1, [0]
+        self._here, self._model, self._model_version = Follower(), Follower(), -1
+        self._frames: Frames[Frame] = Frames()
 
     @property
     def offered(self) -> tuple[int, int]:
         """The version that `fetch` would copy now."""
         return self.stamp if self.usable else NOTHING
-
-    def outdate(self) -> None:
-        """The next version has another layout: no frame may follow this one."""
-        self.usable = False
 
     def replace(
         self, manifest: Manifest, block: torch.Tensor, stamp: tuple[int, int], sums: Sequence[int]
@@ -87,71 +78,50 @@ class ReceivedVersion:
         spare = self._block if len(self._block) == len(block) else torch.empty_like(block)
         self._block = block
         if self.manifest != manifest:
-            self._bound_version = -1
+            self._model.forget()
         self.manifest, self.stamp, self.usable = manifest, stamp, True
-        self._sums, self._frames = list(sums) or [0] * len(manifest.entries), []
+        self._here.start(manifest, manifest.views(block), sums)
+        self._frames.clear()
         return spare
 
     def follow(self, frames: Sequence[Frame]) -> None:
         """Apply frames. FrameError: the block is useless, and a whole version has to come."""
-        assert self.manifest is not None
-        views = self.manifest.views(self._block)
         for frame in frames:
             if frame.version <= self.stamp[0]:
                 continue
             try:
                 if not self.usable or frame.base != self.stamp[0]:
                     raise FrameError(f"version {frame.version} follows {frame.base}, this engine has {self.stamp[0]}")
-                apply(frame, self.manifest, views, self._sums)
-                self._compare(frame, views)
+                self._here.follow([frame])
             except FrameError:
                 self.usable = False
                 raise
             self.stamp = (frame.version, frame.step)
-            self._remember(frame)
+            self._frames.add(frame.base, frame, frame.nbytes, len(self._block) // 2)
 
     def fetch(self, params: dict[str, torch.Tensor]) -> None:
         """Bring the tensors to this version; it is usable."""
         assert self.manifest is not None
         self.manifest.check(params)
         if not self._catch_up(params):
-            self._bound_version = -1
+            self._model.forget()
             self.manifest.scatter(self._block, params)
-            self._bound_sums = list(self._sums)
-        self._bound.bind(params)
-        self._bound_version = self.stamp[0]
+            self._model.start(self.manifest, params, self._here.sums)
+        self._model_version = self.stamp[0]
 
     def _catch_up(self, params: dict[str, torch.Tensor]) -> bool:
         """Apply the frames since the tensors' version; False if that is not possible."""
-        if self._bound_version < 0 or not self._bound.are(params) or self.manifest is None:
+        if not self._model.holds(params):
             return False
-        if self._bound_version == self.stamp[0]:
-            return True
-        first = next((k for k, frame in enumerate(self._frames) if frame.base == self._bound_version), None)
-        if first is None:
+        frames = [] if self._model_version == self.stamp[0] else self._frames.since(self._model_version)
+        if frames is None:
             return False
-        self._bound_version = -1  # until all is in rendezvous
         try:
-            for frame in self._frames[first:]:
-                apply(frame, self.manifest, params, self._bound_sums)
-                if all(map(is_plain, params.values())):
-                    self._compare(frame, params)
+            self._model.follow(frames)
         except FrameError as problem:
             log.warning("weights: %s; all values are copied", problem)
             return False
         return True
-
-    def _compare(self, frame: Frame, named: dict[str, torch.Tensor]) -> None:
-        assert self.manifest is not None
-        if frame.whole and self.manifest.digest(named, frame.version, frame.step) != frame.whole:
-            raise FrameError(f"the values of version {frame.version} do not match their digest")
-
-    def _remember(self, frame: Frame) -> None:
-        """Keep frames as long as they are less than half of the block."""
-        self._frames.append(frame)
-        size = sum(one.nbytes for one in self._frames)
-        while size > len(self._block) // 2:
-            size -= self._frames.pop(0).nbytes
 
 
 class ReceiveState(enum.Enum):
@@ -159,7 +129,7 @@ class ReceiveState(enum.Enum):
     MEMBER. A new epoch: any of these -> ROLL_CALL. Something fails: -> OUTSIDE. The connection ends: -> LOOKING.
     REPLACED is the end: another process has taken the name."""
 
-    LOOKING = "looking for the learner's address"
+    LOOKING = "looking for the learner"
     OUTSIDE = "waiting to join the learner's group"
     ROLL_CALL = "in the roll call"
     CONNECTING = "connecting with the other members"
@@ -168,16 +138,14 @@ class ReceiveState(enum.Enum):
     REPLACED = "another process has taken its name"
 
 
-class BroadcastReceiver(Instrumented):
+class BroadcastReceiver(TensorReceiver):
     """A member called `name`, which receives versions into memory of `device`: the CPU's with gloo, else its own."""
-
-    kind: Literal["tensors"] = "tensors"
 
     def __init__(self, file: str | Path, name: str, *, timeout_s: float = 10.0, device: str = "cpu") -> None:
         self.file = Path(file)
         self.name = name
         self.state = ReceiveState.LOOKING
-        self._timeouts, self._device = GroupTimeouts(timeout_s), device
+        self._timeout_s, self._phase_s, self._device = timeout_s, timeout_s / 3, device
         self._problem = ""
         self._epoch = 0
         self._rank = self._size = 0
@@ -213,9 +181,8 @@ class BroadcastReceiver(Instrumented):
             if self._received.stamp == NOTHING:
                 raise WeightsTimeout(f"{self.name}: no version has arrived; {self._where()}")
             # A frame that did not fit made the version that `newest` has just named unusable; a whole one will come.
-            limit_s = self._timeouts.timeout_s
-            if not self._arrived.wait_for(lambda: self._received.usable, limit_s):
-                raise WeightsTimeout(f"{self.name}: no whole version for {limit_s:g} s; {self._where()}")
+            if not self._arrived.wait_for(lambda: self._received.usable, self._timeout_s):
+                raise WeightsTimeout(f"{self.name}: no whole version for {self._timeout_s:g} s; {self._where()}")
             self._received.fetch(params)
             finish_stream(self._device)  # the block that was read may receive the version after the next
             return self._received.stamp
@@ -225,7 +192,7 @@ class BroadcastReceiver(Instrumented):
         atexit.unregister(self.close)
         self._stopping = True
         self._waker.wake()
-        self._thread.join(self._timeouts.timeout_s)
+        self._thread.join(self._timeout_s)
         if not self._thread.is_alive():
             self._waker.close()
 
@@ -240,24 +207,23 @@ class BroadcastReceiver(Instrumented):
         while not self._stopping and self.state is not ReceiveState.REPLACED:
             self.state = ReceiveState.LOOKING
             try:
-                self._follow(self.file.read_text())
+                self._follow()
             except (OSError, ValueError) as problem:  # no file yet, or a learner that is gone
                 log.debug("weights: %s: %s", self.name, problem)
             except Exception as problem:  # must not end the thread
-                self._problem = f"{type(problem).__name__}: {first_line(problem)}"
+                self._problem = f"{type(problem).__name__}: {first_line(str(problem))}"
                 log.warning("weights: %s: %s", self.name, self._problem)
             self._drop_group()
             if self.state is not ReceiveState.REPLACED and ready([self._waker], 0.0 if self._stopping else RETRY_S):
                 self._waker.clear()
 
-    def _follow(self, address: str) -> None:
+    def _follow(self) -> None:
         """Follow the learner's messages until it is gone (OSError), this receiver stops, or another process takes its
         name."""
-        connection = ControlConnection.to(address, self._timeouts.phase_s)
+        connection = ControlConnection.to(self.file)
         self._messages.clear()
         try:
-            connection.send({"say": "join", "secret": secret_of(address), "name": self.name, "pid": os.getpid(),
-                       "have": -1})
+            connection.send({"say": "join", "name": self.name, "pid": os.getpid(), "have": -1})
             self.state, self._epoch = ReceiveState.OUTSIDE, 0
             self._manifest = None
             while not self._stopping and self.state is not ReceiveState.REPLACED:
@@ -299,7 +265,7 @@ class BroadcastReceiver(Instrumented):
             self._reached("manifest")
             self._manifest = Manifest.from_json(message["manifest"].encode())
             if self._received.manifest != self._manifest:
-                self._received.outdate()
+                self._received.usable = False
             size = self._manifest.nbytes
             if len(self._spare) != size:
                 self._spare = torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -330,7 +296,7 @@ class BroadcastReceiver(Instrumented):
     def _receive(self, connection: ControlConnection, message: Message) -> None:
         """Receive a version into the spare block, then make it the newest."""
         if self._setup is not None:  # the other members were faster than our thread
-            self._setup.ended.wait(self._timeouts.phase_s)
+            self._setup.ended.wait(self._phase_s)
             self._adopt_group(connection)
         if self._group is None or self._manifest is None:
             return
@@ -348,7 +314,7 @@ class BroadcastReceiver(Instrumented):
             self._reached(point)
             self._commit(message, data, self._await_commit(connection, message))
         except (RuntimeError, FrameError) as problem:
-            why = f"{first_line(problem)} ({time.monotonic() - begun:.1f} s)"
+            why = f"{first_line(str(problem))} ({time.monotonic() - begun:.1f} s)"
             self._report_broken(connection, f"{point} of version {message['version']}", why)
             return
         connection.send({"say": "got", "epoch": self._epoch, "version": message["version"]})
@@ -356,7 +322,7 @@ class BroadcastReceiver(Instrumented):
 
     def _await_commit(self, connection: ControlConnection, message: Message) -> int:
         """The digest that the learner sends at the end; RuntimeError if it does not."""
-        deadline = time.monotonic() + self._timeouts.phase_s
+        deadline = time.monotonic() + self._phase_s
         while time.monotonic() < deadline and not self._stopping:
             while self._messages:
                 other = self._messages.popleft()
@@ -384,8 +350,8 @@ class BroadcastReceiver(Instrumented):
                 self._received.follow(frames)
                 self._arrived.notify_all()
             return
-        if digest and manifest.digest(manifest.views(data.cpu()), *stamp) != digest:
-            raise FrameError(f"the values of version {stamp[0]} do not match their digest")
+        if digest:
+            compare(manifest, manifest.views(data.cpu()), stamp, digest)
         with self._arrived:
             self._spare = self._received.replace(manifest, data, stamp, [int(one) for one in message["sums"]])
             self._arrived.notify_all()

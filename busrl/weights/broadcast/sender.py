@@ -18,32 +18,31 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from busrl.device import finish_stream, own_stream
-from busrl.errors import UserError
-from busrl.weights.base import NOTHING, CopyingSender, GroupCallbacks, GroupChange
+from busrl.errors import UserError, first_line
+from busrl.weights.base import NOTHING, GroupCallbacks, GroupChange, Sender
 from busrl.weights.broadcast.group import (
+    HOST,
     ControlConnection,
     ControlServer,
     Group,
     GroupSetup,
-    GroupTimeouts,
     Message,
     Rendezvous,
-    first_line,
     open_store,
     pieces,
 )
-from busrl.weights.sparse import Shadow
+from busrl.weights.sparse import Frames, Shadow
 from busrl.weights.tensors import Manifest
 
 log = logging.getLogger("busrl")
 IDLE_S = 1.0
+DEVICE_CONNECT_S = 60.0
 
 
 # -- what there is to send -------------------------------------------------------------------------------------
@@ -69,43 +68,12 @@ class _Block:
     shadow: Shadow | None = None
 
 
-@dataclass(frozen=True)
-class SparseSettings:
-    """`weights.sparse`; threshold 0: never."""
-
-    threshold: float = 0.0
-    key_every: int = 32
-
-
-@dataclass
-class _Frames:
-    """Frames, each (version before it, bytes), that lead to the newest version without a gap."""
-
-    frames: list[tuple[int, bytes]] = field(default_factory=list)
-    nbytes: int = 0
-
-    def add(self, base: int, frame: bytes, most: int) -> None:
-        self.frames.append((base, frame))
-        self.nbytes += len(frame)
-        while self.nbytes > most:
-            self.nbytes -= len(self.frames.pop(0)[1])
-
-    def clear(self) -> None:
-        self.frames, self.nbytes = [], 0
-
-    def since(self, version: int) -> bytes | None:
-        """The frames from that version to the newest, None if they do not reach back so far."""
-        for k, (base, _) in enumerate(self.frames):
-            if base == version:
-                return b"".join(frame for _, frame in self.frames[k:])
-        return None
-
-
 class SendBuffer:
     """The learner's thread puts versions in, the sending thread takes them out; `wake` is called for a new version.
 
     - `put` returns when the tensors may change again; a version may be sent while it is still being copied.
     - The block that is being sent is not written to. A version that was overtaken before its turn is never sent.
+    - With a `threshold` above 0, a version of few changes is kept as a frame; every `key_every`th one is full.
     """
 
     def __init__(
@@ -113,17 +81,18 @@ class SendBuffer:
         wake: Callable[[], None],
         *,
         bucket_bytes: int,
-        sparse: SparseSettings | None = None,
+        threshold: float = 0.0,
+        key_every: int = 32,
         checksum: bool = False,
         device: str = "cpu",
     ) -> None:
         self.manifest: Manifest | None = None
         self.change = threading.Condition()
         self._wake, self._bucket, self._checksum, self._device = wake, bucket_bytes, checksum, device
-        self._sparse = sparse or SparseSettings()
+        self._threshold, self._key_every = threshold, key_every
         self._blocks: list[_Block] = []
         self._sending: _Block | None = None
-        self._frames = _Frames()
+        self._frames: Frames[bytes] = Frames()
 
     def newest(self) -> tuple[int, int]:
         with self.change:
@@ -144,7 +113,7 @@ class SendBuffer:
             block = max(self._blocks, key=lambda one: one.stamp)
             frames = None if common is None else self._frames.since(common)
             if frames is not None and common is not None:
-                return Transfer(*block.stamp, torch.from_numpy(np.frombuffer(bytearray(frames), np.uint8)), common)
+                return Transfer(*block.stamp, torch.frombuffer(bytearray().join(frames), dtype=torch.uint8), common)
             self._sending = block
             sums = () if block.shadow is None or block.ready < len(block.data) else tuple(block.shadow.sums)
             return Transfer(*block.stamp, block.data, sums=sums)
@@ -186,13 +155,13 @@ class SendBuffer:
             block = max(self._blocks, key=lambda one: one.stamp)
             if block.shadow is None or block is self._sending or block.stamp == NOTHING:
                 return False
-            if block.shadow.since_key + 1 >= self._sparse.key_every:
+            if block.shadow.since_key + 1 >= self._key_every:
                 return False
             base = block.stamp[0]
             frame = block.shadow.frame(named, base, version, step, len(block.data))
             if frame is None:
                 return False
-            self._frames.add(base, frame, len(block.data) // 2)
+            self._frames.add(base, frame, len(frame), len(block.data) // 2)
             block.stamp = (version, step)
             self.change.notify_all()
         self._wake()
@@ -218,9 +187,9 @@ class SendBuffer:
                 block.stamp = NOTHING
                 self.change.notify_all()
             raise
-        sparse = self._sparse.threshold and self._device == "cpu" and Shadow.fits(self.manifest)
+        sparse = self._threshold and self._device == "cpu" and Shadow.fits(self.manifest)
         if sparse and block.shadow is None:
-            block.shadow = Shadow(self.manifest, block.data, self._sparse.threshold, self._checksum)
+            block.shadow = Shadow(self.manifest, block.data, self._threshold, self._checksum)
 
 
 # -- sending it ------------------------------------------------------------------------------------------------
@@ -249,7 +218,7 @@ class Member:
     has_manifest: bool = False
 
 
-class BroadcastSender(CopyingSender):
+class BroadcastSender(Sender):
     """Rank 0 of every epoch. A `backend` other than gloo sends from memory of `device`, to the same kind of device.
 
     `hook` is called with the name of each phase and with "bucket <n>".
@@ -262,7 +231,8 @@ class BroadcastSender(CopyingSender):
         timeout_s: float = 10.0,
         bucket_bytes: int = 16 << 20,
         checksum: bool = False,
-        sparse: SparseSettings | None = None,
+        threshold: float = 0.0,
+        key_every: int = 32,
         device: str = "cpu",
         backend: str = "gloo",
         callbacks: GroupCallbacks | None = None,
@@ -270,12 +240,13 @@ class BroadcastSender(CopyingSender):
         self.file = Path(file)
         self.epoch = 0
         self.phase = Phase.WAITING
-        self._timeouts, self._bucket = GroupTimeouts(timeout_s), bucket_bytes
+        self._timeout_s, self._phase_s, self._bucket = timeout_s, timeout_s / 3, bucket_bytes
         self._backend, self._device = backend, device
-        self._callbacks = callbacks or GroupCallbacks(lambda change: None, lambda name, text: None)
+        self._callbacks = callbacks or GroupCallbacks()
         self._server = ControlServer(self.file)
         self._buffer = SendBuffer(
-            self._server.waker.wake, bucket_bytes=bucket_bytes, sparse=sparse, checksum=checksum, device=device
+            self._server.waker.wake,
+            bucket_bytes=bucket_bytes, threshold=threshold, key_every=key_every, checksum=checksum, device=device,
         )
         self._members: dict[str, Member] = {}
         self._by_connection: dict[ControlConnection, Member] = {}
@@ -301,7 +272,7 @@ class BroadcastSender(CopyingSender):
         atexit.unregister(self.close)
         self._stopping = True
         self._server.waker.wake()
-        self._thread.join(self._timeouts.timeout_s)
+        self._thread.join(self._timeout_s)
         self._drop_group()
         self._server.close()
 
@@ -313,28 +284,24 @@ class BroadcastSender(CopyingSender):
             try:
                 self._turn()
             except Exception as problem:  # must not end the thread: report it and form another group
-                log.warning("weights: epoch %d failed (%s); the learner forms another", self.epoch, first_line(problem))
-                self._give_up_group(f"{self.phase.value}: {first_line(problem)}")
+                self._give_up_group(f"epoch {self.epoch} failed in the {self.phase.value}: {first_line(str(problem))}")
             self._enter(Phase.WAITING)
 
     def _turn(self) -> None:
-        idle = not self._wants_epoch() and not self._wants_sending()
-        self._read_messages(IDLE_S if idle else 0.0)
-        if self._wants_epoch():
+        self._read_messages(0.0 if self._due() else IDLE_S)
+        if self._due() is Phase.ROLL_CALL:
             self._form()
-        if self._wants_sending() and self._group is not None:
+        if self._group is not None and self._due() is Phase.SENDING:
             self._send_version(self._group)
 
-    def _wants_epoch(self) -> bool:
-        stands = self._group is not None and not self._broken
-        return bool(self._members) and not stands and self.newest() != NOTHING
-
-    def _wants_sending(self) -> bool:
-        return self._group is not None and not self._broken and not self._all_have_it()
-
-    def _all_have_it(self) -> bool:
+    def _due(self) -> Phase | None:
+        """What to begin with: an epoch, a version that a member does not have, or nothing."""
         newest = self.newest()[0]
-        return all(member.have >= newest for member in self._members.values())
+        if not self._members or newest < 0:
+            return None
+        if self._group is None or self._broken:
+            return Phase.ROLL_CALL
+        return Phase.SENDING if any(member.have < newest for member in self._members.values()) else None
 
     def _read_messages(self, timeout_s: float) -> None:
         """Read and handle the engines' messages, for at most that long."""
@@ -371,25 +338,17 @@ class BroadcastSender(CopyingSender):
             self._lose(member, "left")
 
     def _lose(self, member: Member | None, why: str) -> None:
-        if member is None:
-            return
-        where = "" if self.phase is Phase.WAITING else f" in the {self.phase.value} of epoch {self.epoch}"
-        self._reasons.append(f"{member.name} {why}")
+        """A member's connection has ended, or it asked to leave."""
+        if member is not None:
+            idle = self.phase is Phase.WAITING
+            self._leave_out(member, why, "" if idle else f" in the {self.phase.value} of epoch {self.epoch}")
+
+    def _leave_out(self, member: Member, why: str, where: str) -> None:
+        cause = f"; {self._failure}" if self._failure else ""
+        self._reasons.append(f"{member.name} {why}{cause}")
         self._remove(member)
         if why != "left":
-            self._report_missing(member, why + where)
-
-    def _drop_late(self, member: Member, seconds: float) -> None:
-        """Leave out a member that may be alive, but has not answered in time."""
-        what = "has not answered the roll call" if self.phase is Phase.ROLL_CALL else "has not confirmed its version"
-        why = f"{what} of epoch {self.epoch} for {seconds:.1f} s"
-        self._reasons.append(f"{member.name} {why}" + (f"; {self._failure}" if self._failure else ""))
-        self._remove(member)
-        self._report_missing(member, why)
-
-    def _report_missing(self, member: Member, why: str) -> None:
-        cause = f"; {self._failure}" if self._failure else ""
-        self._callbacks.missing(member.name, f"{member.name} (pid {member.pid}): {why}{cause}")
+            self._callbacks.missing(member.name, f"{member.name} (pid {member.pid}): {why}{where}{cause}")
 
     def _remove(self, member: Member) -> None:
         self._members.pop(member.name, None)
@@ -443,26 +402,29 @@ class BroadcastSender(CopyingSender):
 
     def _all_in_time(self, begun: float, missing: Callable[[], list[Member]]) -> bool:
         """Handle messages until no member is `missing`; leave out those that are when the phase's time is over."""
-        deadline = begun + self._timeouts.phase_s
+        deadline = begun + self._phase_s
         while not self._broken and not self._stopping:
             late = missing()
             if not late:
                 return True
             if time.monotonic() >= deadline:
-                for member in late:
-                    self._drop_late(member, time.monotonic() - begun)
+                roll_call = self.phase is Phase.ROLL_CALL
+                why = "has not answered the roll call" if roll_call else "has not confirmed its version"
+                for member in late:  # it may be alive
+                    self._leave_out(member, why, f" of epoch {self.epoch} for {time.monotonic() - begun:.1f} s")
                 return False
             self._read_messages(deadline - time.monotonic())
         return False
 
     def _connect(self, size: int) -> GroupSetup:
         """Form the group; returns early if a member is lost meanwhile."""
-        store, where = open_store(self._server.host, self._timeouts.phase_s)
-        rendezvous = Rendezvous(self.epoch, 0, size, where, self._timeouts.phase_s, self._backend, self._device)
-        self._send_all({"say": "connect", "epoch": self.epoch, "store": where, "timeout_s": self._timeouts.phase_s,
+        store, where = open_store(HOST, self._phase_s)
+        rendezvous = Rendezvous(self.epoch, 0, size, where, self._phase_s, self._backend, self._device)
+        self._send_all({"say": "connect", "epoch": self.epoch, "store": where, "timeout_s": self._phase_s,
                         "backend": self._backend})
         setup = GroupSetup(rendezvous, self._server.waker.wake, store)
-        limit_s = self._timeouts.connecting_s(self._backend)
+        limit_s = 1.5 * self._phase_s  # the first group between devices makes their contexts too
+        limit_s = limit_s if self._backend == "gloo" else max(limit_s, DEVICE_CONNECT_S)
         deadline = time.monotonic() + limit_s
         while not setup.ended.is_set() and not self._broken and not self._stopping and time.monotonic() < deadline:
             self._read_messages(0.25)
@@ -487,15 +449,14 @@ class BroadcastSender(CopyingSender):
         try:
             self._send_all(self._announcement(transfer, group))
             for n, (start, end) in enumerate(spans):
-                self._buffer.wait_for(transfer, end, self._timeouts.phase_s)
+                self._buffer.wait_for(transfer, end, self._phase_s)
                 self._reached(f"bucket {n}")
                 group.broadcast(transfer.data[start:end])
             group.finish()
             digest = self._buffer.digest(transfer)
         except RuntimeError as problem:
-            seconds = time.monotonic() - begun
-            where = f"bucket {n} of {len(spans)} of version {transfer.version}"
-            self._give_up_group(f"epoch {group.epoch} broke in {where} after {seconds:.1f} s: {first_line(problem)}")
+            where = f"bucket {n} of {len(spans)} of version {transfer.version} after {time.monotonic() - begun:.1f} s"
+            self._give_up_group(f"epoch {group.epoch} broke in {where}: {first_line(str(problem))}")
             return
         finally:
             self._buffer.sent()
