@@ -63,7 +63,6 @@ from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 
 # -- what earlier starts left ------------------------------------------------------------------------------------------
 
-
 IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
 NOT_COMPARED = ("derived", "source", "overrides")
 SHOWN = 12  # differences that are printed; starts.jsonl has all
@@ -268,7 +267,6 @@ def _foreign_files(paths: RunPaths) -> list[str]:
 
 
 # -- the directory and its ring ----------------------------------------------------------------------------------------
-
 
 LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
 

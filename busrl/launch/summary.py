@@ -43,7 +43,6 @@ from busrl.ring import Process
 
 # -- progress ----------------------------------------------------------------------------------------------------------
 
-
 class Progress:
     """The state of the run as its launch sees it, and the sums of this start that `summary.json` tells.
 
@@ -92,7 +91,6 @@ class Progress:
 
 
 # -- CPU seconds and busy shares ---------------------------------------------------------------------------------------
-
 
 TICKS = os.sysconf("SC_CLK_TCK")
 LOOK_EVERY_S = 0.5
@@ -156,7 +154,6 @@ def cpu_of(pid: int, children: bool = True) -> float:
 
 # -- residence times of slots ------------------------------------------------------------------------------------------
 
-
 EVERY_S = 0.25
 
 
@@ -201,7 +198,6 @@ class ResidenceTimes:
 
 
 # -- the event log -----------------------------------------------------------------------------------------------------
-
 
 MOST_SENDERS = 64
 SAVE_EVERY_S = 1.0
@@ -288,7 +284,6 @@ def shown(sender: str, severity: str, where: str, text: str) -> str:
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Outcome:

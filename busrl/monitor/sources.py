@@ -40,7 +40,6 @@ from busrl.states import HeaderWord, SampleClass, State
 
 # -- which run is meant -----------------------------------------------------------------------------------------------
 
-
 LOCK = "run.lock"  # launch holds it, and every child inherits it
 
 
@@ -128,7 +127,6 @@ def holder_of(paths: RunPaths) -> int | None:
 
 
 # -- the ring ----------------------------------------------------------------------------------------------------------
-
 
 class Look:
     """The ring of one run directory, attached while it is there. `close` lets go of it."""
@@ -231,7 +229,6 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
 
 
 # -- the bus, and all of it together -----------------------------------------------------------------------------------
-
 
 LOOK_EVERY_S: Final = 1.0
 BEHIND_S: Final = 3.0

@@ -90,7 +90,6 @@ def look(run_dir: str | os.PathLike[str] | None = None) -> Found:
 
 # -- as data ----------------------------------------------------------------------------------------------------------
 
-
 def as_data(found: Found) -> dict[str, Any]:
     """One JSON object."""
     run, steps, info = found.run, found.run.steps, found.info
@@ -180,7 +179,6 @@ def _counted(path: Path, section: str, kinds: dict[str, str], what: str) -> Iter
 
 
 # -- in lines ---------------------------------------------------------------------------------------------------------
-
 
 def _lines(found: Found) -> Iterator[str]:
     run, paths = found.run, found.paths
