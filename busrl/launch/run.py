@@ -73,11 +73,6 @@ class Signals:
         self._raises = False
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code of a process that was ended by the first signal."""
-        return 128 + self.first
-
     def fileno(self) -> int:
         return self._reader
 
@@ -203,14 +198,10 @@ class Launch:
         known, faults = run_of_files(RunFiles(self._paths)), describe(topology.faults)
         self.progress = Progress(known, self.children, time.monotonic(), faults)
         self._bus = Endpoint(
-            "launch",
-            self._paths.frontend,
-            self._paths.backend,
+            "launch", self._paths.frontend, self._paths.backend,
             subscribe=[topic(kind) for kind in SUBSCRIBED],
-            hwm=topology.bus.hwm,
-            max_bytes=topology.bus.max_message_bytes,
-            report=self._say,
-            trouble=trouble_for(topology.faults, "launch", "launch"),
+            hwm=topology.bus.hwm, max_bytes=topology.bus.max_message_bytes,
+            report=self._say, trouble=trouble_for(topology.faults, "launch", "launch"),
         )
         self._fair = FairClock(TICK_S, time.monotonic())
         self._mark = mark(self._paths.key, os.getpid())
@@ -398,7 +389,7 @@ class Launch:
         if not self._signals.count:
             return None
         number = self._signals.first
-        return Outcome("stopped", f"asked to by {signal.Signals(number).name}", self._signals.exit_code)
+        return Outcome("stopped", f"asked to by {signal.Signals(number).name}", 128 + number)
 
     def _ledger_damaged(self) -> Outcome | None:
         """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""

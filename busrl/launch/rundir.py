@@ -600,15 +600,10 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
         shutil.copyfile(source, paths.root / "topology.toml")
     info = {
         "run_id": before.get("run_id") or f"{topology.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.hex()[:4]}",
-        "ring": paths.ring_name,
-        "weights": paths.weights_name,
-        "runtime_dir": str(paths.runtime_dir),
-        "frontend": paths.frontend,
-        "backend": paths.backend,
-        "tcp": "" if topology.bus.endpoint == "ipc" else topology.bus.endpoint,
-        "tap": paths.tap,
-        "launch_pid": os.getpid(),
-        "started": time.time(),
+        "ring": paths.ring_name, "weights": paths.weights_name, "runtime_dir": str(paths.runtime_dir),
+        "frontend": paths.frontend, "backend": paths.backend,
+        "tcp": "" if topology.bus.endpoint == "ipc" else topology.bus.endpoint, "tap": paths.tap,
+        "launch_pid": os.getpid(), "started": time.time(),
         "uuid": uuid.hex(),
     }
     written = {paths.topology: topology.to_json().encode(), paths.run_json: json.dumps(info, indent=2).encode() + b"\n"}
