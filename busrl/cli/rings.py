@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from busrl.cli.sample import history
-from busrl.errors import RunInUse, UserError
+from busrl.errors import RingError, RunInUse, UserError
 from busrl.launch.rundir import unlink_segments
 from busrl.monitor.sources import newest_run
 from busrl.monitor.text import printable
 from busrl.paths import SHM, RunPaths
-from busrl.ring import UID_NONE, WORKING, Ring, RingError, RingGuard, State
+from busrl.ring import UID_NONE, WORKING, Ring, RingGuard, State
 from busrl.states import VALIDATE_BIT
 
 SUFFIX = ".ring"

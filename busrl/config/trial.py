@@ -32,11 +32,12 @@ import msgspec
 import numpy as np
 
 from busrl.config import machine
+from busrl.config.rules import Finding
 from busrl.config.schema import TINY, Topology, has_model
 from busrl.config.values import FUNCTION
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.data.prompts import Scan, open_file, prompt_lines, prompt_of
-from busrl.errors import DataError, Problem
+from busrl.errors import DataError
 
 # -- prompts in tokens -----
 
@@ -82,31 +83,33 @@ class Counted:
 
 @dataclass(frozen=True)
 class Limit:
-    """The limit in force, what was counted as text for `busrl check`, and the (key, problem) pairs found."""
+    """The limit in force, what was counted as text for `busrl check`, and what is wrong."""
 
     tokens: int = UNKNOWN
     text: str = ""
-    problems: tuple[tuple[str, Problem], ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Limit:
     """`scans` by key (data.train, validation.data); `context`: tokens that the model takes, 0 if unknown."""
     given = topology.generation.max_prompt_tokens
+    auto = not isinstance(given, int)
+    found: list[Finding] = []
+    counted: list[Counted] = []
     try:
         counted = list(_counted(topology, scans))
     except DataError as problem:
         rule, _, remedy = str(problem).rpartition("; ")
-        text = Problem("", "", rule or remedy, remedy if rule else "correct the prompt, or the template")
-        return Limit(given if isinstance(given, int) else UNKNOWN, "", (("data.template", text),))
+        remedies = (rule, remedy) if rule else (remedy, "correct the prompt, or the template")
+        found.append(Finding(("data.template",), *remedies))
+    limit = given if isinstance(given, int) else _auto(topology, counted, context) if counted else UNKNOWN
     if not counted:
-        return Limit(given if isinstance(given, int) else UNKNOWN)
-    limit = given if isinstance(given, int) else _auto(topology, counted, context)
+        return Limit(limit, "", tuple(found))
     lines = [*map(_longest, counted), *(_left_out(one, limit) for one in counted if one.over(limit))]
-    room = context if limit != given else 0  # what "auto" had to keep to
-    problems = [("generation.max_prompt_tokens", _too_many(one, limit, room)) for one in counted
-                if one.over(limit) > TOO_MANY * one.prompts]
-    auto = "" if isinstance(given, int) else " (auto)"
-    return Limit(limit, f"tokens: {'; '.join(lines)}; generation.max_prompt_tokens = {limit}{auto}", tuple(problems))
+    room = context if auto else 0  # what "auto" had to keep to
+    found = [_too_many(one, limit, room) for one in counted if one.over(limit) > TOO_MANY * one.prompts]
+    text = f"tokens: {'; '.join(lines)}; generation.max_prompt_tokens = {limit}{' (auto)' if auto else ''}"
+    return Limit(limit, text, tuple(found))
 
 
 def _auto(topology: Topology, counted: Sequence[Counted], context: int) -> int:
@@ -130,16 +133,17 @@ def _about(one: Counted) -> str:
     return "about " if len(one.tokens) < one.prompts else ""
 
 
-def _too_many(one: Counted, limit: int, context: int) -> Problem:
+def _too_many(one: Counted, limit: int, context: int) -> Finding:
     over, (longest, line) = one.over(limit), one.longest
     rule = (
         f"{_about(one)}{over} of the {one.prompts} prompts of {one.path} ({over / one.prompts:.1%}) are longer than "
         f"{limit} tokens and would be set aside; the longest has {longest} (line {line}; {one.how})"
     )
+    remedy = f'"auto" or {max(longest, one.bound)} fits all, {one.fits_most()} fits 99 %'
     if context:
         room = f"the model takes {context} tokens, prompt and answer"
-        return Problem("", "", rule, f"{room}: lower generation.max_new_tokens, or shorten the prompts")
-    return Problem("", "", rule, f'"auto" or {max(longest, one.bound)} fits all, {one.fits_most()} fits 99 %')
+        remedy = f"{room}: lower generation.max_new_tokens, or shorten the prompts"
+    return Finding(("generation.max_prompt_tokens",), rule, remedy)
 
 
 # -- counting -----
@@ -177,8 +181,8 @@ def tools_of_chats(topology: Topology) -> list[Any]:
 
 def _tiny(path: str, light: LightTokenizer | None) -> Counted:
     """A tiny task's prompts have a known length in characters, made or not."""
-    task = machine.task_of(path)
-    longest = task.max_prompt_tokens if task else UNKNOWN
+    task = machine.maker().RECIPES.get(path)
+    longest = int(task.max_prompt_tokens) if task else UNKNOWN
     tokens = light.counts(["9" * longest])[0] if light is not None else longest
     return Counted(path, 1, (), (), (), max(longest, tokens), "a bound")
 

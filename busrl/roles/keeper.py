@@ -31,24 +31,12 @@ from busrl import files
 from busrl.config import Topology
 from busrl.config.machine import model_facts
 from busrl.config.rules import RESERVE_PROCESSES
-from busrl.errors import MessageTooLarge
+from busrl.errors import FateRefused, MessageTooLarge, NotOwner, RingError, RingFull, SlotTooSmall
 from busrl.gateway import BAD, Answer, AnswerLimits, Claim, ClaimGone, Desk, GatewaySettings, Refused, Tally, tensor
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, Fault, Rejected, address, is_address
-from busrl.ring import (
-    UID_NONE,
-    FateRefused,
-    NotOwner,
-    Ring,
-    RingError,
-    RingFull,
-    SlotTooSmall,
-    State,
-    segments_of,
-    seq_of,
-    state_of,
-)
+from busrl.ring import UID_NONE, Ring, State, segments_of, seq_of, state_of
 from busrl.ring.locks import taken_back
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell

@@ -27,11 +27,11 @@ import numpy.typing as npt
 from busrl.data import prompt_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
-from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
+from busrl.errors import MachineError, SlotTooSmall, WeightsRefused, WeightsTimeout
 from busrl.files import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
-from busrl.ring import SlotTooSmall, State, segments_of
+from busrl.ring import State, segments_of
 from busrl.roles.actor import Actor, Doorbell, WorkDeadline
 from busrl.roles.segments import SegmentCuts, claim_queued
 from busrl.roles.trajectory import (

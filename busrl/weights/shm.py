@@ -207,12 +207,12 @@ class ShmSender(Sender):
         self,
         path: str | Path,
         *,
-        checksums: bool = not ORDERED_STORES,
+        checksums: bool = False,
         threshold: float = 0.0,
         key_every: int = 32,
     ) -> None:
         self.path = Path(path)
-        self._checksums = checksums
+        self._checksums = checksums or not ORDERED_STORES
         self._threshold, self._key_every = threshold, key_every
         self._shadow: Shadow | None = None
         self._segment = attach_segment(self.path, writable=True)

@@ -35,7 +35,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "process": "", "weights": "process", "engine": "process weights", "cpu_patches": "",
         "worker": "cpu_patches weights",
     },
-    "ledger": {"wal": "", "errors": "", "openbin": "", "trainlog": "wal", "trained": "wal", "audit": ""},
+    "ledger": {"wal": "", "errors": "", "openbin": "", "trainlog": "wal", "trained": "trainlog wal", "audit": ""},
     "ledger.audit": {
         "report": "", "readers": "report", "snapshot": "readers report", "rules": "readers report snapshot",
     },

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from busrl.cli.rings import processes, render_processes, states
-from busrl.ring import Ring, RingError, State
+from busrl.errors import RingError
+from busrl.ring import Ring, State
 
 SLOTS, PROCESSES = 3, 4
 WORDS = [0, 1, 8, 64, 255, 256, 1 << 31, 1 << 32, 1 << 58, 63 << 58, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]

@@ -12,7 +12,6 @@ sampling, requests or weights arriving.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -215,15 +214,15 @@ class GenericDecoder(Decoder):
         ).logits
         return logits[:, -1]
 
-    def _masks(
-        self, queries: torch.Tensor, keys: torch.Tensor
-    ) -> torch.Tensor | Mapping[str, torch.Tensor | None]:
+    def _masks(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
         """Additive masks, one per kind of layer where a model has several (all positions, a sliding window)."""
-        full = self._additive(keys <= queries)
-        if self._window is None:
-            return full
-        sliding = self._additive((keys <= queries) & (keys > queries - self._window))
-        if not self._layer_types:
+        full = sliding = self._additive(keys <= queries)
+        if self._window is not None:
+            sliding = self._additive((keys <= queries) & (keys > queries - self._window))
+        return self._by_kind(full, sliding)
+
+    def _by_kind(self, full: torch.Tensor, sliding: torch.Tensor) -> Any:
+        if self._window is None or not self._layer_types:
             return sliding
         return {kind: sliding if "sliding" in kind else full for kind in self._layer_types}
 
@@ -326,12 +325,9 @@ class StateDecoder(GenericDecoder):
     equal_lengths = True
     cache_type = StateCache
 
-    def _masks(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
-        full = self._additive(keys <= queries)
+    def _by_kind(self, full: torch.Tensor, sliding: torch.Tensor) -> Any:
         if not self._layer_types:
-            return full
-        window = self._window
-        sliding = full if window is None else self._additive((keys <= queries) & (keys > queries - window))
+            return sliding
         attending = [kind for kind in self._layer_types if _attends(kind)]
         if not attending:
             return None

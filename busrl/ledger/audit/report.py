@@ -34,7 +34,7 @@ class Finding:
 
 
 def error(kind: str, where: Collection[int | str], text: str, count: int = 0) -> Finding:
-    """A broken promise; `where` are all the uids (or steps, slots, files) that it was found at."""
+    """A broken promise; `where` are all the uids (or steps, slots, files) that it was found at, if there are any."""
     return _finding(kind, "error", where, text, count)
 
 

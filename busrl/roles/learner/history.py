@@ -21,13 +21,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from busrl.config import Topology
 from busrl.data import JsonlStream
 from busrl.errors import DiskFull, UserError, WriteFailed
+from busrl.files import LineFile
 from busrl.ledger.trained import TrainedSet, mend_train_log, mend_trained_set, newest_checkpoint, train_log_is_whole
-from busrl.ledger.trainlog import TrainLog, last_step
+from busrl.ledger.trainlog import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates
@@ -52,9 +54,9 @@ class History:
         newest = newest_checkpoint(paths)
         superseded = _step_of(newest) if newest is not None else -1
         self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync", superseded=superseded)
-        if self.wal is not None and (cut := self.wal.stats().cut_bytes):
+        if self.wal is not None and (cut := self.wal.cut_bytes):
             log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
-        self.train_log = TrainLog(paths.train_log)
+        self.train_log = LineFile(paths.train_log)
         self.trained = TrainedSet()
         self.warnings: list[str] = []  # of the start
         self._train_log_bytes = 0  # up to the newest checkpoint
@@ -127,7 +129,7 @@ class History:
                 )
             )
         self.train_log.close()
-        self.train_log = TrainLog(self.paths.train_log)
+        self.train_log = LineFile(self.paths.train_log)
 
     def to_replay(self) -> Iterator[Record]:
         """Records after the checkpoint, in order; call `finished` for each once it is trained."""
@@ -170,7 +172,7 @@ class History:
     def _write_lines(self) -> None:
         """Lines of the train log that a full disk refused; neither a step nor a checkpoint comes before them."""
         while self._unwritten:
-            self.train_log.append(self._unwritten[0])
+            self.train_log.append(msgspec.json.encode(TrainLine.of(self._unwritten[0])))
             del self._unwritten[0]
         if self.train_log.shortened:
             self._mend_train_log()

@@ -27,6 +27,7 @@ from busrl.device import finish_stream, own_stream
 from busrl.errors import UserError, first_line
 from busrl.weights.base import NOTHING, GroupCallbacks, GroupChange, Sender
 from busrl.weights.broadcast.group import (
+    HOST,
     ControlConnection,
     ControlServer,
     Group,
@@ -417,7 +418,7 @@ class BroadcastSender(Sender):
 
     def _connect(self, size: int) -> GroupSetup:
         """Form the group; returns early if a member is lost meanwhile."""
-        store, where = open_store(self._server.host, self._phase_s)
+        store, where = open_store(HOST, self._phase_s)
         rendezvous = Rendezvous(self.epoch, 0, size, where, self._phase_s, self._backend, self._device)
         self._send_all({"say": "connect", "epoch": self.epoch, "store": where, "timeout_s": self._phase_s,
                         "backend": self._backend})
