@@ -33,7 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
     "config": {"errors", "data", "scheduling", "keys", "faults", "device"},
-    "quickstart": {"errors", "data"},
+    "quickstart": {"errors", "data", "ring"},
     "training": {"errors", "files", "algorithms", "ledger", "device", "checksums", "imports"},
     "engines": {"errors", "files", "config", "data", "quickstart", "weights", "device"},
     "weights": {"errors", "files", "config", "paths", "ring", "device", "private", "checksums", "_blocks"},
