@@ -18,13 +18,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from busrl.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from busrl.config.schema import Data
 
 # -- what a model is asked -----------------------------------
 
@@ -34,18 +37,7 @@ Prompt = str | list[Message]
 SYSTEM_ROLES = ("system", "developer")
 
 
-class PromptSettings(Protocol):
-    """The part of [data] that decides how a prompt is written."""
-
-    @property
-    def prompt_key(self) -> str: ...
-    @property
-    def template(self) -> str: ...
-    @property
-    def system(self) -> str: ...
-
-
-def prompt_of(record: dict[str, Any], settings: PromptSettings) -> Prompt:
+def prompt_of(record: dict[str, Any], settings: Data) -> Prompt:
     """A text to be encoded as it stands, or the messages for the model's chat template; DataError otherwise.
 
     A text under `template = "chat"` is one user turn; a list of messages is a chat already and needs that template.
