@@ -114,7 +114,7 @@ class Learner(Actor):
         for record in self.history.to_replay():
             self.training.stale.at(record.version, record.step - 1)
             stats = self.training.replay(record)
-            self.control.replayed(record, stats)
+            self.control.step(record, stats, {})
             self.history.finished(record)
             self.metrics.replayed(record, stats)
             self.ring.progress()
