@@ -91,7 +91,7 @@ class History:
             self._train_log_bytes = int(found.meta.get("train_log_bytes", 0))
             if not train_log_is_whole(self.paths.train_log, self._train_log_bytes):
                 self._mend_train_log()
-            training.stale.load(found.meta.get("version_steps", []))
+            training.stale.steps.load(found.meta.get("version_steps", []))
             also(found.meta, found.path)
         if self.wal is not None:
             # A record holds the newest version at its time; its own step may have been published as the one after.
@@ -200,7 +200,7 @@ class History:
             "seed": self.topology.run.seed,
             "uids": "trained.bin",
             "train_log_bytes": 0,
-            "version_steps": training.stale.state(),
+            "version_steps": training.stale.steps.state(),
             **also,
         }
 
