@@ -14,8 +14,9 @@ from msgspec import structs
 
 from busrl.config.schema import Data, Log, Openai
 from busrl.data.chat import LightTokenizer
+from busrl.errors import SlotTooSmall
 from busrl.paths import RunPaths
-from busrl.ring import Fates, Ring, SlotTooSmall, State
+from busrl.ring import Fates, Ring, State
 from busrl.roles.learner.groups import (
     Claimed,
     Excerpts,
