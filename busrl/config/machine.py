@@ -88,8 +88,10 @@ def cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
-def model_facts(folder: Path) -> ModelFacts:
-    """Read config.json and the headers of the weights."""
+def model_facts(folder: Path | None) -> ModelFacts:
+    """Read config.json and the headers of the weights; nothing of a task's that is not made yet."""
+    if folder is None:
+        return ModelFacts("", 0, 0, 0, 0, 0)
     config = read_config(folder)
     text = _nested(config) or config
     kinds = config.get("architectures") or [config.get("model_type", "unknown")]

@@ -136,7 +136,7 @@ class Reward(Actor):
                 text, _, trace = outcome.text.partition("\n")
                 text += self.load.hung() if outcome.error == "hung" else ""
                 self._drop(outcome.key, outcome.error, f"{outcome.error}: {text}", trace)
-        self.ring_bell(self.bell)
+        self.ring_bells(self.bell)
         if outcomes:
             self.ring.add(samples=len(outcomes))
         return len(outcomes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from busrl.cli.rings import processes, render_processes, states
+from busrl.cli.rings import render_processes, states
 from busrl.errors import RingError
 from busrl.ring import Ring, State
 
@@ -62,7 +62,7 @@ def look(ring: Ring) -> int:
     """What status, monitor and inspect do; how many arrays were read."""
     ring.stats(), ring.lines(), ring.words()
     states(ring)
-    render_processes(processes(ring))
+    render_processes(ring)
     [repr(one) for one in ring.processes()]
     read = 0
     for slot in range(ring.n_slots):
