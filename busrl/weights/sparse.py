@@ -346,37 +346,27 @@ def _put(tensor: torch.Tensor, entry: Entry, part: TensorChange) -> int:
 
 
 def _put_elsewhere(tensor: torch.Tensor, count: int, part: TensorChange) -> int:
-    """The same on a device that the CPU cannot address, in the device's arithmetic."""
+    """The same on a device that the CPU cannot address; only the changed values travel."""
     import torch
 
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.width]
-    flat = tensor.detach().view(-1).view(kind)
-    named = torch.from_numpy(part.indices.view(np.uint32).astype(np.int64))
-    if len(named) and int(named.max()) >= count:
+    indices, kind = part.indices.view(np.uint32), {1: "u1", 2: "u2", 4: "u4", 8: "u8"}[part.width]
+    if len(indices) and int(indices.max()) >= count:
         raise IndexError(f"an index is beyond the tensor's {count} values")
-    index = named.to(flat.device)
-    value = torch.frombuffer(bytearray(part.values), dtype=kind).to(flat.device)
-    before = flat[index]
-    flat[index] = value
-    bits = (1 << 8 * part.width) - 1 if part.width < 8 else -1
-    gained = _mix(index, value.to(torch.int64) & bits) - _mix(index, before.to(torch.int64) & bits)
-    return int(gained.sum()) & MASK
+    flat = tensor.detach().view(-1).view(getattr(torch, f"int{8 * part.width}"))
+    index = torch.from_numpy(indices.astype(np.int64)).to(flat.device)
+    before = flat[index].cpu().numpy().view(kind)
+    values = np.frombuffer(part.values.tobytes(), kind)
+    flat[index] = torch.from_numpy(values.view(f"i{part.width}").copy()).to(flat.device)
+    return int((_mix(indices, values) - _mix(indices, before)).sum()) & MASK
 
 
-def _mix(index: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """As in csrc/python/blocks.cpp, in signed 64-bit arithmetic that wraps around."""
-    x = bits + index * _signed(ODD)
-    x = (x ^ _shift(x, 30)) * _signed(FIRST)
-    x = (x ^ _shift(x, 27)) * _signed(SECOND)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: torch.Tensor, by: int) -> torch.Tensor:
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+def _mix(indices: npt.NDArray[np.uint32], values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """As in csrc/python/blocks.cpp."""
+    x: npt.NDArray[np.uint64] = values.astype(np.uint64) + indices.astype(np.uint64) * np.uint64(ODD)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(FIRST)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(SECOND)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def _to_eight(size: int) -> int:
