@@ -231,7 +231,9 @@ class Proxy:
                 # Publishers send what somebody has subscribed to. The tap shows the whole bus, whoever listens.
                 self._sockets[0].send(EVERYTHING)
         except BaseException:
-            self._close()  # not context.destroy: the listener's thread must close its socket itself
+            for socket in self._sockets:
+                socket.close(0)
+            self._end()  # not context.destroy: the listener's thread must close its socket itself
             raise
         self._thread = threading.Thread(target=self._serve, name="proxy", daemon=True)
 
@@ -268,9 +270,7 @@ class Proxy:
             for socket in self._sockets:
                 socket.close(0)
 
-    def _close(self) -> None:
-        for socket in self._sockets:
-            socket.close(0)
+    def _end(self) -> None:
         self._context.term()
         if self._listener is not None:
             self._listener.close()
@@ -280,7 +280,5 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._context.term()  # ends zmq.proxy with ContextTerminated; returns when the thread has closed the sockets
+        self._end()  # zmq.proxy ends with ContextTerminated, and its thread closes the sockets
         self._thread.join()
-        if self._listener is not None:
-            self._listener.close()

@@ -316,7 +316,7 @@ class Recorder:
     @property
     def missed(self) -> int:
         """Messages that were sent meanwhile and did not reach us."""
-        return self._tap.missed
+        return self._tap.gaps.missed
 
     def _drain(self) -> None:
         heard_all = self._tap.take()
