@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 from zmq.utils import z85
@@ -31,6 +31,9 @@ from busrl import keys
 from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, Endpoint, configure
 from busrl.bus.security import bind, prepare, tcp_pair
 from busrl.errors import BadEndpoint, BrokerRunning, BrokerStuck, BusNotReady, InsecureDirectory
+
+if TYPE_CHECKING:
+    from busrl.ring import OfdLock
 
 # -- tcp with keys -----
 
@@ -145,18 +148,10 @@ ROUND_TRIPS = 4
 IPC: Final = "ipc://"
 
 
-class Lock(Protocol):
-    """What the broker needs of a lock (the ring's OfdLock is one)."""
-
-    def try_acquire(self) -> bool: ...
-    def holder(self) -> int | None: ...
-    def release(self) -> None: ...
-
-
 def run_broker(
     frontend: str,
     backend: str,
-    lock: Lock,
+    lock: OfdLock,
     stop: threading.Event,
     *,
     tap: str = "",

@@ -259,7 +259,7 @@ class ShmSender(Sender):
             return
         if self._shadow is None:
             block = new_block(segment.manifest.nbytes)
-            self._shadow = Shadow(segment.manifest, block, self._threshold, self._checksums)
+            self._shadow = Shadow(segment.manifest, block, self._threshold, self._key_every, self._checksums)
         self._shadow.block.copy_(flat)
         self._shadow.full()
 
@@ -268,7 +268,7 @@ class ShmSender(Sender):
     ) -> bool:
         """Append what changed to the log of the newest buffer; False if all values have to be written."""
         k, shadow = segment.newest(), self._shadow
-        if k is None or shadow is None or shadow.since_key + 1 >= self._key_every:
+        if k is None or shadow is None:
             return False
         words, area = segment.buffer[k], segment.log[k]
         used = int(words[LOGGED])
@@ -294,15 +294,15 @@ class ShmSender(Sender):
             return mine
         self.close()
         manifest = Manifest.of(named)
-        self._segment = create_segment(self.path, manifest, manifest.nbytes // 2 if self._sparse(manifest) else 0)
+        self._segment = create_segment(self.path, manifest, self._log_bytes(manifest))
         self._segment.prefault()
         return self._segment
 
     def _suits(self, segment: Segment, named: dict[str, torch.Tensor]) -> bool:
-        return segment.manifest.matches(named) and bool(len(segment.log[0])) == self._sparse(segment.manifest)
+        return segment.manifest.matches(named) and len(segment.log[0]) == self._log_bytes(segment.manifest)
 
-    def _sparse(self, manifest: Manifest) -> bool:
-        return bool(self._threshold) and Shadow.fits(manifest)
+    def _log_bytes(self, manifest: Manifest) -> int:
+        return manifest.nbytes // 2 if self._threshold and Shadow.fits(manifest) else 0
 
 
 # -- receivers -------------------------------------------------------------------------------------------------

@@ -101,10 +101,12 @@ class Shadow:
     `since_key` counts the versions since the last full one, `sums` has one number per tensor since then.
     """
 
-    def __init__(self, manifest: Manifest, block: torch.Tensor, threshold: float, checksum: bool = False) -> None:
+    def __init__(
+        self, manifest: Manifest, block: torch.Tensor, threshold: float, key_every: int, checksum: bool = False
+    ) -> None:
         self.manifest, self.block = manifest, block
         self.most_bytes = int(manifest.nbytes * threshold)
-        self.checksum = checksum
+        self._key_every, self._checksum = key_every, checksum
         self._views = manifest.views(block)
         # The tensors that each thread compares, with room for all changes: they may lie in one half of the model.
         self._parts = [
@@ -124,10 +126,10 @@ class Shadow:
         self.since_key = 0
 
     def frame(self, named: Mapping[str, torch.Tensor], base: int, version: int, step: int, room: int) -> bytes | None:
-        """The frame that leads from the block to the tensors, which the block then holds; None if it is too long.
-
-        `room` bounds the bytes of the frame beside the threshold. With None the block is as it was.
-        """
+        """The frame that leads from the block to the tensors, which the block then holds; None if it is too long, or
+        a full version is due: the block is as it was. `room` bounds the bytes of the frame beside the threshold."""
+        if self.since_key + 1 >= self._key_every:
+            return None
         found = self._find(named, min(self.most_bytes, room))
         if found is None:
             return None
@@ -139,7 +141,7 @@ class Shadow:
             self.sums[k] = (self.sums[k] + gained) & MASK
             rows.append(TensorChange(k, width, indices, values, self.sums[k]))
         self.since_key += 1
-        whole = self.manifest.digest(self._views, version, step) if self.checksum else 0
+        whole = self.manifest.digest(self._views, version, step) if self._checksum else 0
         return pack(Frame(base, version, step, whole, tuple(rows)))
 
     def _find(self, named: Mapping[str, torch.Tensor], most: int) -> list[tuple[int, Bytes, Bytes]] | None:
