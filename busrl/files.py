@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import stat
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,30 @@ def replace(path: Path, data: bytes | Iterable[bytes]) -> None:
                 end = write_all(fd, [part], end)
     except OSError as exc:
         raise write_error(path, len(data) if isinstance(data, bytes) else end, exc) from exc
+
+
+def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, list[int]]:
+    """Size in bytes and CRC-32 of each file, by its name below the directory."""
+    return {str(path.relative_to(directory)): [path.stat().st_size, _crc(path)] for path in paths}
+
+
+def fault_in(directory: Path, listed: Mapping[str, Sequence[int]]) -> str | None:
+    """The first file that differs from the list of checksums, in words; None if there is none."""
+    for name, (size, expected) in listed.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size or _crc(path) != expected:
+            return f"{name} is not what was written: its size or checksum differs"
+    return None
+
+
+def _crc(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            value = zlib.crc32(chunk, value)
+    return value
 
 
 def show(path: Path, value: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.
 DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/trainer.py"
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/trainer.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
-GROUPS = "busrl/roles/learner/groups.py"
+GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/segments.py"
 ENGINE, SAMPLING = "busrl/engines/torch/engine.py", "busrl/engines/torch/engine.py"
 
 SET_ASIDE = "test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step"
@@ -79,17 +79,15 @@ MUTANTS = (
     Mutant("tokens carry the version before theirs", ENGINE,
            "ended = seats.record(running, drawn, measured, self.version)",
            "ended = seats.record(running, drawn, measured, max(0, self.version - 1))", RUN),
-    Mutant("all tokens of a segment carry the version of its end", ROLLOUT,
-           "ids, logprobs, versions = sequence.token_ids, sequence.logprobs, sequence.versions",
-           "ids, logprobs = sequence.token_ids, sequence.logprobs\n"
-           "        versions = np.full_like(sequence.versions, self.version)", RUN),
+    Mutant("all tokens of a segment carry the version of its end", SEGMENTS,
+           "drawn.logprobs, drawn.versions)", "drawn.logprobs, 0 * drawn.versions + drawn.versions[-1])", RUN),
     # -- ages
     Mutant("a group is as old as its newest member", METRICS,
            "ages = np.array([record.step - 1 - min(", "ages = np.array([record.step - 1 - max(", PPO),
     Mutant("an age is one step too much", METRICS,
            "ages = np.array([record.step - 1 - min(", "ages = np.array([record.step - min(", PPO),
-    Mutant("an answer is as old as its last version", ROLLOUT,
-           "oldest = int(sequence.versions[0])", "oldest = int(sequence.versions[-1])", RUN),
+    Mutant("an answer is as old as its last version", SEGMENTS,
+           "int(drawn.versions.min())", "int(drawn.versions[-1])", RUN),
     Mutant("the audit takes the newest member", "busrl/ledger/audit/rules.py",
            "min(least.get(sample.group, sample.step), sample.step)",
            "max(least.get(sample.group, sample.step), sample.step)",
@@ -110,34 +108,37 @@ MUTANTS = (
     Mutant("more groups are admitted than the bound allows", "busrl/scheduling/limits.py",
            "total = (staleness + 1) * n_lo + 1", "total = (staleness + 1) * n_lo + 2",
            ("tests/scheduling/test_limits_credit.py",)),
-    Mutant("an answer of older weights looks fresh", "busrl/roles/segments.py",
-           "        if oldest < version:", "        if oldest > version:", ("tests/gateway/test_gateway_ring.py",)),
+    Mutant("an answer of older weights looks fresh", SEGMENTS,
+           "drawn.versions.min())) < version:", "drawn.versions.min())) > version:",
+           ("tests/gateway/test_gateway_ring.py",)),
     Mutant("the version is read before its step", "busrl/roles/scheduler.py",
            '"step": self.ring.header(HeaderWord.VERSION_STEP), "version": self.ring.header(HeaderWord.VERSION),',
            '"version": self.ring.header(HeaderWord.VERSION), "step": self.ring.header(HeaderWord.VERSION_STEP),',
            (f"{ANSWERS}::test_a_sample_that_is_admitted_while_a_version_is_published_never_looks_younger_than_it_is",)),
     # -- rewards
     Mutant("the reward of a step leaves out flat groups", METRICS,
-           "        rewards.join(self.rewards)\n", "", PPO),
+           "        self._ended.add_line(line)\n        row:", "        self._ended = Ended()\n        self._ended.add_line(line)\n        row:",
+           PPO),
     Mutant("rewards of groups set aside are forgotten", METRICS,
-           "            self.rewards.add(rewards)\n", "", PPO),
+           "        self._write_groups(line)\n        self._ended.add_line(line)\n", "        self._write_groups(line)\n", PPO),
     Mutant("rewards of groups that a dead learner set aside are forgotten", METRICS,
-           "                self._aside.join(aside)\n", "                pass\n", (f"{STEPS}::{SET_ASIDE}",)),
+           "                self._ended.join(ended)\n", "                pass\n", (f"{STEPS}::{SET_ASIDE}",)),
     Mutant("a group whose drop was cut short is counted twice", METRICS,
            "            self._known[line.draws[0]] = None\n", "", (f"{STEPS}::{SET_ASIDE}",)),
     Mutant("a flat group is not told to the metrics", LEARNER,
            "        self.metrics.set_aside(", "        (lambda *told: None)(", RUN),
     Mutant("flat groups are counted against the trained ones alone", METRICS,
-           'self.fates[Fate.FLAT.letter] / groups', 'self.fates[Fate.FLAT.letter] / len(record.groups)', PPO),
+           'self.fates[Fate.FLAT.letter] / self.groups',
+           'self.fates[Fate.FLAT.letter] / self.fates[Fate.TRAINED.letter]', PPO),
     Mutant("fates of flat and of old groups are swapped", "busrl/scheduling/trigger.py",
            'else Fate.FLAT if view.flat[i] else Fate.OLD', 'else Fate.OLD if view.flat[i] else Fate.FLAT',
            ("tests/scheduling/test_plan.py",)),
     Mutant("the penalty of a cut answer is added", GROUPS,
-           'lines["reward"] - self.penalty', 'lines["reward"] + self.penalty', ("tests/roles/test_overlong_shaping.py",)),
+           'lines["reward"] - penalty', 'lines["reward"] + penalty', ("tests/roles/test_overlong_shaping.py",)),
     Mutant("answers that ended by themselves are worth less", GROUPS,
            '(lines["finish"] == LENGTH)', '(lines["finish"] != LENGTH)', ("tests/roles/test_overlong_shaping.py",)),
     Mutant("the learner trains what the judge said of cut answers", LEARNER,
-           "return self.shaping.apply(self.ring.lines())", "return self.ring.lines()", RUN),
+           "return shaped(self.ring.lines(), reward.truncated, reward.truncated_penalty)", "return self.ring.lines()", RUN),
     Mutant("validation is worth less where it is cut", GROUPS,
            '& (lines["cls"] == SampleClass.TRAIN)', "", ("tests/roles/test_overlong_shaping.py",)),
     # -- advantages and losses
@@ -236,8 +237,8 @@ MUTANTS = (
     Mutant("the log names a version that is not there yet", LEARNER,
            "                version=self.publisher.version,\n                cause", "                version=self.publisher.version + 1,\n                cause", RUN),
     Mutant("a replayed step is of age 0", METRICS,
-           "**aside.with_trained(record), **_trained(record),\n            **_training(stats),",
-           '**aside.with_trained(record), **_trained(record),\n            **_training(stats), "age_max": 0,',
+           "**ended.row(), **_trained(record), **_training(stats),",
+           '**ended.row(), **_trained(record), **_training(stats), "age_max": 0,',
            (f"{STEPS}::test_the_line_of_a_replayed_step_has_the_ages_of_its_groups",)),
     # -- starting again
     Mutant("random state is not restored", STEP, "            found.restore_random(self.device)\n", "",

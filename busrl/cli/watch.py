@@ -19,7 +19,7 @@ from types import FrameType
 
 from busrl.errors import NoSuchRun, UserError
 from busrl.monitor import screen
-from busrl.monitor.recording import Bounds, Recorder, Recording, summary
+from busrl.monitor.recording import Recorder, Recording, summary
 from busrl.monitor.replay import Replayer, own_endpoint
 from busrl.monitor.screen import give_way
 from busrl.monitor.snapshot import snapshot
@@ -86,7 +86,7 @@ def record(options: argparse.Namespace) -> int:
     target, out, seconds = find(options.run_dir), options.out, options.seconds
     if target.paths is None:
         raise UserError(f"{options.run_dir}: a run directory is recorded, not an endpoint")
-    recorder = Recorder(target.paths, out, Bounds(math.inf if seconds is None else seconds, options.limit * MIB))
+    recorder = Recorder(target.paths, out, math.inf if seconds is None else seconds, options.limit * MIB)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda got, _frame: recorder.stop(f"asked to by {signal.Signals(got).name}"))
     print(f"recording {target.paths.root} to {out}; Ctrl-C ends it", flush=True)

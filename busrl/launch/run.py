@@ -30,7 +30,7 @@ import numpy as np
 from busrl import device
 from busrl.bus import Endpoint
 from busrl.config import ProcessName, Topology, machine
-from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY
+from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES
 from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, BusrlError, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.gateway import FairClock
@@ -39,7 +39,7 @@ from busrl.launch.children import describe as describe_end
 from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
 from busrl.launch.guardian import Guardian, mark
-from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
+from busrl.launch.rundir import OpenRun, made_prompts, remove_runtime_dir, unlink_segments
 from busrl.launch.summary import EventLog, Outcome, Progress, ResidenceTimes, Usage
 from busrl.launch.supervisor import Child, ForeignProcesses, Patience, Phase, Shutdown
 from busrl.ledger.audit import AuditReport, audit
@@ -163,14 +163,8 @@ def audit_run(root: Path, topology: Topology) -> AuditReport | str:
 
     Whatever happened to the run's files, a run has a summary.
     """
-    prompts: Path | None = None
-    if topology.data.train.startswith(TINY):
-        from busrl.quickstart import paths
-
-        made = paths(topology.data.train)
-        prompts = made.train if made else None
     try:
-        return audit(root, prompts=prompts)
+        return audit(root, prompts=made_prompts(topology))
     except (OSError, BusrlError) as problem:
         return str(problem)
 
@@ -434,7 +428,7 @@ class Launch:
             if self._run.displaced:
                 return Outcome("failed", line, 1)
         fault = self._run.moved() or self._fates.look(self._clock())
-        if fault is None:
+        if not fault:
             return None
         record_error(self._paths, "launch", "critical", "ledger", fault)
         return Outcome("failed", fault, 1)

@@ -92,7 +92,7 @@ def living_runs() -> Iterator[Path]:
     """Run directories of this user's rings that a living process is registered in, as it shows them itself."""
     for path in sorted(SHM.glob(f"busrl.{os.getuid()}.*.ring")):
         with suppress(RingError), closing(Ring.attach(path.name, read_only=True)) as ring:
-            opened = (file for process in living(ring) for file in _files_of(process.pid))
+            opened = (file for process in living(ring) for file in files_of(process.pid))
             runs = (file.parent for file in opened if file.name == LOCK)
             yield from islice((one for one in runs if RunPaths.of(one).ring_name == path.name), 1)
 
@@ -102,11 +102,12 @@ def living(ring: Ring) -> list[Process]:
     return [process for process in ring.processes() if not process.remote and not ring.is_dead(process.index)]
 
 
-def _files_of(pid: int) -> Iterator[Path]:
+def files_of(pid: int) -> Iterator[Path]:
     """What a process has open. Its environment tells less: to set the title of a process overwrites that."""
     with suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            yield Path(os.readlink(link))
+        for link in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                yield Path(os.readlink(link.path))
 
 
 def newest_run(parent: Path) -> Path:
@@ -223,14 +224,10 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
     return ProcessRecord(
         name=process.label,
         state="dead" if ring.is_dead(process.index) else process.state,
-        progress_age_s=_age(now, process.progress_ns),
-        activity_age_s=_age(now, process.activity_ns),
+        progress_age_s=max(0, now - process.progress_ns) / 1e9,
+        activity_age_s=max(0, now - process.activity_ns) / 1e9,
         **{name: getattr(process, name) for name in TOLD},
     )
-
-
-def _age(now_ns: int, then_ns: int) -> float:
-    return max(0, now_ns - then_ns) / 1e9
 
 
 # -- the bus, and all of it together -----------------------------------------------------------------------------------

@@ -47,7 +47,6 @@ class Facts(msgspec.Struct, frozen=True):
     mode: str = ""
     max_staleness: int = 0
     progress_s: float = 30.0
-    slots: int = 0
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):

@@ -175,18 +175,13 @@ class Actor:
             self.ring.activity(*(self._activities[-1] if self._activities else ("",)))
             self.ring.progress()
 
-    def ring_bell(self, bell: Doorbell, to: str = "") -> None:
-        message = bell.take()
-        if message is not None:
-            self.bus.send(message, to)
+    def ring_bells(self, *bells: Doorbell) -> None:
+        for bell in bells:
+            if (message := bell.take()) is not None:
+                self.bus.send(message)
 
     def warn(
-        self,
-        where: str,
-        text: str,
-        severity: str = "warning",
-        kind: str = "",
-        uids: Sequence[int] = (),
+        self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = (),
         trace: str = "",
     ) -> None:
         """Log, publish and file an event that a person should see; repeats of one kind become one line with a count.
@@ -236,7 +231,7 @@ class Actor:
     def _acquire_lock(self) -> bool:
         if not self.singleton:
             return True
-        self._lock = OfdLock(str(self.paths.lock(self.name.replace("/", "-"))))
+        self._lock = OfdLock(str(self.paths.lock(self.worker_id)))
         return acquire_lock(self._lock, self.ring, lambda: self.stopping, self.paths, self.name)
 
     def keep_lock(self) -> None:
@@ -250,15 +245,10 @@ class Actor:
         self.validate_fates = Fates(str(self.paths.validate_fates))
         self.ring.bind_fates(self.fates, self.validate_fates)
         self.trouble = trouble_for(self.topology.faults, self.role, self.worker_id)
+        own = self.topology.bus
         self.bus = Endpoint(
-            self.worker_id,
-            self.paths.frontend,
-            self.paths.backend,
-            subscribe=self.subscriptions(),
-            hwm=self.topology.bus.hwm,
-            max_bytes=self.topology.bus.max_message_bytes,
-            trouble=self.trouble,
-            report=lambda text: self.warn("bus", text),
+            self.worker_id, self.paths.frontend, self.paths.backend, subscribe=self.subscriptions(), hwm=own.hwm,
+            max_bytes=own.max_message_bytes, trouble=self.trouble, report=lambda text: self.warn("bus", text),
         )
 
     def subscriptions(self) -> list[str]:

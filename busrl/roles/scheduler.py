@@ -40,7 +40,7 @@ from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, 
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupScanner, GroupView, Lines, in_a_row, uid_of
 from busrl.scheduling.lengths import Candidate, Guard
-from busrl.scheduling.pool import FinishedAnswers, LearnerState, Record
+from busrl.scheduling.pool import FinishedAnswers, LearnerState, Open
 from busrl.states import HeaderWord, RunPhase, SampleClass
 
 log = logging.getLogger("busrl")
@@ -74,7 +74,7 @@ class DispatchFeed:
             round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
         )
         self._answers = FinishedAnswers()
-        self._records: list[Record] = []
+        self._records: list[Open] = []
 
     def look(self, view: GroupView, lines: Lines, rows: int) -> None:
         """Feed the policy what finished since the last look, what is open, and how many rows the workers have."""
@@ -108,7 +108,7 @@ class DispatchFeed:
         measures = self.predictor.metrics()
         return self.policy.metrics() | {name: value for name, value in measures.items() if math.isfinite(value)}
 
-    def _write(self, records: Sequence[Record], least: int = RECORDS_A_LINE) -> None:
+    def _write(self, records: Sequence[Open], least: int = RECORDS_A_LINE) -> None:
         """Append ended groups to `scheduler.jsonl`, one list per number and line, and how good the predictions are."""
         self._records += records
         if len(self._records) < max(1, least):

@@ -100,9 +100,7 @@ class Admission:
     """Admits groups under the limits: the same arguments give the same answer after any restart."""
 
     def __init__(self, limits: AdmissionLimits, over_age: str = "wait") -> None:
-        if over_age not in ("wait", "drop"):
-            raise ValueError(f"over_age = {over_age!r}: must be wait or drop")
-        self.limits, self.over_age = limits, over_age
+        self.limits, self.staleness = limits, Staleness(limits.max_staleness, over_age)
 
     def room(
         self, view: GroupView, *, unpublished: int, next_admission: int, step: int, free: int, reserve: int = 0,
@@ -116,9 +114,9 @@ class Admission:
         """
         due = int(view.due.sum())
         blocker = view.oldest_unresolved()
-        old = self._too_old(view, step)
-        if old is not None:
-            return Room(0, "staleness", old)
+        if (held := self.staleness.holds(view.oldest_step, step)).any():
+            oldest = np.argmin(np.where(held, view.oldest_step, NOT_STARTED))
+            return Room(0, "staleness", int(view.draws[oldest]))
         if self.limits.max_staleness == 0 and unpublished and not self.limits.sync:
             return Room(0, "in_flight", blocker)  # the step under way would make it too old before it is trained
         settled = wave_over and not unpublished and not due and not bool(view.resolved.any())
@@ -138,15 +136,6 @@ class Admission:
         if position == 0 and not may_begin:
             return 0, "round"
         return self.limits.n_min - position, "round"
-
-    def _too_old(self, view: GroupView, step: int) -> int | None:
-        """Under `wait`: a group that is already above max_staleness; nothing is admitted until it is trained."""
-        bound = self.limits.max_staleness
-        if bound is None or self.over_age != "wait" or not len(view):
-            return None
-        oldest = int(np.argmin(view.oldest_step))
-        began = int(view.oldest_step[oldest])
-        return int(view.draws[oldest]) if began != NOT_STARTED and step - began > bound else None
 
 
 # -- age -----------------------------------------------------------------------------------------------------
@@ -172,6 +161,10 @@ class Staleness:
         bound = np.inf if self.bound is None else self.bound
         above: Bools = ages(oldest_step, step) > bound
         return above
+
+    def holds(self, oldest_step: Ints, step: int) -> Bools:
+        """Under `wait`: groups above the bound; nothing is admitted until they are trained."""
+        return self.too_old(oldest_step, step) & (self.over_age == "wait")
 
     def would_outlive(self, oldest_step: Ints, step: int) -> Bools:
         """Groups that would be above the bound if a step were made without them."""

@@ -31,7 +31,6 @@ from busrl.scheduling.pool import (
     Open,
     Pool,
     Present,
-    Record,
     SlotOrder,
     Strength,
     as_draws,
@@ -90,7 +89,7 @@ class Policy:
         """Priority of a slot with a member of this open group; larger goes first."""
         return slot_priority(admission)
 
-    def take_records(self) -> list[Record]:
+    def take_records(self) -> list[Open]:
         """What was predicted of groups that ended since the last call, and what came out."""
         return []
 
@@ -168,7 +167,7 @@ class Ordered(Policy):
         self.promoted = 0.0  # share of the groups opened lately that length alone would have put later
         self.tail_rows = 0  # members of long groups that run or are due
         self._open: dict[int, Open] = {}
-        self._records: deque[Record] = deque(maxlen=RECORDS_KEPT)
+        self._records: deque[Open] = deque(maxlen=RECORDS_KEPT)
         self._waits: deque[int] = deque(maxlen=WAITS_KEPT)
         self._mean = 0.0
         self._observed = 0
@@ -210,8 +209,8 @@ class Ordered(Policy):
 
     def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
         now = dict(zip(draws, running))
-        for draw in [draw for draw in self._open if draw not in now]:
-            self._ended(self._open.pop(draw))
+        ended = [self._open.pop(draw) for draw in [draw for draw in self._open if draw not in now]]
+        self._records += [group for group in ended if group.members]
         for draw, group in self._open.items():
             group.running = now[draw]
         self.tail_rows = sum(group.running for group in self._open.values() if group.tail)
@@ -234,7 +233,7 @@ class Ordered(Policy):
         group = self._open.get(draw)
         return PROBE if probe else self.order.sample(admission, group.estimate if group else 1.0)
 
-    def take_records(self) -> list[Record]:
+    def take_records(self) -> list[Open]:
         found = list(self._records)
         self._records.clear()
         return found
@@ -256,14 +255,8 @@ class Ordered(Policy):
 
     def _opened(self, group: Open) -> None:
         group.tail = self._is_tail(group.predicted)
-        self._open[group.candidate.draw] = group
+        self._open[group.draw] = group
         self.tail_rows += group.running if group.tail else 0
-
-    def _ended(self, group: Open) -> None:
-        if group.members:
-            mean = group.tokens / group.members
-            draw = group.candidate.draw
-            self._records.append(Record(draw, group.wait, group.predicted, mean, group.longest, group.members))
 
     def _limit(self, oldest: int) -> int:
         return oldest + self.horizon

@@ -185,12 +185,8 @@ def least_staleness(n_lo: int, n_hi: int) -> int:
 
 def _largest_admitted(total: int) -> int:
     """The largest B with B + floor(0.3 B) <= total."""
-    admitted = max(1, math.floor(total / (1 + WINDOW_SHARE)))
-    while admitted + 1 + window_of(admitted + 1) <= total:
-        admitted += 1
-    while admitted > 1 and admitted + window_of(admitted) > total:
-        admitted -= 1
-    return admitted
+    at_most = int(total / (1 + WINDOW_SHARE)) + 2
+    return next((some for some in range(at_most, 1, -1) if some + window_of(some) <= total), 1)
 
 
 def _explain_mode(limits: AdmissionLimits) -> str:

@@ -10,7 +10,6 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -221,24 +220,13 @@ class Present:
 UNSEEN = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A group that ended: what was predicted, and what came out. Lengths in tokens, `wait` in groups opened.
-
-    `wait` is UNSEEN for a group that an earlier scheduler opened. `actual` is the mean over `members` finished ones.
-    """
-
-    draw: int
-    wait: int
-    predicted: float
-    actual: float
-    longest: int
-    members: int
-
-
 @dataclass(slots=True)
 class Open:
-    """An open group."""
+    """An open group: what was predicted, and what came out. Lengths in tokens.
+
+    `wait`: groups opened while it waited, UNSEEN if an earlier scheduler opened it; the rest is of its `members`
+    finished ones.
+    """
 
     candidate: Candidate
     predicted: float
@@ -248,6 +236,14 @@ class Open:
     longest: int = 0
     tokens: int = 0
     members: int = 0
+
+    @property
+    def draw(self) -> int:
+        return self.candidate.draw
+
+    @property
+    def actual(self) -> float:
+        return self.tokens / max(1, self.members)
 
     @property
     def estimate(self) -> float:
@@ -340,13 +336,6 @@ def level(tokens: float) -> int:
 NOBODY = (1 << 64) - 1
 
 
-class Answers(NamedTuple):
-    """Uids and lengths in tokens of finished answers."""
-
-    uids: Ints
-    tokens: Ints
-
-
 class FinishedAnswers:
     """Answers that were finished since the last look, from the ring's lines; each is given once.
 
@@ -357,8 +346,8 @@ class FinishedAnswers:
     def __init__(self) -> None:
         self._given = np.empty(0, np.uint64)
 
-    def look(self, lines: Lines) -> Answers:
-        """What is new in a copy of the ring's lines."""
+    def look(self, lines: Lines) -> tuple[Ints, Ints]:
+        """Uids, and lengths in tokens, of what is new in a copy of the ring's lines."""
         uids, state = lines["uid"], lines["state"]
         if len(self._given) != len(lines):
             self._given = np.full(len(lines), NOBODY, np.uint64)
@@ -367,4 +356,4 @@ class FinishedAnswers:
         # Field by field, and only of what is new: most slots are not.
         fresh = fresh[(lines["finish"][fresh] > 0) & (lines["cls"][fresh] == SampleClass.TRAIN)]
         self._given[fresh] = uids[fresh]
-        return Answers(uids[fresh].astype(np.int64), lines["response_tokens"][fresh].astype(np.int64))
+        return uids[fresh].astype(np.int64), lines["response_tokens"][fresh].astype(np.int64)

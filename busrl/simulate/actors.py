@@ -29,6 +29,7 @@ from busrl.scheduling.groups import (
     GroupView,
     uid_of,
 )
+from busrl.scheduling.lengths import Candidate
 from busrl.scheduling.segments import SegmentPlan
 from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, publication_is_due
 from busrl.simulate.figures import Counts, StepRow
@@ -271,7 +272,7 @@ class Actors:
         self.rows, self.times = rows, times
         self.step_time = times.decoding(rows)
         self.published: list[float] = []  # times of publications
-        self.idle: deque[int] = deque(range(count))  # those without any sequence, the longest idle first
+        self.idle = deque(range(count))  # those without any sequence, the longest idle first
         self._idle_set = set(self.idle)
         self.partly: dict[int, None] = {}  # those that run some, and have room
 
@@ -407,6 +408,18 @@ def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
 # -- the learner ---------------------------------------------------------------------------------------------
 
 @dataclass
+class Group:
+    """An open group."""
+
+    candidate: Candidate
+    lengths: tuple[int, ...]
+    rewards: tuple[float, ...]
+    since: float  # its arrival, or the time of its opening in a closed loop
+    prompt_tokens: int
+    left: int
+
+
+@dataclass
 class Look:
     """What one look came to: seconds of work, whether slots came free, and what it waits for if it does."""
 
@@ -419,7 +432,7 @@ class Look:
 
 @dataclass
 class Learner:
-    """`lengths`: draw -> tokens of each member, for every open group."""
+    """`groups`: the open ones by draw; it removes those that it trains or sets aside."""
 
     topology: Topology
     plan: LearnerPlan
@@ -427,13 +440,12 @@ class Learner:
     ring: SimRing
     counts: Counts
     paces: Iterator[float]
-    lengths: Mapping[int, tuple[int, ...]]
+    groups: dict[int, Group]
     pace: float = 1.0  # factor on the work of the step that fills up now
     step: int = 0
     unpublished: int = 0
     aside: int = 0
     claimed: dict[int, list[int]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)  # draws trained or set aside since they were last collected
     _pending_tokens: int = 0
     _pending_samples: int = 0
     _row: StepRow | None = None
@@ -483,7 +495,7 @@ class Learner:
     def _set_aside(self, view: GroupView, action: SetAside, found: Look) -> None:
         self.ring.end(view.slots_of(action.draw), action.fate)
         self.counts.aside[action.fate] += 1
-        self.ended.add(action.draw)
+        del self.groups[action.draw]
         self.aside += 1
         found.cost_s += self.times.learner_group_s
         found.freed = True
@@ -493,21 +505,20 @@ class Learner:
             slots = view.slots_of(draw)
             self.ring.move(slots, TRAINING)
             self.claimed[draw] = slots
-            self._pending_tokens += sum(self.lengths[draw])
+            self._pending_tokens += sum(self.groups[draw].lengths)
             self._pending_samples += len(slots)
 
     def _fire(self, view: GroupView, action: Fire, now: float, found: Look) -> None:
         oldest = view.oldest_step
         ages = [age(int(oldest[view.index(draw)]), self.step) for draw in action.draws]
         slots = [slot for draw in action.draws for slot in self.claimed[draw]]
-        lengths = [tokens for draw in action.draws for tokens in self.lengths[draw]]
+        lengths = [tokens for draw in action.draws for tokens in self.groups.pop(draw).lengths]
         self._row = StepRow(
             self.step + 1, now, action.cause.value, len(ages), len(slots), sum(lengths), len(ages) + self.aside,
             sum(ages) / len(ages), max(ages),
         )
         self.counts.ages.update(ages)
         self.counts.consumed.extend(lengths)
-        self.ended.update(action.draws)
         self.unpublished += len(ages)
         self.ring.end(slots, Fate.TRAINED.letter)
         self.claimed.clear()

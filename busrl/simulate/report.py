@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from busrl.config import Topology, sketch
+from busrl.config import Topology, load_for_simulation
 from busrl.errors import TopologyError, UserError
 from busrl.simulate.actors import STATED, reward_workers
 from busrl.simulate.figures import Figures
@@ -143,8 +143,7 @@ def points(file: Path, overrides: Sequence[str], axes: Sequence[Axis]) -> list[P
 def _load(file: Path, overrides: Sequence[str], axes: Sequence[Axis], values: tuple[str, ...]) -> Point:
     chosen = [f"{one.key}={value}" for one, value in zip(axes, values)]
     try:
-        found = sketch(file, [*overrides, *chosen])
-        return Point(values, found.topology, found.written)
+        return Point(values, *load_for_simulation(file, [*overrides, *chosen]))
     except TopologyError as error:
         if not axes:
             raise

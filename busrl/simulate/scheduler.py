@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupView, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
 from busrl.scheduling.pool import LearnerState
-from busrl.simulate.actors import Learner, SimRing
+from busrl.simulate.actors import Group, Learner, SimRing
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts
 
@@ -100,18 +99,6 @@ def keywords_of(path: str) -> Keywords | None:
 CHARACTERS_PER_TOKEN = 4  # of a prompt, for the cost of its prefill
 
 
-@dataclass
-class Group:
-    """An open group."""
-
-    candidate: Candidate
-    lengths: tuple[int, ...]
-    rewards: tuple[float, ...]
-    since: float  # its arrival, or the time of its opening in a closed loop
-    prompt_tokens: int
-    left: int
-
-
 class Scheduler:
     """`rows`: sequences that all actors can run at once."""
 
@@ -125,7 +112,6 @@ class Scheduler:
         self.probes = Probes(topology.derived.limits.W if topology.scheduler.probe else 0)
         self.waves = waves_of(self.limits)
         self.groups: dict[int, Group] = {}
-        self.lengths: dict[int, tuple[int, ...]] = {}
         slots = topology.derived.train_slots
         self.of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member
         self.to_make: list[int] = [0] * slots  # slot -> tokens still to be generated
@@ -194,7 +180,6 @@ class Scheduler:
         arrival = now if task is None or task.arrival_s is None else task.arrival_s
         tokens = 1 + len(candidate.prompt) // CHARACTERS_PER_TOKEN
         self.groups[draw] = Group(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)
-        self.lengths[draw] = answer.lengths
         self.counts.drawn.extend(answer.lengths)
         index, self.next_admission = self.next_admission, self.next_admission + 1
         return self._put(draw, 0, 1 if probe else self.size, index, self.feed.policy.priority(draw, index, probe))
@@ -210,7 +195,7 @@ class Scheduler:
         return sent
 
     def _put(self, draw: int, first: int, members: int, index: int, priority: int) -> int:
-        lengths = self.lengths[draw]
+        lengths = self.groups[draw].lengths
         hold = self.waves is not None
         slots = self.ring.dispatch(draw, first, members, index, self.version_step, priority, hold)
         for member, slot in enumerate(slots, first):

@@ -83,11 +83,11 @@ class World:
         self.counts = Counts()
         rows = actors * topology.generation.max_batch
         self.scheduler = Scheduler(topology, answers, self.ring, self.counts, rows, oracle=oracle)
-        self.feed, self.groups, self.lengths = self.scheduler.feed, self.scheduler.groups, self.scheduler.lengths
+        self.feed, self.groups = self.scheduler.feed, self.scheduler.groups
         streaming = topology.learner.updates_per_batch == 1 and not topology.learner.deterministic
         plan = make_plan(topology, streaming=streaming)
         paces = noise(times.learner_spread, [seed, 4])
-        self.learner = Learner(topology, plan, times, self.ring, self.counts, paces, self.lengths)
+        self.learner = Learner(topology, plan, times, self.ring, self.counts, paces, self.groups)
         self.cuts = cuts_of(topology, segment_length)
         self._trained = 0  # groups
         self._running = 0  # sequences of all actors
@@ -275,7 +275,7 @@ class World:
 
     def _whole(self, draw: int, member: int) -> None:
         """An answer has its last token: policy and segments learn its length, and a probe is over."""
-        tokens = self.lengths[draw][member]
+        tokens = self.groups[draw].lengths[member]
         self.feed.finished(draw, tokens)
         if self.scheduler.probes.on:
             self._schedule_look(self.now + max(PROBING_TICK_S, self._grid))
@@ -323,11 +323,9 @@ class World:
         self.counts.waited[reason] += self.now - since
         self._resolved = False
         view, scheduler = self.view(), self.scheduler
-        found = self.learner.look(
+        self._act(self.learner.look(
             view, self.now, scheduler.next_admission, self._draining(), scheduler.wave_over(view)
-        )
-        self._forget(self.learner.ended)
-        self._act(found)
+        ))
 
     def _act(self, found: Look) -> None:
         """Let the time pass that a look costs."""
@@ -390,11 +388,6 @@ class World:
         self.scheduler.version_step = self.learner.step
         self.actors.publish(self.now)
         self._schedule_look(self.now)
-
-    def _forget(self, draws: set[int]) -> None:
-        for draw in draws:
-            del self.groups[draw], self.lengths[draw]
-        draws.clear()
 
     def _default_grid(self) -> float:
         if self.topology.derived.train_slots <= SMALL_RING:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from busrl import checksums, device
+from busrl import device, files
 from busrl.errors import DiskFull
 from busrl.files import REPLACED, finish_replacements, sync
 
@@ -118,8 +118,8 @@ def remove_leftovers(parent: Path) -> None:
 
 def sync_tree(root: Path, moved: Callable[[], None] = lambda: None) -> None:
     """Every file below, then every directory, so that names are not on disk before what they name."""
-    for folder, _, files in os.walk(root, topdown=False):
-        for name in files:
+    for folder, _, names in os.walk(root, topdown=False):
+        for name in names:
             sync(Path(folder) / name)
             moved()
         sync(Path(folder))
@@ -252,7 +252,7 @@ def _buffers(model: Any) -> dict[str, Any]:
 def _listing(directory: Path, moved: Callable[[], None]) -> dict[str, list[int]]:
     listed = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES):
-        listed.update(checksums.listing(directory, [path]))
+        listed.update(files.checksums(directory, [path]))
         moved()
     return listed
 
@@ -288,7 +288,7 @@ def fault_of(path: Path) -> str | None:
     """What is wrong with the checkpoint at `path`, or None."""
     try:
         listed: dict[str, list[int]] = json.loads((path / FILES).read_text())
-        if (fault := checksums.fault_in(path, listed)) is not None:
+        if (fault := files.fault_in(path, listed)) is not None:
             return fault
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{FILES} cannot be read: {error}"

@@ -40,17 +40,13 @@ from busrl.training.model import named_weights
 
 
 @dataclass(frozen=True)
-class TrainerSettings:
+class TrainerSettings(LossSettings):
     """Numbers by the names of the topology's [learner] keys; the learning rate comes with each step."""
 
     loss: str = "ppo_clip"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float = 3.0
-    tis_cap: float = 2.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 4096
     dmmpt: str = "off"
@@ -67,9 +63,6 @@ class TrainerSettings:
         values = {name: getattr(topology.learner, name) for name in names}
         ratio_one = topology.segments.loss == "pois"
         return cls(compute_dtype=topology.model.dtype, ratio_one=ratio_one, **values, **mastered)
-
-    def for_loss(self) -> LossSettings:
-        return LossSettings(self.clip_low, self.clip_high, self.dual_clip, self.tis_cap)
 
 
 @dataclass(frozen=True)
@@ -207,13 +200,11 @@ def keep_freed_memory(slack: int = 1 << 26) -> bool:
     A step allocates the same few megabytes again and again. Given back each time, every page has to be mapped and
     zeroed again: thousands of page faults, about a tenth of the time of a small model's step.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
     settings = ((MMAP_THRESHOLD, 1 << 30), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
-    taken = [mallopt(option, value) == 1 for option, value in settings]
-    return all(taken)
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        return sum(int(mallopt(option, value)) for option, value in settings) == len(settings)
+    return False
 
 
 # -- the optimiser step ----------------------------------------------------------
@@ -236,7 +227,6 @@ class Trainer:
         self.model, self.settings, self._named = model, settings, named
         self.loss = load_loss(settings.loss)
         self.forward = forward or choose_forward(model, shared=settings.compute_dtype == "float32")
-        self._loss_settings = settings.for_loss()
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device = self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
@@ -286,7 +276,7 @@ class Trainer:
         inputs = self._loss_inputs(flat, logprobs, advantages, proximal)
         # Under pois the ratio is 1 everywhere; the diagnostics below are of the true one.
         trained = replace(inputs, behaviour_logprobs=logprobs.detach()) if self.settings.ratio_one else inputs
-        loss = losses.per_token(self.loss, trained, self._loss_settings)
+        loss = losses.per_token(self.loss, trained, self.settings)
         if self.skip_mastered:
             loss = loss.masked_fill(self._find_mastered(inputs, flat, entropy), 0)
         total = loss.sum()
@@ -331,7 +321,7 @@ class Trainer:
         version: int | None,
     ) -> None:
         current, begun = self._of_these_weights(samples, flat, version)
-        self._sums += diagnostics.sums(inputs, loss, entropy, current, self._loss_settings, begun)
+        self._sums += diagnostics.sums(inputs, loss, entropy, current, self.settings, begun)
         per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
         self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, loss)))
         context = sum(sample.context for sample in samples)

@@ -66,7 +66,7 @@ class Ledger:
     def enter(self, role: str, name: str, life: int) -> int:
         free = next((i for i in range(1, self.most_entries + 1) if i not in self.entries), None)
         if free is None:
-            raise Refused("all entries are taken")
+            raise Refused("all entries are taken", "full")
         assert all(member.name != name for member in self.entries.values()), "one entry for one name"
         self.entries[free] = Member(free, role, name, life)
         return free

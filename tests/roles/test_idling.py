@@ -275,7 +275,7 @@ def test_groups_that_are_set_aside_for_ever_take_no_memory_where_no_step_is_ever
     finally:
         tracemalloc.stop()
     assert grown < 20_000 and metrics.groups_aside == 2100
-    assert metrics._part_means()["reward_parts"] == {"format": 1.0, "right": 0.0}
+    assert metrics._ended.row()["reward_parts"] == {"format": 1.0, "right": 0.0}
     metrics.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from busrl.scheduling.admission import Staleness, age
 from busrl.scheduling.groups import NOT_STARTED
 from busrl.scheduling.limits import derive
-from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, Moment, SetAside, Trigger, Wait, look
+from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, Trigger, Wait, look
 
 G = 4
 GOOD, FLAT = [0.0, 1.0, 0.5, 0.5], [1.0] * 4
@@ -165,6 +165,6 @@ def test_age_counts_steps_and_a_group_that_has_not_begun_has_none() -> None:
 def test_the_trigger_never_fires_on_nothing_and_refuses_nonsense() -> None:
     trigger = Trigger(1, t_max_s=1.0)
     assert trigger.n_floor == 1
-    assert trigger.cause(Moment(groups=0, now=1e9, draining=True, round_full=True)) is None
+    assert trigger.cause(0, 1e9, draining=True, round_full=True) is None
     with pytest.raises(ValueError, match="n_min = 0"):
         Trigger(0)

@@ -24,23 +24,16 @@ from busrl import device
 from busrl.algorithms.advantages import advantages as group_advantages
 from busrl.algorithms.losses import WITHOUT_PROXIMAL
 from busrl.config import Topology
-from busrl.config.schema import ADAPTERS, ONE_COPY, Learner
+from busrl.config.schema import ADAPTERS, ONE_COPY
 from busrl.errors import UserError
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
 from busrl.training import checkpoint
-from busrl.training.batch import Sample, all_sound
+from busrl.training.batch import Sample, first_fault
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_estimator
 from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
-from busrl.training.trainer import (
-    Schedule,
-    StepStats,
-    Trainer,
-    TrainerSettings,
-    combined,
-    keep_freed_memory,
-)
+from busrl.training.trainer import Schedule, StepStats, Trainer, TrainerSettings, combined, keep_freed_memory
 from busrl.weights.base import VersionSteps
 from busrl.weights.tensors import fingerprint
 
@@ -130,7 +123,8 @@ class TrainingStep:
         self.pace: Callable[[float, int], None] | None = None  # called with the begin and the tokens of an accumulation
         self.shared = weights.transport == ONE_COPY
         self.adapter: Adapter | None = None
-        self.lora = lora_of(topology)
+        own = topology.lora
+        self.lora = LoraSettings(own.rank, own.scale, own.targets, own.dropout, topology.run.seed) if own.on else None
         self.gives_adapters = weights.transport in ADAPTERS
         self.estimator = load_estimator(self.config.advantage)
         self._use(self._trainer(self.source))
@@ -149,18 +143,9 @@ class TrainingStep:
         trainer.moved = lambda: self.moved()
         trainer.ages_of = self.stale.ages
 
-    @staticmethod
-    def streamable(config: Learner) -> bool:
-        """Whether micro-batches may run before the whole step is known."""
-        return config.updates_per_batch == 1
-
     def fault(self, records: Sequence[SampleRecord]) -> tuple[int, str] | None:
         """The position of a sample that must not be trained, and why; None if all are sound."""
-        samples = self._samples(records)
-        if all_sound(samples, self.vocabulary):
-            return None
-        texts = ((i, sample.fault(self.vocabulary)) for i, sample in enumerate(samples))
-        return next(((i, text) for i, text in texts if text is not None), None)
+        return first_fault(self._samples(records), self.vocabulary)
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -287,8 +272,7 @@ class TrainingStep:
 
     def _load_model(self, found: Checkpoint) -> None:
         """The weights of a checkpoint: with [lora] those of the base, and its adapter."""
-        before = found.meta.get("lora")
-        now = None if self.lora is None else {**self.lora.described(), "base": fingerprint(self.source)}
+        before, now = found.meta.get("lora"), self._lora_meta()
         if before != now:
             raise UserError(
                 f"{found.path} was trained with lora {before}, the topology and model.path give {now}; continue with "
@@ -299,12 +283,15 @@ class TrainingStep:
         else:
             self.adapter.load(found.path / ADAPTER)
 
+    def _lora_meta(self) -> dict[str, Any] | None:
+        return None if self.lora is None else {**self.lora.described(), "base": fingerprint(self.source)}
+
     def save_checkpoint(
         self, root: Path, step: int, meta: Mapping[str, Any], extras: Callable[[Path], None]
     ) -> Checkpoint:
         more: dict[str, Any] = {"dmmpt_gate": self.gate.state()} if self.gate is not None else {}
         if self.lora is not None:
-            more["lora"] = {**self.lora.described(), "base": fingerprint(self.source)}
+            more["lora"] = self._lora_meta()
 
         def files(directory: Path) -> None:
             if self.adapter is not None:
@@ -324,12 +311,6 @@ class TrainingStep:
             dtype, copied = getattr(torch, self.settings.compute_dtype), copied_weights(self.trainer.model)
             return {name: tensor.to(dtype) for name, tensor in copied.items()}
         return None if self.adapter is None and not self.trainer.rounded else self.trainer.named_weights()
-
-
-def lora_of(topology: Topology) -> LoraSettings | None:
-    """None where all weights are trained."""
-    own = topology.lora
-    return LoraSettings(own.rank, own.scale, own.targets, own.dropout, topology.run.seed) if own.on else None
 
 
 def _schedule(topology: Topology) -> Schedule:

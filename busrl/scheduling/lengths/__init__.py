@@ -10,20 +10,8 @@ from busrl.scheduling.lengths.learned import LearnedPredictor
 from busrl.scheduling.lengths.rules import Keywords, RulesPredictor
 
 __all__ = [
-    "PREDICTORS",
-    "BlendPredictor",
-    "Candidate",
-    "Finished",
-    "Guard",
-    "HistoryPredictor",
-    "Keywords",
-    "LearnedPredictor",
-    "LengthsOf",
-    "OraclePredictor",
-    "Predictor",
-    "RulesPredictor",
-    "kendall_tau",
-    "make_predictor",
+    "PREDICTORS", "BlendPredictor", "Candidate", "Finished", "Guard", "HistoryPredictor", "Keywords",
+    "LearnedPredictor", "LengthsOf", "OraclePredictor", "Predictor", "RulesPredictor", "kendall_tau", "make_predictor",
 ]
 
 PREDICTORS = ("rules", "learned", "history", "blend", "oracle")
