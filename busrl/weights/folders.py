@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from busrl import files
 from busrl.errors import (
     DiskFull,
     InsecureDirectory,
@@ -38,6 +37,7 @@ from busrl.errors import (
     WeightsRefused,
     WeightsTimeout,
 )
+from busrl.files import FULL, fault_in, listing
 from busrl.private import exposed
 from busrl.ring import OfdLock
 from busrl.weights.base import NOTHING, FileReceiver, Sender, alive
@@ -95,7 +95,7 @@ def private(root: Path) -> None:
 
 def stamp(folder: Path, kind: str, version: int, step: int, base: str) -> None:
     """Write the last file of a version: what it is, and the sizes and checksums of all others."""
-    listed = files.checksums(folder, _all(folder))
+    listed = listing(folder, files(folder))
     text = {"layout": LAYOUT, "kind": kind, "version": version, "step": step, "base": base, "files": listed}
     (folder / STAMP).write_text(json.dumps(text, indent=1))
 
@@ -120,12 +120,12 @@ def _fault(found: VersionFolder, at: Path, stamped: dict[str, Any], kind: str, b
             f"it was made for another base model (fingerprint {stamped['base'][:12]}, here {base[:12]}); learner and "
             "engines need the same model.path"
         )
-    return files.fault_in(at, stamped["files"])
+    return fault_in(at, stamped["files"])
 
 
 def link(source: Path, target: Path) -> None:
     """Give the files of a folder a second name; a copy only where the file system has no hard links."""
-    for path in _all(source):
+    for path in files(source):
         there = target / path.relative_to(source)
         there.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -147,7 +147,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _all(folder: Path) -> Iterator[Path]:
+def files(folder: Path) -> Iterator[Path]:
     """Every file below."""
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
@@ -191,7 +191,7 @@ class FolderSender(Sender):
             os.rename(draft, self.root / name_of(version, step))
         except OSError as problem:
             shutil.rmtree(draft, ignore_errors=True)
-            if problem.errno in files.FULL:
+            if problem.errno in FULL:
                 raise self._full(version, problem) from problem
             raise
         self._reached("renamed")
