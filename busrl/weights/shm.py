@@ -89,8 +89,7 @@ class Segment:
         self.words: Words = np.frombuffer(self._map, np.uint64, HEADER // 8)
         whole: Bytes = np.frombuffer(self._map, np.uint8)
         start = int(self.words[W_MANIFEST])
-        self.manifest_json = whole[start : start + int(self.words[W_MANIFEST_BYTES])].tobytes()
-        self.manifest = Manifest.from_json(self.manifest_json)
+        self.manifest = Manifest.from_json(whole[start : start + int(self.words[W_MANIFEST_BYTES])].tobytes())
         nbytes, log_bytes = int(self.words[W_BYTES]), int(self.words[W_LOG_BYTES])
         self.data = [whole[at : at + nbytes] for at in map(int, self.words[W_BUFFERS : W_BUFFERS + 2])]
         self.log = [whole[at : at + log_bytes] for at in map(int, self.words[W_LOGS : W_LOGS + 2])]
@@ -98,12 +97,8 @@ class Segment:
 
     def newest(self) -> int | None:
         """Index of the complete buffer with the highest version, None if neither is complete."""
-        found: int | None = None
-        for k, words in enumerate(self.buffer):
-            seq = int(words[SEQ])
-            if seq and not seq & 1 and (found is None or self.stamp(k) > self.stamp(found)):
-                found = k
-        return found
+        seqs = [int(words[SEQ]) for words in self.buffer]
+        return max((k for k, seq in enumerate(seqs) if seq and not seq & 1), key=self.stamp, default=None)
 
     def stamp(self, k: int) -> tuple[int, int]:
         """Version and step of buffer k with its log."""
@@ -204,12 +199,7 @@ class ShmSender(Sender):
     """Writes versions. The learner's lock allows one sender per path. `threshold` 0: no sparse updates."""
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        checksums: bool = False,
-        threshold: float = 0.0,
-        key_every: int = 32,
+        self, path: str | Path, *, checksums: bool = False, threshold: float = 0.0, key_every: int = 32
     ) -> None:
         self.path = Path(path)
         self._checksums = checksums or not ORDERED_STORES
