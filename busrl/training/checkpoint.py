@@ -138,8 +138,8 @@ class Checkpoint:
 def save(
     root: Path, step: int, *, model: Any, optimizer_state: Mapping[str, Any], meta: Mapping[str, Any],
     named: Mapping[str, Any] | None = None, source: Path | None = None,
-    extras: Callable[[Path], None] = lambda directory: None, keep_last: int = 2, moved: Callable[[], None] = lambda: None,
-    where: torch.device | None = None,
+    extras: Callable[[Path], None] = lambda directory: None, keep_last: int = 2,
+    moved: Callable[[], None] = lambda: None, where: torch.device | None = None,
 ) -> Checkpoint:
     """Writes checkpoint `step` under `root` and removes old ones.
 
