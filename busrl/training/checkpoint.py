@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from busrl import checksums, device
+from busrl import device
 from busrl.errors import DiskFull
-from busrl.files import FULL, REPLACED, finish_replacements, sync
+from busrl.files import FULL, REPLACED, fault_in, finish_replacements, listing, sync
 from busrl.ledger.trained import checkpoints_of, step_of
 
 # -- directories that appear whole or not at all ----------------------------------
@@ -218,7 +218,7 @@ def _buffers(model: Any) -> dict[str, Any]:
 def _listing(directory: Path, moved: Callable[[], None]) -> dict[str, list[int]]:
     listed = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES):
-        listed.update(checksums.listing(directory, [path]))
+        listed.update(listing(directory, [path]))
         moved()
     return listed
 
@@ -239,7 +239,7 @@ def fault_of(path: Path) -> str | None:
     """What is wrong with the checkpoint at `path`, or None."""
     try:
         listed: dict[str, list[int]] = json.loads((path / FILES).read_text())
-        if (fault := checksums.fault_in(path, listed)) is not None:
+        if (fault := fault_in(path, listed)) is not None:
             return fault
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{FILES} cannot be read: {error}"
