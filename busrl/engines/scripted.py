@@ -258,6 +258,6 @@ def make(topology: Topology, process: str) -> ScriptedEngine:
         make_script(topology),
         topology.mock,
         capacity=generation.max_batch,
-        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
+        max_length=topology.longest,
         seed=(topology.run.seed, int(number) if number.isdigit() else 0),
     )
