@@ -265,24 +265,20 @@ class Lease:
     until: float
 
 
-@dataclass(frozen=True)
-class GatewaySettings:
-    """What the topology says. `welcome` holds what is the same for all; `biggest` bytes a task may have;
-    `most_members` leaves the run its own entries in the process table; `reserved` are names of the run's processes."""
-
-    welcome: g.GatewayWelcome
-    biggest: int
-    most_members: int
-    reserved: frozenset[str]
-
-
 class Desk:
-    """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end."""
+    """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end.
 
-    def __init__(self, book: RemoteLedger, settings: GatewaySettings, tally: Tally, now: float) -> None:
-        self.book, self.settings, self.tally = book, settings, tally
-        self.clock = FairClock(TICK_S, now)
-        self.lease_s, self.max_bytes = settings.welcome.lease_s, settings.welcome.max_message_bytes
+    `welcome` holds what is the same for all workers; a task may have `biggest` bytes; `most_members` leaves the run its
+    own entries in the process table; `reserved` are the names of the run's processes.
+    """
+
+    def __init__(
+        self, book: RemoteLedger, tally: Tally, now: float, *, welcome: g.GatewayWelcome, biggest: int,
+        most_members: int, reserved: frozenset[str],
+    ) -> None:
+        self.book, self.tally, self.clock, self.welcome = book, tally, FairClock(TICK_S, now), welcome
+        self.biggest, self.most_members, self.reserved = biggest, most_members, reserved
+        self.lease_s, self.max_bytes = welcome.lease_s, welcome.max_message_bytes
         self.leases: dict[str, Lease] = {}  # by task; a slot has at most one
         self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> the worker that did it
         entries = {entry[0]: Worker(*entry) for entry in book.members()}
@@ -357,11 +353,11 @@ class Desk:
         worker = worker or self._enter(message)
         self._seen(worker)
         return msgspec.structs.replace(
-            self.settings.welcome, life=message.life, req=message.req, index=worker.index, max_capacity=MOST_HELD
+            self.welcome, life=message.life, req=message.req, index=worker.index, max_capacity=MOST_HELD
         )
 
     def _enter(self, message: g.RemoteJoin) -> Worker:
-        most = self.settings.most_members
+        most = self.most_members
         if len(self.workers) >= most:
             text = f"the process table has {most} entries for workers from outside; raise ring.processes"
             raise Refused(text, "full")
@@ -371,13 +367,13 @@ class Desk:
         return worker
 
     def _check(self, message: g.RemoteJoin) -> None:
-        name, biggest = message.sender, self.settings.biggest
+        name, biggest = message.sender, self.biggest
         if message.role not in FATES:
             raise Refused(f"role {message.role!r}: it must be rollout or reward")
         if not _NAME.fullmatch(name):
             rule = "a worker's name has 1 to 39 letters, digits, dots, dashes or underscores"
             raise Refused(f"sender {name!r}: {rule}")
-        if name in self.settings.reserved:
+        if name in self.reserved:
             raise Refused(f"{name!r} is a process of this run: choose another name")
         if biggest > self.max_bytes:
             rule = f"a task may have {biggest} bytes, a message {self.max_bytes}"

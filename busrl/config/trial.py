@@ -176,7 +176,7 @@ def _tiny(path: str, light: LightTokenizer | None) -> Counted:
     """A tiny task's prompts have a known length in characters, made or not."""
     task = machine.maker().RECIPES.get(path)
     longest = int(task.max_prompt_tokens) if task else UNKNOWN
-    tokens = light.counts(["9" * longest])[0] if light is not None else longest
+    tokens = len(light.ids("9" * longest)) if light is not None else longest
     return Counted(path, 1, (), (), (), max(longest, tokens), "a bound")
 
 
@@ -225,7 +225,7 @@ def _tokens(topology: Topology, scan: Scan, light: LightTokenizer, chosen: Seque
                     prompts.append(light.text(prompt))
                 except DataError as problem:
                     raise DataError(f"{scan.path}:{index + 1}: {problem}") from problem
-            yield from light.counts_of_texts(prompts, topology.data.template == "none")
+            yield from light.counts(prompts, topology.data.template == "none")
 
 
 def _rest(scan: Scan, chosen: Sequence[int], tokens: Sequence[int]) -> int:

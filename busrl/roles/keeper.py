@@ -32,7 +32,7 @@ from busrl.config import Topology
 from busrl.config.machine import model_facts
 from busrl.config.rules import RESERVE_PROCESSES
 from busrl.errors import FateRefused, MessageTooLarge, NotOwner, RingError, RingFull, SlotTooSmall
-from busrl.gateway import BAD, Answer, AnswerLimits, Claim, ClaimGone, Desk, GatewaySettings, Refused, Tally, tensor
+from busrl.gateway import BAD, Answer, AnswerLimits, Claim, ClaimGone, Desk, Refused, Tally, tensor
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, Fault, Rejected, address, is_address
@@ -121,26 +121,23 @@ class RingLedger:
         return [_claim(slot, self.ring.line(slot)) for slot, _ in taken]
 
     def task(self, index: int, claim: Claim) -> g.Task | None:
+        line, segments = self.ring.line(claim.slot), segments_of(claim.word)
+        rewarding = state_of(claim.word) == State.REWARDING
         try:
-            return self._task(claim)
+            most = 0 if rewarding else self.limits(claim).tokens
+            cut = self.cuts.next(int(line["cls"]), segments, most)
+            return g.Task(
+                task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid,
+                record=read_task(self.ring, claim.slot).decode("utf-8", "replace"), segment=segments,
+                attempt=int(line["attempt"]), max_new_tokens=most, temperature=float(line["temperature"]),
+                top_p=float(line["top_p"]), version=self.ring.header(HeaderWord.VERSION),
+                completion=read_text(self.ring, claim.slot, segments) if rewarding else "",
+                tensors=self._tensors(claim.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
+            )
         except (RingError, ValueError) as problem:
             log.warning("sample %d cannot be sent to a remote worker: %s", claim.uid, problem)
             self.drop(index, claim, Fate.MALFORMED)
             return None
-
-    def _task(self, claim: Claim) -> g.Task:
-        line, segments = self.ring.line(claim.slot), segments_of(claim.word)
-        rewarding = state_of(claim.word) == State.REWARDING
-        most = 0 if rewarding else self.limits(claim).tokens
-        cut = self.cuts.next(int(line["cls"]), segments, most)
-        return g.Task(
-            task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid,
-            record=read_task(self.ring, claim.slot).decode("utf-8", "replace"), segment=segments,
-            attempt=int(line["attempt"]), max_new_tokens=most, temperature=float(line["temperature"]),
-            top_p=float(line["top_p"]), version=self.ring.header(HeaderWord.VERSION),
-            completion=read_text(self.ring, claim.slot, segments) if rewarding else "",
-            tensors=self._tensors(claim.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
-        )
 
     def _tensors(self, slot: int, segments: int) -> dict[str, g.Tensor]:
         if not segments:
@@ -236,22 +233,16 @@ def _claim(slot: int, line: np.void) -> Claim:
     return Claim(slot, word, seq_of(word), int(line["uid"]), bool(int(line["flags"]) & ALONE))
 
 
-def gateway_settings(topology: Topology) -> GatewaySettings:
-    """What the desk needs of a topology. Remote workers never take the entries that the run itself may need."""
+def desk_of(topology: Topology, book: RingLedger, tally: Tally) -> Desk:
+    """The desk of a run. Remote workers never take the entries that the run itself may need."""
     data, processes = topology.data, topology.processes()
-    return GatewaySettings(
-        welcome=g.GatewayWelcome(
-            life=0,
-            lease_s=topology.limits.lease_s,
-            max_message_bytes=topology.bus.max_message_bytes,
-            max_prompt_tokens=topology.max_prompt_tokens,
-            seed=topology.run.seed,
-            model=topology.model.path,
-            prompt_key=data.prompt_key,
-            answer_key=topology.reward.answer_key or data.answer_key,
-            template=data.template,
-        ),
-        biggest=topology.task_message_bytes,
+    welcome = g.GatewayWelcome(
+        life=0, lease_s=topology.limits.lease_s, max_message_bytes=topology.bus.max_message_bytes,
+        max_prompt_tokens=topology.max_prompt_tokens, seed=topology.run.seed, model=topology.model.path,
+        prompt_key=data.prompt_key, answer_key=topology.reward.answer_key or data.answer_key, template=data.template,
+    )
+    return Desk(
+        book, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,
         most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
         reserved=frozenset(address(one.name) for one in processes if not one.spec.command) | {"launch"},
     )
@@ -281,7 +272,7 @@ class Keeper(Actor):
         vocabulary = model_facts(Path(self.topology.model.path)).vocabulary
         cuts = SegmentCuts.of(self.topology)
         self.book = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
-        self.desk = Desk(self.book, gateway_settings(self.topology), self.tally, time.monotonic())
+        self.desk = desk_of(self.topology, self.book, self.tally)
         self.bus.on_reject = self._answer_unreadable
 
     def step(self) -> bool:

@@ -121,7 +121,7 @@ class ServedEngine(Engine):
 
     def _pause(self, how: Pause, limit_s: float) -> list[Finished]:
         with self._opening:  # first of all: a restore that ends from now on opens nothing
-            self._hold()
+            self.hold()
         if how == "wait":
             self._drain(limit_s)
         else:

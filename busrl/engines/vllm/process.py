@@ -434,10 +434,7 @@ def _state(pid: int) -> str:
 
 def _shared_files(pid: int) -> set[Path]:
     """Shared memory of Python's multiprocessing that a process maps: nothing removes it if that is killed."""
-    found = set()
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            name = line.rpartition(" ")[2]
-            if name.startswith("/dev/shm/psm_"):
-                found.add(Path(name))
-    return found
+        names = (line.rpartition(" ")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+        return {Path(name) for name in names if name.startswith("/dev/shm/psm_")}
+    return set()
