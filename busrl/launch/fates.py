@@ -38,7 +38,6 @@ from busrl.states import FATE_NAMES, VALIDATE_BIT, Fate
 
 # -- put back ----------------------------------------------------------------------------------------------------------
 
-
 BLOCK = 1 << 20
 
 
@@ -146,7 +145,6 @@ def _store(path: Path, indices: npt.NDArray[np.int64], fate: Fate) -> None:
 
 
 # -- the watch ---------------------------------------------------------------------------------------------------------
-
 
 VALIDATE = np.uint64(VALIDATE_BIT)  # this bit of a uid says which table it is in
 CAPACITY = np.uint64(MOST_SAMPLES)

@@ -63,7 +63,6 @@ from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 
 # -- what earlier starts left ------------------------------------------------------------------------------------------
 
-
 IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
 NOT_COMPARED = ("derived", "source", "overrides")
 SHOWN = 12  # differences that are printed; starts.jsonl has all
@@ -268,7 +267,6 @@ def _foreign_files(paths: RunPaths) -> list[str]:
 
 
 # -- the directory and its ring ----------------------------------------------------------------------------------------
-
 
 LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
 
@@ -602,15 +600,10 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
         shutil.copyfile(source, paths.root / "topology.toml")
     info = {
         "run_id": before.get("run_id") or f"{topology.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.hex()[:4]}",
-        "ring": paths.ring_name,
-        "weights": paths.weights_name,
-        "runtime_dir": str(paths.runtime_dir),
-        "frontend": paths.frontend,
-        "backend": paths.backend,
-        "tcp": "" if topology.bus.endpoint == "ipc" else topology.bus.endpoint,
-        "tap": paths.tap,
-        "launch_pid": os.getpid(),
-        "started": time.time(),
+        "ring": paths.ring_name, "weights": paths.weights_name, "runtime_dir": str(paths.runtime_dir),
+        "frontend": paths.frontend, "backend": paths.backend,
+        "tcp": "" if topology.bus.endpoint == "ipc" else topology.bus.endpoint, "tap": paths.tap,
+        "launch_pid": os.getpid(), "started": time.time(),
         "uuid": uuid.hex(),
     }
     written = {paths.topology: topology.to_json().encode(), paths.run_json: json.dumps(info, indent=2).encode() + b"\n"}

@@ -46,7 +46,6 @@ from busrl.protocol.messages import VERSION
 
 # -- the file ----------------------------------------------------------------------------------------------------------
 
-
 MAGIC: Final = b"BUSRLREC"
 FORMAT: Final = 1
 FIXED: Final = struct.Struct("<8sIII")
@@ -251,7 +250,6 @@ def summary(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 # -- the recorder ------------------------------------------------------------------------------------------------------
-
 
 LOOK_EVERY_S: Final = 1.0
 WAKE_S: Final = 0.2

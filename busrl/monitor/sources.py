@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -40,28 +39,19 @@ from busrl.states import HeaderWord, SampleClass, State
 
 # -- which run is meant -----------------------------------------------------------------------------------------------
 
-
 LOCK = "run.lock"  # launch holds it, and every child inherits it
 
 
-@dataclass(frozen=True)
-class Target:
-    """What to attach to: a run directory, or an endpoint alone."""
-
-    paths: RunPaths | None = None
-    endpoint: str = ""
-
-
-def find(named: str | None) -> Target:
-    """The target that an argument means; without one the only living run of this user."""
+def find(named: str | None) -> RunPaths | str:
+    """The run that an argument means, or an endpoint alone; without an argument the only living run of this user."""
     if named is None:
-        return Target(paths=RunPaths.of(only_living_run()))
+        return RunPaths.of(only_living_run())
     if "://" in named:
-        return Target(endpoint=require_ipc(named))
+        return require_ipc(named)
     paths = RunPaths.of(named)
     if not paths.run_json.is_file():
         raise NoSuchRun(f"{paths.root}: no run.json there; name the directory that `busrl launch` printed")
-    return Target(paths=paths)
+    return paths
 
 
 def require_ipc(endpoint: str) -> str:
@@ -128,7 +118,6 @@ def holder_of(paths: RunPaths) -> int | None:
 
 
 # -- the ring ----------------------------------------------------------------------------------------------------------
-
 
 class Look:
     """The ring of one run directory, attached while it is there. `close` lets go of it."""
@@ -213,8 +202,7 @@ def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
         occupancy={name.lower(): count for name, count in stats.occupancy.items()},
         words={word.value: ring.header(word) for word in HeaderWord},
         **{name: getattr(stats, name) for name in COUNTED},
-        groups_open=opened,
-        groups_ready=ready,
+        groups_open=opened, groups_ready=ready,
         processes=tuple(_process_record(ring, process) for process in ring.processes()),
     )
 
@@ -231,7 +219,6 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
 
 
 # -- the bus, and all of it together -----------------------------------------------------------------------------------
-
 
 LOOK_EVERY_S: Final = 1.0
 BEHIND_S: Final = 3.0
@@ -282,23 +269,22 @@ class Reader:
 class Watcher:
     """`refresh` and `listen` by turns keep `run` true. `close` leaves."""
 
-    def __init__(self, target: Target) -> None:
-        self._reader = Reader(target.paths) if target.paths else None
+    def __init__(self, target: RunPaths | str) -> None:
+        self._reader = Reader(target) if isinstance(target, RunPaths) else None
         self.run = self._reader.run if self._reader else RunState()
         # Before ring and files are read: what is sent from here on waits for us.
-        self.tap = Tap(self._reader.files.tap() if self._reader else target.endpoint)
+        self.tap = Tap(self._reader.files.tap() if self._reader else str(target))
         self._next_look = 0.0
         self._missed_in_record = 0
 
-    def refresh(self, now: float, force: bool = False) -> bool:
-        """Look at ring and files if it is time; whether it was."""
+    def refresh(self, now: float, force: bool = False) -> None:
+        """Look at ring and files if it is time."""
         if now < self._next_look and not force:
-            return False
+            return
         self._next_look = now + LOOK_EVERY_S
         if self._reader is not None:
             self._reader.refresh(now)
         self.run.traffic.tick(now)
-        return True
 
     def listen(self, now: float) -> int:
         """Fold in what has come, at most one batch; how many messages that were."""

@@ -30,7 +30,6 @@ KNOWN: Final = msgspec.Meta(ge=0, le=(1 << 63) - 1)  # of a step or a round that
 
 # -- records ----------------------------------------------------------------------------------------------------------
 
-
 class Facts(msgspec.Struct, frozen=True):
     """What does not change during a run. Zeros and empty texts: not known."""
 
@@ -160,7 +159,6 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
 # -- steps ------------------------------------------------------------------------------------------------------------
 
-
 RATE_S: Final = 20.0
 STEPS_KEPT: Final = 4096
 RECENT: Final = 10
@@ -282,7 +280,6 @@ class Steps:
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
-
 MAX_NAMES: Final = 64  # names of the protocol are some twenty; what else comes is counted together
 MAX_SENDERS: Final = 256
 OTHERS: Final = "(others)"
@@ -350,7 +347,6 @@ class Traffic:
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
-
 ERRORS_KEPT: Final = 200
 SAME_S: Final = 5.0  # the two reports of one event are closer together than this
 
@@ -391,7 +387,6 @@ def address_of(process: str) -> str:
 
 
 # -- the state of a run -----------------------------------------------------------------------------------------------
-
 
 OVER: Final = ("ended", "left", "damaged")  # nothing is known to move
 MAX_PRESENT: Final = 256

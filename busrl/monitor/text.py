@@ -55,7 +55,6 @@ def short(number: float) -> str:
 
 # -- drawings ---------------------------------------------------------------------------------------------------------
 
-
 EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 
@@ -119,7 +118,6 @@ def portions(counts: Sequence[int], width: int) -> list[int]:
 
 
 # -- phrases ----------------------------------------------------------------------------------------------------------
-
 
 POLICY: Final = (  # key, name, format
     ("flat_share", "flat groups", ".0%"), ("cut_share", "cut answers", ".0%"), ("entropy", "entropy", ".2f"),
@@ -283,7 +281,6 @@ def error_line(error: ErrorRecord, wall: float) -> str:
 
 
 # -- plain views ------------------------------------------------------------------------------------------------------
-
 
 CHART_WIDTH: Final = 40
 

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from busrl import checksums
 from busrl.errors import (
     DiskFull,
     InsecureDirectory,
@@ -39,7 +38,7 @@ from busrl.errors import (
     WeightsRefused,
     WeightsTimeout,
 )
-from busrl.files import FULL
+from busrl.files import FULL, fault_in, listing
 from busrl.private import exposed
 from busrl.weights.base import NOTHING, FileReceiver, Sender, alive
 from busrl.weights.tensors import fingerprint
@@ -96,7 +95,7 @@ def private(root: Path) -> None:
 
 def stamp(folder: Path, kind: str, version: int, step: int, base: str) -> None:
     """Write the last file of a version: what it is, and the sizes and checksums of all others."""
-    listed = checksums.listing(folder, files(folder))
+    listed = listing(folder, files(folder))
     text = {"layout": LAYOUT, "kind": kind, "version": version, "step": step, "base": base, "files": listed}
     (folder / STAMP).write_text(json.dumps(text, indent=1))
 
@@ -121,7 +120,7 @@ def _fault(found: VersionFolder, at: Path, stamped: dict[str, Any], kind: str, b
             f"it was made for another base model (fingerprint {stamped['base'][:12]}, here {base[:12]}); learner and "
             "engines need the same model.path"
         )
-    return checksums.fault_in(at, stamped["files"])
+    return fault_in(at, stamped["files"])
 
 
 def link(source: Path, target: Path) -> None:
