@@ -3,12 +3,11 @@
 Pure: `Desk` decides, moves the ledger through a `RemoteLedger` (`busrl.roles.keeper` has it on a ring, tests in memory)
 and is given the time with each call. Imports the protocol and NumPy; knows nothing of sockets, rings or files.
 
-**The wire is the bus itself**, not a socket of the keeper's own. A remote worker needs PUB and SUB to the broker anyway
-(HELLO, HEARTBEAT, STOP, doorbells), so it needs nothing more; broker and keeper may be killed at any time without a
-session to set up again; and what secures the bus secures this. PUB/SUB loses messages: so every request may be sent
-again, and every answer is a function of the ledger, not of a conversation.
+**The wire is the bus itself**: a remote worker needs it anyway (HELLO, HEARTBEAT, STOP, doorbells), broker and keeper
+may be killed without a session to set up again, and what secures the bus secures this. PUB/SUB loses messages: so every
+request may be sent again, and every answer is a function of the ledger, not of a conversation.
 
-Invariants (ledger, section 3), held by `tests/gateway` under loss, doubling, reordering and death of the keeper:
+Invariants, held by `tests/gateway` under loss, doubling, reordering and death of the keeper:
 - A claim is named for ever by (slot, seq, uid). Only the name that holds it can settle it, and only once; after that
   a copy is answered "already" (from `recent`, or from `last_commit_seq` by a later keeper), never done again.
 - What a worker holds stands in the ledger. `Desk` remembers only clocks and conveniences, so a keeper that is killed

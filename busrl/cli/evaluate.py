@@ -63,7 +63,7 @@ def evaluate(options: argparse.Namespace) -> int:
         write_rows(out, rows)
     found = evaluation.found()
     if options.json:
-        print(json.dumps({"model": topology.model.path, **found.to_json(), "rows": str(out)}))
+        print(json.dumps({"model": topology.model.path, **dataclasses.asdict(found), "rows": str(out)}))
     else:
         print("\n".join(_lines(topology, asked.prompts, found, rows, time.monotonic() - begun, out)))
     return 0 if found.samples else 1

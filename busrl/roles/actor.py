@@ -246,8 +246,7 @@ class Actor:
 
     def subscriptions(self) -> list[str]:
         """Topic prefixes; a role that has topics of its own extends it."""
-        kinds: tuple[type[m.Message], ...] = (*self.subscribe, m.Stop)
-        return [topic(kind) for kind in kinds]
+        return [*map(topic, self.subscribe), topic(m.Stop)]
 
     def _live(self) -> int:
         self.setup()
