@@ -254,16 +254,13 @@ class ServedEngine(Engine):
         self._client.close_gate(cut=False)
         deadline = time.monotonic() + limit_s
         while self._client.asking:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if time.monotonic() > deadline:
                 raise PeerTimeout(
                     f"{self._settings.base_url}: {len(self._running)} answers under way did not end within "
                     f"{limit_s:.1f} s of a pause"
                 )
-            try:
-                self._taken.append(self._client.messages.get(timeout=min(left, MOMENT_S)))
-            except queue.Empty:
-                continue
+            with contextlib.suppress(queue.Empty):
+                self._taken.append(self._client.messages.get(timeout=MOMENT_S))
             self._settle()
         self._settle()
 
