@@ -155,8 +155,6 @@ class SendBuffer:
             block = max(self._blocks, key=lambda one: one.stamp)
             if block.shadow is None or block is self._sending or block.stamp == NOTHING:
                 return False
-            if block.shadow.since_key + 1 >= self._key_every:
-                return False
             base = block.stamp[0]
             frame = block.shadow.frame(named, base, version, step, len(block.data))
             if frame is None:
@@ -189,7 +187,7 @@ class SendBuffer:
             raise
         sparse = self._threshold and self._device == "cpu" and Shadow.fits(self.manifest)
         if sparse and block.shadow is None:
-            block.shadow = Shadow(self.manifest, block.data, self._threshold, self._checksum)
+            block.shadow = Shadow(self.manifest, block.data, self._threshold, self._key_every, self._checksum)
 
 
 # -- sending it ------------------------------------------------------------------------------------------------
@@ -387,7 +385,9 @@ class BroadcastSender(Sender):
                 log.warning("weights: %s", self._failure)
             return
         self._group = setup.group
-        self._report_group()
+        why = "; ".join(self._reasons[-8:]) or self._failure
+        self._callbacks.formed(GroupChange(self.epoch, tuple(sorted(self._members)), why))
+        self._reasons, self._failure = [], ""
 
     def _call_the_roll(self, members: list[Member]) -> bool:
         """Whether all members answered; the others are left out."""
@@ -431,11 +431,6 @@ class BroadcastSender(Sender):
         if not setup.ended.is_set() and time.monotonic() >= deadline:
             setup.problem = f"still connecting after {limit_s:.1f} s"
         return setup
-
-    def _report_group(self) -> None:
-        why = "; ".join(self._reasons[-8:]) or self._failure
-        self._callbacks.formed(GroupChange(self.epoch, tuple(sorted(self._members)), why))
-        self._reasons, self._failure = [], ""
 
     # -- the sending thread: a version ------------------------------------------------------------------------
 
