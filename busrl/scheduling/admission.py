@@ -79,11 +79,6 @@ class Room:
     whole: bool = False
 
 
-def kept_back(reserve: int, in_use: int) -> int:
-    """Free slots that belong to another class: its reserve less what it already holds."""
-    return max(0, reserve - in_use)
-
-
 def not_ahead(room: Room, ahead: int, waiting: int, group_size: int) -> Room:
     """Fewer groups where `waiting` samples wait for an engine already and `ahead` of them are enough (0: never enough).
 
@@ -108,8 +103,8 @@ class Admission:
     ) -> Room:
         """Groups that may be opened now.
 
-        `free`: FREE slots; `reserve`: those of them kept for other classes (`kept_back`); `next_admission`: the index
-        that the next group gets; `step`: the learner's finished steps; `unpublished`: groups trained, not published;
+        `free`: FREE slots; `reserve`: those of them kept for other classes; `next_admission`: the index that the next
+        group gets; `step`: the learner's finished steps; `unpublished`: groups trained, not published;
         `wave_over`: see `scheduling.waves`.
         """
         due = int(view.due.sum())
@@ -172,13 +167,8 @@ class Staleness:
         return late
 
 
-def age(oldest_step: int, step: int) -> int:
-    """Steps between the oldest version of a group and now; 0 for a group that has not begun."""
-    return 0 if oldest_step == NOT_STARTED else max(0, step - oldest_step)
-
-
 def ages(oldest_step: Ints, step: int) -> Ints:
-    """`age` of many groups."""
+    """Steps between the oldest version of each group and now; 0 for a group that has not begun."""
     return np.where(oldest_step == NOT_STARTED, 0, np.maximum(0, step - oldest_step))
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from busrl.scheduling.groups import slot_priority
 from busrl.scheduling.lengths import Candidate, Predictor, make_predictor
 from busrl.scheduling.pool import (
+    BEYOND,
     PROBE,
     Entry,
     LearnerState,
@@ -33,7 +34,6 @@ from busrl.scheduling.pool import (
     Present,
     SlotOrder,
     Strength,
-    as_draws,
 )
 
 # -- the interface -------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Fifo(Policy):
         self._present = Present()
 
     def missing(self, draws: Iterable[int]) -> list[int]:
-        return self._present.missing(as_draws(draws))
+        return self._present.missing(draws)
 
     def offer(self, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
@@ -361,7 +361,7 @@ class Adaptive(Ordered):
         while self._tail:
             entry = self.pool.entry(self._tail[0])
             if entry is not None:
-                return self.pool.waiting(self._tail[0])
+                return entry if entry.since != BEYOND else None
             heapq.heappop(self._tail)
         return None
 

@@ -67,7 +67,7 @@ class Pool:
 
     def missing(self, draws: Iterable[int]) -> list[int]:
         """Those of `draws` that do not wait here."""
-        return self._present.missing(as_draws(draws))
+        return self._present.missing(draws)
 
     def add(self, candidate: Candidate, predicted: float) -> None:
         """A group begins to wait; one that waits already stays as it is."""
@@ -113,11 +113,6 @@ class Pool:
     def entry(self, draw: int) -> Entry | None:
         """The entry of a draw if it waits."""
         return self._waiting.get(draw)
-
-    def waiting(self, draw: int) -> Entry | None:
-        """The entry of a draw if it waits within the horizon."""
-        entry = self._waiting.get(draw)
-        return entry if entry is not None and entry.since != BEYOND else None
 
     def take(self, entry: Entry) -> int:
         """Remove an entry; the number of groups that were opened since it came within the horizon."""
@@ -170,11 +165,6 @@ def _sorted(keys: npt.NDArray[np.float64], draws: Ints) -> list[tuple[float, int
     return list(zip(keys[order].tolist(), draws[order].tolist()))
 
 
-def as_draws(draws: Iterable[int]) -> Ints:
-    """Draws as an array."""
-    return draws if isinstance(draws, np.ndarray) else np.fromiter(draws, np.int64)
-
-
 class Present:
     """Which draws wait, as a string of flags, so that a hundred thousand draws can be asked for at once."""
 
@@ -191,7 +181,8 @@ class Present:
     def clear(self, draw: int) -> None:
         self._flags[draw - self._base] = 0
 
-    def missing(self, draws: Ints) -> list[int]:
+    def missing(self, draws: Iterable[int]) -> list[int]:
+        draws = draws if isinstance(draws, np.ndarray) else np.fromiter(draws, np.int64)
         if not len(draws):
             return []
         flags = np.frombuffer(self._flags, np.uint8)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from busrl.config import Topology
 from busrl.config.schema import Simulate
-from busrl.scheduling.admission import age
+from busrl.scheduling.admission import ages
 from busrl.scheduling.groups import (
     DISPATCHED,
     FREE,
@@ -278,10 +278,6 @@ class Actors:
 
     # -- sequences ------------------------------------------------------------------------------------------------
 
-    def room(self, index: int) -> int:
-        """Sequences that may still join."""
-        return self.rows - self.all[index].active
-
     def add(self, index: int, now: float, joining: list[tuple[int, int]], prefill_tokens: int) -> float:
         """Let (slot, tokens) join at the end of the present step; the time of the next event."""
         actor, times = self.all[index], self.times
@@ -346,9 +342,6 @@ class Actors:
             self.idle.append(index)
 
     # -- weights --------------------------------------------------------------------------------------------------
-
-    def publish(self, now: float) -> None:
-        self.published.append(now)
 
     def settle(self, now: float) -> None:
         """Count everything up to `now`, for the figures; the run is over."""
@@ -509,17 +502,16 @@ class Learner:
             self._pending_samples += len(slots)
 
     def _fire(self, view: GroupView, action: Fire, now: float, found: Look) -> None:
-        oldest = view.oldest_step
-        ages = [age(int(oldest[view.index(draw)]), self.step) for draw in action.draws]
+        old: list[int] = ages(view.oldest_step[[view.index(draw) for draw in action.draws]], self.step).tolist()
         slots = [slot for draw in action.draws for slot in self.claimed[draw]]
         lengths = [tokens for draw in action.draws for tokens in self.groups.pop(draw).lengths]
         self._row = StepRow(
-            self.step + 1, now, action.cause.value, len(ages), len(slots), sum(lengths), len(ages) + self.aside,
-            sum(ages) / len(ages), max(ages),
+            self.step + 1, now, action.cause.value, len(old), len(slots), sum(lengths), len(old) + self.aside,
+            sum(old) / len(old), max(old),
         )
-        self.counts.ages.update(ages)
+        self.counts.ages.update(old)
         self.counts.consumed.extend(lengths)
-        self.unpublished += len(ages)
+        self.unpublished += len(old)
         self.ring.end(slots, Fate.TRAINED.letter)
         self.claimed.clear()
         found.cost_s += self._micro_batch() + self.times.learner_step_s * self.pace

@@ -20,7 +20,7 @@ from busrl.config import Topology, files
 from busrl.data.trace import Task
 from busrl.errors import UserError
 from busrl.roles.segments import waves_of
-from busrl.scheduling.admission import Admission, Probes, kept_back, not_ahead
+from busrl.scheduling.admission import Admission, Probes, not_ahead
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupView, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
@@ -144,7 +144,7 @@ class Scheduler:
         free = len(self.ring.free) + self._reserve
         room = self.admission.room(
             view, unpublished=learner.unpublished, next_admission=self.next_admission, step=learner.step,
-            free=free, reserve=kept_back(self._reserve, 0), wave_over=bool(self.wave_over(view)),
+            free=free, reserve=self._reserve, wave_over=bool(self.wave_over(view)),
         )
         room = not_ahead(room, self.ahead, view.queued, self.size)
         if room.groups <= 0:
@@ -161,7 +161,7 @@ class Scheduler:
 
     def _offer(self, view: GroupView, groups: int, now: float) -> None:
         policy, offered = self.feed.policy, []
-        for draw in policy.missing(view.unopened_draws(policy.horizon + groups)):
+        for draw in policy.missing(view.unopened(policy.horizon + groups)):
             task = self.answers.prompt(draw)
             if task is None:
                 self.end = min(self.end, draw)

@@ -217,7 +217,7 @@ class World:
             self._take(index)
 
     def _take(self, index: int) -> None:
-        taken = self.ring.take(self.actors.room(index))
+        taken = self.ring.take(self.actors.rows - self.actors.all[index].active)
         joining, prefill, known, queued = [], 0, set[int](), self.counts.queued
         for slot in taken:
             draw, member = self._of[slot]
@@ -386,7 +386,7 @@ class World:
 
     def _publish(self) -> None:
         self.scheduler.version_step = self.learner.step
-        self.actors.publish(self.now)
+        self.actors.published.append(self.now)
         self._schedule_look(self.now)
 
     def _default_grid(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from busrl.scheduling.admission import Staleness, age
+from busrl.scheduling.admission import Staleness, ages
 from busrl.scheduling.groups import NOT_STARTED
 from busrl.scheduling.limits import derive
 from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, Trigger, Wait, look
@@ -159,7 +159,7 @@ def test_window_choice_is_by_admission_and_names_the_anchor() -> None:
 
 
 def test_age_counts_steps_and_a_group_that_has_not_begun_has_none() -> None:
-    assert (age(3, 5), age(5, 5), age(NOT_STARTED, 5)) == (2, 0, 0)
+    assert ages(np.array([3, 5, NOT_STARTED]), 5).tolist() == [2, 0, 0]
 
 
 def test_the_trigger_never_fires_on_nothing_and_refuses_nonsense() -> None:

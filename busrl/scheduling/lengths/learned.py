@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -92,8 +92,7 @@ def _text(candidate: Candidate) -> str:
     return f"{text.lower()} {TAG}{candidate.tag} \n"
 
 
-@dataclass(frozen=True)
-class _Words:
+class _Words(NamedTuple):
     """Words of all texts in their order: which text, hash, kind; and characters per text."""
 
     row: Ints
@@ -224,8 +223,8 @@ class Ridge(Kept):
                 del self._at[key]
         gone = int(self.size[:over].sum())
         self.column, self.value = self.column[gone:], self.value[gone:]
-        self.keys, self.size, self.counts = self.keys[over:], self.size[over:], self.counts[over:]
-        self.target, self.answers = self.target[over:], self.answers[over:]
+        for name in self.ROWS:
+            setattr(self, name, getattr(self, name)[over:])
         self._first += over
 
     def fit(self) -> None:
