@@ -220,8 +220,6 @@ class LearnerPlan:
             cause = None
         return [*asides, *self._claims(cause, claimed, fresh, seen, blocker)]
 
-    # -- groups -------------------------------------------------------------------------------------------------
-
     def _set_aside(self, view: GroupView, claimed: Collection[int], step: int) -> tuple[list[SetAside], Bools]:
         """What is dropped now, and the mask of groups that stay in play: open, not claimed, with an index."""
         active = (view.admission != UNKNOWN) & ~np.isin(view.draws, np.fromiter(claimed, np.int64, len(claimed)))
@@ -241,8 +239,6 @@ class LearnerPlan:
         rest = np.flatnonzero(late)
         blocker = int(seen.draws[rest[np.argmin(seen.admission[rest])]]) if len(rest) else None
         return [int(seen.draws[i]) for i in chosen], blocker
-
-    # -- actions ------------------------------------------------------------------------------------------------
 
     def _claims(
         self, cause: Cause | None, claimed: Sequence[int], fresh: list[int], seen: _Seen, blocker: int | None

@@ -276,8 +276,6 @@ class Actors:
         self._idle_set = set(self.idle)
         self.partly: dict[int, None] = {}  # those that run some, and have room
 
-    # -- sequences ------------------------------------------------------------------------------------------------
-
     def add(self, index: int, now: float, joining: list[tuple[int, int]], prefill_tokens: int) -> float:
         """Let (slot, tokens) join at the end of the present step; the time of the next event."""
         actor, times = self.all[index], self.times
@@ -341,8 +339,6 @@ class Actors:
             self._idle_set.add(index)
             self.idle.append(index)
 
-    # -- weights --------------------------------------------------------------------------------------------------
-
     def settle(self, now: float) -> None:
         """Count everything up to `now`, for the figures; the run is over."""
         for actor in self.all:
@@ -356,8 +352,6 @@ class Actors:
             late = min(over, actor.stalled_s - stalled)
             actor.stalled_s -= late
             actor.busy_s -= over - late
-
-    # -- internals ------------------------------------------------------------------------------------------------
 
     def _draw_pace(self, actor: Actor) -> None:
         """A new pace every PACE_S. Only when everything is counted up to `at`: what is past keeps the old one."""
@@ -482,8 +476,6 @@ class Learner:
         found = Look(reason=self._waits.reason)
         self._wait(self._waits, found)
         return found
-
-    # -- actions ------------------------------------------------------------------------------------------------
 
     def _set_aside(self, view: GroupView, action: SetAside, found: Look) -> None:
         self.ring.end(view.slots_of(action.draw), action.fate)

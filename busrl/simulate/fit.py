@@ -18,9 +18,8 @@ beside a topology; changes nothing. Knows nothing of events or tables.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -349,33 +348,26 @@ def times_of(
     topology: Topology, written: Collection[str] = (), fitted: Times | None = None, measured: FitFile | None = None
 ) -> Times:
     """The times of one simulated run. `written`: dotted keys that topology file and overrides give."""
-    own = dataclasses.asdict(topology.simulate)
-    values, sources = {name: float(own[name]) for name in TIMES}, dict.fromkeys(TIMES, STATED)
-    for source, known in reversed([*_known(topology, written, fitted, measured)]):
-        values.update(known)
-        sources.update(dict.fromkeys(known, source))
+    own, default = topology.simulate, Simulate()
+    known: list[tuple[str, Mapping[str, float]]] = [(STATED, {name: float(getattr(own, name)) for name in TIMES})]
+    if fitted is not None:
+        known.append((next(iter(fitted.source.values())), {name: getattr(fitted, name) for name in fitted.source}))
+    elif topology.scripted:
+        known.append((MOCK, scripted(topology)))
+    elif measured is not None:
+        known.append((measured.source, measured.times))
+    changed = (name for name in TIMES if f"simulate.{name}" in written or getattr(own, name) != getattr(default, name))
+    known.append((SET, {name: float(getattr(own, name)) for name in changed}))
+    values, sources = dict[str, float](), dict[str, str]()
+    for source, times in known:  # what counts more comes later
+        values.update(times)
+        sources.update(dict.fromkeys(times, source))
     floor = topology.mock.learner_s_per_token
     if floor > values["learner_token_s"] and sources["learner_token_s"] != SET:
         values["learner_token_s"], sources["learner_token_s"] = floor, MOCK
     if values["step_s"] + values["row_s"] <= 0:
         raise UserError("simulate.step_s = 0 and simulate.row_s = 0: a decoding step must take some time; raise one")
     return Times().with_source(sources, **values)
-
-
-def _known(
-    topology: Topology, written: Collection[str], fitted: Times | None, measured: FitFile | None
-) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Every source with what it knows, the one that counts most first."""
-    own, default = dataclasses.asdict(topology.simulate), dataclasses.asdict(Simulate())
-    given = {name: float(own[name]) for name in TIMES if f"simulate.{name}" in written or own[name] != default[name]}
-    yield SET, given
-    if fitted is not None:
-        yield next(iter(fitted.source.values())), {name: getattr(fitted, name) for name in fitted.source}
-        return
-    if topology.scripted:
-        yield MOCK, scripted(topology)
-    elif measured is not None:
-        yield measured.source, measured.times
 
 
 def scripted(topology: Topology) -> dict[str, float]:

@@ -138,8 +138,6 @@ class Scheduler:
             return None
         return not view.due.any() and self.waves.over(self.ring.lines, self.next_admission)
 
-    # -- new groups -----------------------------------------------------------------------------------------------
-
     def _open_new(self, view: GroupView, learner: Learner, now: float) -> int:
         free = len(self.ring.free) + self._reserve
         room = self.admission.room(
@@ -183,8 +181,6 @@ class Scheduler:
         self.counts.drawn.extend(answer.lengths)
         index, self.next_admission = self.next_admission, self.next_admission + 1
         return self._put(draw, 0, 1 if probe else self.size, index, self.feed.policy.priority(draw, index, probe))
-
-    # -- members --------------------------------------------------------------------------------------------------
 
     def _finish_open(self, view: GroupView, groups: np.ndarray) -> int:
         """Siblings of probes. The group credit keeps their slots free."""

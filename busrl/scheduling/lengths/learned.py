@@ -366,8 +366,6 @@ class Learning(Predictor, ABC):
             part.load(state[name])
         self.__dict__.update(other.__dict__)
 
-    # -- a subclass says ----------------------------------------------------------------------------------------
-
     def _empty(self) -> Learning:
         """One of the same kind that has learned nothing."""
         return type(self)()
